@@ -143,6 +143,8 @@ METRICS = (
         "measured.",
         tier_slots="Slots that the disk has.",
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
+        tier_slots_set_aside="Slots of the disk that are not used until the next start, because "
+        "they could not be written or read; at most 1 % of tier_slots.",
         has_store="1 with a store that engines share, 0 without.",
         tier_usable="1 while the tier may be read, 0 for a while after a read failed, while a copy "
         "hangs, and without one.",

@@ -186,6 +186,14 @@ class CacheManager:
         self._index.disown(slots[~np.isin(slots, idle)])
         self._forget_by(slots)
 
+    def set_aside(self, slots: Slots) -> None:
+        """Forget the keys of distinct slots, and give these to no other until `complete_load`.
+
+        None of them is being stored. A reset leaves them where they are.
+        """
+        self.prepare_copy(slots)
+        self.forget(slots)
+
     def _forget_by(self, slots: Slots) -> None:
         """Take note that these slots lost their keys."""
         self.forgotten += len(slots)

@@ -77,6 +77,8 @@ class Move(Job):
     keys: list[bytes] = field(default_factory=list)
     """What each slot holds, or is to hold."""
     tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
+    generation: bytes = b""
+    """Of the tier, when it was planned."""
 
     @property
     def is_store(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import TierError
 
-from kv_offload.config.disk_folder import rank_file
+from kv_offload.config.disk_folder import find_ranks, rank_file
 from kv_offload.config.sizes import describe_bytes
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.worker.sharing import Peers
@@ -51,6 +51,9 @@ class Disk:
     ) -> DiskTier:
         """Open the file of a rank, or make it; `pages` says what is where in a slot.
 
+        Files of an engine with more ranks go first: nothing finds what is in them, and this one may
+        need their space.
+
         Raises `ConfigError` or `CapacityError`.
         """
         from kv_swap.tiers.disk import DiskTier
@@ -64,6 +67,7 @@ class Disk:
             "pages": pages,
         }
         path = rank_file(self.folder, rank)
+        self._remove_surplus(num_ranks)
         try:
             file = DiskTier(path, num_slots, transfer.slots(), description)
         except TierError as error:
@@ -77,3 +81,30 @@ class Disk:
             "goes on with what is there" if file.continued else f"begins empty: {file.reason}",
         )
         return file
+
+    def _remove_surplus(self, num_ranks: int) -> None:
+        """Remove files of ranks that there are no more; one that must stay is told of."""
+        from kv_swap.tiers.file import remove_file
+
+        try:
+            found = find_ranks(self.folder)
+        except OSError:  # whoever opens a file in this folder says why
+            return
+        for rank, path in found.items():
+            if rank < num_ranks:
+                continue
+            try:
+                nbytes = remove_file(path)
+            except TierError as error:
+                logger.warning(
+                    "kv-offload: a file of an engine with more ranks is left, and takes space "
+                    "beside disk_bytes: %s",
+                    error,
+                )
+                continue
+            if nbytes:
+                logger.info(
+                    "kv-offload: %s of an engine with more ranks was removed, which had %s",
+                    path,
+                    describe_bytes(nbytes),
+                )

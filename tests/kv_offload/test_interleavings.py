@@ -83,8 +83,10 @@ IMPATIENCE = {
     "tier.FIRST_PAUSE_SECONDS": 0.002,
     "tier.LONGEST_PAUSE_SECONDS": 0.004,
     "shared_tier.PATIENCE_SECONDS": 0.003,
+    "slot_tier.SET_ASIDE_SHARE": 3,
 }
-"""A step takes microseconds here, and a disk that hangs is to outlast the engine's patience."""
+"""A step takes microseconds here, and a disk that hangs is to outlast the engine's patience. Of a
+small disk some slots are set aside, too."""
 
 TIER_FAULTS = ("submit", "error", "mismatch")
 COPIES = ("submit", "before_compute", "load_now", "copy")

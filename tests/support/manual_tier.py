@@ -24,7 +24,8 @@ class ManualTier:
     A store has what another engine of the same `description` has put into it.
 
     `faults` counts how many of the next rows fail with an error, are found to be something else
-    (`mismatch`), and how many of the next jobs are refused (`submit`).
+    (`mismatch`), and how many of the next jobs are refused (`submit`). What lies in `bad_places`
+    can neither be written nor read.
     """
 
     is_store = False
@@ -43,6 +44,7 @@ class ManualTier:
         self.records: dict[Any, tuple[bytes, NDArray[np.uint8]]] = {}
         self.submitted: list[TierJob] = []
         self.faults: Counter[str] = Counter()
+        self.bad_places: set[Any] = set()
         self.happened: Counter[str] = Counter()
         self.stuck = False
         self._arena = arena
@@ -82,7 +84,7 @@ class ManualTier:
         mismatches = errors = 0
         for row, (slot, number) in enumerate(job.pairs.tolist()):
             place = self.place_of(number, job.names[row])
-            if self._fails("error"):
+            if self._fails("error") or place in self.bad_places:
                 errors += 1
                 failed.append(row)
                 if promotes:

@@ -66,11 +66,16 @@ class Changes:
         self._removed.clear()
 
     def write(self, database: sqlite3.Connection) -> None:
-        """Write all of it in one transaction, of which nothing is left if an error is raised."""
+        """Write all of it in one transaction, of which nothing is left if an error is raised.
+
+        A reset is flushed: a power cut must not bring back what was there before it.
+        """
         put = [(slot, key, self._used[slot]) for slot, key in self._put.items()]
         used = [(when, slot) for slot, when in self._used.items() if slot not in self._put]
         removed = [(slot,) for slot in self._removed]
         try:
+            if self.has_reset:
+                database.execute("PRAGMA synchronous = FULL")
             database.execute("BEGIN IMMEDIATE")
             if self._generation is not None:
                 reset = "UPDATE meta SET generation = ?, was_reset = 1"
@@ -82,3 +87,5 @@ class Changes:
             database.execute("COMMIT")
         finally:
             database.rollback()  # does nothing after a commit
+            if self.has_reset:
+                database.execute("PRAGMA synchronous = NORMAL")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-import os
+import shutil
 import sqlite3
 import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +32,11 @@ SCHEMA = (
 from each use to the next.
 
 `used` and `key` have no index: all slots are read and sorted at once, when an engine starts."""
+
+LOG_HEADER_BYTES = 32
+"""Of SQLite's write-ahead log; its salts differ each time that the log begins anew."""
+
+COPY_ATTEMPTS = 100
 
 GENERATION_BYTES = 16
 LATEST = 1 << 62
@@ -83,31 +91,48 @@ def read_index(path: Path) -> DiskContents:
     Raises `ConfigError` if there is none or it may not be read, `DamagedIndexError` for what is no
     index of this version.
     """
-    problem: object = None
-    try:
-        # Not by opening it: SQLite's own locks would end where an engine of this process closed it.
-        if not stat.S_ISREG(path.stat().st_mode):
-            problem = "not a regular file"
-        elif not os.access(path, os.R_OK):
-            problem = "Permission denied"
-        else:
-            # An engine that has ended leaves no log, and to make one takes the right to write.
-            has_log = path.with_name(f"{path.name}-wal").exists()
-            options = "mode=ro" if has_log else "mode=ro&immutable=1"
-            database = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True)
-    except OSError as error:
-        problem = error.strerror
-    except sqlite3.Error as error:  # it has vanished meanwhile
-        problem = error
-    if problem is not None:
-        raise ConfigError(
-            f"{path}: cannot be read: {problem}. Give a folder that an engine has as its "
-            "disk_path, as a user who may read it"
-        )
-    try:
+    with contextlib.ExitStack() as opened:
+        try:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kv-offload-"))
+            copy = Path(folder, path.name)
+            _copy(path, copy)
+            database = opened.enter_context(contextlib.closing(sqlite3.connect(copy)))
+        except (OSError, sqlite3.Error) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{path}: cannot be read: {problem}. Give a folder that an engine has as its "
+                "disk_path, as a user who may read it"
+            ) from error
         return read_contents(database, path)
-    finally:
-        database.close()
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """Copy an index with its log as they are at one moment. Raises `OSError`.
+
+    An engine lets no other process open them. It appends to the log, and only once all of that is
+    in the index it begins the log anew, with another header. So while the header stays the same,
+    the log has whatever is written to the index meanwhile.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    log, copied_log = (file.with_name(f"{file.name}-wal") for file in (path, copy))
+    for _ in range(COPY_ATTEMPTS):
+        before = _header(log)
+        shutil.copyfile(path, copy)
+        copied_log.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # an engine that has ended leaves none
+            shutil.copyfile(log, copied_log)
+        if before == _header(copied_log) == _header(log):
+            return
+    raise OSError(errno.EBUSY, "an engine writes it all the time")
+
+
+def _header(log: Path) -> bytes | None:
+    try:
+        with log.open("rb") as file:
+            return file.read(LOG_HEADER_BYTES)
+    except FileNotFoundError:
+        return None
 
 
 def read_contents(database: sqlite3.Connection, path: Path) -> DiskContents:

@@ -96,7 +96,11 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    # Else SQLite maps a file that processes share. Where the filesystem cannot give it room for a
+    # page any more, as a full btrfs, the system would end the process that writes there.
+    database.execute("PRAGMA locking_mode = EXCLUSIVE")
+    return database
 
 
 def _prepare(database: sqlite3.Connection) -> None:

@@ -129,7 +129,8 @@ class Demotions:
         keys = [found[row][0] for row in rows]
         held = np.array([found[row][1] for row in rows], np.int32)
         host.prepare_copy(held)
-        self._jobs.plan_move(Move([], held, keys=keys, tier_slots=places), tier.names(keys))
+        move = Move([], held, keys=keys, tier_slots=places, generation=tier.generation)
+        self._jobs.plan_move(move, tier.names(keys))
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 

@@ -93,6 +93,7 @@ class StoreQuestion(Question):
 
     def __init__(self, tier: SharedTier, keys: Sequence[bytes], answer: Answer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer
+        self._generation = tier.generation
         self._asked = time.monotonic()
         self._closed = False
 
@@ -103,7 +104,7 @@ class StoreQuestion(Question):
             self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
             self._closed = self.answer.is_done or self.is_late
             if self._closed:
-                self._tier.take_answer(self._keys, self.answer)
+                self._tier.take_answer(self._keys, self._generation, self.answer)
         return not self._closed
 
 
@@ -172,13 +173,13 @@ class SharedTier(Tier):
         """See `Tier`."""
         return self._last_answer is not None and not self._last_answer.is_done
 
-    def take_answer(self, keys: Sequence[bytes], answer: Answer) -> None:
-        """Take in an answer, or that it takes too long."""
+    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: Answer) -> None:
+        """Take in an answer, or that it takes too long; `generation` began the names asked for."""
         if not answer.is_done:
             self._is_late = True
         elif answer.found is None:
             self.read_failed()
-        else:
+        elif generation == self._generation:  # else there was a reset meanwhile
             self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
@@ -188,7 +189,8 @@ class SharedTier(Tier):
 
     def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
         """See `Tier`."""
-        self._known.add(key for key, bad in zip(move.keys, failed, strict=True) if not bad)
+        if move.generation == self._generation:
+            self._known.add(key for key, bad in zip(move.keys, failed, strict=True) if not bad)
 
     def begin_read(self, keys: Sequence[bytes]) -> Slots:
         """See `Tier`. The store finds blocks by their names alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -12,11 +13,15 @@ from numpy.typing import NDArray
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.slots import NO_SLOTS, Slots
-from kv_offload.messages import TierCapacity
+from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.jobs import Move
 from kv_offload.scheduler.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
+
+SET_ASIDE_SHARE = 100
+"""One of so many slots is set aside at most; for one more the first of them is given out again. So
+a disk that failed as a whole for a while is used again."""
 
 
 class TierIndex(Protocol):
@@ -51,7 +56,11 @@ IndexOpener = Callable[[Mapping[str, str], int], TierIndex]
 
 
 class SlotTier(Tier):
-    """A manager of the tier's slots, and an index that outlives the process. Empty until opened."""
+    """A manager of the tier's slots, and an index that outlives the process. Empty until opened.
+
+    A slot that could not be written or read is set aside until the next start. The manager would
+    give it out again before all others, and each write would fail with it.
+    """
 
     def __init__(self, num_slots: int, open_index: IndexOpener) -> None:
         super().__init__("disk")
@@ -59,6 +68,8 @@ class SlotTier(Tier):
         self.manager.limit_slots(0)
         self._open_index = open_index
         self._index: TierIndex | None = None
+        self._set_aside: deque[int] = deque()
+        self._told_of_bad_places = False
 
     @property
     def is_open(self) -> bool:
@@ -117,15 +128,16 @@ class SlotTier(Tier):
 
     def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
         """See `Tier`."""
-        good = move.tier_slots[~failed]
         # Before a reset the keys were these; after it nothing is known by them.
-        keys = [key for key, bad in zip(move.keys, failed.tolist(), strict=True) if not bad]
-        known = self.manager.find(keys) == good if keys else failed[:0]
-        self.manager.complete_store(move.tier_slots[failed], ok=False)
-        self.manager.complete_store(good)
-        if len(known):
-            kept = [key for key, ok in zip(keys, known.tolist(), strict=True) if ok]
-            self.index.put(kept, good[known])
+        known = self.manager.find(move.keys) == move.tier_slots
+        bad = known & failed & (move.outcome is Outcome.FAILED)
+        self.manager.complete_store(move.tier_slots[failed & ~bad], ok=False)
+        self.manager.complete_store(move.tier_slots[~failed | bad])
+        self._put_aside(move.tier_slots[bad])
+        kept = known & ~failed
+        if kept.any():
+            keys = [key for key, ok in zip(move.keys, kept.tolist(), strict=True) if ok]
+            self.index.put(keys, move.tier_slots[kept])
 
     def begin_read(self, keys: Sequence[bytes]) -> Slots:
         """Hold the slots of keys against eviction."""
@@ -136,15 +148,40 @@ class SlotTier(Tier):
         self.manager.complete_load(move.tier_slots)
         # After a reset nothing is known by these keys, or what was written since.
         known = self.manager.find(move.keys) == move.tier_slots
-        if (bad := move.tier_slots[known & failed]).size:
-            self.index.remove(bad)
-            self.manager.forget(bad)
+        if (lost := move.tier_slots[known & failed]).size:
+            self.index.remove(lost)
+            # What is something else than it should be is no error.
+            if move.outcome is Outcome.FAILED:
+                self._put_aside(lost)
+            else:
+                self.manager.forget(lost)
         if (good := move.tier_slots[known & ~failed]).size:
             self.index.use(good)
 
+    def _put_aside(self, slots: Slots) -> None:
+        """Give slots, whose keys are forgotten, to nobody."""
+        if not slots.size:
+            return
+        self.manager.set_aside(slots)
+        self._set_aside.extend(slots.tolist())
+        surplus = len(self._set_aside) - self.manager.usable_slots // SET_ASIDE_SHARE
+        back = [self._set_aside.popleft() for _ in range(surplus)]
+        self.manager.complete_load(np.array(back, np.int32))
+        if self._set_aside and not self._told_of_bad_places:
+            self._told_of_bad_places = True
+            logger.warning(
+                "kv-offload: slots of the disk that could not be written or read are set aside "
+                "until the next start, at most one of %d; tier_slots_set_aside counts them",
+                SET_ASIDE_SHARE,
+            )
+
+    @property
+    def _slots_in_use(self) -> int:
+        return self.manager.slots_in_use - len(self._set_aside)
+
     def forget_all(self) -> bool:
         """See `Tier`."""
-        held = self.manager.slots_in_use > 0
+        held = self._slots_in_use > 0
         self.manager.reset()
         if self._index is not None:
             self._index.clear()
@@ -154,7 +191,8 @@ class SlotTier(Tier):
         """See `Tier`."""
         return {
             "tier_slots": self.manager.usable_slots,
-            "tier_slots_in_use": self.manager.slots_in_use,
+            "tier_slots_in_use": self._slots_in_use,
+            "tier_slots_set_aside": len(self._set_aside),
         }
 
     def check_integrity(self) -> None:

@@ -143,6 +143,7 @@ class Figures:
                 **self.some("tier_slots_in_use", "tier_slots", "has_store", "tiers_left_alone"),
                 **{copies: self._copied(copies) for copies in ("demoted", "promoted")},
                 **self.some("demoted_slots", "promoted_slots", "lost_tier_slots"),
+                **self.some("tier_slots_set_aside"),
                 **self.some(
                     "late_lookups", "late_promotions", "tier_mismatches", "oldest_move_seconds"
                 ),

@@ -128,6 +128,9 @@ def _add_tier(table: Table, figures: Figures) -> None:
     table.add_row(*_traffic("written to it", figures, "demoted"))
     if bad := values["tier_mismatches"]:
         table.add_row("  slots that were not what was written", _number(bad), style="yellow")
+    if aside := values["tier_slots_set_aside"]:
+        what = "  slots set aside, which could not be written or read"
+        table.add_row(what, f"{_number(aside)} slots", style="yellow")
 
 
 def _add_pool(table: Table, figures: Figures) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import fcntl
+import itertools
 import os
 import random
 import resource
 import shutil
 import sqlite3
 import statistics
+import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,12 +28,16 @@ from kv_offload.cache.disk_index import DiskIndex, index
 from kv_offload.cache.disk_index.contents import DamagedIndexError, read_index
 from kv_offload.errors import ConfigError
 from tests.support import disk_uses
-from tests.support.processes import kill_group, start_module
+from tests.support.processes import ROOT, kill_group, start_module
 
 MODEL = {"model": "llama", "dtype": "bfloat16"}
 FILES = {"0": "a1", "1": "b2"}
 NUM_SLOTS = 64
 LIMIT_SECONDS = 20.0
+
+EXT4_IOC_SHUTDOWN = 0x8004587D
+EXT4_GOING_FLAGS_NOLOGFLUSH = 2
+"""From Linux' fs/ext4/ext4.h: the filesystem writes nothing any more."""
 
 
 def slots(*numbers: int) -> Any:
@@ -170,6 +179,52 @@ def run_and_kill(folder: Path, commit_seconds: float, seconds: float, reset_afte
     finally:
         kill_group(process)
     return int(np.fromfile(done, np.int64)[0])
+
+
+def test_it_is_read_as_it_is_at_one_moment_though_its_log_begins_anew_meanwhile(
+    path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten groups of slots get their keys of one round after the other."""
+    count, groups, copy = 5000, 10, shutil.copyfile
+    log = path.with_name(f"{path.name}-wal")
+    steps = itertools.count()
+    waited = False
+    with opened(path, num_slots=count) as running:
+
+        def put_group() -> None:
+            turn, group = divmod(next(steps), groups)
+            chosen = range(group, count, groups)
+            running.put([b"%d.%d" % (turn, slot) for slot in chosen], slots(*chosen))
+
+        def copy_slowly(source: Path, target: Path) -> None:
+            nonlocal waited
+            copy(source, target)
+            if source == path and not waited:
+                waited, header = True, log.read_bytes()[:32]
+                while log.read_bytes()[:32] == header:
+                    put_group()
+                    time.sleep(0.02)
+
+        for _ in range(groups):
+            put_group()
+        wait_for(lambda: len(read_index(path).keys) == count)
+        monkeypatch.setattr(shutil, "copyfile", copy_slowly)
+        found = read_index(path)
+        turns = {int(key.partition(b".")[0]) for key in found.keys}
+        assert waited
+        assert len(found.keys) == count
+        assert max(turns) - min(turns) <= 1 < min(turns)
+
+
+def test_nothing_of_it_is_mapped(path: Path, quick: None) -> None:
+    """A full btrfs has no room for a page that was written before, and ends who writes it."""
+    with opened(path) as running:
+        running.put(keys(1), slots(3))
+        wait_for(lambda: len(read_index(path).keys) == 1)
+        assert str(path.parent) not in Path("/proc/self/maps").read_text()
+    with opened(path) as again:
+        assert again.keys == keys(1)
+        assert str(path.parent) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_kill_leaves_what_there_was_at_one_moment(path: Path) -> None:
@@ -395,6 +450,21 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def seen_by_another(path: Path) -> list[bytes]:
+    """Return the keys that another process reads, to which the limit of this one is none."""
+    look = (
+        "import pathlib, resource, sys\n"
+        "from kv_offload.cache.disk_index.contents import read_index\n"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
+        "print(read_index(pathlib.Path(sys.argv[1])).keys)\n"
+    )
+    command = [sys.executable, "-c", look, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    found: list[bytes] = ast.literal_eval(done.stdout)
+    return found
+
+
 def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(
     disk: Any, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,7 +478,7 @@ def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(
                 running.put(keys(number), slots(number))
             running.remove(slots(1))
             wait_for(lambda: running.errors > 2)
-            assert read_index(path).keys == keys(1, 2)
+            assert seen_by_another(path) == keys(1, 2)
         errors = running.errors
         wait_for(lambda: read_index(path).keys == keys(*range(2, 40)))
         assert running.errors <= errors + 1
@@ -423,16 +493,12 @@ def test_of_changes_that_cannot_all_be_written_none_is(path: Path, quick: None) 
     with opened(path) as running:
         running.put(keys(1, 2), slots(1, 2))
         wait_for(lambda: len(read_index(path).keys) == 2)
-        with contextlib.closing(sqlite3.connect(path)) as other:
-            other.execute(
-                "CREATE TRIGGER full BEFORE INSERT ON slots WHEN NEW.slot = 4 "
-                "BEGIN SELECT RAISE(ABORT, 'no room'); END"
-            )
-            running.remove(slots(1))
-            running.put(keys(3, 4), slots(3, 4))
-            wait_for(lambda: running.errors > 1)
-            assert other.execute("SELECT slot FROM slots ORDER BY slot").fetchall() == [(1,), (2,)]
-            other.execute("DROP TRIGGER full")
+        running.remove(slots(1))
+        no_key: Any = object()  # SQLite takes none such
+        running.put([*keys(3), no_key], slots(3, 4))
+        wait_for(lambda: running.errors > 1)
+        assert read_index(path).slots.tolist() == [1, 2]
+        running.put(keys(4), slots(4))
         wait_for(lambda: read_index(path).keys == keys(2, 3, 4))
 
 
@@ -442,12 +508,14 @@ def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
     with opened(path):
         pass
 
-    def vanish(*_: object) -> bool:
-        path.unlink()
-        return True
+    copy = shutil.copyfile
 
-    monkeypatch.setattr(os, "access", vanish)
-    with pytest.raises(ConfigError, match="cannot be read: unable to open"):
+    def vanish(*files: Path) -> Path:
+        path.unlink()
+        return copy(*files)
+
+    monkeypatch.setattr(shutil, "copyfile", vanish)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_index(path)
 
 
@@ -472,6 +540,54 @@ def test_a_reset_is_not_lost_on_a_full_disk(disk: Any, quick: None) -> None:
             running.close(LIMIT_SECONDS)
     with opened(path) as again:
         assert again.keys == []
+
+
+@pytest.fixture
+def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
+    """A folder; what cuts the power, so that what was not flushed is gone; and what has it back."""
+    folder, image = tmp_path / "folder", tmp_path / "image"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    mount = ["mount", "-o", "loop", image, folder]
+    unmount = ["umount", folder]
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, env={"PATH": "/usr/sbin:/sbin"})
+    except FileNotFoundError:
+        pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a filesystem, which root can")
+
+    def cut() -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.ioctl(descriptor, EXT4_IOC_SHUTDOWN, struct.pack("I", EXT4_GOING_FLAGS_NOLOGFLUSH))
+        os.close(descriptor)
+
+    def start_again() -> None:
+        subprocess.run(unmount, check=True)
+        subprocess.run(mount, check=True)
+
+    try:
+        yield folder, cut, start_again
+    finally:
+        subprocess.run(unmount, check=True)
+
+
+def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -> None:
+    folder, cut, start_again = power
+    path = folder / "index.sqlite"
+    with opened(path) as running:
+        running.put(keys(1, 2), slots(0, 1))
+        wait_for(lambda: len(read_index(path).keys) == 2)
+        os.sync()
+        running.put(keys(3), slots(2))
+        wait_for(lambda: len(read_index(path).keys) == 3)
+        running.clear()
+        wait_for(lambda: tells_of_the_reset(path))
+        cut()
+    start_again()
+    with opened(path) as again:
+        assert again.reason == "emptied by a reset while it ran"
 
 
 def test_no_room_at_the_start_is_refused(disk: Any) -> None:

@@ -36,6 +36,7 @@ OF_DISKS = {
     "has_store",
     "tier_slots",
     "tier_slots_in_use",
+    "tier_slots_set_aside",
     "tier_usable",
     "promoting_slots",
     "demoting_slots",

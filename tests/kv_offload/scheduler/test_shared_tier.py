@@ -233,6 +233,40 @@ def test_after_a_reset_an_engine_shares_nothing_with_others(make: Any) -> None:
     assert second.totals["promoted_slots"] == FULL_BLOCKS, "its own"
 
 
+def test_an_answer_from_before_a_reset_is_not_believed(make: Any) -> None:
+    """What the store had then is found by no name of now, so its read would bring nothing."""
+    make().answer("a")
+    engine = make()
+    engine.directory.stuck = True
+    engine.add("b", PROMPT, 2)
+    engine.step(2)
+    assert engine.offload.reset() is None
+    engine.directory.stuck = False
+    engine.directory.answer()
+    engine.run()
+    assert engine.totals["lost_tier_slots"] == 0
+    engine.rest()
+    assert engine.totals["demoted_slots"] == FULL_BLOCKS
+
+
+def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) -> None:
+    engine = make()
+    engine.store.stuck = True
+    engine.add("a", PROMPT, 2)
+    engine.step(8, copies=True)
+    assert sum(len(job.pairs) for job in engine.store.submitted) == FULL_BLOCKS
+    assert engine.offload.reset() is None
+    engine.store.stuck = False
+    engine.rest()
+    engine.forget()
+    engine.answer("b")
+    assert engine.totals["lost_tier_slots"] == 0
+    engine.rest()
+    engine.forget()
+    engine.answer("c")
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+
+
 def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
     engine = make(plugin={"store_keep_on_reset": True})
     engine.offload.reset()

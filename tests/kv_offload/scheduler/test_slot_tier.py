@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from kv_swap.memory.arena import HostArena
+from kv_swap.tiers.disk import DiskTier
+from kv_swap.tiers.engine import TierDirection, TierJob
+from kv_swap.tiers.region import read_description
 
 from kv_offload.cache.disk_index import DiskIndex
-from kv_offload.messages import TierCapacity
+from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.jobs import Move
 from kv_offload.scheduler.tiers.slot_tier import SlotTier
 
@@ -16,9 +21,9 @@ NUM_SLOTS = 4
 LIMIT_SECONDS = 20.0
 
 
-def start(folder: Path) -> SlotTier:
-    below = SlotTier(NUM_SLOTS, partial(DiskIndex, folder / "index.sqlite", {}))
-    below.open({0: TierCapacity(NUM_SLOTS, "file")})
+def start(folder: Path, num_slots: int = NUM_SLOTS) -> SlotTier:
+    below = SlotTier(num_slots, partial(DiskIndex, folder / "index.sqlite", {}))
+    below.open({0: TierCapacity(num_slots, "file")})
     return below
 
 
@@ -33,11 +38,24 @@ def end(below: SlotTier, move: Move, *, ok: bool = True) -> None:
     below.end_write(move, np.full(len(move.keys), not ok))
 
 
+def fail(move: Move, *rows: int) -> np.ndarray:
+    """Have an error fail some rows of a move, or all of them."""
+    move.outcome = Outcome.FAILED
+    failed = np.zeros(len(move.keys), bool)
+    failed[[*rows] or slice(None)] = True
+    return failed
+
+
+def aside(below: SlotTier) -> float:
+    below.check_integrity()
+    return below.gauges()["tier_slots_set_aside"]
+
+
 def restart(below: SlotTier, folder: Path) -> SlotTier:
     """End a tier and start the next one; they must agree on where everything is."""
     below.check_integrity()
     below.close(LIMIT_SECONDS)
-    after = start(folder)
+    after = start(folder, below.manager.num_slots)
     assert after.index.reason == ""
     assert after.manager.readable_slots() == below.manager.readable_slots()
     after.check_integrity()
@@ -61,3 +79,127 @@ def test_a_restart_finds_a_key_once_that_was_written_again_while_its_place_is(
     begin(below, b"e")  # in the place of d; the process ends before this has ended
     end(below, begin(below, b"d"))
     restart(below, tmp_path).close(LIMIT_SECONDS)
+
+
+def test_a_place_that_cannot_be_written_is_used_again_after_a_restart_at_the_soonest(
+    tmp_path: Path,
+) -> None:
+    below = start(tmp_path, 200)
+    move = begin(below, b"a", b"b", b"c")
+    below.end_write(move, fail(move, 1))
+    bad = int(move.tier_slots[1])
+    assert (aside(below), below.gauges()["tier_slots_in_use"]) == (1, 2)
+    for first in range(0, 600, 50):
+        more = begin(below, *(b"%d" % key for key in range(first, first + 50)))
+        assert bad not in more.tier_slots
+        end(below, more)
+        assert aside(below) == 1
+    assert below.gauges()["tier_slots_in_use"] == 199
+    assert below.forget_all()
+    assert not below.forget_all(), "a place that is set aside holds nothing"
+    assert aside(below) == 1
+    below.close(LIMIT_SECONDS)
+    after = start(tmp_path, 200)
+    assert bad in begin(after, *(b"%d" % key for key in range(200))).tier_slots
+    after.close(LIMIT_SECONDS)
+
+
+def test_a_place_that_cannot_be_read_is_not_written_again(tmp_path: Path) -> None:
+    below = start(tmp_path, 100)
+    end(below, begin(below, b"a", b"b"))
+    keys = [b"a", b"b"]
+    both = [Move([], np.zeros(2, np.int32), keys=keys, tier_slots=below.begin_read(keys))] * 2
+    below.begin_read(keys)  # once more, since host memory was emptied
+    for move in both:
+        below.end_read(move, fail(move, 0))
+        assert aside(below) == 1
+    assert below.readable(keys).tolist() == [False, True]
+    assert both[0].tier_slots[0] not in begin(below, b"a").tier_slots
+    restart(below, tmp_path).close(LIMIT_SECONDS)
+
+
+def test_a_place_with_another_block_is_used_again(tmp_path: Path) -> None:
+    below = start(tmp_path, 100)
+    end(below, begin(below, b"a"))
+    move = Move([], np.zeros(1, np.int32), keys=[b"a"], tier_slots=below.begin_read([b"a"]))
+    below.end_read(move, np.ones(1, bool))
+    assert aside(below) == 0
+    assert begin(below, b"b").tier_slots.tolist() == move.tier_slots.tolist()
+    below.close(LIMIT_SECONDS)
+
+
+def test_a_bad_region_as_large_as_a_job_fails_one_write(tmp_path: Path) -> None:
+    """Else the next job would have just these places again, and so each one after it."""
+    below = start(tmp_path, 400)
+    move = begin(below, b"a", b"b", b"c")
+    below.end_write(move, fail(move))
+    assert aside(below) == 3
+    assert not {*begin(below, b"d", b"e", b"f").tier_slots} & {*move.tier_slots}
+    below.close(LIMIT_SECONDS)
+
+
+def test_a_disk_that_failed_as_a_whole_for_a_while_has_nearly_all_its_places(
+    tmp_path: Path,
+) -> None:
+    below = start(tmp_path, 200)
+    for first in range(0, 1000, 50):
+        move = begin(below, *(b"%d" % key for key in range(first, first + 50)))
+        below.end_write(move, fail(move))
+    assert below.gauges()["tier_slots_in_use"] == 0
+    assert len(below.begin_write([b"%d" % key for key in range(200)])[1]) == 198
+    assert aside(below) == 2
+    below.close(LIMIT_SECONDS)
+
+
+def test_few_places_are_set_aside_and_the_first_of_them_is_tried_again(tmp_path: Path) -> None:
+    below = start(tmp_path, 200)
+    bad = []
+    for key in range(3):
+        move = begin(below, b"%d" % key)
+        below.end_write(move, fail(move))
+        bad += move.tier_slots.tolist()
+    assert (aside(below), len({*bad})) == (2, 3)
+    assert begin(below, b"a").tier_slots.tolist() == bad[:1]
+    below.close(LIMIT_SECONDS)
+
+
+def test_a_place_is_free_where_a_reset_came_before_its_write_had_failed(tmp_path: Path) -> None:
+    below = start(tmp_path, 200)
+    move = begin(below, b"a")
+    below.forget_all()
+    below.end_write(move, fail(move))
+    assert aside(below) == below.gauges()["tier_slots_in_use"] == 0
+    below.close(LIMIT_SECONDS)
+
+
+def test_of_a_real_file_two_places_that_cannot_be_written_fail_one_job(tmp_path: Path) -> None:
+    """A limit stands for bad sectors: a disk that is a file heals when it is written."""
+    num_slots, job_slots = 300, 20
+    arena = HostArena(job_slots, 4096, register=None)
+    below = start(tmp_path, num_slots)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failed_jobs = []
+    with DiskTier(tmp_path / "rank-0.kv", num_slots, arena.view(), {}) as file:
+        limit = read_description(tmp_path / "rank-0.kv").offset(num_slots - 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            for job_id in range(40):
+                first = job_id * job_slots
+                move = begin(below, *(b"%d" % key for key in range(first, first + job_slots)))
+                move.slots = np.arange(job_slots, dtype=np.int32)
+                pairs = np.stack((move.slots, move.tier_slots), axis=1)
+                names = below.names(move.keys)
+                file.submit(TierJob(job_id, TierDirection.DEMOTE, pairs, names))
+                assert file.wait(LIMIT_SECONDS)
+                (done,) = file.poll()
+                move.outcome = Outcome.OK if done.error is None else Outcome.FAILED
+                failed = np.zeros(job_slots, bool)
+                failed[[*done.failed]] = True
+                below.end_write(move, failed)
+                if failed.any():
+                    failed_jobs.append(sorted(move.tier_slots[failed].tolist()))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failed_jobs == [[num_slots - 2, num_slots - 1]]
+    assert aside(below) == 2
+    below.close(LIMIT_SECONDS)

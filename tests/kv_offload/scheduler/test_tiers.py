@@ -239,6 +239,33 @@ def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
     assert engine.totals["demoted_slots"] > 0
 
 
+def test_a_bad_place_fails_one_write_and_no_further_one(
+    now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else it would be the first place to be used again, and every write after a pause would fail.
+
+    It is set aside also after a reset, until the next start.
+    """
+    bad = engine.offload._tier.manager.slots_in_use + 1
+    engine.disk.bad_places.add(bad)
+    for name in "abc":
+        ask(engine, name, prompt=[ord(name)] * 9)
+        engine.run()
+        assert engine.totals["tier_errors"] == engine.totals["lost_tier_slots"] == 1
+        now[0] += tier.FIRST_PAUSE_SECONDS
+        engine.forget()
+    assert engine.totals["demoted_slots"] == 2 * 3 - 1
+    gauges = engine.offload.gauges()
+    assert gauges["tier_slots_set_aside"] == 1
+    assert gauges["tier_slots_in_use"] == 2 * FULL_BLOCKS + 2 * 3 - 1
+    assert caplog.text.count("set aside until the next start") == 1
+    assert engine.offload.reset() is None
+    ask(engine, "d", prompt=[ord("d")] * 9)
+    engine.run()
+    assert engine.totals["tier_errors"] == 1
+    assert engine.offload.gauges()["tier_slots_set_aside"] == 1
+
+
 def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
     pause = tier.Pause()
     assert pause.is_over

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 from kv_swap.errors import TierError
+from kv_swap.tiers import file
 from kv_swap.tiers.region import read_description
 
 from tests.support.processes import ROOT
@@ -199,7 +202,10 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         os.seteuid(user)
 
 
-def test_a_filesystem_without_the_space_is_left_as_it_is(small: Path) -> None:
+def test_a_filesystem_without_the_space_is_left_as_it_is(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_SPACE_SECONDS", 0.1)
     with pytest.raises(TierError, match=r"needs \d+ more bytes .* has \d+ free: free space"):
         TierBed(small / "file", num_slots=400)
     assert list(small.iterdir()) == []
@@ -250,3 +256,34 @@ def test_a_tier_has_at_least_one_slot(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="at least 1 slot, got 0"):
         type(bed.tier)(tmp_path / "none", 0, bed.view, {})
     assert not (tmp_path / "none").exists()
+
+
+def test_a_file_is_removed_and_its_space_is_free(path: Path) -> None:
+    taken = path.stat().st_blocks * 512
+    with path.open("rb") as reader:  # such as `kv-offload tier`
+        assert file.remove_file(path) == taken
+        assert not path.exists()
+        assert os.fstat(reader.fileno()).st_blocks == 0
+    assert file.remove_file(path) == 0
+
+
+def test_who_removes_a_file_waits_for_another_that_is_doing_so(path: Path) -> None:
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: (path.unlink(), fcntl.flock(other, fcntl.LOCK_UN))).start()
+        assert file.remove_file(path) == 0
+
+
+def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_REMOVAL_SECONDS", 0.1)
+    with TierBed(path, model="a", rank="0"), pytest.raises(TierError, match="in use by another"):
+        file.remove_file(path)
+    other = tmp_path / "other"
+    other.write_bytes(b"somebody's")
+    with pytest.raises(TierError, match="no tier has made it"):
+        file.remove_file(other)
+    assert other.exists()
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.continued

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,19 @@ from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.region import FileDescription, read_region
 
 logger = logging.getLogger(__name__)
+
+_REMOVAL_SECONDS = 5.0
+"""How long who removes a file waits for another that is just doing so."""
+
+_RETRY_SECONDS = 0.02
+
+_SPACE_SECONDS = 5.0
+"""How long a file waits for space: files of one engine that are divided anew are opened at about
+the same time, and one may need what another gives back."""
+
+
+class _NoSpaceError(TierError):
+    """The filesystem has too little space now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +89,51 @@ def open_file(
     return OpenFile(fd, path, content, arena, reason, direct)
 
 
-def _lock(fd: int, path: Path) -> None:
+def remove_file(path: Path) -> int:
+    """Remove the file of a tier, which nobody uses, and return the bytes that this gives back.
+
+    They are free on return, also where another process has removed it at the same time. Raises
+    `TierError` for what no tier has made, what is in use, and what may not be removed.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise TierError(f"cannot open {path}: {explain(error)}") from error
+    try:
+        _lock(fd, path, _REMOVAL_SECONDS)
+        found = os.fstat(fd)
+        if found.st_nlink == 0:
+            return 0
+        read_region(fd, path)
+        # A filesystem may give back later what a file has that is unlinked.
+        os.ftruncate(fd, 0)
+        path.unlink()
+    except OSError as error:
+        raise TierError(f"cannot remove {path}: {explain(error)}") from error
+    finally:
+        os.close(fd)
+    return found.st_blocks * 512
+
+
+def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
     """Lock the file until its descriptor is closed, by the end of the process at the latest."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise TierError(f"{path} is no regular file; name a file in a folder of a disk")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise TierError(
-            f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` names "
-            f"its process: end that, or name another file"
-        ) from error
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            raise TierError(
+                f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` "
+                f"names its process: end that, or name another file"
+            ) from error
+        return
 
 
 def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescription, str]:
@@ -117,12 +165,25 @@ def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescript
 def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
     """Make the file what is wanted, with nothing in it. If that fails later it is empty."""
     region = wanted.encode()
+    deadline = time.monotonic() + _SPACE_SECONDS
+    while True:
+        try:
+            _begin_now(fd, path, wanted, region)
+        except _NoSpaceError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return
+
+
+def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> None:
     # Asked first: what lies there stays, and the call that fails fills the filesystem for a moment.
     missing_bytes = wanted.nbytes - os.fstat(fd).st_blocks * 512
     system = os.fstatvfs(fd)
     free_bytes = system.f_bavail * system.f_frsize
     if missing_bytes > free_bytes:
-        raise TierError(
+        raise _NoSpaceError(
             f"{path} needs {missing_bytes} more bytes for {wanted.num_slots} slots of "
             f"{wanted.slot_bytes}, and its filesystem has {free_bytes} free: free space, or use "
             f"fewer slots"
@@ -143,7 +204,8 @@ def _reserve(fd: int, path: Path, content: FileDescription) -> None:
     try:
         os.posix_fallocate(fd, 0, content.nbytes)
     except OSError as error:
-        raise TierError(
+        kind = _NoSpaceError if error.errno == errno.ENOSPC else TierError
+        raise kind(
             f"cannot reserve {content.nbytes} bytes for {path}, {content.num_slots} slots of "
             f"{content.slot_bytes} bytes: {explain(error)}"
         ) from error

@@ -89,6 +89,9 @@ def test_a_disk_has_lines_of_its_own() -> None:
     assert re.search(r"written to it +0 B", text)
     assert "not what was written" not in text
     assert re.search(r"not what was written +4", drawn(with_disk(tier_mismatches_total=4)))
+    assert "set aside" not in text
+    aside = drawn(with_disk(tier_slots_set_aside=3))
+    assert re.search(r"set aside, which could not be written or read +3 slots", aside)
 
 
 def test_a_disk_that_is_left_alone_is_named_also_beside_one_that_is_used() -> None:

@@ -1,0 +1,99 @@
+"""The files of a replica's ranks in its folder."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from kv_swap import KVLayout, TensorDescription, create_engine
+
+from kv_offload.worker.disk import Disk
+from kv_offload.worker.sharing import ALONE
+
+NUM_RANKS = 4
+DISK_BYTES = 8 << 20
+
+
+@pytest.fixture
+def tight(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem with room for one engine."""
+    folder = tmp_path / "tight"
+    folder.mkdir()
+    size = f"size={DISK_BYTES + (1 << 20)}"
+    command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a filesystem, which root can: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def open_all(folder: Path, num_ranks: int, late: Sequence[int] = ()) -> None:
+    """Open and close the files of an engine, each on a thread, as ranks that start together do."""
+    kv = torch.zeros((4, 4096), dtype=torch.uint8)
+    layout = KVLayout.from_tensors(len(kv), [TensorDescription.of("kv", kv, len(kv))])
+    disk = Disk(folder, DISK_BYTES, {"model": "a"})
+    errors = []
+
+    def open_one(rank: int) -> None:
+        if rank in late:
+            time.sleep(0.5)
+        try:
+            with create_engine("host", layout, num_slots=4, keep_alive=[kv]) as engine:
+                disk.open(rank, num_ranks, ALONE, "pages", engine).close()
+        except Exception as error:  # noqa: BLE001 - the test fails with it
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def taken_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_engine_with_fewer_ranks_takes_no_more_than_its_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing finds what is in the files of ranks that there are no more."""
+    caplog.set_level("INFO")
+    open_all(tmp_path, NUM_RANKS)
+    open_all(tmp_path, 2)
+    assert names(tmp_path) == ["rank-0.kv", "rank-1.kv"]
+    assert taken_bytes(tmp_path) <= DISK_BYTES
+    assert caplog.text.count("of an engine with more ranks was removed, which had 2") == 2
+
+
+def test_what_is_none_of_ours_is_left_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_all(tmp_path, NUM_RANKS)
+    (tmp_path / "rank-2.kv").write_bytes(b"somebody's")
+    (tmp_path / "rank-4.txt").write_bytes(b"somebody's")
+    open_all(tmp_path, 1)
+    assert (tmp_path / "rank-2.kv").read_bytes() == b"somebody's"
+    assert names(tmp_path) == ["rank-0.kv", "rank-2.kv", "rank-4.txt"]
+    assert "no tier has made it" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "after", "late"), [(2, 4, (0, 1)), (4, 2, ()), (2, 1, ())])
+def test_ranks_that_divide_a_disk_anew_need_no_more_room_than_before(
+    tight: Path, before: int, after: int, late: Sequence[int]
+) -> None:
+    """Some of them need what others give back, be these earlier or later."""
+    open_all(tight, before)
+    open_all(tight, after, late)
+    assert len(names(tight)) == after
