@@ -584,6 +584,8 @@ def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -
         wait_for(lambda: len(read_index(path).keys) == 3)
         running.clear()
         wait_for(lambda: tells_of_the_reset(path))
+        running.put(keys(4), slots(3))  # which is written once the reset has been flushed
+        wait_for(lambda: read_index(path).keys == keys(4))
         cut()
     start_again()
     with opened(path) as again:
