@@ -139,10 +139,18 @@ class OffloadScheduler:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `Admissions.match`."""
+    def match(
+        self, request: Request, num_computed_tokens: int, *, brought: bool = False
+    ) -> tuple[int | None, bool]:
+        """See `Admissions.match`.
+
+        `brought` says that others bring the first tokens of the request. Once it has had blocks
+        that may be over.
+        """
+        tracked = self._requests.track(request)
+        tracked.brought = brought and tracked.cursor is None
         if self._spans is not None:
-            self._spans.asked(self._requests.track(request))
+            self._spans.asked(tracked)
         return self._match(request, num_computed_tokens)
 
     def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

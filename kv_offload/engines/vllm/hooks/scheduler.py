@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
+from kv_offload.engines.vllm.start.members import is_brought
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -20,6 +22,7 @@ from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,6 +43,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     engine_id: str | None
     offload_scheduler: OffloadScheduler
     _is_member: bool
+    _multi_connectors: Sequence[MultiConnector]
+    """Those around this connector, the inner first."""
     _only_rank: bool
     """Whether the engine has one rank, which may live in this process."""
     _num_slots: int
@@ -84,11 +89,15 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. A rank in this process tells first of new weights."""
+        """See `OffloadScheduler.match`. A rank in this process tells first of new weights.
+
+        Inside a MultiConnector the tokens of the first member that has some are loaded.
+        """
         rank = self._local_rank()
         if rank is not None:
             self.offload_scheduler.weights_were_loaded(rank.weight_loads)
-        return self.offload_scheduler.match(request, num_computed_tokens)
+        brought = is_brought(self, self._multi_connectors, request.request_id)
+        return self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
 
     @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(
