@@ -194,6 +194,42 @@ def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
     assert engine.offload.manager.readable_slots() == {}
 
 
+@pytest.mark.parametrize("then", ["waits", "runs", "aborted", "gone"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_other_member_says_of_a_load_of_ours(asynchronous: bool, then: str) -> None:
+    """It says that it has received what ours loads, or has loaded.
+
+    vLLM would run the request at once, or free its blocks, or end with an error.
+    """
+    engine = PlayedEngine(
+        async_scheduling=asynchronous,
+        transfer_config=multi_config,
+        synchronous_loads=then == "runs",
+        max_num_batched_tokens=64,
+    )
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    (remote,) = [c for c in engine.ranks[0].connector._connectors if isinstance(c, RemoteConnector)]
+    ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
+    engine.step()
+    (request,) = engine.scheduler.requests.values()
+    running = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert request.status == running[then != "runs"]
+    if then in ("aborted", "gone"):
+        engine.abort("receives")
+    if then == "gone":
+        engine.run()
+        engine.add("another", OTHER)
+    remote.unreachable = True
+    engine.step(2)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+        assert engine.answers["receives"] == answer(PROMPT)
+    engine.check_rest()
+
+
 @ORDERS
 def test_a_load_of_ours_that_fails_costs_no_request(first: bool) -> None:
     """vLLM's own `kv_load_failure_policy`, by default to fail, is for loads of other connectors."""

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
-from kv_offload.engines.vllm.start.members import is_brought
+from kv_offload.engines.vllm.start.members import is_brought, is_chosen
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -112,6 +112,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
+
+    def loads(self, request_id: str) -> bool:
+        """Whether a request's tokens are, or were, to be loaded by this one of several members."""
+        loading = self.offload_scheduler.loading_requests()
+        return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
         """Take in a step's report, then what the rank tells now if it is in this process.

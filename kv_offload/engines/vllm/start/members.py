@@ -47,6 +47,17 @@ def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: 
     return False
 
 
+def is_chosen(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
+    """Whether this connector is the member that loads a request's tokens, if any does."""
+    inner = connector
+    for outer in enclosing:
+        chosen = outer._requests_to_connector.get(request_id)
+        if chosen is None or outer._connectors[chosen] is not inner:
+            return False
+        inner = outer
+    return True
+
+
 def engine_transfer(
     vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> KVTransferConfig:
