@@ -126,6 +126,8 @@ class OffloadScheduler:
         self._contents = Contents(self._forget_all)
         self._ready_slots: dict[int, int] = {}
         manager.limit_slots(0)
+        self.is_to_rest: Callable[[], bool] = lambda: False
+        """Whether the engine is to come to rest soon: its user has paused it, or it ends."""
         self._idle_loaded: set[str] = set()
         self.stranded: set[str] = set()
         """Loaded requests that two steps have not run, though nothing else is under way.

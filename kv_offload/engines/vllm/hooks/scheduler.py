@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_offload.engines.vllm.halves import find_engine_state
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
 from kv_offload.engines.vllm.start.members import is_brought, is_chosen
@@ -52,6 +53,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _make_scheduler: SchedulerMaker
     _events: EventMaker
     _pool_is_logged = False
+    _is_to_rest: Callable[[], bool] | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -81,9 +83,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""
         self._pool = gpu_block_pool
+        if self._is_to_rest is None:  # else ranks hold fewer slots
+            self._is_to_rest = find_engine_state()
         self.offload_scheduler = self._make_scheduler(
             gpu_block_pool, self._num_slots, self._slot_bytes
         )
+        self.offload_scheduler.is_to_rest = self._is_to_rest
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
