@@ -18,6 +18,9 @@ from kv_offload.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ARGUMENT = "--kv-transfer-config"
+SUPERVISOR = "--data-parallel-multi-port-external-lb"
+"""Starts a server for each replica of a host. These have its command line as their own."""
+LOCAL_SIZE = ("--data-parallel-size-local", "-dpl")
 NOTHING = ("", "None")
 """Values of the argument that vLLM takes for none, as a shell may leave it."""
 
@@ -33,7 +36,7 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         check_keys(sys.argv)
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
-    ranks.note_local_replicas(config)
+    ranks.note_local_replicas(config, supervised_replicas(sys.argv))
     early.check_settings(config)
     if members.asks_for_us(config.kv_transfer_config):
         from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
@@ -71,15 +74,26 @@ def check_keys(argv: Sequence[str]) -> None:
             continue
 
 
-def _values(argv: Sequence[str]) -> list[str | None]:
+def supervised_replicas(argv: Sequence[str]) -> int:
+    """Return for how many replicas of this host a supervisor starts a server each; 1 without one.
+
+    Such a server is told that it has one.
+    """
+    if SUPERVISOR not in (word.replace("_", "-") for word in argv):
+        return 1
+    sizes = [size for size in _values(argv, *LOCAL_SIZE) if size is not None and size.isdecimal()]
+    return int(sizes[-1]) if sizes else 1
+
+
+def _values(argv: Sequence[str], *names: str) -> list[str | None]:
     """Return each value of the argument: the next word, if there is one, or what is behind a `=`.
 
-    vLLM takes names with `_` too.
+    It is ours, or one of `names`. vLLM takes names with `_` too.
     """
     values = []
     for word, following in zip(argv, [*argv[1:], None], strict=True):
         name, has_value, value = word.partition("=")
-        if name.replace("_", "-") == ARGUMENT:
+        if name.replace("_", "-") in (names or (ARGUMENT,)):
             values.append(value if has_value else following)
     return values
 
