@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from kv_offload.config.file import show
+from kv_offload.config.trace import FILE_VARIABLE
 from kv_offload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ ARGUMENT = "--kv-transfer-config"
 SUPERVISOR = "--data-parallel-multi-port-external-lb"
 """Starts a server for each replica of a host. These have its command line as their own."""
 LOCAL_SIZE = ("--data-parallel-size-local", "-dpl")
+RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Which variables beside its own vLLM gives to the actors of Ray, by names with commas between."""
 NOTHING = ("", "None")
 """Values of the argument that vLLM takes for none, as a shell may leave it."""
 
@@ -34,6 +38,7 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
     if members.asks_for_us(self.kv_transfer_config):
         check_keys(sys.argv)
+        tell_ray_of_file(os.environ)
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
     ranks.note_local_replicas(config, supervised_replicas(sys.argv))
@@ -58,6 +63,13 @@ def _log_not_in_use() -> None:
     else:
         # vLLM's own file of arguments (`--config`) may have an empty one.
         logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
+
+
+def tell_ray_of_file(environ: MutableMapping[str, str]) -> None:
+    """Have engines and ranks that Ray starts read the file that the environment names here."""
+    names = [name for name in environ.get(RAY_VARIABLES, "").split(",") if name.strip()]
+    if FILE_VARIABLE in environ and FILE_VARIABLE not in names:
+        environ[RAY_VARIABLES] = ",".join([*names, FILE_VARIABLE])
 
 
 def check_keys(argv: Sequence[str]) -> None:
