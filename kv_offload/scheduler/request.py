@@ -104,6 +104,8 @@ class TrackedRequest:
     """On the monotonic clock, in seconds."""
     load_failed: bool = False
     """Whether a load of this request has failed: nothing more is loaded for it."""
+    brought: bool = False
+    """Whether others bring its first tokens, so that a load of ours would not be used."""
 
     # Loaded, not scheduled since.
     loaded: tuple[int, int] | None = None
@@ -129,9 +131,9 @@ class TrackedRequest:
 
     @property
     def may_load(self) -> bool:
-        """Whether it wants what is in host memory, and no load of it has failed."""
+        """Whether it wants what is in host memory, and can use it."""
         wants = self.wishes.load and not self.request.skip_reading_prefix_cache
-        return wants and not self.load_failed
+        return wants and not self.load_failed and not self.brought
 
     @property
     def is_loaded(self) -> bool:

@@ -126,6 +126,8 @@ class OffloadScheduler:
         self._contents = Contents(self._forget_all)
         self._ready_slots: dict[int, int] = {}
         manager.limit_slots(0)
+        self.is_to_rest: Callable[[], bool] = lambda: False
+        """Whether the engine is to come to rest soon: its user has paused it, or it ends."""
         self._idle_loaded: set[str] = set()
         self.stranded: set[str] = set()
         """Loaded requests that two steps have not run, though nothing else is under way.
@@ -139,10 +141,18 @@ class OffloadScheduler:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `Admissions.match`."""
+    def match(
+        self, request: Request, num_computed_tokens: int, *, brought: bool = False
+    ) -> tuple[int | None, bool]:
+        """See `Admissions.match`.
+
+        `brought` says that others bring the first tokens of the request. Once it has had blocks
+        that may be over.
+        """
+        tracked = self._requests.track(request)
+        tracked.brought = brought and tracked.cursor is None
         if self._spans is not None:
-            self._spans.asked(self._requests.track(request))
+            self._spans.asked(tracked)
         return self._match(request, num_computed_tokens)
 
     def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.harness import (
     BLOCK_TOKENS,
     all_differ,
+    engine,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
@@ -67,6 +69,27 @@ def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> No
         assert ours.generate(PROMPTS) == expected
         assert ours.reload(PROMPTS) == expected
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
+
+
+def test_an_embedding_model(model_folder: Path) -> None:
+    """Its prompts come back as well, and are pooled to the same vectors. With a control."""
+    arguments = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
+    with engine(model_folder, plugin={}, **arguments) as ours:
+
+        def embed() -> Any:
+            asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            found = ours.llm.embed(asked, use_tqdm=False)
+            ours.settle()
+            return np.array([one.outputs.embedding for one in found])
+
+        computed = embed()
+        ours.forget()
+        reloaded = embed()
+        assert ours.blocks_loaded() >= 300 // BLOCK_TOKENS
+        assert np.allclose(reloaded, computed, atol=1e-4)
+        ours.forget()
+        ours.slots[:] ^= 0x40
+        assert not np.isclose(embed(), computed, atol=1e-4).all(axis=1).any()
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ class RemoteMetadata(KVConnectorMetadata):
 
     sends: dict[str, list[int]] = field(default_factory=dict)
     loads: dict[str, tuple[str, int, list[int]]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    """Requests whose sender is only to be told that nothing is fetched."""
 
 
 @dataclass
@@ -89,7 +91,11 @@ class RemotePromMetrics(KVConnectorPromMetrics):
 
 
 class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both roles; `failing` makes its next loads fail, after they wrote garbage."""
+    """Both roles; `failing` makes its next loads fail, after they wrote garbage.
+
+    Once it is `unreachable` it says that it has received what it was only to tell the sender of, as
+    Nixl's does up to vLLM 0.29; up to 0.31 Mooncake's always does.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -103,7 +109,8 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         self._planned = RemoteMetadata()
         self._sending: set[str] = set()
         # Worker.
-        self.failing = False
+        self.failing = self.unreachable = False
+        self._notices: set[str] = set()
         self.kept: dict[str, list[list[torch.Tensor]]] = {}
         self._caches: list[torch.Tensor] = []
         self._sent: set[str] = set()
@@ -135,7 +142,9 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         if not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False
-        if num_external_tokens:
+        if not num_external_tokens:
+            self._planned.notices.append(request.request_id)
+        else:
             first = self._matched.pop(request.request_id) // self._block_tokens
             (block_ids,) = blocks.get_block_ids()
             last = -(-request.num_prompt_tokens // self._block_tokens)
@@ -184,6 +193,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, blocks in metadata.sends.items():
             self.kept[request_id] = [[c[b].clone() for c in self._caches] for b in blocks]
             self._sent.add(request_id)
+        self._notices.update(metadata.notices)
         for request_id, (remote_id, first, blocks) in metadata.loads.items():
             pages = self.kept[remote_id][first : first + len(blocks)]
             for block, page in zip(blocks, pages, strict=True):
@@ -204,6 +214,9 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, self._sent = self._sent, set()
         received, self._received = self._received, set()
+        if self.unreachable:
+            received |= self._notices
+            self._notices.clear()
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -47,6 +47,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self.offload_scheduler = None  # type: ignore[assignment]
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
+            self._multi_connectors = engine.multi_connectors
             self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
             self._events = EventMaker(kv_cache_config)
             log_new()

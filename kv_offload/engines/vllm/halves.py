@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kv_offload.messages import OffloadWorkerMetadata
@@ -29,6 +30,29 @@ def connector_of(core: Any) -> Any | None:
     """Return our connector in vLLM's engine core; None without it, and while the core is built."""
     scheduler = getattr(core, "scheduler", None)
     return None if scheduler is None else next(connectors_in(scheduler.get_kv_connector()), None)
+
+
+def find_engine_state() -> Callable[[], bool]:
+    """Return what tells whether the engine that is being built is to rest: it pauses, or it ends.
+
+    Its scheduler, and its core if that is a process, are on the call stack.
+    """
+    names = "pause_state", "shutdown_state"
+    found = {id(caller): weakref.ref(caller) for caller in callers() if _is_of_core(caller)}
+
+    def is_to_rest() -> bool:
+        parts = [reference() for reference in found.values()]
+        return any(getattr(part, name, 0) for part in parts for name in names)
+
+    return is_to_rest
+
+
+def _is_of_core(caller: Any) -> bool:
+    """Whether it is vLLM's scheduler, whose state is not there yet, or its engine core."""
+    from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.engine.core import EngineCore
+
+    return isinstance(caller, (SchedulerInterface, EngineCore))
 
 
 def worker_of_process() -> Any:

@@ -138,13 +138,17 @@ class TieredScheduler(OffloadScheduler):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping, also for what is to be written to the tier."""
+        """Whether the engine must go on stepping, also for what is to be written to the tier.
+
+        One that pauses or ends leaves that: its user waits until it no longer steps.
+        """
         if super().has_pending_work:
             return True
-        return self._tier.may_write and (
+        writes = self._tier.may_write and (
             (self._demotions.has_more and self._is_patient)
             or self._jobs.oldest_move_sent is not None
         )
+        return writes and not self.is_to_rest()
 
     @property
     def _is_patient(self) -> bool:

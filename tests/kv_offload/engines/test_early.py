@@ -18,6 +18,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.ray.ray_env import get_env_vars_to_copy
 
 from kv_offload.config.host_memory import read_host_memory
 from kv_offload.engines.vllm import CONNECTOR
@@ -42,6 +43,22 @@ def inside(plugin: dict[str, Any], **outer: Any) -> dict[str, Any]:
 
 
 both_places = pytest.mark.parametrize("place", [ours, inside], ids=["alone", "in a MultiConnector"])
+
+
+@both_places
+def test_actors_of_ray_are_given_the_variable_that_names_the_file(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get a part of the environment only, and would run with the defaults, unsaid."""
+    file = tmp_path / "kv-offload.yaml"
+    file.write_text("eviction_policy: arc\n")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "OTHER")
+    make_vllm_config({}, transfer_config=place)
+    assert "KV_OFFLOAD_CONFIG_FILE" not in get_env_vars_to_copy()
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", str(file))
+    for _ in range(2):  # as each of several API servers does
+        make_vllm_config({}, transfer_config=place)
+    assert {"OTHER", "KV_OFFLOAD_CONFIG_FILE"} <= get_env_vars_to_copy()
 
 
 def refusal(error: type[KVOffloadError], plugin: dict[str, Any], **arguments: Any) -> str:

@@ -6,6 +6,7 @@ import functools
 import random
 import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.request import RequestStatus
 
 import kv_offload.engines.vllm.connector
 from kv_offload.cache.prefix import CacheGroup
@@ -116,6 +118,61 @@ def test_what_the_other_member_brings_is_stored(first: bool, asynchronous: bool)
     engine.check_rest()
 
 
+def nested_last(plugin: dict[str, Any]) -> dict[str, Any]:
+    """Ours is in a MultiConnector of its own, which is behind the other member."""
+    config = multi_config(plugin, first=False)
+    members = config["kv_connector_extra_config"]["connectors"]
+    members[-1] = around(members[-1])
+    return config
+
+
+@pytest.mark.parametrize(
+    "config", [functools.partial(multi_config, first=False), nested_last], ids=["member", "nested"]
+)
+def test_what_the_other_member_brings_is_not_read_from_the_disk(
+    tmp_path: Path, config: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """vLLM takes it from the first member that has it. The request would wait for the disk."""
+    disk = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", "disk_restart": False}
+    engine = PlayedEngine(transfer_config=config, plugin=disk)
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    engine.offload.manager.reset()
+    engine.ranks[0].tier.stuck = True
+    ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
+    engine.step()
+    (request,) = engine.scheduler.requests.values()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.offload.gauges()["promoting_slots"] == 0
+    engine.run()
+    forget(engine)
+    engine.offload.manager.reset()
+    engine.add("from the disk", PROMPT)
+    engine.step()
+    assert engine.offload.gauges()["promoting_slots"] == 5
+    engine.ranks[0].tier.stuck = False
+    engine.rest()
+    engine.connector.shutdown()
+
+
+def test_what_was_brought_once_is_looked_up_after_a_preemption() -> None:
+    """The other member has handed it over, and has nothing more."""
+    engine = PlayedEngine(transfer_config=functools.partial(multi_config, first=False))
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
+    engine.step(3, copies=True)
+    assert engine.scheduler.running
+    assert engine.totals["hit_tokens"] == 0
+    engine.reset(reset_running_requests=True)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.answers["receives"] == answer(PROMPT)
+    engine.check_rest()
+
+
 def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
     """The forward has read it, and its blocks were planned to be stored in the same step."""
     config = functools.partial(multi_config, remote={"synchronous": True})
@@ -135,6 +192,42 @@ def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
     assert engine.ended["receives"] == "error"
     engine.rest()
     assert engine.offload.manager.readable_slots() == {}
+
+
+@pytest.mark.parametrize("then", ["waits", "runs", "aborted", "gone"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_other_member_says_of_a_load_of_ours(asynchronous: bool, then: str) -> None:
+    """It says that it has received what ours loads, or has loaded.
+
+    vLLM would run the request at once, or free its blocks, or end with an error.
+    """
+    engine = PlayedEngine(
+        async_scheduling=asynchronous,
+        transfer_config=multi_config,
+        synchronous_loads=then == "runs",
+        max_num_batched_tokens=64,
+    )
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    (remote,) = [c for c in engine.ranks[0].connector._connectors if isinstance(c, RemoteConnector)]
+    ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
+    engine.step()
+    (request,) = engine.scheduler.requests.values()
+    running = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert request.status == running[then != "runs"]
+    if then in ("aborted", "gone"):
+        engine.abort("receives")
+    if then == "gone":
+        engine.run()
+        engine.add("another", OTHER)
+    remote.unreachable = True
+    engine.step(2)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+        assert engine.answers["receives"] == answer(PROMPT)
+    engine.check_rest()
 
 
 @ORDERS

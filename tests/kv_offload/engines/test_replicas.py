@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end: Any) -
     assert count_local_replicas(make_vllm_config({}), {}) == LocalReplicas(1), "alone"
 
 
+@pytest.mark.parametrize(
+    "words", [["--data-parallel-size-local", "4"], ["--data_parallel_size_local=4"], ["-dpl", "4"]]
+)
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_server_of_a_supervisor_sees_all_of_its_host(
+    words: list[str], supervised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the command line of the one that started it, and is told that it has one replica."""
+    register()
+    supervisor = ["--data-parallel-multi-port-external-lb"] if supervised else []
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *supervisor, *words])
+    config = make_vllm_config({"cpu_bytes": "25%"})
+    for name, value in {**HOSTS, **SUPERVISED}.items():
+        setattr(config.parallel_config, name, value)
+    replica = start_replica(config, 3, dense=False)
+    expected = LocalReplicas(4) if supervised else LocalReplicas(1, hidden=True)
+    assert count_local_replicas(replica, {}) == expected
+
+
+SUPERVISED = {"data_parallel_size": 8, "data_parallel_external_lb": True}
 HOSTS = {"data_parallel_master_ip": "10.0.0.7"}
 LOCAL = {"data_parallel_master_ip": "127.0.0.1"}
 STARTED_ALONE = {"VLLM_DP_SIZE": "8"}

@@ -261,6 +261,27 @@ def test_what_is_refused(settings: dict[str, Any], problem: str) -> None:
     assert fnmatchcase(str(caught.value), HEAD + problem), "it is the only problem"
 
 
+@pytest.mark.parametrize(
+    ("stages", "runner", "minor", "served"),
+    [(1, 1, 32, True), (2, 1, 32, False), (2, 2, 29, False), (2, 2, 30, True)],
+)
+def test_stages_of_a_pooling_model(
+    stages: int, runner: int, minor: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runner V1 only the last stage reports to vLLM, which then ends the engine."""
+    engine = Engine(
+        model_config=SimpleNamespace(runner_type="pooling", disable_cascade_attn=True),
+        version=(0, minor),
+        **{"parallel_config.pipeline_parallel_size": stages},
+    )
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
+    if served:
+        engine.check()
+        return
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_size is 2 with a pooling model"):
+        engine.check()
+
+
 def test_a_second_pool_of_blocks_is_refused() -> None:
     engine = Engine()
     groups = engine.cache.kv_cache_groups
@@ -295,6 +316,7 @@ def test_no_connector_is_built_for_an_engine_that_cannot_be_served() -> None:
 
 def test_the_settings_are_where_they_are_looked_for() -> None:
     engine = Engine()
+    assert engine.vllm.model_config.runner_type == "generate"
     parts = (getattr(engine.vllm, name, None) for name in ("model_config", "aux_output_config"))
     assert any(hasattr(part, "enable_return_routed_experts") for part in parts)
     assert all(has_draft_head(Engine(**speculative(method)).vllm) for method in DRAFT_HEADS)

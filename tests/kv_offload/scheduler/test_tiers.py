@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_swap.tiers.engine import TierDirection
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
@@ -630,6 +632,41 @@ def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
     engine.add("b", PROMPT, 1)
     engine.step(1)
     assert engine.offload.has_pending_work
+    engine.connector.shutdown()
+
+
+def write(engine: DiskEngine) -> None:
+    """Have all requests end while writes are under way, and others have not begun."""
+    engine.disk.stuck = True
+    engine.add("written", [1, *PROMPT], 1)
+    engine.step(12, copies=True)
+    assert not engine.scheduler.requests
+    assert engine.running(TierDirection.DEMOTE)
+    assert engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pause_waits_for_no_write(engine: DiskEngine, state: PauseState) -> None:
+    """vLLM completes a pause, and a sleep, once the engine steps no more."""
+    write(engine)
+    engine.scheduler.set_pause_state(state)
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.scheduler.has_requests()
+
+
+def test_the_end_of_an_engine_waits_for_no_write(tmp_path: Path) -> None:
+    """vLLM's core ends once it has nothing to step for; after 5 s it is killed."""
+    core = object.__new__(EngineCoreProc)
+    core.shutdown_state = EngineShutdownState.RUNNING
+
+    def build_scheduler(self: EngineCoreProc) -> DiskEngine:
+        return DiskEngine(tmp_path)
+
+    engine = build_scheduler(core)
+    write(engine)
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    assert not engine.scheduler.has_requests()
     engine.connector.shutdown()
 
 

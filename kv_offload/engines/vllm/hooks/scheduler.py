@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
@@ -11,8 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_offload.engines.vllm.halves import find_engine_state
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
+from kv_offload.engines.vllm.start.members import is_brought, is_chosen
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -20,6 +23,7 @@ from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,6 +44,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     engine_id: str | None
     offload_scheduler: OffloadScheduler
     _is_member: bool
+    _multi_connectors: Sequence[MultiConnector]
+    """Those around this connector, the inner first."""
     _only_rank: bool
     """Whether the engine has one rank, which may live in this process."""
     _num_slots: int
@@ -47,6 +53,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _make_scheduler: SchedulerMaker
     _events: EventMaker
     _pool_is_logged = False
+    _is_to_rest: Callable[[], bool] | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -76,19 +83,26 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""
         self._pool = gpu_block_pool
+        if self._is_to_rest is None:  # else ranks hold fewer slots
+            self._is_to_rest = find_engine_state()
         self.offload_scheduler = self._make_scheduler(
             gpu_block_pool, self._num_slots, self._slot_bytes
         )
+        self.offload_scheduler.is_to_rest = self._is_to_rest
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. A rank in this process tells first of new weights."""
+        """See `OffloadScheduler.match`. A rank in this process tells first of new weights.
+
+        Inside a MultiConnector the tokens of the first member that has some are loaded.
+        """
         rank = self._local_rank()
         if rank is not None:
             self.offload_scheduler.weights_were_loaded(rank.weight_loads)
-        return self.offload_scheduler.match(request, num_computed_tokens)
+        brought = is_brought(self, self._multi_connectors, request.request_id)
+        return self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
 
     @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(
@@ -103,6 +117,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
+
+    def loads(self, request_id: str) -> bool:
+        """Whether a request's tokens are, or were, to be loaded by this one of several members."""
+        loading = self.offload_scheduler.loading_requests()
+        return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
         """Take in a step's report, then what the rank tells now if it is in this process.

@@ -52,6 +52,8 @@ def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
     ended: list[Any] = []
     reports = getattr(reported, "kv_connector_worker_meta", None)
     for connector, report in connectors_with_reports(engine_scheduler.connector, reports):
+        if reported is not None and reported.finished_recving:
+            _drop_false_names(engine_scheduler, connector, reported)
         offload = connector.offload_scheduler
         if reported is not None and reported.invalid_block_ids:
             offload.others_load_failed()  # ours name none
@@ -63,3 +65,14 @@ def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
         if failed:
             ended += requests.tell_failed(engine_scheduler, offload, failed)
     return ended
+
+
+def _drop_false_names(engine_scheduler: Any, connector: Any, reported: Any) -> None:
+    """Have vLLM not hear that others have received what ours loads, or loaded.
+
+    Where nothing is to be fetched Mooncake's connector says so up to 0.31, and Nixl's up to 0.29 if
+    it cannot reach the sender. vLLM would run the request before our load has ended, or free its
+    blocks, or end with an error.
+    """
+    told = reported.finished_recving & engine_scheduler.requests.keys()
+    reported.finished_recving = {name for name in told if not connector.loads(name)}

@@ -46,7 +46,8 @@ class Engine:
         self.hidden_replicas = replicas.hidden
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.traced = trace_config(options, replicas=replicas.count)
-        self.enclosing = members.enclosing_configs()
+        self.multi_connectors = members.enclosing_connectors()
+        self.enclosing = tuple(o._vllm_config.kv_transfer_config for o in self.multi_connectors)
         support.check_supported(vllm_config, self.version, self.enclosing, kv_cache_config)
         parallel = vllm_config.parallel_config
         self.cache_groups = groups.cache_groups(

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from kv_offload.config.file import show
+from kv_offload.config.trace import FILE_VARIABLE
 from kv_offload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 ARGUMENT = "--kv-transfer-config"
+SUPERVISOR = "--data-parallel-multi-port-external-lb"
+"""Starts a server for each replica of a host. These have its command line as their own."""
+LOCAL_SIZE = ("--data-parallel-size-local", "-dpl")
+RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Which variables beside its own vLLM gives to the actors of Ray, by names with commas between."""
 NOTHING = ("", "None")
 """Values of the argument that vLLM takes for none, as a shell may leave it."""
 
@@ -31,9 +38,10 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
     if members.asks_for_us(self.kv_transfer_config):
         check_keys(sys.argv)
+        tell_ray_of_file(os.environ)
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
-    ranks.note_local_replicas(config)
+    ranks.note_local_replicas(config, supervised_replicas(sys.argv))
     early.check_settings(config)
     if members.asks_for_us(config.kv_transfer_config):
         from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
@@ -57,6 +65,13 @@ def _log_not_in_use() -> None:
         logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
 
 
+def tell_ray_of_file(environ: MutableMapping[str, str]) -> None:
+    """Have engines and ranks that Ray starts read the file that the environment names here."""
+    names = [name for name in environ.get(RAY_VARIABLES, "").split(",") if name.strip()]
+    if FILE_VARIABLE in environ and FILE_VARIABLE not in names:
+        environ[RAY_VARIABLES] = ",".join([*names, FILE_VARIABLE])
+
+
 def check_keys(argv: Sequence[str]) -> None:
     """Raise `ConfigError` for a key that the argument's JSON has twice in one place.
 
@@ -71,15 +86,26 @@ def check_keys(argv: Sequence[str]) -> None:
             continue
 
 
-def _values(argv: Sequence[str]) -> list[str | None]:
+def supervised_replicas(argv: Sequence[str]) -> int:
+    """Return for how many replicas of this host a supervisor starts a server each; 1 without one.
+
+    Such a server is told that it has one.
+    """
+    if SUPERVISOR not in (word.replace("_", "-") for word in argv):
+        return 1
+    sizes = [size for size in _values(argv, *LOCAL_SIZE) if size is not None and size.isdecimal()]
+    return int(sizes[-1]) if sizes else 1
+
+
+def _values(argv: Sequence[str], *names: str) -> list[str | None]:
     """Return each value of the argument: the next word, if there is one, or what is behind a `=`.
 
-    vLLM takes names with `_` too.
+    It is ours, or one of `names`. vLLM takes names with `_` too.
     """
     values = []
     for word, following in zip(argv, [*argv[1:], None], strict=True):
         name, has_value, value = word.partition("=")
-        if name.replace("_", "-") == ARGUMENT:
+        if name.replace("_", "-") in (names or (ARGUMENT,)):
             values.append(value if has_value else following)
     return values
 

@@ -24,16 +24,38 @@ OTHERS_OPTIONS = frozenset({"eviction_policy"})
 """Options of ours that another connector has by the same name: vLLM's `OffloadingConnector`."""
 
 
-def enclosing_configs() -> tuple[KVTransferConfig, ...]:
-    """Return the transfer configurations of the MultiConnectors around the connector, inner first.
+def enclosing_connectors() -> tuple[MultiConnector, ...]:
+    """Return the MultiConnectors around the connector, the inner first.
 
     Looks for them on the call stack, while the connector is built.
     """
-    return tuple(
-        caller._vllm_config.kv_transfer_config
-        for caller in callers()
-        if isinstance(caller, MultiConnector)
-    )
+    return tuple(caller for caller in callers() if isinstance(caller, MultiConnector))
+
+
+def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
+    """Whether a member that is asked before this connector brings tokens of a request.
+
+    Asked while the MultiConnectors ask this connector. The member may have said so in an earlier
+    step only.
+    """
+    inner = connector
+    for outer in enclosing:
+        members = outer._connectors
+        if outer._requests_to_connector.get(request_id, len(members)) < members.index(inner):
+            return True
+        inner = outer
+    return False
+
+
+def is_chosen(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
+    """Whether this connector is the member that loads a request's tokens, if any does."""
+    inner = connector
+    for outer in enclosing:
+        chosen = outer._requests_to_connector.get(request_id)
+        if chosen is None or outer._connectors[chosen] is not inner:
+            return False
+        inner = outer
+    return True
 
 
 def engine_transfer(

@@ -94,10 +94,10 @@ class LocalReplicas:
     """Whether there may be more, which cannot be seen from here."""
 
 
-def note_local_replicas(vllm_config: VllmConfig) -> None:
-    """Have the front end note how many replicas it starts on this host."""
+def note_local_replicas(vllm_config: VllmConfig, supervised: int = 1) -> None:
+    """Have the front end note how many replicas it starts on this host, or its supervisor does."""
     parallel = vllm_config.parallel_config
-    setattr(parallel, _NOTED, int(parallel.data_parallel_size_local))
+    setattr(parallel, _NOTED, max(supervised, int(parallel.data_parallel_size_local)))
 
 
 def count_local_replicas(

@@ -76,6 +76,14 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             "each rank has a scheduler that hears of no other, so no block in host memory would "
             "ever become readable: start one process, with 'mp' or 'ray'"
         )
+    stages = parallel.pipeline_parallel_size
+    pools = getattr(vllm_config.model_config, "runner_type", None) == "pooling"
+    # From 0.30 on each stage of runner V2 reports; of runner V1 only the last, in all versions.
+    if pools and stages > 1 and not (version >= (0, 30) and vllm_config.use_v2_model_runner):
+        yield (
+            f"pipeline_parallel_size is {stages} with a pooling model, whose first request ends "
+            "this vLLM's engine if it has any connector: set it to 1"
+        )
     if getattr(parallel, "enable_fault_tolerance", False):  # from vLLM 0.27
         yield (
             "enable_fault_tolerance is on, with which vLLM goes on after an error and tells nobody "
