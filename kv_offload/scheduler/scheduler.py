@@ -198,6 +198,7 @@ class OffloadScheduler:
         If it raises, `plan_without_stores` must follow: the engine counts on the loads, and the
         step has begun.
         """
+        self._jobs.step_time.next_step()
         self._mode.next_step()
         self._retention.expire()
         idle = not output.num_scheduled_tokens and self._is_still

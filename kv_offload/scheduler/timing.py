@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from kv_offload.engine import StepOutput
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
 
+MAX_STEP_SECONDS = 1.0
+"""A longer time between two steps is a pause, not a step."""
+
 MIN_PREFILL_TOKENS = 64
 """A step of fewer tokens says how long a step takes at least, not how long tokens take."""
 
@@ -48,6 +51,25 @@ class LoadRate:
     def seconds(self, nbytes: int) -> float:
         """Return how long a load takes that stands behind no other."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
+
+
+class StepTime:
+    """How long the engine has made steps: by this it is seen which copies hang.
+
+    Ranks start and report copies in steps alone, and none follows for minutes where the user of an
+    engine in his own process does something else. So of the time between two steps a second counts.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def next_step(self) -> None:
+        """Hear that a step is planned."""
+        now = time.monotonic()
+        if self._last is not None:
+            self.seconds += min(now - self._last, MAX_STEP_SECONDS)
+        self._last = now
 
 
 class LoadQueue:

@@ -94,7 +94,7 @@ class TieredScheduler(OffloadScheduler):
             self._tier.is_asked or self._jobs.oldest_move_sent is not None
         ):
             time.sleep(GIVE_WAY_SECONDS)
-        self._tier.next_step(self._jobs.oldest_moves)
+        self._tier.next_step(self._jobs.oldest_moves, self._jobs.step_time.seconds)
         if output.num_scheduled_tokens:
             self._idle_since = None
         elif self._idle_since is None:
