@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
@@ -70,6 +70,22 @@ class StepTime:
         if self._last is not None:
             self.seconds += min(now - self._last, MAX_STEP_SECONDS)
         self._last = now
+
+
+class SlowestRank:
+    """What each rank told last of its speed: a copy ends when the slowest has ended its part.
+
+    Ranks tell of one copy in different steps.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[int, float] = {}
+
+    def take(self, told: Mapping[int, float | None]) -> float | None:
+        """Take what ranks tell now; return the speed of the slowest, None where none tells."""
+        news = {rank: speed for rank, speed in told.items() if speed is not None}
+        self._told.update(news)
+        return min(self._told.values()) if news else None
 
 
 class LoadQueue:

@@ -18,6 +18,7 @@ from kv_swap.tiers.engine import TierDirection
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
+from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from kv_offload.scheduler.loads.choice import LOAD_EVERY
 from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
 from tests.support.beside_steps import teach
@@ -371,6 +372,16 @@ def test_no_copy_hangs_because_the_engine_made_no_step(
     engine.step(2)
     assert engine.offload.gauges()["tier_usable"] == 1
     assert "has not ended" not in caplog.text
+
+
+def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
+    engine: DiskEngine,
+) -> None:
+    for _ in range(15):
+        for rank, speed in enumerate((1e3, 1e9, 1e9)):
+            report = RankReport(promote_bytes_per_second=speed)
+            engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+    assert engine.offload.gauges()["promote_bytes_per_second"] == 1e3
 
 
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
