@@ -24,7 +24,7 @@ from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import BlockPool
 from kv_offload.messages import LoadJob, MoveJob, Outcome, Pairs, RankReport, StoreJob
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
-from kv_offload.scheduler.timing import LoadQueue
+from kv_offload.scheduler.timing import LoadQueue, StepTime
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +43,8 @@ class Job:
     job_id: int = -1
     sent: float = 0.0
     """On the monotonic clock, in seconds."""
+    sent_after: float = 0.0
+    """What `Jobs.step_time` said then."""
     ranks_left: set[int] = field(default_factory=set)
     outcome: Outcome = Outcome.OK
     """The worst of the ranks that have ended it."""
@@ -102,6 +104,7 @@ class Jobs:
         self._pool = pool
         self._ranks = frozenset(range(num_ranks))
         self.queue = LoadQueue()
+        self.step_time = StepTime()
         # Planned, and not sent yet. What is pinned since the last step goes into one store.
         self._loads: list[tuple[Job, LoadJob]] = []
         self._store = Job([])
@@ -187,7 +190,7 @@ class Jobs:
 
     def _send(self, job: Job) -> int:
         job.job_id, self.next_job_id = self.next_job_id, self.next_job_id + 1
-        job.sent = time.monotonic()
+        job.sent, job.sent_after = time.monotonic(), self.step_time.seconds
         job.ranks_left = set(self._ranks)
         self._running[job.job_id] = job
         if isinstance(job, Move):
@@ -258,13 +261,13 @@ class Jobs:
                 job.outcome = Outcome.FAILED
 
     def give_up_stores(self, sent_before: float = math.inf) -> int:
-        """Unpin stores that still run and were sent before a time of the monotonic clock.
+        """Unpin stores that still run and were sent before `step_time` was that.
 
         What they copy from now on may be garbage, so it is dropped. Their slots stay taken until
         the ranks report the end of the copies. Returns how many stores were given up.
         """
         running = self._running.values()
-        late = [job for job in running if job.pins and job.sent < sent_before]
+        late = [job for job in running if job.pins and job.sent_after < sent_before]
         for job in late:
             job.outcome = Outcome.FAILED
             self._unpin(job)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
+
+MAX_STEP_SECONDS = 1.0
+"""A longer time between two steps is a pause, not a step."""
 
 MIN_PREFILL_TOKENS = 64
 """A step of fewer tokens says how long a step takes at least, not how long tokens take."""
@@ -48,6 +51,41 @@ class LoadRate:
     def seconds(self, nbytes: int) -> float:
         """Return how long a load takes that stands behind no other."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
+
+
+class StepTime:
+    """How long the engine has made steps: by this it is seen which copies hang.
+
+    Ranks start and report copies in steps alone, and none follows for minutes where the user of an
+    engine in his own process does something else. So of the time between two steps a second counts.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def next_step(self) -> None:
+        """Hear that a step is planned."""
+        now = time.monotonic()
+        if self._last is not None:
+            self.seconds += min(now - self._last, MAX_STEP_SECONDS)
+        self._last = now
+
+
+class SlowestRank:
+    """What each rank told last of its speed: a copy ends when the slowest has ended its part.
+
+    Ranks tell of one copy in different steps.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[int, float] = {}
+
+    def take(self, told: Mapping[int, float | None]) -> float | None:
+        """Take what ranks tell now; return the speed of the slowest, None where none tells."""
+        news = {rank: speed for rank, speed in told.items() if speed is not None}
+        self._told.update(news)
+        return min(self._told.values()) if news else None
 
 
 class LoadQueue:

@@ -333,16 +333,19 @@ def engine(
     *,
     blocks: int = 400,
     synchronous_loads: bool = False,
+    left_over: bool = False,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """Start an engine, with the plugin if it is configured, and shut it down at the end.
 
-    Its loads are all synchronous, as far as its model allows, or none is.
+    Its loads are all synchronous, as far as its model allows, or none is. `left_over` says that the
+    connector of an engine before it is still there.
     """
     if plugin is not None:
         arguments.setdefault("kv_transfer_config", transfer_config(plugin))
     settings = engine_settings(models, kind, num_gpu_blocks_override=blocks, **arguments)
-    assert not has_kv_transfer_group(), "one process holds one engine with a connector at a time"
+    is_left = has_kv_transfer_group()
+    assert is_left == left_over, "one process holds one engine with a connector at a time"
     with counted_stats() as totals:
         running = Engine(LLM(**settings), totals)
         if plugin is not None:

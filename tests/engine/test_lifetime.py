@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from kv_swap.engine import Direction
 from vllm import LLM
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from kv_offload.errors import UnsupportedError
 from kv_offload.worker.worker import OffloadWorker
@@ -76,3 +78,74 @@ def test_a_second_engine_in_the_process_of_the_first_is_refused(
         with pytest.raises(UnsupportedError, match="kv-offload: another engine of this"):
             LLM(**settings)
         assert first.reload(prompts) == expected
+
+
+FAILURES = [
+    "cpu_model_runner.CPUModelRunner.initialize_kv_cache",
+    "cpu_worker.CPUWorker.compile_or_warm_up_model",
+]
+"""Where a start fails: before and after the KV cache is registered, as with too little memory."""
+
+
+def fail_to_start(
+    models: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> pytest.ExceptionInfo[RuntimeError]:
+    """Have an engine with half the usual host memory fail while it starts."""
+
+    def fail(*_arguments: Any, **_more: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    settings = engine_settings(models, "qwen3")
+    settings["kv_transfer_config"] = transfer_config({"cpu_bytes": "32MiB"})
+    with monkeypatch.context() as patch:
+        patch.setattr(f"vllm.v1.worker.{method}", fail)
+        with pytest.raises(RuntimeError, match="out of memory") as caught:
+            LLM(**settings)
+    return caught
+
+
+@pytest.mark.parametrize("method", FAILURES)
+def test_after_an_engine_that_failed_to_start_the_next_one_has_its_own_settings(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    prompts = [random_tokens(300, seed=5)]
+    expected = plain_answers(model_folder, prompts)
+    fail_to_start(model_folder, monkeypatch, method)
+    with offloading(model_folder, left_over=True) as ours:
+        assert ours.rank.num_slots * ours.rank.transfer.layout.slot_bytes == 64 << 20
+        assert ours.generate(prompts) == expected
+        assert ours.reload(prompts) == expected
+
+
+@pytest.mark.parametrize("method", FAILURES)
+def test_what_is_left_of_a_start_that_failed_serves_no_other_engine(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A traceback keeps it, as in a notebook. It has other settings, and another KV cache."""
+    caught = fail_to_start(model_folder, monkeypatch, method)
+    try:
+        with pytest.raises(UnsupportedError, match="another engine of this process"):
+            LLM(**engine_settings(model_folder, "qwen3"), kv_transfer_config=transfer_config({}))
+        assert caught.value
+    finally:
+        ensure_kv_transfer_shutdown()
+
+
+def test_after_an_engine_that_was_deleted_another_one_starts(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Up to vLLM 0.30 one that is deleted is not shut down."""
+    prompts = [random_tokens(300, seed=6)]
+    expected = plain_answers(model_folder, prompts)
+    with caplog.at_level(logging.ERROR, "vllm.renderers"):  # a traceback there holds the engine
+        first = LLM(
+            **engine_settings(model_folder, "qwen3"),
+            kv_transfer_config=transfer_config({"cpu_bytes": "32MiB"}),
+        )
+    if hasattr(first.llm_engine.engine_core, "_finalizer"):
+        first.llm_engine.engine_core._finalizer.detach()
+    del first
+    with offloading(model_folder, left_over=True) as ours:
+        assert ours.rank.num_slots * ours.rank.transfer.layout.slot_bytes == 64 << 20
+        assert ours.generate(prompts) == expected
+        assert ours.reload(prompts) == expected

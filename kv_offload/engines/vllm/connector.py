@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -13,6 +14,7 @@ from kv_offload.engines.vllm.hooks.worker import WorkerHooks
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
+from kv_offload.engines.vllm.runner import find_runner
 from kv_offload.engines.vllm.start.build import Engine, build_worker, prepare_scheduler
 from kv_offload.engines.vllm.versions import host_hit_source
 
@@ -52,6 +54,8 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
             self._events = EventMaker(kv_cache_config)
             log_new()
         else:
+            worker = find_runner()
+            self._vllm_worker = None if worker is None else weakref.ref(worker)
             self.offload_worker = build_worker(engine)
 
     @survives(lambda self: None)

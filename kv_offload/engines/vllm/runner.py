@@ -27,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def find_runner() -> Any | None:
-    """Return the model runner on the call stack, which vLLM hands no connector; the nearest."""
+    """Return the model runner on the call stack, which vLLM hands no connector; the nearest.
+
+    While the connector is built there is none, but vLLM's worker, which has the same method.
+    """
     return next((caller for caller in callers() if hasattr(caller, "execute_model")), None)
 
 

@@ -76,7 +76,7 @@ class Announcer:
         # What they have to be told again: in which order, and by slot whether it still is so.
         self._again = NO_SLOTS
         self._is_again = bytearray(manager.num_slots)
-        self.held_back: OrderedDict[SlotKey, list[Slots]] = OrderedDict()
+        self.held_back: OrderedDict[SlotKey, deque[Slots]] = OrderedDict()
         """Readable slots that continue what is still being stored, by the key of that."""
         # Keys among them that have been told, or are gone.
         self._released: deque[SlotKey] = deque()
@@ -200,7 +200,7 @@ class Announcer:
         for run, parent in zip(runs, parents, strict=True):
             if parent is not None and self._waits_for(parent, next(places)):
                 held = np.array([slot for slot, _ in run], np.int32)
-                self.held_back.setdefault(parent, []).append(held)
+                self.held_back.setdefault(parent, deque()).append(held)
             else:
                 yield self._tell(run)
 
@@ -235,12 +235,18 @@ class Announcer:
 
     def _release(self) -> Iterator[BlocksStored]:
         """Tell what was held back, as far as what it continues has been told or is gone."""
-        looked_at = islice(self.held_back, MAX_LOOKS)
-        self._released += [key for key in looked_at if not self._is_coming(key)]
+        if not self._released:
+            looked_at = islice(self.held_back, MAX_LOOKS)
+            self._released += [key for key in looked_at if not self._is_coming(key)]
         while self._released and self._stored_left > 0:
-            key = self._released.popleft()
-            if self._is_coming(key):
-                continue  # it has come back meanwhile
-            for slots in self.held_back.pop(key, ()):
-                self._stored_left -= len(slots)
-                yield from self._store(slots)
+            key = self._released[0]
+            held = self.held_back.get(key)
+            if held is None or self._is_coming(key):  # it has come back meanwhile
+                self._released.popleft()
+                continue
+            # One by one: all prompts that share a beginning may wait for its last block.
+            slots = held.popleft()
+            if not held:
+                del self.held_back[key]
+            self._stored_left -= len(slots)
+            yield from self._store(slots)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.request import RequestTable
+from kv_offload.scheduler.timing import MAX_STEP_SECONDS
 
 HORIZON_STEPS = 3
 """Steps in which what is planned should have been copied.
@@ -29,9 +30,6 @@ its end is reported."""
 MIN_HORIZON_SECONDS = 0.1
 """The horizon is never shorter, so that steps of a few milliseconds do not split up small stores.
 What is in flight then delays an engine that drains, and keeps pins, by no more than this."""
-
-MAX_STEP_SECONDS = 1.0
-"""A longer time between two steps is a pause, not a step."""
 
 SHARE_BESIDE_LOADS = 1 / 8
 """Share of a step's time that stores get of the link at least, beside loads that take all of it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import compress
 from typing import Any
@@ -308,7 +307,7 @@ class StorePlanner:
 
     def _give_up_late(self) -> None:
         """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""
-        late = self._jobs.give_up_stores(time.monotonic() - MAX_STORE_SECONDS)
+        late = self._jobs.give_up_stores(self._jobs.step_time.seconds - MAX_STORE_SECONDS)
         if late:
             logger.error(
                 "kv-offload: gave up %d stores that did not end in %.0f s, and released their GPU "

@@ -20,6 +20,7 @@ from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.scheduler.tiers.demotions import Demotions
 from kv_offload.scheduler.tiers.promotions import Promotions
 from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.timing import SlowestRank
 
 IDLE_SECONDS = 60.0
 """An engine that nobody has asked for so long begins no more writes to a tier."""
@@ -71,6 +72,7 @@ class TieredScheduler(OffloadScheduler):
             self._slot_bytes,
             self._announcer,
         )
+        self._read_speeds = SlowestRank()
         self._tiers_of_ranks: dict[int, TierCapacity] = {}
         self._idle_since: float | None = None
         """When the first step was that computes nothing, on the monotonic clock."""
@@ -94,7 +96,7 @@ class TieredScheduler(OffloadScheduler):
             self._tier.is_asked or self._jobs.oldest_move_sent is not None
         ):
             time.sleep(GIVE_WAY_SECONDS)
-        self._tier.next_step(self._jobs.oldest_moves)
+        self._tier.next_step(self._jobs.oldest_moves, self._jobs.step_time.seconds)
         if output.num_scheduled_tokens:
             self._idle_since = None
         elif self._idle_since is None:
@@ -130,9 +132,10 @@ class TieredScheduler(OffloadScheduler):
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         super()._learn(report)
-        told = [rank.promote_bytes_per_second for rank in report.ranks.values()]
-        if speeds := [speed for speed in told if speed is not None]:
-            self._promotions.learn(min(speeds))
+        told = {rank: news.promote_bytes_per_second for rank, news in report.ranks.items()}
+        speed = self._read_speeds.take(told)
+        if speed is not None:
+            self._promotions.learn(speed)
 
     # -- between steps -------------------------------------------------------------------------
 

@@ -174,16 +174,17 @@ class Tier(ABC):
         """Whether it may be written now."""
         return self._is_ready and self._writes.is_over
 
-    def next_step(self, oldest: Iterable[Move]) -> None:
+    def next_step(self, oldest: Iterable[Move], now: float) -> None:
         """See whether a copy hangs; `oldest` has the oldest one under way of each direction.
+
+        `now` is what `Jobs.step_time` says.
 
         Ranks begin the copies of a direction in order. So one that waits for its turn does not
         hang: a disk that is written faster than it can write is still read.
         """
-        now, known = time.monotonic(), self._oldest
-        self._oldest = {}
+        known, self._oldest = self._oldest, {}
         for move in oldest:
-            before, since = known.get(move.promotes, (move, move.sent))
+            before, since = known.get(move.promotes, (move, move.sent_after))
             self._oldest[move.promotes] = move, since if move is before else now
         stuck = any(now - since > STUCK_SECONDS for _, since in self._oldest.values())
         if stuck and not self._is_stuck:

@@ -333,3 +333,31 @@ def test_what_is_held_back_behind_a_copy_that_hangs_makes_no_step_long(
     assert found == hashes[0 if ends_well else 100 :]
     assert not told.held_back
     assert not told.has_more
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_no_step_tells_all_that_waited_behind_one_block(ends_well: bool) -> None:
+    """A disk hangs while it reads what 500 prompts begin with; each has stored 10 blocks more."""
+    tail, beginning = 10, [at.to_bytes(8) for at in range(10)]
+    manager = CacheManager(make_policy("lru", 5010))
+    prefixes = PrefixMap([CacheGroup(0, 4)], 4, lambda block_hash, _: block_hash)
+    told = announcer.Announcer(manager, prefixes, lambda *_: None)
+    hanging = manager.prepare_store(beginning)
+    behind = [at.to_bytes(8) for at in range(10, 5010)]
+    for first in range(0, len(behind), tail):
+        own = behind[first : first + tail]
+        hashes = beginning + own
+        request: Any = SimpleNamespace(block_hashes=hashes, all_token_ids=[1] * 4 * len(hashes))
+        stored = manager.prepare_store(own)
+        slots = np.concatenate((hanging, stored)).tolist()
+        told.remember_prefix(request, 0, 4 * len(hashes), dict(zip(hashes, slots, strict=True)))
+        manager.complete_store(stored)
+        assert told.take() == []
+    manager.complete_store(hanging, ok=ends_well)
+    found: list[bytes] = []
+    while told.has_more:
+        news = [one for part in told.take() for one in part.hashes]
+        assert len(news) <= announcer.MAX_STORED + tail
+        found += news
+    assert found == [*(beginning if ends_well else []), *behind]
+    assert not told.held_back

@@ -10,6 +10,7 @@ import pytest
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.medians import MIN_MEASUREMENTS
+from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from tests.support.beside_steps import teach
 from tests.support.played_cases import BLOCK, FULL, WINDOW, both_ways, forget
 from tests.support.played_engine import PlayedEngine
@@ -60,6 +61,30 @@ def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(
     assert engine.totals["recomputed_tokens"] == 20
     assert engine.totals["hit_tokens"] == 20
     assert engine.totals["loaded_bytes"] > 0
+    assert engine.answers == expected
+    engine.check_rest()
+
+
+def measure_ranks(engine: PlayedEngine, slow: int) -> None:
+    """Have ranks tell of one load in different steps, the `slow` first ones before the others."""
+    for rank in range(len(engine.ranks)):
+        report = RankReport(load_bytes_per_second=1e3 if rank < slow else 1e12)
+        engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_hits_are_computed_where_the_link_of_some_ranks_is_slow(slow: int) -> None:
+    """That others are faster, each time, does not mean that the link has recovered."""
+    engine = PlayedEngine(ranks=3, max_num_batched_tokens=64, plugin={"max_pinned_share": 1.0})
+    prompts = [prompt(seed) for seed in range(4)]
+    expected = store(engine, prompts)
+    teach(engine, bytes_per_second=1e3)
+    for _ in range(15):
+        measure_ranks(engine, slow)
+    for index, tokens in enumerate(prompts):
+        engine.serve(f"r{index}", tokens, max_tokens=2)
+        measure_ranks(engine, slow)
+    assert (engine.totals["recomputed_tokens"], engine.totals["hit_tokens"]) == (80, 0)
     assert engine.answers == expected
     engine.check_rest()
 

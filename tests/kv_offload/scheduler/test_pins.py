@@ -166,6 +166,25 @@ def test_a_store_that_takes_too_long_is_given_up(
 
 
 @both_ways
+def test_no_store_is_given_up_because_the_engine_made_no_step(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """The last ones of an engine in its user's process are submitted when he asks again."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.step(2)
+    assert len(pinned(engine)) == 5
+    assert not engine.scheduler.has_unfinished_requests()
+    now[0] += 3600
+    engine.add("b", OTHER, max_tokens=1)
+    engine.run()
+    assert (held_tokens(engine, PROMPT), held_tokens(engine, OTHER)) == (20, 20)
+    assert engine.totals["skipped_copy_failed"] == 0
+
+
+@both_ways
 def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling: bool) -> None:
     """Those of a request that has just ended, and those of a step that is under way."""
     engine = PlayedEngine(

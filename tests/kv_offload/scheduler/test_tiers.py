@@ -20,6 +20,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
+from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from kv_offload.scheduler.loads.choice import LOAD_EVERY
 from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
 from tests.support.beside_steps import teach
@@ -69,6 +70,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
+
+
+def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
+    """Make steps of half a second."""
+    for _ in range(round(2 * seconds)):
+        now[0] += 0.5
+        engine.step()
 
 
 @pytest.fixture
@@ -330,8 +338,7 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
 ) -> None:
     engine.disk.stuck = True
     ask(engine, "a")
-    now[0] += tier.STUCK_SECONDS + 1
-    engine.step(8)
+    step_for(engine, now, tier.STUCK_SECONDS + 1)
     assert "a" in engine.answers
     ask(engine, "b", prompt=OTHER, steps=8)
     assert "b" in engine.answers
@@ -361,8 +368,7 @@ def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_ot
     """What waits for its turn does not hang, however long that takes."""
     writes = begin_writes(engine, monkeypatch)
     for _ in range(writes - 1):
-        now[0] += 0.9 * tier.STUCK_SECONDS
-        engine.step(2)
+        step_for(engine, now, 0.9 * tier.STUCK_SECONDS)
         assert engine.offload.gauges()["tier_usable"] == 1
         engine.disk.run(0)
         engine.step(2)
@@ -377,10 +383,34 @@ def test_a_write_that_hangs_is_noticed_though_later_ones_end(
     engine.disk.run(0)
     engine.step(2)
     for _ in range(2):
-        now[0] += 0.6 * tier.STUCK_SECONDS
+        step_for(engine, now, 0.6 * tier.STUCK_SECONDS)
         engine.disk.run(1)
         engine.step(2)
     assert engine.offload.gauges()["tier_usable"] == 0
+
+
+def test_no_copy_hangs_because_the_engine_made_no_step(
+    now: list[float],
+    engine: DiskEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The user of an engine in his own process may do something else meanwhile."""
+    begin_writes(engine, monkeypatch)
+    now[0] += 60 * tier.STUCK_SECONDS
+    engine.step(2)
+    assert engine.offload.gauges()["tier_usable"] == 1
+    assert "has not ended" not in caplog.text
+
+
+def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
+    engine: DiskEngine,
+) -> None:
+    for _ in range(15):
+        for rank, speed in enumerate((1e3, 1e9, 1e9)):
+            report = RankReport(promote_bytes_per_second=speed)
+            engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+    assert engine.offload.gauges()["promote_bytes_per_second"] == 1e3
 
 
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:

@@ -52,8 +52,11 @@ def import_cupy() -> Any:
 def make_kernel_cache() -> None:
     """Make the folder for compiled kernels as CuPy makes it, without CuPy. Raises `DeviceError`.
 
-    One that is there may not be writable: then all kernels must be in it.
+    One that is there may not be writable: then all kernels must be in it. With
+    `CUPY_CACHE_IN_MEMORY=1` CuPy 13 needs none, and CuPy 14 says for itself that it does.
     """
+    if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
+        return
     folder = os.environ.get(KERNEL_CACHE, os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         if not os.path.isdir(folder):

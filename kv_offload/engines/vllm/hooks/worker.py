@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kv_offload.engines.vllm.halves import callers
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
@@ -48,14 +50,29 @@ class WorkerHooks(KVConnectorBase_V1):
 
     offload_worker: OffloadWorker
     _is_member: bool
+    _vllm_worker: weakref.ref[Any] | None
+    """vLLM's worker for which the half was built, if one was found."""
+
+    @property
+    def engine_is_gone(self) -> bool:
+        """Whether the half is left of an engine that vLLM did not shut down."""
+        return self._vllm_worker is not None and self._vllm_worker() is None
+
+    def _is_anothers(self) -> bool:
+        """Whether another worker is on the call stack than the one for which this was built."""
+        if self._vllm_worker is None:
+            return False
+        worker = self._vllm_worker()
+        return worker is None or all(caller is not worker for caller in callers())
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self.offload_worker.transfer is not None:
+        if self.offload_worker.transfer is not None or self._is_anothers():
             # vLLM has one connector in a process, and gives it to each engine there.
             raise UnsupportedError(
-                "another engine of this process has a KV cache in host memory, and blocks of two "
-                "engines would be taken for one another: end the other one before, leave "
-                "VLLM_ENABLE_V1_MULTIPROCESSING at 1, or start a new process"
+                "another engine of this process, or what is left of one that failed to start, has "
+                "host memory, and blocks of two engines would be taken for one another: end the "
+                "other one before, leave VLLM_ENABLE_V1_MULTIPROCESSING at 1, or start a new "
+                "process"
             )
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)

@@ -1,0 +1,45 @@
+"""Ends the connector of an engine that is gone, before another engine of the process is built.
+
+vLLM has one connector in a process, and gives it to each engine there. It leaves the connector of
+an engine that failed to start, and up to 0.30 also that of one which was deleted. The next engine
+would get it, with the settings, the KV cache and the host memory of the one before.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+
+logger = logging.getLogger(__name__)
+
+
+def end_left_over() -> None:
+    """Shut down what a gone engine of this process left; does nothing while the engine is there."""
+    if "kv_offload.engines.vllm.connector" not in sys.modules:
+        return
+    from vllm.distributed import kv_transfer
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    from kv_offload.engines.vllm.halves import connectors_in
+
+    if not kv_transfer.has_kv_transfer_group():
+        return
+    group = kv_transfer.get_kv_transfer_group()
+    ours = next(connectors_in(group, "offload_worker"), None)
+    if ours is None:
+        return
+    if not ours.engine_is_gone:
+        _collect()
+    if ours.engine_is_gone:
+        logger.info("kv-offload: the engine before this one is gone: its host memory is let go of")
+        ensure_kv_transfer_shutdown()
+
+
+def _collect() -> None:
+    """Collect garbage, also what vLLM froze at the start: an engine consists of cycles."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
