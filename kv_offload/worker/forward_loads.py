@@ -33,6 +33,8 @@ class StepLoads:
     """Whether the transfer brings them wave by wave."""
     error: Exception | None = None
     """What went wrong while the loads could still be made good."""
+    done: Completion | None = None
+    """How the transfer ended, if it did so while a layer of the forward could still read early."""
 
     @property
     def transfer_id(self) -> int:
@@ -50,8 +52,9 @@ class ForwardLoads:
 
     In each step `take`, `start`, `make_forward_wait` and `forward_ended` are called in this order.
     Between the last two every call of an attention layer goes to `on_layer`, if that is set. A load
-    is reported as ended once no copy writes its blocks. One that is lost is reported at once: what
-    is computed from then on comes after its copies.
+    is reported as ended once no copy writes its blocks, and no layer can turn out to have read them
+    early: polls may come between the forward and `forward_ended`. One that is lost is reported at
+    once: what is computed from then on comes after its copies.
     """
 
     def __init__(self, jobs: RankJobs, forward_context: Callable[[], object | None]) -> None:
@@ -229,15 +232,21 @@ class ForwardLoads:
             self._copying.pop(loads.transfer_id, None)
             for job in loads.jobs:
                 self._lose(job, why)
+        elif loads.done is not None:
+            self._report(loads, loads.done)
 
     def ended(self, done: Completion) -> None:
         """Take in the end of a transfer; nothing if its loads were made good or lost meanwhile."""
         loads = self._copying.pop(done.job_id, None)
         if loads is None:
             return
-        if done.error is not None and loads is self._awaited:
-            loads.error = done.error  # it is made good before the forward, or lost after it
-            return
+        if loads is self._awaited:
+            # What failed is made good before the forward, or lost after it.
+            loads.done, loads.error = done, done.error
+        else:
+            self._report(loads, done)
+
+    def _report(self, loads: StepLoads, done: Completion) -> None:
         for job in loads.jobs:
             if done.error is None:
                 self._jobs.load_copied(self._nbytes([job]), done.seconds)

@@ -82,6 +82,7 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost(
     if polled == "before":
         assert layers.transfer.wait(120)
         layers.half.poll()
+        assert layers.half.ended().ranks[0].jobs == {}, "the other layer may still read it early"
     if cut_short:
         metadata = layers.begin()
     layers.half.prepare_store_kv(metadata)
@@ -93,6 +94,17 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost(
     layers.step(loads=[synchronous(2, "b", (5, 2))])
     assert layers.jobs() == {2: OK}, "loaded whole, and the first one is not told again"
     assert layers.half.on_layer is None
+
+
+def test_a_load_that_arrived_before_its_forward_ended_is_told_of_then(layers: Rank) -> None:
+    metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
+    layers.call("layer.0", "layer.1")
+    assert layers.transfer.wait(120)
+    layers.half.poll()
+    assert layers.half.ended().ranks[0].jobs == {}
+    layers.half.prepare_store_kv(metadata)
+    assert layers.half.ended().ranks[0].jobs == {1: OK}
+    assert layers.stats()["loaded_bytes"] == 2 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("kind", ["small", "whole", "asynchronous"])
