@@ -76,7 +76,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         "lora": "off" if vllm_config.lora_config is None else "on",
         "attention": vllm_config.attention_config.compute_hash()[:16],
         "cache_dtype": str(cache.cache_dtype),
-        "cache_layout": str(getattr(cache, "kv_cache_layout", None)),  # from vLLM 0.32
+        "cache_layout": str(getattr(cache, "kv_cache_layout", None)),  # from vLLM 0.29
         "groups": "; ".join(map(str, groups)),
         "layers": digest(sorted((n, repr(s)) for n, s in layer_specs(kv_cache_config).items())),
         "block_bytes": str(bytes_per_block(kv_cache_config)),
@@ -108,7 +108,7 @@ def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
     if hasattr(kv_cache_utils, RESOLVE_SEED):
         remedy += ", or --prefix-caching-hash-algo to sha256"
     else:
-        remedy += ", or install a vLLM that needs none for sha256, such as 0.32"
+        remedy += ", or install a vLLM that needs none for sha256, such as 0.29"
     return (
         f"with prefix_caching_hash_algo {algorithm!r} and without PYTHONHASHSEED this vLLM draws "
         f"the hashes of blocks anew in each process, so that nothing is found again: {remedy}"
