@@ -59,6 +59,14 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
         engine_scheduler.kv_cache_manager.free(request)
+    # From 0.31 on requests that hold blocks have a queue of their own. vLLM goes through it first,
+    # and stops at one that finds no room: one without blocks would hold up those that free some,
+    # such as sessions whose prompts grow.
+    holding: Any = getattr(engine_scheduler, "kv_holding_waiting", ())
+    moved = [request for request in holding if request.request_id in request_ids]
+    if moved:
+        holding.remove_requests(moved)
+        engine_scheduler.waiting.prepend_requests(reversed(moved))
 
 
 def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
