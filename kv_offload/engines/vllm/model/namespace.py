@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_offload.engines.vllm.model.groups import cache_groups, has_draft_head
+from kv_offload.engines.vllm.model.groups import cache_groups, drops_last_block
 from kv_offload.engines.vllm.model.identity import describe_loading, describe_model, digest
 from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs
 
@@ -59,7 +59,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
     groups = cache_groups(
         kv_cache_config,
         parallel.decode_context_parallel_size,
-        draft_head=has_draft_head(vllm_config),
+        drops_last_block=drops_last_block(vllm_config),
     )
     draft, loading = {}, vllm_config.load_config
     if method not in ("none", *DRAFTS_OF_TEXT):
