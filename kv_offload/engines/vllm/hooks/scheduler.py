@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
@@ -88,7 +89,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         rank = self._local_rank()
         if rank is not None:
             self.offload_scheduler.weights_were_loaded(rank.weight_loads)
-        return self.offload_scheduler.match(request, num_computed_tokens)
+        answer = self.offload_scheduler.match(request, num_computed_tokens)
+        requests.keep_at(request, self.offload_scheduler.shared_tokens(request))
+        return answer
 
     @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(
