@@ -100,6 +100,7 @@ class PrefixMap:
         """Hits end at multiples of this, where every group has a whole block."""
         self._reads_all = tuple(group.reads_all for group in self.groups)
         self._search_order = sorted(self.groups, key=lambda group: not group.reads_all)
+        self._has_full = self._search_order[0].reads_all
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
         )
@@ -198,7 +199,15 @@ class PrefixMap:
     def longest_hit(
         self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
     ) -> int:
-        """Return how far a prefix of `start_tokens` can be extended; `start_tokens` if it cannot.
+        """Return how far a prefix of `start_tokens` can be extended; its own end if it cannot."""
+        return self.longest_hits(hashes, readable, start_tokens, limit_tokens)[0]
+
+    def longest_hits(
+        self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
+    ) -> tuple[int, int]:
+        """Do as `longest_hit`, and return how far the groups that read all tokens could extend it.
+
+        Where there is no such group beside others, the two are the same.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
         next token, the slot after the end must be readable too; it may lie beyond `limit_tokens`.
@@ -209,15 +218,19 @@ class PrefixMap:
         """
         end = self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
         previous = None
+        full_end = None if self._has_full else 0
         while end > start_tokens and end != previous:
             previous = end
             for group in self._search_order:
+                if full_end is None and not group.reads_all:
+                    full_end = end
                 end = self._covered_end(group, hashes, readable, start_tokens, end)
                 if end <= start_tokens:
                     break
             if len(self.groups) == 1:
                 break  # the only group covers this end
-        return max(end, start_tokens)
+        end = max(end, start_tokens)
+        return end, max(end, full_end or 0)
 
     def _covered_end(
         self,

@@ -190,13 +190,13 @@ class OffloadConfig:
         Annotated[str, Meta(min_length=1)] | None,
         _says(
             "File to which the requests are recorded, without their text.",
-            "the path of a file that does not exist",
+            "the path of a file",
         ),
     ] = None
     record_trace_bytes: Annotated[
         int,
         _says(
-            "Size at which that file ends.",
+            "What recordings to that file take at most, with those of earlier starts.",
             "bytes, or a size (256MiB)",
             ge=1,
             le=MAX_INT,

@@ -98,6 +98,9 @@ class TrackedRequest:
     # Waiting.
     offer: Offer | None = None
     answer: Answer | None = None
+    shared_tokens: int = 0
+    """Where a prefix ends of which host memory has all but the windows and states at its end; 0
+    where it has more of it with them than without."""
     waits_for: TrackedRequest | None = None
     """The request whose load brings what this one needs."""
     waits_since: float = 0.0

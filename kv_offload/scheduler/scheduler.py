@@ -159,6 +159,10 @@ class OffloadScheduler:
     def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._admissions.match(request, num_computed_tokens)
 
+    def shared_tokens(self, request: Request) -> int:
+        """Return where windows and states should be kept for others that share its prefix; or 0."""
+        return self._requests.track(request).shared_tokens
+
     def allocated(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:

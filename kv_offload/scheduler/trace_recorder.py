@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -51,13 +52,15 @@ class TraceRecorder:
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Make the file, for this user alone; it ends before `max_bytes`.
+        """Make the file, for this user alone: `path`, or with a number behind where that is taken.
 
-        Raises `ConfigError` for a file that cannot be made, that has something in it, or that
-        another engine records to.
+        It ends where it and those before it have `max_bytes`. So an engine that a supervisor starts
+        again and again fills no disk. Raises `ConfigError` for a file that cannot be made.
         """
-        self._path, self._max_bytes = path, max_bytes
-        self._file = _make_file(path)
+        self._path, self._file, taken_bytes = _make_file(path)
+        self._max_bytes, self._all_bytes = max_bytes - taken_bytes, max_bytes
+        if self._path != path:
+            logger.info("kv-offload: %s is taken: requests are recorded to %s", path, self._path)
         self._size = 0
         self._is_full = False
         self._salt = os.urandom(blake2b.MAX_KEY_SIZE)
@@ -139,10 +142,11 @@ class TraceRecorder:
         if self._size + len(line) > self._max_bytes:
             self._is_full = True
             logger.info(
-                "kv-offload: %s: the trace ends here, since it has the %s that record_trace_bytes "
-                "allows",
+                "kv-offload: %s: the trace ends here, since what is recorded there has the %s that "
+                "record_trace_bytes allows, with earlier recordings. To record more, move these "
+                "away before the next start",
                 self._path,
-                format_size(self._max_bytes),
+                format_size(self._all_bytes),
             )
             return
         if not os.fstat(self._file).st_nlink:
@@ -155,48 +159,50 @@ class TraceRecorder:
 
 
 def check_file(path: Path) -> None:
-    """Raise `ConfigError` for a file that could not be begun, without making it.
-
-    One that an engine records to passes: it may be the engine of the server that asks.
-    """
+    """Raise `ConfigError` where no file could be begun, without making one."""
     with _refused(path):
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            path.parent.stat()
-            if not os.access(path.parent, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "its folder may not be written") from None
-        else:
-            if not found.st_size or not _is_recorded_to(path):
-                _check_new(found)
+        with contextlib.suppress(FileNotFoundError):
+            if not _check_regular(path.stat()).st_size:
+                return
+        path.parent.stat()
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "its folder may not be written")
 
 
-def _is_recorded_to(path: Path) -> bool:
-    """Whether an engine has the file. Only of one with something in it: this locks it a moment."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+def _make_file(path: Path) -> tuple[Path, int, int]:
+    """Return the file that is begun, its descriptor, and the bytes of those that are taken.
+
+    It is the first of `path`, `path.1`, `path.2` and so on that is not taken: what an engine
+    recorded before it crashed stays, and keeps no later one from its start.
+    """
+    taken_bytes = 0
+    for number in itertools.count():
+        tried = path.with_name(f"{path.name}.{number}") if number else path
+        with _refused(tried):
+            file = _begin_file(tried)
+            if file is not None:
+                return tried, file, taken_bytes
+            taken_bytes += tried.stat().st_size
+    raise AssertionError("unreachable")
 
 
-def _make_file(path: Path) -> int:
-    """Return the descriptor of a new or empty file that is this process's alone."""
+def _begin_file(path: Path) -> int | None:
+    """Return the descriptor of a file that is this process's alone; None where it is taken.
+
+    It is where there is something in it, or another process records to it.
+    """
     # A pipe that nobody reads would wait for its reader.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    with _refused(path):
-        file = os.open(path, flags, 0o600)
-        try:
+    file = os.open(path, flags, 0o600)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, file)
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _check_new(os.fstat(file))
-            os.fchmod(file, 0o600)
-        except OSError:
-            os.close(file)
-            raise
-    return file
+            if not _check_regular(os.fstat(file)).st_size:
+                os.fchmod(file, 0o600)
+                undo.pop_all()
+                return file
+    return None
 
 
 @contextlib.contextmanager
@@ -205,16 +211,13 @@ def _refused(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_used = isinstance(error, BlockingIOError)
         raise ConfigError(
-            f"record_trace: {str(path)!r}: the file cannot be begun: "
-            f"{'another engine records to it' if is_used else error.strerror}. Name a file that "
-            "does not exist, in a folder that this user may write; or leave record_trace out"
+            f"record_trace: {str(path)!r}: the file cannot be begun: {error.strerror}. Name one in "
+            "a folder that this user may write, or leave record_trace out"
         ) from error
 
 
-def _check_new(found: os.stat_result) -> None:
+def _check_regular(found: os.stat_result) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
-    if found.st_size:
-        raise FileExistsError(errno.EEXIST, "there is something in it")
+    return found

@@ -36,13 +36,21 @@ class TraceRequest:
 def read_trace(path: Path) -> Iterator[TraceRequest]:
     """Yield the requests of a file of JSON lines, which need not fit into memory.
 
-    Empty lines are passed over. Raises `TraceError` for a file or a line that cannot be read.
+    Empty lines are passed over, and a last line without its end, behind others: an engine writes
+    it, or was killed meanwhile. Raises `TraceError` for a file or a line that cannot be read.
     """
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _request(line, f"{path}, line {number}")
+                if not line.strip():
+                    continue
+                try:
+                    request = _request(line, f"{path}, line {number}")
+                except TraceError:
+                    if line.endswith("\n") or number == 1:
+                        raise
+                    return
+                yield request
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: {error}") from error
 

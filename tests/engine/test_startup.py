@@ -26,10 +26,8 @@ def test_a_wrong_setting_is_refused_before_weights_are_read(
     message = refusal(tmp_path, UnsupportedError, plugin={}, enable_prefix_caching=False)
     assert message.startswith("kv-offload: this engine cannot be served correctly: prefix caching")
     assert "remove --no-enable-prefix-caching" in message
-    recorded = tmp_path / "trace.jsonl"
-    recorded.write_text("of an earlier start")
-    message = refusal(tmp_path, ConfigError, plugin={"record_trace": str(recorded)})
-    assert "there is something in it" in message
-    disk = {"disk_path": str(recorded / "kv"), "disk_bytes": "64MiB"}
+    trace = {"record_trace": str(tmp_path / "no" / "trace.jsonl")}
+    assert "No such file or directory" in refusal(tmp_path, ConfigError, plugin=trace)
+    disk = {"disk_path": str(tmp_path / "no" / "kv"), "disk_bytes": "64MiB"}
     assert "the folder cannot be made" in refusal(tmp_path, ConfigError, plugin=disk)
     assert "model weights" in refusal(tmp_path, RuntimeError, plugin={})

@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.config import SpeculativeConfig
+
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
@@ -231,6 +235,39 @@ def test_a_window_that_vllm_names_where_prompts_end_is_served(
         engine.serve(request_id, prompt)
         assert engine.totals["hit_tokens"] == 16
         forget(engine)
+    engine.check_rest()
+
+
+@pytest.mark.skipif(
+    not hasattr(SpeculativeConfig, "use_eagle_block_drop"), reason="this vLLM always drops a block"
+)
+@both_ways
+@pytest.mark.parametrize("synchronous_loads", [False, True])
+@pytest.mark.parametrize(
+    "windows",
+    [[], [WINDOW], [dataclasses.replace(WINDOW, retention_tokens=0)]],
+    ids=["full", "window", "window at ends"],
+)
+def test_a_user_may_have_the_last_block_that_matches_kept(
+    async_scheduling: bool,
+    synchronous_loads: bool,
+    windows: list[CacheGroup],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a window that vLLM keeps at the end of a prompt alone is served, as vLLM serves it."""
+    monkeypatch.setattr(SpeculativeConfig, "use_eagle_block_drop", lambda _: False)
+    engine = HeadEngine(
+        (FULL, *windows), async_scheduling=async_scheduling, synchronous_loads=synchronous_loads
+    )
+    engine.model.strict = False
+    store(engine, PROMPT)
+    for prompt in (PROMPT, [*PROMPT, 1, 0, 0, 1, 1]):
+        engine.serve("again", prompt)
+        assert engine.totals["hit_tokens"] == 20
+        forget(engine)
+    if not windows:
+        engine.serve("all of it", PROMPT[:20])
+        assert engine.totals["hit_tokens"] == 20 - synchronous_loads
     engine.check_rest()
 
 

@@ -58,9 +58,10 @@ def make_request(
     max_tokens: int = 4,
     priority: int = 0,
     cache_salt: str | None = None,
+    resumable: bool = False,
     **sampling: Any,
 ) -> Request:
-    """Return a real request with its block hashes."""
+    """Return a real request with its block hashes; one that is `resumable` begins a session."""
     parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
     return Request(
         request_id,
@@ -69,6 +70,7 @@ def make_request(
         pooling_params=None,
         priority=priority,
         cache_salt=cache_salt,
+        resumable=resumable,
         block_hasher=block_hasher(hash_block_tokens),
     )
 

@@ -44,6 +44,9 @@ def become(words: list[str], environment: dict[str, str], outputs: list[str]) ->
 
 
 def main() -> None:
+    # Some versions of vLLM write to standard output while they are imported.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import vllm.entrypoints.llm
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core
@@ -59,7 +62,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 become(**json.loads(line))
-            print(pid, flush=True)
+            print(pid, file=answers, flush=True)
 
 
 if __name__ == "__main__":

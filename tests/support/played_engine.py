@@ -254,7 +254,20 @@ class PlayedEngine:
             told.pop(request_id, None)
         room = self.scheduler.max_model_len - len(prompt)
         self.expected[request_id] = answer(prompt, min(max_tokens, room), self.model.weights)
+        if request.resumable:
+            del self.expected[request_id]  # it depends on what the session keeps of each answer
         return request
+
+    def stream(self, request_id: str, *parts: tuple[Sequence[int], int]) -> Request:
+        """Begin a session: each part is tokens and how many to sample; add its end behind them."""
+        (prompt, max_tokens), *others = parts
+        session = self.add(request_id, prompt, max_tokens, resumable=True)
+        for tokens, number in others:
+            hash_tokens = self.hash_block_tokens
+            part = make_request(request_id, tokens, hash_tokens, number, resumable=True)
+            self.scheduler.add_request(part)
+        self.scheduler.add_request(make_request(request_id, prompt, self.hash_block_tokens))
+        return session
 
     def serve(self, request_id: str, prompt: Sequence[int], *args: int, **sampling: Any) -> Request:
         """Add a request, and run until the engine rests."""
@@ -425,7 +438,7 @@ class PlayedEngine:
     def _learn_keys(self) -> None:
         for index, (request, learnt) in enumerate(self._requests):
             hashes = request.block_hashes
-            if len(hashes) == learnt:
+            if len(hashes) == learnt and not request.resumable:
                 continue
             self._requests[index] = (request, len(hashes))
             names = name_prefixes(request.all_token_ids, self.model.weights)

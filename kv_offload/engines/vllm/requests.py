@@ -27,6 +27,16 @@ def _in_state(engine_scheduler: Any, request_ids: set[str], *states: str) -> set
     return {name for name in request_ids & alive.keys() if alive[name].status.name in states}
 
 
+def keep_at(request: Any, shared_tokens: int) -> None:
+    """Have vLLM name the windows and states at the end of a prefix that a request shares.
+
+    So it does itself where its own cache has the rest of the prefix. Otherwise it names them at the
+    end of a prompt alone (from 0.32 on, unless it is told to name more).
+    """
+    if shared_tokens > getattr(request, "shared_prefix_boundary", shared_tokens):
+        request.shared_prefix_boundary = shared_tokens
+
+
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have vLLM free requests once their loads have ended, and schedule them as ones without any.
 
@@ -59,6 +69,14 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
         engine_scheduler.kv_cache_manager.free(request)
+    # From 0.31 on requests that hold blocks have a queue of their own. vLLM goes through it first,
+    # and stops at one that finds no room: one without blocks would hold up those that free some,
+    # such as sessions whose prompts grow.
+    holding: Any = getattr(engine_scheduler, "kv_holding_waiting", ())
+    moved = [request for request in holding if request.request_id in request_ids]
+    if moved:
+        holding.remove_requests(moved)
+        engine_scheduler.waiting.prepend_requests(reversed(moved))
 
 
 def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:

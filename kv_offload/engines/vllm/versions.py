@@ -51,7 +51,7 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
 def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes of one block over all tensors of this rank.
 
-    From vLLM 0.32, and in packed layouts before, all tensors lie in one allocation of `size` bytes.
+    From vLLM 0.29, and in packed layouts before, all tensors lie in one allocation of `size` bytes.
     """
     tensors = kv_cache_config.kv_cache_tensors
     shared = hasattr(tensors[0], "layers") or getattr(tensors[0], "block_stride", 0) > 0

@@ -65,7 +65,9 @@ class Lookups:
         hashes = request.block_hashes
         limit = num_tokens if prefixes.serves_whole_requests else num_tokens - 1
         limit = tracked.wishes.load_limit(start_tokens, limit)
-        end = prefixes.longest_hit(hashes, self._manager.readable, start_tokens, limit)
+        end, shared = prefixes.longest_hits(hashes, self._manager.readable, start_tokens, limit)
+        # Not for an answer, behind which no other prompt parts: that would cost a state a turn.
+        tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
             end = start_tokens
         keys: list[SlotKey] = []

@@ -71,6 +71,7 @@ class StorePlanner:
         announcer: Announcer | None = None,
     ) -> None:
         self._requests = requests
+        self._prefixes = prefixes
         self._retention = retention
         self._manager = manager
         self._pool = pool
@@ -135,6 +136,8 @@ class StorePlanner:
             self._candidates.examine(cursor, loaded[0])
             self._candidates.skip(cursor, loaded[1])
         self._candidates.examine(cursor, end_tokens)
+        if self.paused and cursor.wishes.keep is not None:
+            self._retain_known(cursor)
 
     def _follow_running(
         self, cached: RunningRequests, scheduled: Mapping[str, int], unfinished: set[str]
@@ -304,6 +307,14 @@ class StorePlanner:
                 slots = self._manager.find(keys[at:end])
                 self._retention.keep(slots[slots >= 0], cursor.wishes.keep)
             at = end
+
+    def _retain_known(self, cursor: StoreCursor) -> None:
+        """Retain what host memory has of a request, of which nothing is examined in a pause."""
+        assert cursor.wishes.keep is not None
+        hashes = cursor.request.block_hashes
+        for group in self._prefixes.groups:
+            slots = self._manager.find(self._prefixes.slot_keys(hashes, group, 0, len(hashes)))
+            self._retention.keep(slots[slots >= 0], cursor.wishes.keep)
 
     def _give_up_late(self) -> None:
         """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""

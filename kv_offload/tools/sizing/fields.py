@@ -25,6 +25,10 @@ MAX_FILE_BYTES = 64 << 20
 """A config.json has some kilobytes; what is larger are weights, named by mistake."""
 
 
+MAX_NUMBER = 1_000_000
+"""No model has as many layers, heads or channels, and no list of so many takes long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """What a config.json says of the part of a model that has a KV cache."""
@@ -40,7 +44,7 @@ class Fields:
     """Whether the checkpoint itself asks for another type of cache than the model's."""
 
     def number(self, key: str) -> int:
-        """Return a positive integer of the file. Raises `ConfigError`."""
+        """Return an integer of the file from 1 to `MAX_NUMBER`. Raises `ConfigError`."""
         value = self.values.get(key)
         if value is None:
             raise ConfigError(
@@ -48,10 +52,10 @@ class Fields:
                 "if it leaves values to defaults, run kv-offload in a Python with transformers, "
                 "which knows them"
             )
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value <= MAX_NUMBER:
             raise ConfigError(
                 f"{self.file}: {key} is {show(value)}, but one positive integer for all layers is "
-                "needed"
+                f"needed, of {MAX_NUMBER:,} at most"
             )
         return value
 
@@ -115,6 +119,9 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with the defaults of its model; empty where nobody knows them."""
     if not isinstance(given.get("model_type"), str):
         return {}  # nothing to look up, and the import takes seconds
+    layers = given.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_NUMBER:
+        return {}  # it would make a list of so many; `number` refuses them
     try:
         from transformers import CONFIG_MAPPING
 

@@ -24,6 +24,8 @@ MAX_VALUE = 2.0**63
 """No counter, number of bytes or time is as large, or below 0."""
 TIMEOUT_SECONDS = 10.0
 """For the connection, and for each silence of the server."""
+ANSWER_SECONDS = 30.0
+"""For the whole answer, of a server that sends it bit by bit."""
 MAX_PAGE_BYTES = 16 << 20
 """What is read of an answer at most: a page has some 100 KiB for each engine of the server."""
 
@@ -68,7 +70,7 @@ def metrics_url(address: str) -> str:
         known = False
     if not known:
         raise ServerError(
-            f"{_short(address)!r} is no address of a server; write localhost:8000 or "
+            f"{short(address)!r} is no address of a server; write localhost:8000 or "
             "http://localhost:8000: a host in ASCII letters, no password, a port of at most 65535"
         )
     path = parts.path.rstrip("/").removesuffix("/metrics")
@@ -83,19 +85,19 @@ def read(url: str) -> Reading:
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
         with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
-            answer = response.read(MAX_PAGE_BYTES + 1)
+            answer = _read_answer(response)
             led_to = response.url
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
-            f"{url} answers with HTTP status {error.code} ({_short(error.reason)})"
+            f"{url} answers with HTTP status {error.code} ({short(error.reason)})"
             f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
             "address, and what stands in front of it"
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a redirection
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
-            f"{url} cannot be reached{_describe_proxy(url)}: {_short(why)}; check the address "
+            f"{url} cannot be reached{_describe_proxy(url)}: {short(why)}; check the address "
             "(http or https, the host, the port: vLLM's is 8000 if --port names no other), and "
             "that the server has started (it answers when the model is loaded)"
         ) from error
@@ -104,8 +106,31 @@ def read(url: str) -> Reading:
             f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
             "metrics: it is no page of vLLM's; give the address of vLLM's API server"
         )
-    address = url if led_to == url else f"{url}, which leads to {_short(led_to)},"
+    address = url if led_to == url else f"{url}, which leads to {short(led_to)},"
     return parse(answer.decode(errors="replace"), address)
+
+
+def _read_answer(response: http.client.HTTPResponse) -> bytes:
+    """Return an answer, or more than `MAX_PAGE_BYTES` of it.
+
+    Raises `OSError` or `HTTPException` for one that is cut off or does not end: a part of a page
+    would be taken for all of it, and of a number.
+    """
+    until = time.monotonic() + ANSWER_SECONDS
+    answer, expected = bytearray(), response.length
+    while len(answer) <= MAX_PAGE_BYTES and len(answer) != expected:
+        part = response.read1(1 << 16)
+        if not part:
+            break
+        answer += part
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"the answer has not ended in {ANSWER_SECONDS:g} s; {len(answer):,} bytes of it "
+                "have come"
+            )
+    if expected is not None and len(answer) < min(expected, MAX_PAGE_BYTES):
+        raise http.client.IncompleteRead(bytes(answer), expected - len(answer))
+    return bytes(answer)
 
 
 def _describe_proxy(url: str) -> str:
@@ -116,7 +141,7 @@ def _describe_proxy(url: str) -> str:
         return ""
     host = proxy.rpartition("@")[2]  # a password may stand before it
     return (
-        f" through {_short(host)}, which {parts.scheme}_proxy names (no_proxy={parts.hostname} "
+        f" through {short(host)}, which {parts.scheme}_proxy names (no_proxy={parts.hostname} "
         "asks the server itself)"
     )
 
@@ -133,9 +158,9 @@ def parse(page: str, address: str) -> Reading:
             for sample in family.samples if family.name.startswith((PREFIX, OF_VLLM)) else ():
                 if not 0 <= sample.value < MAX_VALUE:
                     raise ValueError(f"{sample.name} is {sample.value}")  # noqa: TRY301
-                engine = _short(sample.labels.get("engine", ""))
+                engine = short(sample.labels.get("engine", ""))
                 if sample.name.startswith(PREFIX):
-                    models.add(_short(sample.labels.get("model_name", "")))
+                    models.add(short(sample.labels.get("model_name", "")))
                 if "le" in sample.labels:
                     name = sample.name.removesuffix("_bucket")
                     bounds = buckets.setdefault((name, engine), {})
@@ -145,7 +170,7 @@ def parse(page: str, address: str) -> Reading:
                     values[key] = values.get(key, 0.0) + sample.value
     except (ValueError, LookupError) as error:  # the parser lets out either
         raise ServerError(
-            f"{address} is no page of metrics ({_short(error)}); give the address of vLLM's API "
+            f"{address} is no page of metrics ({short(error)}); give the address of vLLM's API "
             "server"
         ) from error
     if not is_vllm:
@@ -156,11 +181,11 @@ def parse(page: str, address: str) -> Reading:
     return Reading(time.monotonic(), tuple(engines), ", ".join(sorted(models)), values, buckets)
 
 
-def _short(what: object) -> str:
+def short(what: object, letters: int = 120) -> str:
     """Return what another program said as one line that a terminal can show."""
     line = " ".join(str(what).split())
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
-    return line if len(line) <= 120 else f"{line[:117]}..."
+    return line if len(line) <= letters else f"{line[: letters - 3]}..."
 
 
 def _by_number(engine: str) -> tuple[int, str]:

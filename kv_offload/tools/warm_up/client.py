@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kv_offload.errors import ConfigError, ServerError
+from kv_offload.tools.status.read import short
 from kv_offload.tools.warm_up.prompts import Prompt
 
 TIMEOUT_SECONDS = 600.0
@@ -65,7 +66,7 @@ class Client:
             raise ServerError(f"{url} answers with HTTP status {error.code}: {remedy}") from error
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
             raise ServerError(
-                f"{url} is not answered as by vLLM's API server: {error}. Check the address"
+                f"{url} is not answered as by vLLM's API server: {short(error)}. Check the address"
             ) from error
 
     def send(
@@ -102,9 +103,10 @@ class Client:
             answer = self._ask(f"{self._base}/v1/{prompt.endpoint}", body)
             return Result(prompt, int(answer["usage"]["prompt_tokens"]))
         except urllib.error.HTTPError as error:
-            return Result(prompt, error=f"HTTP status {error.code}: {_read_error(error)}")
+            why = short(_read_error(error), MAX_SHOWN)
+            return Result(prompt, error=f"HTTP status {error.code}: {why}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the other prompts go on
-            return Result(prompt, error=f"{type(error).__name__}: {error}")
+            return Result(prompt, error=f"{type(error).__name__}: {short(error)}")
 
     def _ask(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -63,12 +63,13 @@ def _run(arguments: argparse.Namespace) -> int:
             shown = time.monotonic()
             print(f"{len(results)} of {len(prompts)} prompts", file=sys.stderr)
     seconds = time.monotonic() - began
-    _summarise(results, seconds, before, _settled(url))
+    _summarise(results, seconds)
     failed = sorted((r for r in results if r.error), key=lambda result: result.prompt.line)
     for result in failed[:SHOWN_ERRORS]:
         print(f"{arguments.file}, line {result.prompt.line}: {result.error}", file=sys.stderr)
     if len(failed) > SHOWN_ERRORS:
         print(f"and {len(failed) - SHOWN_ERRORS} more", file=sys.stderr)
+    _show_figures(before, _settled(url))  # last: the server may have gone meanwhile
     return 1 if failed else 0
 
 
@@ -102,14 +103,17 @@ def _total(reading: Reading, name: str) -> float:
     return sum(value for (found, _), value in reading.values.items() if found == full)
 
 
-def _summarise(results: list[Result], seconds: float, before: Reading, after: Reading) -> None:
+def _summarise(results: list[Result], seconds: float) -> None:
+    tokens = sum(result.tokens for result in results)
+    done = sum(not result.error for result in results)
+    print(f"{done} of {len(results)} prompts with {tokens:,} tokens in {seconds:.1f} s", flush=True)
+
+
+def _show_figures(before: Reading, after: Reading) -> None:
     def grown(name: str) -> float:
         return _total(after, name) - _total(before, name)
 
-    tokens = sum(result.tokens for result in results)
-    done = sum(not result.error for result in results)
     host, local = grown("hit_tokens_total"), grown("vllm:prefix_cache_hits_total")
-    print(f"{done} of {len(results)} prompts with {tokens:,} tokens in {seconds:.1f} s")
     print(f"  from host memory            {host:>14,.0f} tokens")
     print(f"  from the engine's own cache {local:>14,.0f} tokens")
     print(f"  stored to host memory       {grown('stored_slots_total'):>14,.0f} slots")

@@ -103,7 +103,7 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("disk_path", "", "must be the path of a folder"),
         ("disk_path", 7, "must be the path of a folder"),
         ("disk_path", "/nvme/\0", "a path has no null character. Allowed"),
-        ("record_trace", "", "must be the path of a file that does not exist"),
+        ("record_trace", "", "must be the path of a file"),
         ("record_trace", "a\0", "a path has no null character. Allowed"),
         ("record_trace_bytes", 0, "less than 1 MiB (1048576 bytes), room for hardly one block."),
         ("disk_bytes", "10%", "unknown unit '%', known are B, kB, MB, GB, TB, KiB, MiB, GiB, Ti"),

@@ -43,7 +43,7 @@ from tests.support.planning import SCALED, attention_spec, get_kv_cache_config_f
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-NEWER = vllm_version() >= (0, 32)
+NEWER = vllm_version() >= (0, 29)
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] if NEWER else ["a layer each"]
 NUM_BLOCKS = 7
 POISON = 0x55

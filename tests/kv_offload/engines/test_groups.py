@@ -43,14 +43,14 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
     assert cache_groups(config) == groups
     # vLLM names the groups of a head's layers only where it can tell them from the model's.
     of_head = tuple(dataclasses.replace(group, sees_next_token=True) for group in groups)
-    assert cache_groups(config, draft_head=True) == of_head
+    assert cache_groups(config, drops_last_block=True) == of_head
 
 
 @pytest.mark.skipif(not NAMES_HEADS, reason="this vLLM names no group of a head")
 def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof() -> None:
     groups = (dataclasses.replace(FULL, sees_next_token=True), WINDOW)
     config = make_kv_cache_config(groups, 40)
-    assert cache_groups(config, draft_head=True) == groups
+    assert cache_groups(config, drops_last_block=True) == groups
     assert cache_groups(config) == (FULL, WINDOW)
 
 

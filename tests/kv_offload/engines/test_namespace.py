@@ -293,7 +293,7 @@ def test_keys_of_two_processes_are_equal_exactly_if_they_are_said_to_be() -> Non
         assert len(keys) == 5
         assert (keys == other[case][0]) == (problem is None), case
     free = {case for case, (_, problem) in one.items() if problem is None and "None" in case}
-    assert free == ({"sha256 None", "sha256_cbor None"} if vllm_version() >= (0, 32) else set())
+    assert free == ({"sha256 None", "sha256_cbor None"} if vllm_version() >= (0, 29) else set())
 
 
 def test_why_hashes_are_not_reproducible_is_said_with_the_remedy(
@@ -304,7 +304,7 @@ def test_why_hashes_are_not_reproducible_is_said_with_the_remedy(
     said = reproducible_hashes(engine.vllm)
     assert said is not None
     assert said.startswith("with prefix_caching_hash_algo 'xxhash' and without PYTHONHASHSEED")
-    assert ("algo to sha256" in said) == (vllm_version() >= (0, 32))
+    assert ("algo to sha256" in said) == (vllm_version() >= (0, 29))
     assert changed(engine, lambda _: None) == {"hash_seed"}, "no two descriptions are equal"
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert reproducible_hashes(engine.vllm) is None

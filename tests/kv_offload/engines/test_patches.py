@@ -87,7 +87,13 @@ def test_every_patched_method_is_vllms_own(patch: Patch) -> None:
     assert callable(vars(owner_of(patch))[patch.method])
 
 
-ALWAYS = {"reset_prefix_cache", "collective_rpc", "update_from_output", "_preempt_request"}
+ALWAYS = {
+    "reset_prefix_cache",
+    "collective_rpc",
+    "update_from_output",
+    "_preempt_request",
+    "_update_request_as_session",
+}
 
 
 @pytest.mark.parametrize(

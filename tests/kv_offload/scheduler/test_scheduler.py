@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.played_cases import (
     STATE,
     WINDOW,
     blocks,
+    both_runners,
     both_ways,
     ends_of,
     forget,
@@ -150,6 +152,46 @@ def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(
     assert engine.totals["hit_tokens"] == 16
     assert engine.totals["skipped_moved_on"] == 0
     engine.check_rest()
+
+
+SHARED = [1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1]
+"""Four blocks."""
+
+
+@pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
+)
+@both_ways
+@both_runners
+@pytest.mark.parametrize("kind", [WINDOW, STATE], ids=["window", "state"])
+def test_a_beginning_that_prompts_share_is_served_though_only_host_memory_has_it(
+    kind: CacheGroup, async_scheduling: bool, replaces_resumed: bool
+) -> None:
+    """vLLM keeps the window or state at its end where its own cache has the rest of it."""
+    engine = PlayedEngine(
+        (FULL, dataclasses.replace(kind, retention_tokens=0)),
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+    )
+    hits = []
+    for number, tail in enumerate([[1, 1, 0, 1, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0, 1]]):
+        engine.serve(str(number), [*SHARED, *tail], max_tokens=1)
+        hits.append(engine.totals["hit_tokens"])
+        forget(engine)
+    assert hits == [0, 0, 16]
+    engine.check_rest()
+
+
+def test_an_answer_that_is_shared_with_nobody_takes_no_window() -> None:
+    """Of a conversation host memory has the end of the last prompt, and what was answered."""
+    engine = PlayedEngine((FULL, dataclasses.replace(WINDOW, retention_tokens=0)))
+    engine.serve("turn", PROMPT, max_tokens=10)
+    text = [*PROMPT, *engine.answers["turn"]]
+    forget(engine)
+    session = engine.add("next", [*text, 1, 0, 1, 1, 0], max_tokens=1)
+    engine.run()
+    assert engine.totals["hit_tokens"] == 20
+    assert not getattr(session, "shared_prefix_boundary", 0)
 
 
 def test_replicas_share_nothing() -> None:

@@ -200,32 +200,64 @@ def refusal(path: Path) -> str:
 
 
 def test_a_file_that_cannot_be_begun_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    earlier, pipe = tmp_path / "earlier", tmp_path / "pipe"
-    earlier.write_text("{}")
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, problem in {
         tmp_path / "missing" / "trace": "No such file or directory",
         tmp_path: "Is a directory",
-        earlier: "there is something in it",
         pipe: "No such device or address",
     }.items():
         assert refusal(path) == (
-            f"kv-offload: record_trace: {str(path)!r}: the file cannot be begun: {problem}. Name a "
-            "file that does not exist, in a folder that this user may write; or leave record_trace "
-            "out"
+            f"kv-offload: record_trace: {str(path)!r}: the file cannot be begun: {problem}. Name "
+            "one in a folder that this user may write, or leave record_trace out"
         )
-    assert earlier.read_text() == "{}"
     empty = tmp_path / "empty"
     empty.touch(0o644)
     record(empty, request("a", 1))
     assert empty.stat().st_mode & 0o777 == 0o600
 
 
-def test_one_engine_has_a_file(path: Path) -> None:
-    with recording(path):
-        assert "another engine records to it" in refusal(path)
-    with recording(path):
-        pass
+def files(path: Path) -> dict[str, int]:
+    """Return the requests of each file beside `path`, by its name."""
+    return {file.name: len(list(read_trace(file))) for file in path.parent.iterdir()}
+
+
+def test_an_engine_that_starts_again_records_beside_what_is_there(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a crash: a supervisor starts it with the same settings."""
+    caplog.set_level(logging.INFO)
+    first = path.with_name("trace.jsonl.1")
+    record(path, request("a", 1))
+    earlier = path.read_bytes()
+    assert not caplog.messages
+    with recording(path) as recorder:
+        recorder.record(request("b", 1), HASH_TOKENS)
+    assert caplog.messages == [f"kv-offload: {path} is taken: requests are recorded to {first}"]
+    with recording(path), recording(path) as recorder:
+        recorder.record(request("c", 1), HASH_TOKENS)
+        recorder.record(request("d", 1), HASH_TOKENS)
+    # The third engine recorded nothing. While it ran the fourth left its file alone.
+    expected = {path.name: 1, first.name: 1, "trace.jsonl.2": 0, "trace.jsonl.3": 2}
+    assert files(path) == expected
+    assert path.read_bytes() == earlier
+    with recording(path) as recorder:
+        recorder.record(request("e", 1), HASH_TOKENS)
+    assert files(path) == expected | {"trace.jsonl.2": 1}
+
+
+def test_starts_without_end_take_no_more_than_one(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(30):
+        with recording(path, 2000) as recorder:
+            recorder.record(request("a", 2), HASH_TOKENS)
+    sizes = [file.stat().st_size for file in path.parent.iterdir()]
+    assert 1800 < sum(sizes) <= 2000
+    assert sizes.count(0) == 1
+    assert recorder.take_errors() == 0
+    assert "the 1.95 KiB that record_trace_bytes allows, with earlier" in caplog.messages[-1]
 
 
 # -- on an engine ----------------------------------------------------------------------------------

@@ -209,6 +209,28 @@ def test_what_the_engine_has_itself_is_retained_too(clock: Clock) -> None:
     assert hits(engine) == 20
 
 
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
+)
+def test_while_stores_are_paused_a_use_still_begins_the_time_anew(
+    clock: Clock, groups: tuple[CacheGroup, ...]
+) -> None:
+    """The engine has the prompt itself, so nothing is loaded either."""
+    engine = PlayedEngine(groups)
+    serve(engine, "first", PROMPT, retain_seconds=60)
+    kept = retained(engine)
+    assert kept >= 5
+    engine.offload.pause_stores(paused=True)
+    clock.now += 50
+    serve(engine, "again", PROMPT, retain_seconds=60)
+    clock.now += 50
+    serve(engine, "without a wish", PROMPT)
+    assert retained(engine) == kept
+    clock.now += 20
+    engine.serve("other", OTHER, 1)
+    assert retained(engine) == 0
+
+
 def test_leftovers_of_a_retained_request_are_retained(clock: Clock) -> None:
     """Stores have so narrow a link that most of a prompt waits when its request ends."""
     engine = slow(1)

@@ -56,6 +56,19 @@ def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, message:
         next(requests)
 
 
+def test_a_last_line_that_is_written_or_was_cut_off_is_none(tmp_path: Path) -> None:
+    whole = json.dumps(GOOD)
+    path = tmp_path / "trace.jsonl"
+    for cut in (whole[:1], whole[:-9]):
+        path.write_text(f"{whole}\n{cut}")
+        assert len(list(read_trace(path))) == 1
+    path.write_text(f"{whole}\n{whole}")
+    assert len(list(read_trace(path))) == 2
+    path.write_text("this is no trace")
+    with pytest.raises(TraceError, match="line 1: not JSON"):
+        next(read_trace(path))
+
+
 def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="missing"):
         next(read_trace(tmp_path / "missing.jsonl"))

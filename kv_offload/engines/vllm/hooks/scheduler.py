@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.halves import find_engine_state
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
@@ -102,7 +103,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         if rank is not None:
             self.offload_scheduler.weights_were_loaded(rank.weight_loads)
         brought = is_brought(self, self._multi_connectors, request.request_id)
-        return self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
+        answer = self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
+        requests.keep_at(request, self.offload_scheduler.shared_tokens(request))
+        return answer
 
     @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(

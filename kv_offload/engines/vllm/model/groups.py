@@ -29,18 +29,28 @@ def has_draft_head(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.use_eagle()
 
 
+def drops_last_block(vllm_config: VllmConfig) -> bool:
+    """Whether a hit ends a block before the last one that matches, which a draft head reads.
+
+    Not with `disable_eagle_block_drop`, from vLLM 0.30 on: then vLLM keeps no window behind the end
+    of a hit, and the user has the head draft with KV that another token may have followed.
+    """
+    drops = getattr(vllm_config.speculative_config, "use_eagle_block_drop", lambda: True)
+    return has_draft_head(vllm_config) and drops()
+
+
 def cache_groups(
     kv_cache_config: KVCacheConfig,
     decode_context_parallel_size: int = 1,
     *,
-    draft_head: bool = False,
+    drops_last_block: bool = False,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups of a supported model in the order in which block tables list them.
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
-    context parallelism alone every rank holds them all. Where vLLM does not tell which groups hold
-    the layers of a draft head, all of them count as such; so they do for vLLM. From 0.32 the
-    configuration says which blocks of a window vLLM names.
+    context parallelism alone every rank holds them all. Where vLLM drops a block for a draft head
+    and does not tell which groups hold its layers, all of them count as such; so they do for vLLM.
+    From 0.32 the configuration says which blocks of a window vLLM names.
     """
     specs = layer_specs(kv_cache_config)
     retention_tokens = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
@@ -55,7 +65,7 @@ def cache_groups(
         if "window_tokens" in rule:
             rule["retention_tokens"] = retention_tokens
         block_tokens = group.kv_cache_spec.block_size * ranks
-        sees_next_token = draft_head and (of_head[group_id] or not any(of_head))
+        sees_next_token = drops_last_block and (of_head[group_id] or not any(of_head))
         groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=sees_next_token))
     return tuple(groups)
 

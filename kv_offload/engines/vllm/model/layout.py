@@ -148,7 +148,7 @@ def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int)
 
     Values of a channel, of one head of K or V, are alike over the tokens, so they are packed
     together. The tokens' dimension is known by its size. The heads' may have the same: from vLLM
-    0.32 it comes before, until then behind. A wrong answer takes room, and is exact.
+    0.29 it comes before, until then behind. A wrong answer takes room, and is exact.
     """
     block = block_dim(name, tuple(cache.shape), num_blocks)
     tokens = block_tokens * num_blocks // cache.shape[block]
@@ -159,7 +159,7 @@ def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int)
     ]
     if not strides:
         return None
-    period = strides[-1 if vllm_version() >= (0, 32) else 0] // GROUP_VALUES
+    period = strides[-1 if vllm_version() >= (0, 29) else 0] // GROUP_VALUES
     return Packing(period, period * tokens)
 
 

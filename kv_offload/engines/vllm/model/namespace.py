@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_offload.engines.vllm.model.groups import cache_groups, has_draft_head
+from kv_offload.engines.vllm.model.groups import cache_groups, drops_last_block
 from kv_offload.engines.vllm.model.identity import describe_loading, describe_model, digest
 from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs
 
@@ -59,7 +59,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
     groups = cache_groups(
         kv_cache_config,
         parallel.decode_context_parallel_size,
-        draft_head=has_draft_head(vllm_config),
+        drops_last_block=drops_last_block(vllm_config),
     )
     draft, loading = {}, vllm_config.load_config
     if method not in ("none", *DRAFTS_OF_TEXT):
@@ -76,7 +76,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         "lora": "off" if vllm_config.lora_config is None else "on",
         "attention": vllm_config.attention_config.compute_hash()[:16],
         "cache_dtype": str(cache.cache_dtype),
-        "cache_layout": str(getattr(cache, "kv_cache_layout", None)),  # from vLLM 0.32
+        "cache_layout": str(getattr(cache, "kv_cache_layout", None)),  # from vLLM 0.29
         "groups": "; ".join(map(str, groups)),
         "layers": digest(sorted((n, repr(s)) for n, s in layer_specs(kv_cache_config).items())),
         "block_bytes": str(bytes_per_block(kv_cache_config)),
@@ -108,7 +108,7 @@ def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
     if hasattr(kv_cache_utils, RESOLVE_SEED):
         remedy += ", or --prefix-caching-hash-algo to sha256"
     else:
-        remedy += ", or install a vLLM that needs none for sha256, such as 0.32"
+        remedy += ", or install a vLLM that needs none for sha256, such as 0.29"
     return (
         f"with prefix_caching_hash_algo {algorithm!r} and without PYTHONHASHSEED this vLLM draws "
         f"the hashes of blocks anew in each process, so that nothing is found again: {remedy}"

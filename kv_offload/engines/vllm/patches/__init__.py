@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from kv_offload.engines.vllm.patches.mends import (
+    forget_what_a_part_dropped,
     observe_dictionaries,
     take_a_hit_of_all_groups,
     take_the_shortest_hit,
@@ -35,6 +36,10 @@ PATCHES = (
     ),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", hear_ranks_first),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", unname_uncomputed),
+    Patch(
+        "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
+        forget_what_a_part_dropped,
+    ),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler.schedule",
         take_the_shortest_hit,

@@ -35,6 +35,20 @@ def _named_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
                 yield block_id
 
 
+def forget_what_a_part_dropped(
+    original: Callable[..., Any], self: Any, session: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run around `Scheduler._update_request_as_session`: what was dropped has no KV and no hash.
+
+    A session goes on where it has computed, and drops the last token of an answer. Up to 0.31 a
+    block that the token filled keeps its hash, by which others then get the KV of what came in its
+    place. Of drafts that were accepted behind the end of an answer the KV counts as computed.
+    """
+    session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
+    del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
+    return original(self, session, *args, **kwargs)
+
+
 def take_the_shortest_hit(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -53,7 +53,7 @@ class Engine:
         self.cache_groups = groups.cache_groups(
             kv_cache_config,
             parallel.decode_context_parallel_size,
-            draft_head=groups.has_draft_head(vllm_config),
+            drops_last_block=groups.drops_last_block(vllm_config),
         )
         self.gives_idle_blocks = gives_idle_blocks(vllm_config, self.cache_groups)
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)

@@ -109,6 +109,7 @@ BAD = [
     ({"model_type": "llama2"}, "has no num_attention_heads"),
     (LLAMA | {"num_key_value_heads": [8, 4]}, r"is \[8, 4\], but one positive"),
     (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers is 0, but one positive"),
+    (LLAMA | {"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, .* 1,000,000 at most"),
     (LLAMA | {"layer_types": ["attention"]}, "layer_types has 1 entries"),
     (LLAMA | {"layer_types": [["full_attention"]]}, "layer_types is .* a list of names is needed"),
     (LLAMA | {"hidden_size": 4000, "num_attention_heads": 24}, "hidden_size is 4000"),
@@ -123,6 +124,14 @@ def test_bad_files_are_refused(tmp_path: Path, content: Any, problem: str) -> No
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=problem):
+        read_model(tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_transformers_is_not_asked_to_list_more_layers_than_any_model_has(tmp_path: Path) -> None:
+    config = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000000000, but"):
         read_model(tmp_path)
 
 

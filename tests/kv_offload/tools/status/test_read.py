@@ -6,6 +6,7 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -151,6 +152,38 @@ def test_a_server_that_is_not_there_is_named() -> None:
         url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
         with pytest.raises(ServerError, match=r"cannot be reached: .*refused; check"):
             read(url)
+
+
+@pytest.mark.parametrize(
+    ("header", "sent"),
+    [
+        (f"Content-Length: {len(HITS)}", HITS[: HITS.rindex("\n", 0, -1) + 1]),
+        ("Transfer-Encoding: chunked", f"{len(HITS):x}\r\n{HITS}\r\n"),
+    ],
+)
+def test_a_part_of_a_page_is_not_taken_for_all_of_it(header: str, sent: str) -> None:
+    with (
+        answering(f"HTTP/1.1 200 OK\r\n{header}", lambda c: c.sendall(sent.encode())) as address,
+        pytest.raises(ServerError, match="IncompleteRead"),
+    ):
+        read(metrics_url(address))
+
+
+def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload.tools.status.read.ANSWER_SECONDS", 0.2)
+
+    def trickle(connection: socket.socket) -> None:
+        for _ in range(3000):
+            connection.sendall(b"#")
+            time.sleep(0.01)
+
+    with (
+        answering("HTTP/1.1 200 OK\r\nContent-Length: 5000", trickle) as address,
+        pytest.raises(ServerError, match=r"the answer has not ended in 0\.2 s"),
+    ):
+        read(metrics_url(address))
 
 
 @pytest.mark.parametrize("header", ["", "\r\nTransfer-Encoding: chunked"], ids=["bare", "chunked"])

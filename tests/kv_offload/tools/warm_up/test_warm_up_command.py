@@ -36,6 +36,8 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.bodies: list[dict[str, Any]] = []
         self.may_answer = threading.Event()
         self.breaks_off = False
+        self.refusal = ""
+        self.has_metrics = True
 
     def handle_error(self, *_: object) -> None:
         """Say nothing of a client that has gone."""
@@ -49,7 +51,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self._answer(HITS if self.path == "/metrics" else '{"data": [{"id": "small"}]}')
+        if self.path == "/metrics" and not self.server.has_metrics:
+            self._answer("gone", 503)
+        else:
+            self._answer(HITS if self.path == "/metrics" else '{"data": [{"id": "small"}]}')
 
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -58,11 +63,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             return
+        if self.server.refusal:
+            self.server.has_metrics = False
+            self._answer(self.server.refusal, 400)
+            return
         self.server.may_answer.wait()
         self._answer('{"usage": {"prompt_tokens": 3}}')
 
-    def _answer(self, text: str) -> None:
-        self.send_response(200)
+    def _answer(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -115,6 +124,21 @@ def test_a_server_that_breaks_off_is_an_error_of_the_line(
     assert printed.out.startswith("0 of 2 prompts with 0 tokens in ")
     for line in (1, 2):
         assert f"{file}, line {line}: HTTP status 500" in printed.err
+
+
+def test_what_was_refused_is_told_though_the_servers_figures_cannot_be_read(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the server says of it cannot steer a terminal."""
+    server.refusal = "\x1b]0;owned\x07 no\nsecond line"
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    assert main(["warm-up", server.address, str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("0 of 1 prompts with 0 tokens in ")
+    refused, why, *_ = printed.err.splitlines()
+    assert refused == f"{file}, line 1: HTTP status 400: ?]0;owned? no second line"
+    assert "HTTP status 503" in why
 
 
 def test_recorded_requests_are_sent_for_one_token(server: Server, tmp_path: Path) -> None:

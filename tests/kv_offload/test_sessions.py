@@ -1,0 +1,87 @@
+"""Sessions whose prompt grows, as vLLM's streaming input has them: one request of several parts.
+
+A session keeps its blocks between two parts, and is not looked up again for a later one. Of an
+answer it keeps what was computed, which the last token mostly is not.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_swap.engine import Direction
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm.versions import vllm_version
+from tests.support.played_cases import FULL, PROMPT, STATE, WINDOW, both_ways, forget, store
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
+
+
+@both_ways
+@pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
+)
+def test_all_parts_are_stored(
+    groups: tuple[CacheGroup, ...], async_scheduling: bool, replaces_resumed: bool
+) -> None:
+    """The played model checks what each part reads, and the engine what each slot holds."""
+    engine = PlayedEngine(
+        groups, async_scheduling=async_scheduling, replaces_resumed=replaces_resumed, blocks=60
+    )
+    parts = [1, 0, 1, 1, 0], [0, 0, 1], [1] * 21, [0, 1]
+    session = engine.stream("session", *((part, 3) for part in parts))
+    engine.run()
+    text = list(session.all_token_ids)
+    assert len(text) > sum(map(len, parts))
+    forget(engine)
+    engine.serve("same", [*text, 0, 1, 0])
+    assert engine.totals["hit_tokens"] == (len(text) - 1) // 4 * 4
+    engine.check_rest()
+
+
+@both_ways
+@both_kinds
+@pytest.mark.parametrize("number", range(1, 8))
+def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
+    number: int, async_scheduling: bool, drafts: int
+) -> None:
+    """The token may fill a block, which may be known by it; and drafts may be behind it."""
+    if drafts and async_scheduling and vllm_version() < (0, 31):
+        pytest.skip("this vLLM schedules more tokens of such a session than there are")
+    engine = PlayedEngine(async_scheduling=async_scheduling, drafts=drafts, blocks=60)
+    prompt = [1, 0, 1, 1, 0]
+    (dropped,) = engine.serve("answer", prompt, number) and engine.answers["answer"][-1:]
+    forget(engine)
+    engine.stream("session", (prompt, number), ([1 - dropped] * 6, 2))
+    engine.run()
+    for loads in (False, True):
+        if loads:
+            forget(engine)
+        engine.serve(f"same {loads}", [*prompt, *engine.answers["answer"], 1, 0, 1, 1])
+    engine.check_rest()
+
+
+@pytest.mark.skipif(vllm_version() < (0, 31), reason="this vLLM holds up the session by itself")
+@both_ways
+def test_what_was_loaded_gives_way_to_a_session_that_keeps_its_blocks(
+    async_scheduling: bool,
+) -> None:
+    """It waits before the session, whose next part needs a block that the loaded prompt has.
+
+    Nobody else would free one: a session is not preempted.
+    """
+    engine = store(PlayedEngine(async_scheduling=async_scheduling, blocks=14), PROMPT)
+    engine.stream("session", ([1] * 4, 26), ([0] * 7, 1))
+    engine.step(4)
+    engine.add("loads", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], 1)
+    engine.step(19)
+    engine.run_copies(Direction.LOAD)
+    engine.rest()
+    assert engine.ended["loads"] == engine.ended["session"] == "length"
+    assert engine.totals["hit_tokens"] > 20, "it has given its blocks back, and loads again"
