@@ -91,9 +91,10 @@ def test_what_is_none_of_ours_is_left_and_told_of(
 
 @pytest.mark.parametrize(("before", "after", "late"), [(2, 4, (0, 1)), (4, 2, ()), (2, 1, ())])
 def test_ranks_that_divide_a_disk_anew_need_no_more_room_than_before(
-    tight: Path, before: int, after: int, late: Sequence[int]
+    tight: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, late: Sequence[int]
 ) -> None:
     """Some of them need what others give back, be these earlier or later."""
+    monkeypatch.setattr("kv_swap.tiers.file._SPACE_SECONDS", 60)
     open_all(tight, before)
     open_all(tight, after, late)
     assert len(names(tight)) == after

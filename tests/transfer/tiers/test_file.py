@@ -267,7 +267,10 @@ def test_a_file_is_removed_and_its_space_is_free(path: Path) -> None:
     assert file.remove_file(path) == 0
 
 
-def test_who_removes_a_file_waits_for_another_that_is_doing_so(path: Path) -> None:
+def test_who_removes_a_file_waits_for_another_that_is_doing_so(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_REMOVAL_SECONDS", 60)
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         threading.Timer(0.3, lambda: (path.unlink(), fcntl.flock(other, fcntl.LOCK_UN))).start()
