@@ -73,19 +73,25 @@ class StepTime:
 
 
 class SlowestRank:
-    """What each rank told last of its speed: a copy ends when the slowest has ended its part.
+    """The speeds that ranks tell of: a copy ends when the slowest has ended its part.
 
-    Ranks tell of one copy in different steps.
+    Ranks tell of one copy in different steps, and a slow one less often, since its copies overlap.
+    One that does not tell now counts with the median of what it told last. Otherwise a single
+    hiccup would count again with all that the others tell.
     """
 
     def __init__(self) -> None:
-        self._told: dict[int, float] = {}
+        self._told: dict[int, RecentMedian] = {}
 
     def take(self, told: Mapping[int, float | None]) -> float | None:
         """Take what ranks tell now; return the speed of the slowest, None where none tells."""
         news = {rank: speed for rank, speed in told.items() if speed is not None}
-        self._told.update(news)
-        return min(self._told.values()) if news else None
+        if not news:
+            return None
+        for rank, speed in news.items():
+            self._told.setdefault(rank, RecentMedian(MIN_MEASUREMENTS)).add(speed)
+        silent = [known.value for rank, known in self._told.items() if rank not in news]
+        return min([*news.values(), *silent])
 
 
 class LoadQueue:

@@ -139,6 +139,8 @@ class ForwardLoads:
             self.on_layer = self._make_layer_wait
         else:
             self._awaited = None
+            if loads.done is not None:
+                self._report(loads, loads.done)
 
     def _learn_layer(self, layer: str) -> None:
         self.waves.learn(layer, self._forward_context())

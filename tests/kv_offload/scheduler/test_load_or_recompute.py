@@ -89,6 +89,21 @@ def test_hits_are_computed_where_the_link_of_some_ranks_is_slow(slow: int) -> No
     engine.check_rest()
 
 
+def test_a_hiccup_of_one_rank_counts_once() -> None:
+    """Also where the others tell of many loads before it tells again."""
+    engine = PlayedEngine(ranks=2, max_num_batched_tokens=64, plugin={"max_pinned_share": 1.0})
+    prompts = [prompt(seed) for seed in range(4)]
+    store(engine, prompts)
+    teach(engine, bytes_per_second=1e12)
+    tells = [(0, 1e12), (1, 1e12)] * 3 + [(1, 1e3)] + [(0, 1e12)] * 15
+    for rank, speed in tells:
+        report = RankReport(load_bytes_per_second=speed)
+        engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+    engine.serve("request", prompts[0], max_tokens=2)
+    assert (engine.totals["recomputed_tokens"], engine.totals["hit_tokens"]) == (0, 20)
+    engine.check_rest()
+
+
 def test_the_switch_loads_always() -> None:
     engine = PlayedEngine(plugin={"load_or_recompute": "always_load"})
     store(engine, [prompt(0)])

@@ -107,6 +107,17 @@ def test_a_load_that_arrived_before_its_forward_ended_is_told_of_then(layers: Ra
     assert layers.stats()["loaded_bytes"] == 2 * BLOCK_BYTES
 
 
+def test_a_load_that_arrived_before_its_forward_is_told_of(stored: Rank) -> None:
+    """It may be asked for what has ended at any time, also while the engine prepares the step."""
+    metadata = stored.plan(loads=[synchronous(1, "a", (4, 2))])
+    stored.half.start_copies(metadata, first=True)
+    assert stored.transfer.wait(120)
+    stored.half.poll()
+    stored.half.start_kv_transfers(metadata)
+    stored.end(metadata)
+    assert stored.jobs() == {1: OK}
+
+
 @pytest.mark.parametrize("kind", ["small", "whole", "asynchronous"])
 def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "small":
