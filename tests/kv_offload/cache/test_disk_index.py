@@ -163,6 +163,28 @@ def test_what_is_noted_can_be_read_while_an_engine_runs(path: Path, quick: None)
         read_index(path.with_name("other.sqlite"))
 
 
+def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path: Path, quick: None) -> None:
+    """An operator's `sqlite3`, which holds a lock as long as it is open."""
+    with opened(path) as first:
+        first.put(keys(1, 2), slots(3, 4))
+    code = (
+        "import sqlite3, sys; file = sqlite3.connect(sys.argv[1]);"
+        "print(file.execute('SELECT count(*) FROM slots').fetchone()[0], flush=True);"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"2\n"
+        with opened(path) as running:
+            assert (running.reason, running.keys) == ("", keys(1, 2))
+            running.put(keys(5), slots(6))
+            wait_for(lambda: len(read_index(path).keys) == 3)
+        reader.communicate()
+    with opened(path) as again:
+        assert again.keys == keys(1, 2, 5)
+
+
 # -- kills -------------------------------------------------------------------------------------
 
 
