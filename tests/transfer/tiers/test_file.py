@@ -277,6 +277,12 @@ def test_who_removes_a_file_waits_for_another_that_is_doing_so(
         assert file.remove_file(path) == 0
 
 
+def test_a_file_whose_removal_was_cut_short_is_removed(path: Path) -> None:
+    os.truncate(path, 0)
+    assert file.remove_file(path) == 0
+    assert not path.exists()
+
+
 def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,8 @@ def remove_file(path: Path) -> int:
         found = os.fstat(fd)
         if found.st_nlink == 0:
             return 0
-        read_region(fd, path)
+        if found.st_size:  # else it was being removed, or begun, when its process was killed
+            read_region(fd, path)
         # A filesystem may give back later what a file has that is unlinked.
         os.ftruncate(fd, 0)
         path.unlink()
