@@ -541,6 +541,28 @@ def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
         read_index(path)
 
 
+def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path):
+        pass
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        with pytest.raises(ConfigError) as caught:
+            read_index(path)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert str(caught.value) == (
+        f"kv-offload: {path}: cannot be read: No space left on device. A copy of it is read, in "
+        f"{small}: set TMPDIR to a folder with more room"
+    )
+
+
 def tells_of_the_reset(path: Path) -> bool:
     """Whether the index says so, or is gone; it may vanish while it is read."""
     try:
