@@ -277,6 +277,17 @@ def test_who_removes_a_file_waits_for_another_that_is_doing_so(
         assert file.remove_file(path) == 0
 
 
+def test_a_link_to_another_disk_stays_and_the_space_there_is_free(path: Path) -> None:
+    link = path.with_name("rank-3.kv")
+    link.symlink_to(path)
+    assert file.remove_file(link) > 0
+    assert file.remove_file(link) == 0
+    assert path.stat().st_blocks == 0
+    with TierBed(link, model="a", rank="3") as bed:
+        assert bed.put(NAMES).failed == ()
+    assert path.stat().st_blocks > 0
+
+
 def test_a_file_whose_removal_was_cut_short_is_removed(path: Path) -> None:
     os.truncate(path, 0)
     assert file.remove_file(path) == 0
