@@ -189,11 +189,16 @@ def _make_file(path: Path) -> tuple[Path, int, int]:
 def _begin_file(path: Path) -> int | None:
     """Return the descriptor of a file that is this process's alone; None where it is taken.
 
-    It is where there is something in it, or another process records to it.
+    It is where there is something in it, another process records to it, or it is another user's.
     """
     # A pipe that nobody reads would wait for its reader.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.open(path, flags, 0o600)
+    try:
+        file = os.open(path, flags, 0o600)
+    except PermissionError:
+        if path.is_file():
+            return None
+        raise
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, file)
         with contextlib.suppress(BlockingIOError):

@@ -100,7 +100,18 @@ def _connect(path: Path) -> sqlite3.Connection:
     # Else SQLite maps a file that processes share. Where the filesystem cannot give it room for a
     # page any more, as a full btrfs, the system would end the process that writes there.
     database.execute("PRAGMA locking_mode = EXCLUSIVE")
+    if _is_read(database):
+        database.execute("PRAGMA locking_mode = NORMAL")
     return database
+
+
+def _is_read(database: sqlite3.Connection) -> bool:
+    """Say whether another program has the file open with SQLite, which must not empty the disk."""
+    try:
+        database.execute("PRAGMA user_version")
+    except sqlite3.Error as error:  # whoever reads more of a damaged file says why
+        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+    return False
 
 
 def _prepare(database: sqlite3.Connection) -> None:

@@ -163,6 +163,28 @@ def test_what_is_noted_can_be_read_while_an_engine_runs(path: Path, quick: None)
         read_index(path.with_name("other.sqlite"))
 
 
+def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path: Path, quick: None) -> None:
+    """An operator's `sqlite3`, which holds a lock as long as it is open."""
+    with opened(path) as first:
+        first.put(keys(1, 2), slots(3, 4))
+    code = (
+        "import sqlite3, sys; file = sqlite3.connect(sys.argv[1]);"
+        "print(file.execute('SELECT count(*) FROM slots').fetchone()[0], flush=True);"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"2\n"
+        with opened(path) as running:
+            assert (running.reason, running.keys) == ("", keys(1, 2))
+            running.put(keys(5), slots(6))
+            wait_for(lambda: len(read_index(path).keys) == 3)
+        reader.communicate()
+    with opened(path) as again:
+        assert again.keys == keys(1, 2, 5)
+
+
 # -- kills -------------------------------------------------------------------------------------
 
 
@@ -517,6 +539,28 @@ def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
     monkeypatch.setattr(shutil, "copyfile", vanish)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_index(path)
+
+
+def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path):
+        pass
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        with pytest.raises(ConfigError) as caught:
+            read_index(path)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert str(caught.value) == (
+        f"kv-offload: {path}: cannot be read: No space left on device. A copy of it is read, in "
+        f"{small}: set TMPDIR to a folder with more room"
+    )
 
 
 def tells_of_the_reset(path: Path) -> bool:

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,6 +245,27 @@ def test_an_engine_that_starts_again_records_beside_what_is_there(
     with recording(path) as recorder:
         recorder.record(request("e", 1), HASH_TOKENS)
     assert files(path) == expected | {"trace.jsonl.2": 1}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_what_another_user_recorded_keeps_no_engine_from_its_start() -> None:
+    """As of a start by hand, as root."""
+    with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
+        path = Path(folder) / "trace.jsonl"
+        os.chmod(folder, 0o777)
+        for _ in range(2):
+            record(path, request("a", 1))
+        os.seteuid(65534)
+        try:
+            with recording(path) as recorder:
+                recorder.record(request("b", 1), HASH_TOKENS)
+            os.seteuid(0)
+            os.chmod(folder, 0o755)
+            os.seteuid(65534)
+            assert f"{path}.3': the file cannot be begun: Permission denied" in refusal(path)
+        finally:
+            os.seteuid(0)
+        assert files(path) == {path.name: 1, "trace.jsonl.1": 1, "trace.jsonl.2": 1}
 
 
 def test_starts_without_end_take_no_more_than_one(

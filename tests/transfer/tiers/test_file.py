@@ -277,6 +277,44 @@ def test_who_removes_a_file_waits_for_another_that_is_doing_so(
         assert file.remove_file(path) == 0
 
 
+def test_a_link_to_another_disk_stays_and_the_space_there_is_free(path: Path) -> None:
+    link = path.with_name("rank-3.kv")
+    link.symlink_to(path)
+    assert file.remove_file(link) > 0
+    assert file.remove_file(link) == 0
+    assert path.stat().st_blocks == 0
+    with TierBed(link, model="a", rank="3") as bed:
+        assert bed.put(NAMES).failed == ()
+    assert path.stat().st_blocks > 0
+
+
+def test_a_file_whose_removal_was_cut_short_is_removed(path: Path) -> None:
+    os.truncate(path, 0)
+    assert file.remove_file(path) == 0
+    assert not path.exists()
+
+
+def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an engine with fewer ranks: in a file without a name no restart finds anything."""
+    lock, removed = fcntl.flock, []
+
+    def remove_first(fd: int, how: int) -> None:
+        if not removed:
+            removed.append(path)
+            file.remove_file(path)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.reason == "there is no file yet"
+        bed.put(NAMES)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.continued
+        assert bed.get(NAMES).failed == ()
+
+
 def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,13 +71,8 @@ def open_file(
     if num_slots < 1:
         raise TierError(f"{path} needs at least 1 slot, got {num_slots}")
     wanted = FileDescription(secrets.token_hex(16), slot_bytes, num_slots, dict(description))
+    fd = _open_locked(path)
     try:
-        # KV tells what users wrote: the file is for this user alone.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        raise TierError(f"cannot open {path}: {explain(error)}") from error
-    try:
-        _lock(fd, path)
         content, reason = _prepare(fd, path, wanted)
         direct = _turn_direct(fd, content, arena)
     except OSError as error:
@@ -87,6 +82,27 @@ def open_file(
         os.close(fd)
         raise
     return OpenFile(fd, path, content, arena, reason, direct)
+
+
+def _open_locked(path: Path) -> int:
+    """Open a file, or make it, and lock it. Raises `TierError`."""
+    while True:
+        try:
+            # KV tells what users wrote: the file is for this user alone.
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise TierError(f"cannot open {path}: {explain(error)}") from error
+        try:
+            _lock(fd, path)
+        except OSError as error:
+            os.close(fd)
+            raise TierError(f"cannot lock {path}: {explain(error)}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # `remove_file` had it meanwhile
 
 
 def remove_file(path: Path) -> int:
@@ -106,10 +122,12 @@ def remove_file(path: Path) -> int:
         found = os.fstat(fd)
         if found.st_nlink == 0:
             return 0
-        read_region(fd, path)
+        if found.st_size:  # else it was being removed, or begun, when its process was killed
+            read_region(fd, path)
         # A filesystem may give back later what a file has that is unlinked.
         os.ftruncate(fd, 0)
-        path.unlink()
+        if not path.is_symlink():  # one to another disk is its user's
+            path.unlink()
     except OSError as error:
         raise TierError(f"cannot remove {path}: {explain(error)}") from error
     finally:
