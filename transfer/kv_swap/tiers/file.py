@@ -7,6 +7,7 @@ What no tier has made is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -100,8 +101,9 @@ def _open_locked(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        if os.fstat(fd).st_nlink:
-            return fd
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
         os.close(fd)  # `remove_file` had it meanwhile
 
 
