@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 30
 """vLLM's own 5 s are over when a busy machine has stood still once; then it kills its processes."""
 
 
