@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,16 +73,23 @@ def open_file(
         raise TierError(f"{path} needs at least 1 slot, got {num_slots}")
     wanted = FileDescription(secrets.token_hex(16), slot_bytes, num_slots, dict(description))
     fd = _open_locked(path)
-    try:
+    with _closed_on_error(fd, f"write {path}"):
         content, reason = _prepare(fd, path, wanted)
         direct = _turn_direct(fd, content, arena)
+    return OpenFile(fd, path, content, arena, reason, direct)
+
+
+@contextlib.contextmanager
+def _closed_on_error(fd: int, what: str) -> Iterator[None]:
+    """Close a descriptor after an error; of the system's raise a `TierError` that says `what`."""
+    try:
+        yield
     except OSError as error:
         os.close(fd)
-        raise TierError(f"cannot write {path}: {explain(error)}") from error
+        raise TierError(f"cannot {what}: {explain(error)}") from error
     except BaseException:
         os.close(fd)
         raise
-    return OpenFile(fd, path, content, arena, reason, direct)
 
 
 def _open_locked(path: Path) -> int:
@@ -93,14 +100,8 @@ def _open_locked(path: Path) -> int:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise TierError(f"cannot open {path}: {explain(error)}") from error
-        try:
+        with _closed_on_error(fd, f"lock {path}"):
             _lock(fd, path)
-        except OSError as error:
-            os.close(fd)
-            raise TierError(f"cannot lock {path}: {explain(error)}") from error
-        except BaseException:
-            os.close(fd)
-            raise
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
