@@ -53,6 +53,7 @@ struct Escapes {
 // What a store's warps hand over to the drainer with a buffer.
 struct Packed {
   u32 greatest[kMaxColumns];  // magnitude of each column; zeros before a tile
+  u32 zeros;                  // bit n: groups 32 n to 32 n + 31 have an exponent 0; 0 before a tile
   Escapes escapes;
 };
 
@@ -107,7 +108,8 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
                                 __vmaxu2(words[i].z & 0x7fff7fffu, words[i].w & 0x7fff7fffu));
       magnitude[i] = max(both >> 16, both & 0xffff);
     }
-    if (columns == (columns & 0xff) * 0x01010101u) {
+    const bool same_column = columns == (columns & 0xff) * 0x01010101u;
+    if (same_column) {
       atomicMax(packed.greatest + (columns & 0xff),
                 max(max(magnitude[0], magnitude[1]), max(magnitude[2], magnitude[3])));
     } else {
@@ -118,10 +120,14 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
     }
     sync_group(group);
 
-    u32 shifts[kUnits];  // read before the first write to shared memory
+    u32 bases[kUnits];  // read before the first write to shared memory
+    if (same_column) {
+      bases[0] = base_of(packed.greatest[columns & 0xff]);
 #pragma unroll
-    for (u32 i = 0; i < kUnits; ++i) {
-      shifts[i] = shift_of(base_of(packed.greatest[column_of(columns, i)]));
+      for (u32 i = 1; i < kUnits; ++i) bases[i] = bases[0];
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < kUnits; ++i) bases[i] = base_of(packed.greatest[column_of(columns, i)]);
     }
     // Also of columns that the tile does not have: the drainer writes over them.
     if (thread < kMaxColumns) {
@@ -129,35 +135,53 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
           static_cast<u8>(base_of(packed.greatest[thread]));
     }
     uint2 exponents[kUnits];
-    u32 escaping[kUnits];
-    u32 count = 0;
+    u32 codes[kUnits];
+    u32 outside[kUnits];
+    u32 any_outside = 0;
+    bool escapes = false;
 #pragma unroll
     for (u32 i = 0; i < kUnits; ++i) {
-      const u32 a = __funnelshift_l(words[i].x - shifts[i], words[i].x - shifts[i], 1);
-      const u32 b = __funnelshift_l(words[i].y - shifts[i], words[i].y - shifts[i], 1);
-      const u32 c = __funnelshift_l(words[i].z - shifts[i], words[i].z - shifts[i], 1);
-      const u32 d = __funnelshift_l(words[i].w - shifts[i], words[i].w - shifts[i], 1);
-      exponents[i] = make_uint2(__byte_perm(a, b, 0x7531), __byte_perm(c, d, 0x7531));
-      const u32 place = i * kGroupThreads + thread;
-      reinterpret_cast<uint2*>(out)[place] =
-          make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420));
-      const bool escapes =
-          ((exponents[i].x | exponents[i].y) & 0xf0f0f0f0u) != 0 || (exponents[i].x & 0xff) == 0;
-      reinterpret_cast<u32*>(out + kMantissaBytes)[place] =
-          escapes ? 0 : exponents[i].x | exponents[i].y << 4;
-      escaping[i] = __ballot_sync(~0u, escapes);
-      count += __popc(escaping[i]);
+      const Split split = split_values(words[i]);
+      exponents[i] = split.exponents;
+      reinterpret_cast<uint2*>(out)[i * kGroupThreads + thread] = split.mantissas;
+      const uint2 own = above(split.exponents, bases[i]);
+      codes[i] = join_codes(own);
+      outside[i] = own.x | own.y;
+      any_outside |= outside[i];
+      escapes |= codes[i] == kEscapeCodes;
     }
-    if (count != 0) {
-      u32 first = 0;
+    escapes |= (any_outside & kNoCode) != 0;
+    u32 count = 0;
+    // Of most KV few groups have an exponent 0 or escape.
+    if (__any_sync(~0u, escapes)) {
+      u32 zeros = 0;
+      escapes = false;
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
-        const u32 place = first + lanes_below(escaping[i], lane);
-        if ((escaping[i] >> lane & 1) != 0 && place < kMaxEscapes) {
-          packed.escapes.exponents[warp][place] = exponents[i];
+        if (__any_sync(~0u, has_zero(exponents[i]))) {
+          const Codes own = codes_beside_zeros(exponents[i], bases[i]);
+          codes[i] = own.joined;
+          outside[i] = own.outside;
+          zeros |= 1u << kWarps * i;
         }
-        first += __popc(escaping[i]);
+        escapes |= (outside[i] & kNoCode) != 0 || codes[i] == kEscapeCodes;
       }
+      if (zeros != 0 && lane == 0) atomicOr(&packed.zeros, zeros << warp);
+      if (__any_sync(~0u, escapes)) {
+#pragma unroll
+        for (u32 i = 0; i < kUnits; ++i) {
+          const bool own = (outside[i] & kNoCode) != 0 || codes[i] == kEscapeCodes;
+          const u32 escaping = __ballot_sync(~0u, own);
+          const u32 place = count + lanes_below(escaping, lane);
+          if (own && place < kMaxEscapes) packed.escapes.exponents[warp][place] = exponents[i];
+          if (own) codes[i] = kEscapeCodes;
+          count += __popc(escaping);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < kUnits; ++i) {
+      reinterpret_cast<u32*>(out + kMantissaBytes)[i * kGroupThreads + thread] = codes[i];
     }
     if (lane == 0) packed.escapes.counts[warp] = count;
     fence_for_bulk_copies();
@@ -213,7 +237,7 @@ __device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u3
 // Writes header and escapes of a tile with one warp. `before` are the escapes of the strips before
 // that of this lane, which is lane / 4, and `count` are those of the strip.
 __device__ __forceinline__ void write_tail(u8* tail, u32 lane, const Escapes& escapes, u32 before,
-                                           u32 count, u32 total, u32 num_columns) {
+                                           u32 count, u32 total, u32 with_zeros, u32 num_columns) {
   uint2* const words = reinterpret_cast<uint2*>(tail);
   const u32 first_escape = kHeaderWords + num_columns / 8;
   for (u32 word = first_escape + lane; word < kTailWords; word += kWarpSize) {
@@ -224,12 +248,12 @@ __device__ __forceinline__ void write_tail(u8* tail, u32 lane, const Escapes& es
   for (u32 place = lane % 4; place < count; place += 4) {
     words[first_escape + before + place] = escapes.exponents[strip][place];
   }
-  if (lane % 4 == 0) tail[8 + strip] = static_cast<u8>(before);
-  if (lane == 0) words[0] = make_uint2(kSignature | kKindPacked << 24, num_columns | total << 8);
+  if (lane % 4 == 0) tail[8 + strip] = static_cast<u8>(strip == 0 ? total : before);
+  if (lane == 0) words[0] = make_uint2(kSignature | kKindPacked << 24, with_zeros);
 }
 
 __device__ __forceinline__ void write_raw_tail(u8* tail, u32 lane, u32 pool_entry) {
-  const uint2 header = make_uint2(kSignature | kKindRaw << 24, pool_entry << 16);
+  const uint2 header = make_uint2(kSignature | kKindRaw << 24, pool_entry);
   for (u32 word = lane; word < kTailWords; word += kWarpSize) {
     reinterpret_cast<uint2*>(tail)[word] = word == 0 ? header : make_uint2(0, 0);
   }
@@ -259,6 +283,7 @@ __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pair
       const u64 target = slot + shared.works[stage].slot_offset_bytes;
       const u32 num_columns = shared.works[stage].num_columns;
       const u32 count = packed.escapes.counts[lane / 4];
+      const u32 with_zeros = packed.zeros;
       u32 before = count;  // of this strip and those before it, then only those
 #pragma unroll
       for (u32 distance = 4; distance < kWarpSize; distance *= 2) {
@@ -271,13 +296,15 @@ __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pair
       __syncwarp();
       if (fits) {
         if (lane == 0) arrive(consumed);
-        write_tail(out + kMainBytes, lane, packed.escapes, before, count, total, num_columns);
+        write_tail(out + kMainBytes, lane, packed.escapes, before, count, total, with_zeros,
+                   num_columns);
       } else {
         write_raw_tail(out + kMainBytes, lane, num_raw);
       }
       for (u32 column = lane; column < kMaxColumns; column += kWarpSize) {
         packed.greatest[column] = 0;
       }
+      if (lane == 0) packed.zeros = 0;
       fence_for_bulk_copies();
       __syncwarp();
       if (lane == 0) {
@@ -357,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
       shared.handed[i / kMaxColumns].greatest[i % kMaxColumns] = 0;
     }
     if (lane == 0) {
+      for (Packed& packed : shared.handed) packed.zeros = 0;
       for (u64& barrier : shared.filled) init_barrier(shared_address(&barrier), 1);
       for (u64& barrier : shared.consumed) init_barrier(shared_address(&barrier), 1);
       for (u64& barrier : shared.packed) init_barrier(shared_address(&barrier), kWarps);
@@ -468,44 +496,53 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
       const u32 columns = reinterpret_cast<const u32*>(in + kPackedTileBytes)[thread];
       uint2 mantissas[kUnits];
       u32 codes[kUnits];
-      u32 escaping[kUnits];
-      u32 any = 0;
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
         const u32 place = i * kGroupThreads + thread;
         mantissas[i] = reinterpret_cast<const uint2*>(in)[place];
         codes[i] = reinterpret_cast<const u32*>(in + kMantissaBytes)[place];
       }
+      uint2 exponents[kUnits];
+      u32 bases[kUnits];  // which are to be added
+      bool escaped = false;
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
-        escaping[i] = __ballot_sync(~0u, (codes[i] & 0xf) == 0);
-        any |= escaping[i];
+        bases[i] = tail[8 * kHeaderWords + column_of(columns, i)];
+        exponents[i] = split_codes(codes[i]);
+        escaped |= codes[i] == kEscapeCodes;
       }
-      u32 word = 0;  // of the warp's next escape
-      if (any != 0) word = kHeaderWords + work.num_columns / 8 + tail[8 + warp];
+      const u32 zeros = header.y >> warp & kOnes;
+      if (zeros != 0) {
+#pragma unroll
+        for (u32 i = 0; i < kUnits; ++i) {
+          if ((zeros >> kWarps * i & 1) != 0) {
+            exponents[i] = exponents_beside_zeros(exponents[i], bases[i]);
+            bases[i] = 0;
+          }
+        }
+      }
+      if (__any_sync(~0u, escaped)) {
+        u32 word = kHeaderWords + work.num_columns / 8;  // of the next escape
+        if (warp != 0) word += tail[8 + warp];
+#pragma unroll
+        for (u32 i = 0; i < kUnits; ++i) {
+          const u32 escaping = __ballot_sync(~0u, codes[i] == kEscapeCodes);
+          if (codes[i] == kEscapeCodes) {
+            // A slot that holds garbage must not lead out of the tile.
+            const u32 escape = min(word + lanes_below(escaping, lane), kTailWords - 1);
+            exponents[i] = reinterpret_cast<const uint2*>(tail)[escape];
+            bases[i] = 0;
+          }
+          word += __popc(escaping);
+        }
+      }
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
-        uint2 exponents = make_uint2(codes[i] & 0x0f0f0f0fu, codes[i] >> 4 & 0x0f0f0f0fu);
-        if (escaping[i] != 0) {
-          if ((codes[i] & 0xf) == 0) {
-            // A slot that holds garbage must not lead out of the tile.
-            const u32 escape = min(word + lanes_below(escaping[i], lane), kTailWords - 1);
-            exponents = reinterpret_cast<const uint2*>(tail)[escape];
-          }
-          word += __popc(escaping[i]);
-        }
-        const u32 shift = shift_of(tail[8 * kHeaderWords + column_of(columns, i)]);
-        const u32 a = __byte_perm(mantissas[i].x, exponents.x, 0x5140);
-        const u32 b = __byte_perm(mantissas[i].x, exponents.x, 0x7362);
-        const u32 c = __byte_perm(mantissas[i].y, exponents.y, 0x5140);
-        const u32 d = __byte_perm(mantissas[i].y, exponents.y, 0x7362);
-        page[i * kGroupThreads + thread] =
-            make_uint4(__funnelshift_r(a, a, 1) + shift, __funnelshift_r(b, b, 1) + shift,
-                       __funnelshift_r(c, c, 1) + shift, __funnelshift_r(d, d, 1) + shift);
+        page[i * kGroupThreads + thread] = join_values(exponents[i], mantissas[i], bases[i]);
       }
     } else {
       // The rest of the tile over the bus, straight from the pool: this is rare.
-      const u32 entry = min(header.y >> 16, pool_entries - 1);
+      const u32 entry = min(header.y, pool_entries - 1);
       const u64 pool =
           work.slot_address + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;
       const uint4 rest =

@@ -193,6 +193,21 @@ def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_b
 
 @on_gpu
 @both_ways
+def test_packed_zeros(benchmark: Any, results: list[Row], direction: Direction) -> None:
+    """As above in pages of 64 KiB, with each 8th channel zero: every group of values has a zero."""
+    skip_unless_it_packs()
+    count = blocks_of((256 if benchmark.enabled else 64) * MIB, 64 * KIB)
+    packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
+    packed.memory.view(packed.torch.bfloat16)[3::8] = 0
+    packed.torch.cuda.synchronize()
+    packed.store_everything()
+    case = packed.case(scattered(direction, 2 * count, count))
+    case.others.pop("peer", None)
+    measure(case, benchmark, results, 64 * KIB, "packed engine", "packed, zeros")
+
+
+@on_gpu
+@both_ways
 def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> None:
     """8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
     case = CudaBed(64 * KIB, 64).case(scattered(direction, 64, 8))

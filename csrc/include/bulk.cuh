@@ -1,5 +1,6 @@
 // Copies that run by themselves: bulk copies between shared and global memory (sm_90 and newer), and
-// small ones from global to shared memory. Host memory is global memory here.
+// small ones from global to shared memory, with the barriers that they need. Host memory is global
+// memory here. All PTX is in this file: tests/transfer/cuda/on_host has another that runs on a CPU.
 #pragma once
 
 #include "swap.cuh"
@@ -8,6 +9,12 @@ namespace kv_swap {
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// Waits for kThreads threads at one of the 16 barriers of a CTA; __syncthreads has number 0.
+template <u32 kThreads>
+__device__ __forceinline__ void sync_threads(u32 number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
 }
 
 // A phase of the barrier ends with this many arrivals, and the bytes that were expected.

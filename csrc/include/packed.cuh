@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bulk.cuh"
+#include "codes.cuh"
 #include "swap.cuh"
 
 #ifndef KV_SWAP_PACKED_TILE_BYTES
@@ -51,9 +52,7 @@ __device__ __forceinline__ u64 columns_address(const u8* tables, const PackedTil
   return reinterpret_cast<u64>(tables) + static_cast<u64>(tile.columns) * kColumnsBytes;
 }
 
-__device__ __forceinline__ void sync_group(u32 group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
-}
+__device__ __forceinline__ void sync_group(u32 group) { sync_threads<kGroupThreads>(group + 1); }
 
 // The rows of the tiles of one group, in their order, every step-th of the table again and again.
 //
@@ -117,11 +116,6 @@ __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[
 __device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
   return columns >> 8 * unit & 0xff;
 }
-
-// What is subtracted from both exponents of a word: code 1 is the base, code 0 one less.
-__device__ __forceinline__ u32 shift_of(u32 base) { return (base - 1) * 0x00800080u; }
-
-__device__ __forceinline__ u32 base_of(u32 greatest) { return max(greatest >> 7, 14u) - 14; }
 
 __device__ __forceinline__ u32 lanes_below(u32 mask, u32 lane) {
   return __popc(mask & ((1u << lane) - 1));

@@ -40,10 +40,11 @@ class Break:
             yield f"`old` occurs {count} times in {self.file}, not once: {self.old!r}"
         if self.apply(text) == text:
             yield f"`new` changes nothing in {self.file}: {self.new!r}"
-        try:
-            compile(self.apply(text), self.file, "exec")
-        except SyntaxError as error:
-            yield f"{self.file} does not compile with `new`: {error}"
+        if path.suffix == ".py":
+            try:
+                compile(self.apply(text), self.file, "exec")
+            except SyntaxError as error:
+                yield f"{self.file} does not compile with `new`: {error}"
         yield from self._missing_tests(root)
 
     def _missing_tests(self, root: Path) -> Iterator[str]:

@@ -162,15 +162,27 @@ def run_packed(*, stores: bool) -> Iterator[tuple[str, bool]]:
     """
     import torch
 
-    from tests.support.packed_kv import hostile_tiles, normal_tiles, random_tiles
+    from tests.support.packed_kv import (
+        hostile_tiles,
+        normal_tiles,
+        random_tiles,
+        tiles_with_escapes,
+        tiles_with_zeros,
+    )
 
     if not can_pack(torch.cuda.get_device_capability()):
         print(f"{PACKED.name}: this device is too old for it")
         return
     nbytes = sum(stride for _, stride in PACKED_PAGES) * BLOCKS
-    tiles = np.concatenate([*[normal_tiles(64, seed) for seed in range(3)], hostile_tiles()])
+    odd = [
+        hostile_tiles(),
+        tiles_with_zeros(20),
+        tiles_with_escapes(list(range(20))),
+        random_tiles(4),
+    ]
+    tiles = np.concatenate([*[normal_tiles(64, seed) for seed in range(3)], *odd])
     rng = np.random.default_rng(0)
-    tiles = np.concatenate([tiles, random_tiles(4)])[rng.integers(0, 206, nbytes // 16384 + 1)]
+    tiles = tiles[rng.integers(0, len(tiles), nbytes // 16384 + 1)]
     bed = Bed(PACKED_PAGES, tiles.ravel()[:nbytes], Packing(24))
     pairs = make_pairs(rng)
     blocks, slots = pairs.T

@@ -37,7 +37,9 @@ from tests.support.packed_kv import (
     hostile_tiles,
     normal_tiles,
     random_tiles,
+    tiles_of_codes,
     tiles_with_escapes,
+    tiles_with_zeros,
 )
 
 if not can_pack(torch.cuda.get_device_capability()):
@@ -71,9 +73,10 @@ def content(num_tiles: int, seed: int) -> NDArray[np.uint8]:
     """Tiles of all kinds in random order, most like a model's: `(num_tiles, TILE_BYTES)`."""
     rng = np.random.default_rng(seed)
     normal = normal_tiles(64, seed, 10.0 ** rng.uniform(-6, 6))
-    others = np.concatenate([tiles_with_escapes(list(range(61)), seed), hostile_tiles()])
+    odd = [tiles_with_escapes(list(range(61)), seed), tiles_of_codes(20, seed), hostile_tiles()]
+    others = np.concatenate([*odd, tiles_with_zeros(80, seed)])
     tiles = normal[rng.integers(0, len(normal), num_tiles)]
-    other = rng.random(num_tiles) < 0.08
+    other = rng.random(num_tiles) < 0.1
     tiles[other] = others[rng.integers(0, len(others), int(other.sum()))]
     raw = rng.random(num_tiles) < 0.005
     tiles[raw] = random_tiles(int(raw.sum()), seed)
@@ -170,19 +173,20 @@ def test_slots_are_those_of_the_packer_and_blocks_come_back(
 
 @pytest.mark.parametrize("position", range(8))
 def test_every_pattern_at_every_position(position: int) -> None:
-    """In a group that escapes, and in the window of its column."""
+    """In a group that escapes, and in the window of its column, also beside zeros."""
     exponents = np.arange(256, dtype=np.uint16)[:, None] << 7
     alike = np.arange(128, dtype=np.uint16)[:, None] | np.array([0, 0x8000], np.uint16)
     patterns = exponents | alike.ravel()
     escaping = np.full((256, 8, TILE_BYTES // 16, 8), 0x55, np.uint16) | exponents[:, :, None, None]
     places = 7 * np.arange(32)
     escaping[:, :, places, position] = patterns.reshape(256, 8, 32)
-    escaping[:, :, places, (position + 1) % 8] = 1
+    escaping[:, :, places, (position + 1) % 8] = 0x0081
     near = np.repeat(patterns.reshape(256, 1, 256), 4, axis=1).reshape(256, 1, 1024, 1)
     near = np.broadcast_to(near, (256, 1, 1024, 8)).copy()
     others = np.minimum((near >> 7 & 0xFF) + 11, 255) << 7 | (near & 0x807F)
     window = others.astype(np.uint16)
     window[..., position] = near[..., position]
+    window[::2, :, 9::128, (position + 2) % 8] = 0
     # Two tiles a block.
     words = np.concatenate([escaping.reshape(-1, 2, 8192), window.reshape(-1, 2, 8192)])
     num_blocks = len(words)

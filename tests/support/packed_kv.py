@@ -37,8 +37,39 @@ def tiles_with_escapes(counts: list[int], seed: int = 0) -> NDArray[np.uint8]:
     words ^= rng.integers(0, 2, words.shape, np.uint16) << 15
     for tile, count in enumerate(counts):
         groups = rng.choice(TILE_VALUES // 8, count, replace=False)
-        words[tile, groups * 8 + rng.integers(0, 8, count)] = 1
+        words[tile, groups * 8 + rng.integers(0, 8, count)] = 0x0081
     return words.view(np.uint8)
+
+
+def tiles_with_zeros(count: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Like a model's, in rows of 128 channels of which some are zero, or next to nothing, for all.
+
+    A few strips have none of these, and a few tiles a value that is zero by itself.
+    """
+    rng = np.random.default_rng(seed)
+    words = normal_tiles(count, seed).view(np.uint16).reshape(count, -1, 128)
+    small = rng.choice(np.array([0, 0x8000, 1, 0x807F], np.uint16), (count, 1, 128))
+    for tile in range(count):
+        chosen = rng.random(128) < rng.choice([0.0, 0.06, 0.9])
+        words[tile][:, chosen] = small[tile][:, chosen]
+        if tile % 3 == 0:
+            words[tile, rng.integers(0, 64), rng.integers(0, 128)] = 0
+    return words.view(np.uint8).reshape(count, TILE_BYTES)
+
+
+def tiles_of_codes(count: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Groups of few neighbouring codes, zeros, and what lies just below the base; all escapes."""
+    rng = np.random.default_rng(seed)
+    top = rng.choice([0, 1, 2, 15, 16, 17, 18, 30, 127, 128, 254, 255], (count, 1, 1))
+    # What the exponents of a group are below the greatest.
+    choices = np.array([[0, 15, 16, 14], [15, 15, 15, 15], [14, 14, 14, 15], [14] * 4, [0] * 4])
+    kind = rng.choice(len(choices), (count, 1024, 1), p=[0.01, 0.2, 0.02, 0.002, 0.768])
+    exponents = top - choices[kind, rng.integers(0, 4, (count, 1024, 8))]
+    zero = rng.choice([0.0, 0.01, 0.99], (count, 1, 1), p=[0.4, 0.4, 0.2])
+    exponents[rng.random((count, 1024, 8)) < zero] = 0
+    words = np.maximum(exponents, 0).astype(np.uint16) << 7
+    words |= rng.integers(0, 1 << 16, words.shape, np.uint16) & 0x807F
+    return words.view(np.uint8).reshape(count, TILE_BYTES)
 
 
 def hostile_tiles() -> NDArray[np.uint8]:

@@ -380,7 +380,7 @@ def _unpack(given: _Arguments) -> None:
             packed = whole[offset : offset + PACKED_TILE_BYTES]
             (header,) = read_headers(packed[None])
             if header["kind"] == KIND_RAW:
-                tile = read_raw(packed, pool[int(header["pool_entry"])])
+                tile = read_raw(packed, pool[int(header["zeros_or_entry"])])
             else:
                 (tile,) = unpack_tiles(packed[None], _columns(given.columns, described))
             _memory(address + block * stride, TILE_BYTES)[:] = tile

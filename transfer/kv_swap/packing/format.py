@@ -8,16 +8,18 @@ A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
     12304     c  a base for each of c columns, c a multiple of 8; `columns.py` says what a column is
     12304+c      escapes, 8 bytes each, by strips; zeros behind the last
 
-Each pair of values is a 32-bit word. The packer subtracts the base of the group's column from both
-exponents and rotates the word left by one bit: `rotl(word - (base - 1) * 0x00800080, 1)`. That is a
-bijection, so any bits survive. The word's odd bytes are then exponents and its even bytes sign and
-mantissa. A base is the greatest exponent of its column less 14, and at least 0: exponents from
-base - 1 to base + 14 have the codes 0 to 15.
+Each pair of values is a 32-bit word. Rotated left by one bit its odd bytes are exponents, and its
+even bytes are mantissas, each with the sign of the other value.
 
-A group with an exponent outside of these escapes: its codes are zero, and its 8 exponents are in
-the escapes. So the first code of any other group must not be zero. A tile has 8 strips, which are
-packed side by side: strip s has the groups g with g % 256 // 32 == s. Escapes are in the order of
-the strips, and within a strip in the order of the groups.
+The base of a column is its greatest exponent less 15, and at least 1. The code of an exponent is
+what it is above the base of its column: from the base on 16 exponents have a code. Where one of 32
+groups, 32 * n to 32 * n + 31, has an exponent 0, of zeros and subnormal numbers, the code 0 is that
+exponent for all of them, and the base has none. So channels may be zero beside others.
+
+A group with an exponent that has no code escapes, and so does one with the codes `ESCAPE_CODES`:
+they are those of every group that escapes. Its 8 exponents are in the escapes. A tile has 8 strips,
+which are packed side by side: strip s has the groups g with g % 256 // 32 == s. Escapes are in the
+order of the strips, and within a strip in the order of the groups.
 
 A tile with more escapes than fit is raw: its first 12 KiB lie in place, its header says which entry
 of the slot's pool has the other 4 KiB. Entries are given in the order of the tiles; unused entries
@@ -32,7 +34,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Changes with any byte of a packed slot; a slot of another version cannot be read."""
 
 MAGIC = 0x564B
@@ -48,8 +50,8 @@ PACKED_TILE_BYTES = 12672
 """A multiple of 128: tiles of 12,480 bytes moved 5 % slower (H200, 24 Nov 2026).
 
 That leaves 38 escapes beside the most columns, and 45 beside the fewest. A tile of SmolLM2's KV has
-at most 27; with 3 % of K's channels 128 times as great at most 65, and at most 2 tiles of 180 have
-too many (bench/results/cpu/packing.json). With 16 escapes less that was 6 tiles."""
+at most 32, one of Gemma 3's 10. With 3 % of K's channels 128 times as great at most 60 and 54, and
+at most 1 and 5 tiles of a block have too many (bench/results/cpu/packing.json)."""
 
 POOL_ENTRY_BYTES = TILE_BYTES - MAIN_BYTES
 TILES_PER_POOL_ENTRY = 64
@@ -58,6 +60,10 @@ SLOT_ALIGNMENT_BYTES = 128
 """Of packed pages, of the pool and of slots that have them."""
 
 STRIPS = 8
+
+GREATEST_CODE = 15
+ESCAPE_CODES = (0, 1, 1, 1, 1, 1, 1, 1)
+"""Groups that have these codes by themselves are the rarest: most values are far greater."""
 
 MAX_COLUMNS = 64
 """More columns leave less room for escapes, and fewer make more of them: of K with outliers as
@@ -69,14 +75,14 @@ HEADER = np.dtype(
         ("magic", "<u2"),
         ("version", "u1"),
         ("kind", "u1"),
-        ("columns", "u1"),
+        ("zeros_or_entry", "<u4"),
         ("escapes", "u1"),
-        ("pool_entry", "<u2"),
-        ("escapes_before", "u1", (STRIPS,)),
+        ("escapes_before", "u1", (STRIPS - 1,)),
     ]
 )
-"""`columns` is c above; `escapes_before` counts those before each strip. A raw tile has zeros there
-and in all bytes behind the header, a packed one `pool_entry` zero."""
+"""`zeros_or_entry` of a packed tile has bit n if groups 32 * n to 32 * n + 31 have an exponent 0,
+of a raw tile it is the entry of the pool. `escapes_before` counts those before each strip but the
+first. A raw tile has zeros there, in `escapes` and in all bytes behind the header."""
 
 KIND_PACKED = 1
 KIND_RAW = 2

@@ -96,7 +96,7 @@ class SlotPacker:
             unpacked = unpack_tiles(packed.reshape(-1, PACKED_TILE_BYTES), columns)
             for number in np.flatnonzero(headers["kind"] == KIND_RAW).tolist():
                 row, place = divmod(number, len(indices))
-                entry = int(headers["pool_entry"][number])
+                entry = int(headers["zeros_or_entry"][number])
                 if entry >= pool.shape[1]:
                     raise ValueError(
                         f"a raw tile names entry {entry} of a pool of {pool.shape[1]} entries"

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 from kv_swap.packing.columns import TileColumns
 from kv_swap.packing.format import (
     ESCAPE_BYTES,
+    ESCAPE_CODES,
     FORMAT_VERSION,
+    GREATEST_CODE,
     GROUP_VALUES,
     HEADER,
     KIND_PACKED,
@@ -24,8 +26,10 @@ from kv_swap.packing.format import (
     escape_capacity,
 )
 
-_EXPONENT_ONES = np.uint32(0x0080_0080)
-"""The least bit of both exponents of a word."""
+_ESCAPED = np.array(ESCAPE_CODES, np.uint8).view(np.uint64)[0]
+"""The codes of a group that escapes, a byte each."""
+
+_NO_CODE = np.uint64(0xF0F0_F0F0_F0F0_F0F0)
 
 _BY_STRIPS = np.arange(TILE_GROUPS).reshape(4, STRIPS, 32).transpose(1, 0, 2).ravel()
 """The groups in the order of their escapes."""
@@ -53,22 +57,24 @@ def pack_tiles(
 
 def count_escapes(tiles: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.int64]:
     """Return how many groups escape in each of `(n, TILE_BYTES)`: `(n,)`."""
-    counts = [
-        _escaping(_split(np.ascontiguousarray(tiles[first : first + _CHUNK_TILES]), columns)[1])
-        for first in range(0, len(tiles), _CHUNK_TILES)
-    ]
-    return np.concatenate([escaping.sum(axis=1) for escaping in counts])
+    counts = []
+    for first in range(0, len(tiles), _CHUNK_TILES):
+        part = np.ascontiguousarray(tiles[first : first + _CHUNK_TILES])
+        _, exponents = _split(part)
+        _, escaping, _ = _encode(exponents, _bases(exponents, columns), columns)
+        counts.append(escaping.sum(axis=1))
+    return np.concatenate(counts)
 
 
 def _pack(
     tiles: NDArray[np.uint8], columns: TileColumns, packed: NDArray[np.uint8]
 ) -> NDArray[np.bool_]:
-    mantissas, exponents, bases = _split(tiles, columns)
-    escaping = _escaping(exponents)
-    codes = exponents.view(np.uint32)
-    codes = np.where(escaping, 0, codes[:, 0::2] | codes[:, 1::2] << 4)
-    packed[:, :MANTISSA_BYTES] = mantissas
-    packed[:, MANTISSA_BYTES:MAIN_BYTES] = np.ascontiguousarray(codes).view(np.uint8)
+    mantissas, exponents = _split(tiles)
+    bases = _bases(exponents, columns)
+    codes, escaping, zeros = _encode(exponents, bases, columns)
+    joined = codes[:, :, :4] | codes[:, :, 4:] << 4
+    packed[:, :MANTISSA_BYTES] = mantissas.reshape(len(tiles), -1)
+    packed[:, MANTISSA_BYTES:MAIN_BYTES] = joined.reshape(len(tiles), -1)
     packed[:, _BASES : _BASES + columns.count] = bases
     counts = escaping.sum(axis=1)
     fits: NDArray[np.bool_] = counts <= escape_capacity(columns.count)
@@ -76,46 +82,55 @@ def _pack(
     by_strips = escaping[:, _BY_STRIPS]
     tile, place = np.nonzero(by_strips & fits[:, None])
     firsts = np.cumsum(np.where(fits, counts, 0)) - np.where(fits, counts, 0)
-    by_group = exponents.reshape(len(tiles), TILE_GROUPS, GROUP_VALUES)
-    escapes[tile, np.arange(len(tile)) - firsts[tile]] = by_group[tile, _BY_STRIPS[place]]
+    escapes[tile, np.arange(len(tile)) - firsts[tile]] = exponents[tile, _BY_STRIPS[place]]
     header = np.zeros(len(tiles), HEADER)
     header["magic"] = MAGIC
     header["version"] = FORMAT_VERSION
     header["kind"] = KIND_PACKED
-    header["columns"] = columns.count
     header["escapes"] = counts
+    header["zeros_or_entry"] = (zeros << np.arange(zeros.shape[1])).sum(axis=1)
     of_strips = by_strips.reshape(len(tiles), STRIPS, -1).sum(axis=2)
-    header["escapes_before"] = np.cumsum(of_strips, axis=1) - of_strips
+    header["escapes_before"] = np.cumsum(of_strips, axis=1)[:, :-1]
     packed[:, MAIN_BYTES:_BASES] = header.view(np.uint8).reshape(len(tiles), -1)
     return fits
 
 
-def _split(
-    tiles: NDArray[np.uint8], columns: TileColumns
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return sign and mantissa, exponents less bases, both `(n, 8192)`, and bases `(n, count)`."""
-    magnitudes = tiles.view(np.uint16).reshape(len(tiles), TILE_GROUPS, GROUP_VALUES) & 0x7FFF
-    greatest = magnitudes.max(axis=2)[:, columns.order]
-    greatest = np.maximum.reduceat(greatest, columns.firsts, axis=1) >> 7
-    bases = np.zeros((len(tiles), columns.count), np.uint8)
-    bases[:, columns.used] = np.maximum(greatest, 14) - 14
-    words = tiles.view(np.uint32).reshape(len(tiles), TILE_GROUPS, -1)
-    words = words - _shift(bases, columns)[:, :, None]
-    halves = (words << 1 | words >> 31).view(np.uint8).reshape(len(tiles), -1, 2)
-    return np.ascontiguousarray(halves[:, :, 0]), np.ascontiguousarray(halves[:, :, 1]), bases
+def _split(tiles: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return sign and mantissa, and exponents, both `(n, TILE_GROUPS, GROUP_VALUES)`."""
+    words = tiles.view(np.uint32)
+    halves = (words << 1 | words >> 31).view(np.uint8)
+    halves = halves.reshape(len(tiles), TILE_GROUPS, GROUP_VALUES, 2)
+    return halves[..., 0], np.ascontiguousarray(halves[..., 1])
 
 
-def _shift(bases: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint32]:
-    """Return what is subtracted from the words of each group, `(n, 1024)`."""
-    return (bases[:, columns.of_group].astype(np.uint32) - np.uint32(1)) * _EXPONENT_ONES
+def _bases(exponents: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8]:
+    """Return the bases of all columns, `(n, count)`; that of a column without groups is 1."""
+    greatest = exponents.max(axis=2)[:, columns.order]
+    greatest = np.maximum.reduceat(greatest, columns.firsts, axis=1)
+    bases = np.ones((len(exponents), columns.count), np.uint8)
+    bases[:, columns.used] = np.maximum(greatest, GREATEST_CODE + 1) - GREATEST_CODE
+    return bases
 
 
-def _escaping(exponents: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which groups escape, `(n, 1024)`."""
-    groups = exponents.view("<u8")
-    escaping: NDArray[np.bool_] = ((groups & 0xF0F0_F0F0_F0F0_F0F0) != 0) | ((groups & 0xFF) == 0)
-    return escaping
-    return escaping
+def _encode(
+    exponents: NDArray[np.uint8], bases: NDArray[np.uint8], columns: TileColumns
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return codes, a byte each, `(n, TILE_GROUPS, GROUP_VALUES)`, which groups escape,
+    `(n, TILE_GROUPS)`, and of which 32 groups one has an exponent 0, `(n, TILE_GROUPS // 32)`.
+    """
+    # An exponent below the base wraps around to 16 or more, as no base is above 240.
+    codes = exponents - bases[:, columns.of_group, None]
+    zeros = np.zeros((len(exponents), TILE_GROUPS // 32), np.bool_)
+    if not exponents.all():
+        zero = exponents == 0
+        zeros = zero.reshape(len(exponents), TILE_GROUPS // 32, -1).any(axis=2)
+        # Beside these no other exponent has the code 0.
+        codes[np.repeat(zeros, 32, axis=1)[:, :, None] & (codes == 0)] = 0xFF
+        codes[zero] = 0
+    groups = codes.view(np.uint64)[:, :, 0]
+    escaping: NDArray[np.bool_] = ((groups & _NO_CODE) != 0) | (groups == _ESCAPED)
+    groups[escaping] = _ESCAPED
+    return codes, escaping, zeros
 
 
 def make_raw(
@@ -124,7 +139,7 @@ def make_raw(
     """Write a tile that does not fit into its place and the pool's entry of this index."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["kind"] = MAGIC, FORMAT_VERSION, KIND_RAW
-    header["pool_entry"] = index
+    header["zeros_or_entry"] = index
     packed[:MAIN_BYTES] = tile[:MAIN_BYTES]
     packed[MAIN_BYTES:_BASES] = header.view(np.uint8)
     packed[_BASES:] = 0
@@ -159,10 +174,16 @@ def unpack_tiles(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.
 
 def _unpack(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8]:
     num_tiles = len(packed)
-    codes = packed[:, MANTISSA_BYTES:MAIN_BYTES].reshape(num_tiles, TILE_GROUPS, 4)
-    exponents = np.concatenate([codes & 0xF, codes >> 4], axis=2)
-    escaping = exponents[:, :, 0] == 0
-    by_strips = escaping[:, _BY_STRIPS]
+    joined = packed[:, MANTISSA_BYTES:MAIN_BYTES].reshape(num_tiles, TILE_GROUPS, 4)
+    codes = np.concatenate([joined & 0xF, joined >> 4], axis=2)
+    bases = packed[:, _BASES : _BASES + columns.count][:, columns.of_group, None]
+    exponents = codes + bases
+    headers = np.ascontiguousarray(packed[:, MAIN_BYTES:_BASES]).view(HEADER)[:, 0]
+    if headers["zeros_or_entry"].any():
+        zeros = headers["zeros_or_entry"][:, None] >> np.arange(TILE_GROUPS) // 32 & 1 != 0
+        exponents[zeros[:, :, None] & (codes == 0)] = 0
+    escaped = codes.view(np.uint64)[:, :, 0] == _ESCAPED
+    by_strips = escaped[:, _BY_STRIPS]
     tile, place = np.nonzero(by_strips)
     rank = (np.cumsum(by_strips, axis=1) - 1)[tile, place]
     escapes = packed[:, _BASES + columns.count :].reshape(num_tiles, -1, ESCAPE_BYTES)
@@ -170,10 +191,8 @@ def _unpack(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8
     halves = np.empty((num_tiles, MANTISSA_BYTES, 2), np.uint8)
     halves[:, :, 0] = packed[:, :MANTISSA_BYTES]
     halves[:, :, 1] = exponents.reshape(num_tiles, -1)
-    rotated = halves.reshape(num_tiles, -1).view(np.uint32).reshape(num_tiles, TILE_GROUPS, -1)
-    words = rotated >> 1 | rotated << 31
-    words += _shift(packed[:, _BASES : _BASES + columns.count], columns)[:, :, None]
-    return words.view(np.uint8).reshape(num_tiles, TILE_BYTES)
+    rotated = halves.reshape(num_tiles, -1).view(np.uint32)
+    return (rotated >> 1 | rotated << 31).view(np.uint8)
 
 
 def read_raw(packed: NDArray[np.uint8], entry: NDArray[np.uint8]) -> NDArray[np.uint8]:
