@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
@@ -32,6 +33,8 @@ ANSWER_SECONDS = 120
 END_SECONDS = 10
 DRIVER = Path("/dev/nvidiactl")
 """There where a driver of NVIDIA's is."""
+UNDERLINED = re.compile(r"\x1b\[\d*m")
+"""What nvidia-smi prints around its header, also where no terminal reads it."""
 
 Rates = dict[str, dict[str, dict[str, list[float]]]]
 
@@ -44,7 +47,7 @@ def host_of(gpus: int) -> dict[str, Any]:
     """
     nodes = Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
     facts: dict[str, Any] = {
-        "topology": output_of("nvidia-smi", "topo", "-m"),
+        "topology": UNDERLINED.sub("", output_of("nvidia-smi", "topo", "-m") or ""),
         "memory_by_node": {
             path.parent.name: path.read_text().split("MemTotal:")[1].split("\n")[0].strip()
             for path in sorted(nodes)

@@ -57,3 +57,9 @@ def test_a_gpu_that_fails_leaves_the_rest_of_a_bench_to_be_measured(monkeypatch:
     assert found["rates"] == {}
     assert found["error"].startswith("links: EOFError")
     assert found["memory_by_node"]
+
+
+def test_the_topology_has_no_codes_of_a_terminal(monkeypatch: Any) -> None:
+    monkeypatch.setattr(links, "output_of", lambda *_: "\x1b[4m\tGPU0\x1b[0m\nGPU0\t X")
+    monkeypatch.setattr(links, "DRIVER", Path("/does/not/exist"))
+    assert links.host_of(1)["topology"] == "\tGPU0\nGPU0\t X"
