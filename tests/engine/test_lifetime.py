@@ -1,9 +1,15 @@
-"""No KV tensor outlives the engine, whoever still holds the plugin's objects."""
+"""No KV tensor outlives the engine, whoever still holds the plugin's objects.
+
+usage: python -m tests.engine.test_lifetime MODELS_FOLDER KIND ARGUMENTS_AS_JSON
+
+`main` is for a process of its own. It hands back how an engine core ended that missed its SIGTERM.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,12 +18,15 @@ import pytest
 from kv_swap.engine import Direction
 from vllm import LLM
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.v1.engine.core import EngineCoreProc
 
 from kv_offload.errors import UnsupportedError
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.copies import Copies
 from tests.engine.harness import engine, engine_settings, offloading, plain_answers
 from tests.support.inputs import random_tokens, transfer_config
+from tests.support.processes import be_run, print_result, run_module
+from tests.support.shutdown import shut_down
 
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
@@ -149,3 +158,29 @@ def test_after_an_engine_that_was_deleted_another_one_starts(
         assert ours.rank.num_slots * ours.rank.transfer.layout.slot_bytes == 64 << 20
         assert ours.generate(prompts) == expected
         assert ours.reload(prompts) == expected
+
+
+def test_a_core_that_has_missed_its_signal_ends_all_the_same(model_folder: Path) -> None:
+    """As the tests shut engines down: vLLM alone waits for it, and then kills it."""
+    (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", {}, forks=True)
+    assert status == 0
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
+    run = EngineCoreProc.run_busy_loop
+
+    def miss_the_signal(core: EngineCoreProc) -> None:
+        # Another thread takes the signal, so the main thread sleeps on. That is what happens too
+        # when the signal comes just before the main thread sleeps.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        run(core)
+
+    EngineCoreProc.run_busy_loop = miss_the_signal  # the core is forked, and has this from here
+    llm = LLM(**engine_settings(Path(models), kind, **arguments))
+    processes = llm.llm_engine.engine_core.resources.engine_manager.processes
+    shut_down(llm)
+    print_result([process.exitcode for process in processes])
+
+
+if __name__ == "__main__":
+    be_run(main)
