@@ -46,27 +46,27 @@ class Phase:
         """Tokens whose KV was loaded from host memory."""
         return self.moved.get("hit_tokens", 0)
 
-    def row(self) -> list[str]:
-        """Return this phase's line of the table."""
-        looked_up = self.moved.get("lookup_tokens", 0)
-        return [
-            f"{self.engine}, {self.source}",
-            str(len(self.answers)),
-            str(self.prompt_tokens),
-            str(self.prompt_tokens - self.cached_tokens),
-            str(self.cached_tokens - self.host_tokens),
-            *(
-                (
-                    str(self.host_tokens),
-                    megabytes(self.moved["stored_bytes"]),
-                    megabytes(self.moved["loaded_bytes"]),
-                    f"{self.host_tokens / looked_up:.1%}" if looked_up else "-",
-                )
-                if self.moved
-                else ("-",) * 4
-            ),
-            f"{self.first_token_ms:.0f} ms",
-        ]
+    def row(self) -> dict[str, str]:
+        """Return this phase's line of the table, by the header of its columns."""
+        moved, moved_shown = self.moved, ("-",) * 4
+        if moved:
+            looked_up = moved["lookup_tokens"]
+            moved_shown = (
+                str(self.host_tokens),
+                megabytes(moved["stored_bytes"]),
+                megabytes(moved["loaded_bytes"]),
+                f"{self.host_tokens / looked_up:.1%}" if looked_up else "-",
+            )
+        names = ("from host\nmemory", "bytes\nstored", "bytes\nloaded", "host\nhit rate")
+        return {
+            "phase": f"{self.engine}, {self.source}",
+            "prompts": str(len(self.answers)),
+            "prompt\ntokens": str(self.prompt_tokens),
+            "tokens\ncomputed": str(self.prompt_tokens - self.cached_tokens),
+            "from prefix\ncache": str(self.cached_tokens - self.host_tokens),
+            **dict(zip(names, moved_shown, strict=True)),
+            "first token\n(median)": f"{self.first_token_ms:.0f} ms",
+        }
 
     @property
     def first_token_ms(self) -> float:
