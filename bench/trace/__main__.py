@@ -53,8 +53,8 @@ def main() -> None:
     rows = list(measure(requests, names, capacities))
     name = arguments.trace if made_up else Path(arguments.trace).name
     blocks = sum(len(request.hash_ids) for request in requests)
-    print(f"{name}: {len(requests):,} requests, {blocks:,} blocks; hits in % of blocks\n")
-    print(as_markdown(rows))
+    what = f"{name}: {len(requests):,} requests, {blocks:,} blocks; hits in % of blocks"
+    print(as_markdown(rows, what))
     if arguments.plot:
         arguments.plot.write_text(as_svg(rows, f"Hits of {name}, by capacity in blocks"))
     if arguments.keep:
