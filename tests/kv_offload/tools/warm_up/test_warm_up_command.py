@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.kv_offload.tools.status.server import HITS, PageHandler, PageServer
 from tests.support.commands import Terminal
 
@@ -75,51 +75,55 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "prompts.jsonl"
 
 
-def test_only_a_line_feed_ends_a_line(server: Server, file: Path) -> None:
+@pytest.fixture
+def warm_up(server: Server, file: Path, command: Command) -> Command:
+    def run(*lines: str, end: str = "\n") -> Any:
+        file.write_text(end.join(lines), encoding="utf-8", newline="")
+        return command("warm-up", server.address, file, "--at-once", "1")
+
+    return run
+
+
+def test_only_a_line_feed_ends_a_line(server: Server, warm_up: Command) -> None:
     """JSON may have what Python's `splitlines` takes for the end of a line."""
     prompts = ["a\u2028b", "a\u2029b", "a\u0085b"]
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
-    file.write_text("\r\n".join(lines), encoding="utf-8", newline="")
-    assert main(["warm-up", server.address, str(file), "--at-once", "1"]) == 0
+    assert warm_up(*lines, end="\r\n").status == 0
     assert [body["prompt"] for body in server.bodies] == prompts
 
 
-def test_a_line_that_is_nested_too_deeply(
-    server: Server, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text('{"prompt": "a"}\n' + "[" * 100_000)
-    assert main(["warm-up", server.address, str(file)]) == 2
-    assert capsys.readouterr().err.startswith(f"kv-offload: {file}, line 2: no JSON: ")
+def test_a_line_that_is_nested_too_deeply(server: Server, file: Path, warm_up: Command) -> None:
+    done = warm_up('{"prompt": "a"}', "[" * 100_000)
+    assert done.status == 2
+    assert done.err.startswith(f"kv-offload: {file}, line 2: no JSON: ")
     assert server.bodies == []
 
 
 def test_a_server_that_breaks_off_is_an_error_of_the_line(
-    server: Server, file: Path, capsys: pytest.CaptureFixture[str]
+    server: Server, file: Path, warm_up: Command
 ) -> None:
     server.breaks_off = True
-    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert main(["warm-up", server.address, str(file)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out.startswith("0 of 2 prompts with 0 tokens in ")
+    done = warm_up('{"prompt": "a"}', '{"prompt": "b"}', "")
+    assert done.status == 1
+    assert done.out.startswith("0 of 2 prompts with 0 tokens in ")
     for line in (1, 2):
-        assert f"{file}, line {line}: HTTP status 500" in printed.err
+        assert f"{file}, line {line}: HTTP status 500" in done.err
 
 
 def test_what_was_refused_is_told_though_the_servers_figures_cannot_be_read(
-    server: Server, file: Path, capsys: pytest.CaptureFixture[str]
+    server: Server, file: Path, warm_up: Command
 ) -> None:
     """And what the server says of it cannot steer a terminal."""
     server.refusal = "\x1b]0;owned\x07 no\nsecond line"
-    file.write_text('{"prompt": "a"}\n')
-    assert main(["warm-up", server.address, str(file)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out.startswith("0 of 1 prompts with 0 tokens in ")
-    refused, why, *_ = printed.err.splitlines()
+    done = warm_up('{"prompt": "a"}')
+    assert done.status == 2
+    assert done.out.startswith("0 of 1 prompts with 0 tokens in ")
+    refused, why, *_ = done.err.splitlines()
     assert refused == f"{file}, line 1: HTTP status 400: ?]0;owned? no second line"
     assert "HTTP status 503" in why
 
 
-def test_recorded_requests_are_sent_for_one_token(server: Server, file: Path) -> None:
+def test_recorded_requests_are_sent_for_one_token(server: Server, warm_up: Command) -> None:
     recorded = {
         "max_tokens": 50,
         "max_completion_tokens": 60,
@@ -129,27 +133,21 @@ def test_recorded_requests_are_sent_for_one_token(server: Server, file: Path) ->
         "stream_options": {"include_usage": True},
         "cache_salt": "tenant",
     }
-    file.write_text(json.dumps({"prompt": "a", **recorded}))
-    assert main(["warm-up", server.address, str(file)]) == 0
+    assert warm_up(json.dumps({"prompt": "a", **recorded})).status == 0
     sent = {"model": "small", "prompt": "a", "max_tokens": 1, "stream": False}
     assert server.bodies == [{**sent, "cache_salt": "tenant"}]
 
 
 @pytest.mark.parametrize("end", ["\n", "\u20ac"])
 def test_a_key_that_cannot_be_sent_is_not_shown(
-    end: str,
-    server: Server,
-    file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    end: str, server: Server, warm_up: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A secret that was written into a file with an editor ends with a line feed."""
     monkeypatch.setenv("VLLM_API_KEY", f"secret{end}")
-    file.write_text('{"prompt": "a"}')
-    assert main(["warm-up", server.address, str(file)]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("kv-offload: environment: VLLM_API_KEY: character 7 ")
-    assert "secret" not in message
+    done = warm_up('{"prompt": "a"}')
+    assert done.status == 2
+    assert done.err.startswith("kv-offload: environment: VLLM_API_KEY: character 7 ")
+    assert "secret" not in done.err
     assert server.bodies == []
 
 
