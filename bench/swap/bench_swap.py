@@ -26,15 +26,16 @@ from kv_swap.packing.format import POOL_ENTRY_BYTES
 from bench.machine import cuda_torch, keep_rows
 from bench.swap.bed import (
     LAYERS,
-    BigCopies,
+    NO_COPIES,
     Case,
+    Copies,
     CudaBed,
-    EngineCopies,
-    NoCopies,
+    big_copies,
     describe,
+    engine_copies,
     scattered,
 )
-from bench.swap.workloads import Copies, beside, make_workloads
+from bench.swap.workloads import beside, make_workloads
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 15
@@ -278,14 +279,14 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
     bed = CudaBed(64 * KIB, 2 * count)
     job = scattered(direction, 2 * count, count)
     ways: dict[str, Copies] = {
-        "engine": EngineCopies(bed, job),
-        "one big copy": BigCopies(bed, job),
+        "engine": engine_copies(bed, job),
+        "one big copy": big_copies(bed, job),
     }
     packed = None
     if can_pack(bed.torch.cuda.get_device_capability()):
         packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
         packed.store_everything()
-        ways["packed engine"] = EngineCopies(packed, job)
+        ways["packed engine"] = engine_copies(packed, job)
     for workload in make_workloads(bed.torch):
         for path, copies in ways.items():
             ratio, seconds = beside(bed.torch, workload, copies, 0.0051, 7)
@@ -315,9 +316,9 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
         return (time.perf_counter() - started) * 1e6
 
     ways: dict[str, Copies] = {
-        "alone": NoCopies(),
-        "engine": EngineCopies(bed, job),
-        "one big copy": BigCopies(bed, job),
+        "alone": NO_COPIES,
+        "engine": engine_copies(bed, job),
+        "one big copy": big_copies(bed, job),
     }
     for path, copies in ways.items():
         times: list[float] = []
