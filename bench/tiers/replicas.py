@@ -49,7 +49,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from bench.serving.engine import model_config
+    from bench.serving.engine import engine_arguments, model_config
     from tests.support.totals import totals_by_replica
 
     settings = EngineSettings(shape, OURS, model, options)
@@ -58,15 +58,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
     item_bytes = 2 if on_gpu else 4
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
-            model=model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16" if on_gpu else "float32",
-            block_size=shape.block_tokens,
-            num_gpu_blocks_override=shape.gpu_blocks,
-            kv_cache_memory_bytes=shape.gpu_blocks * shape.block_bytes(item_bytes),
-            gpu_memory_utilization=0.4,
-            max_model_len=shape.max_model_len,
+            **engine_arguments(settings, on_gpu=on_gpu),
             enforce_eager=True,  # prompts are computed, and hits loaded, without CUDA graphs
             data_parallel_size=REPLICAS,
             kv_transfer_config=KVTransferConfig(**(settings.transfer_config or {})),
