@@ -52,9 +52,9 @@ from bench.demo_engine import (
     Prompt,
     make_prompts,
     megabytes,
-    say,
 )
 from bench.demo_store import share
+from bench.environment import say
 from tests.support.mooncake import missing
 from tests.support.small_models import write_model
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ KV_CACHE_BYTES = 64 << 20
 HOST_CACHE = "256MiB"
 
 Prompt = list[int]
-_START = time.monotonic()
 
 
 COMPUTED, FROM_PREFIX_CACHE = "computed", "from prefix cache"
@@ -77,11 +75,6 @@ class Phase:
 def megabytes(size_bytes: int) -> str:
     """Return a size for the table."""
     return f"{size_bytes / 1e6:.2f} MB"
-
-
-def say(message: str) -> None:
-    """Print a line of progress with the seconds since the start."""
-    print(f"[{time.monotonic() - _START:5.1f} s] {message}", flush=True)
 
 
 def make_prompts(seed: int = 0) -> list[Prompt]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
 """The exit status that a shell shows for a tool whose reader went away, as in `... | head -1`."""
@@ -44,6 +45,17 @@ def make_console() -> Console:
         color_system="auto" if shows_colour() else None,
         width=None if is_terminal() else PIPE_COLUMNS,
     )
+
+
+def make_table(*columns: str) -> Table:
+    """Return a table of figures, with names above them if `columns` has any."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(Text(column), justify="right", header_style="bold cyan")
+    return table
 
 
 def draw(console: Console, page: RenderableType) -> None:

@@ -7,9 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from kv_offload.cache.policies import POLICIES
 from kv_offload.config.file import show
 from kv_offload.config.sizes import format_size
@@ -18,7 +15,7 @@ from kv_offload.simulation.bounds import infinite
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest, read_trace
 from kv_offload.tools.arguments import add_count
-from kv_offload.tools.output import draw, make_console
+from kv_offload.tools.output import draw, make_console, make_table
 from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_size
 
 
@@ -68,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "
             "which a trace does not tell. Start the engine, and look at its metrics"
         )
-    table = _table(policies)
+    table = make_table("host memory", "blocks", *policies)
     endless = infinite(requests)
     for cpu_bytes in sizes:
         blocks = size.blocks_in(cpu_bytes)
@@ -98,13 +95,6 @@ def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:
         what = "no requests" if not found else f"blocks of {sorted(found)} tokens"
         raise ConfigError(f"{path}: it has {what}: give a trace of one engine that served some")
     return found.pop()
-
-
-def _table(policies: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("host memory", "blocks", *policies):
-        table.add_column(Text(column), justify="right", header_style="bold cyan")
-    return table
 
 
 def _percent(ratio: float) -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kv_offload.config.sizes import format_size
 from kv_offload.metrics import METRICS
+from kv_offload.tools.output import make_table
 from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
 from kv_offload.tools.status.read import Reading
 
@@ -40,7 +41,7 @@ def page(url: str, now: Reading, before: Reading | None = None, note: str = "") 
 
 
 def _table(figures: Figures) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column("")
     table.add_column("since the start", justify="right")
     table.add_column("share", justify="right")
@@ -148,9 +149,9 @@ def _add_pool(table: Table, figures: Figures) -> None:
 
 
 def _engines(by_engine: Sequence[Figures]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    for column in ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors"):
-        table.add_column(column, justify="right", header_style="bold cyan")
+    table = make_table(
+        *("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
+    )
     for figures in by_engine:
         errors, values = sum(figures.some(*ERRORS).values()), figures.values
         table.add_row(
