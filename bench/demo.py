@@ -31,6 +31,10 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
 from bench.demo_engine import (
     ANSWER_TOKENS,
     COMPUTED,
@@ -48,42 +52,27 @@ from bench.demo_engine import (
     Prompt,
     make_prompts,
     megabytes,
-    say,
 )
 from bench.demo_store import share
+from bench.environment import say
 from tests.support.mooncake import missing
 from tests.support.small_models import write_model
 
 HAS_DISK = importlib.util.find_spec("xxhash") is not None
 """On a host where nothing can be installed, what a disk needs may be missing."""
 
-HEADER = (
-    ("phase", ""),
-    ("prompts", ""),
-    ("prompt", "tokens"),
-    ("tokens", "computed"),
-    ("from prefix", "cache"),
-    ("from host", "memory"),
-    ("bytes", "stored"),
-    ("bytes", "loaded"),
-    ("host", "hit rate"),
-    ("first token", "(median)"),
-)
-
 
 def table(phases: Sequence[Phase]) -> str:
-    """Return one line per phase under a header of two lines, first column left, others right."""
-    lines = [[name for name, _ in HEADER], [more for _, more in HEADER]]
-    lines += [phase.row() for phase in phases]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    shown = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return "\n".join([*shown[:2], "-" * len(shown[0]), *shown[2:]])
+    """Return one line per phase, first column left, others right."""
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in phases[0].row():
+        shown.add_column(name, justify="right" if shown.columns else "left")
+    for phase in phases:
+        shown.add_row(*phase.row().values())
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
 
 
 def verdict(base: Sequence[Phase], plugin: Sequence[Phase]) -> tuple[int, str]:
@@ -210,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("run it with --verbose for the engine's log", file=sys.stderr)
         return 1
     say("done")
-    print(f"\n{table([*base, *plugin])}\n")
+    print(table([*base, *plugin]))
     print(
         "The engine with the plugin forgot its own prefix cache before the prompts came again. On "
         "a busy server\nother prompts push them out. Then vLLM alone computes them again:"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ KV_CACHE_BYTES = 64 << 20
 HOST_CACHE = "256MiB"
 
 Prompt = list[int]
-_START = time.monotonic()
 
 
 COMPUTED, FROM_PREFIX_CACHE = "computed", "from prefix cache"
@@ -46,27 +44,27 @@ class Phase:
         """Tokens whose KV was loaded from host memory."""
         return self.moved.get("hit_tokens", 0)
 
-    def row(self) -> list[str]:
-        """Return this phase's line of the table."""
-        looked_up = self.moved.get("lookup_tokens", 0)
-        return [
-            f"{self.engine}, {self.source}",
-            str(len(self.answers)),
-            str(self.prompt_tokens),
-            str(self.prompt_tokens - self.cached_tokens),
-            str(self.cached_tokens - self.host_tokens),
-            *(
-                (
-                    str(self.host_tokens),
-                    megabytes(self.moved["stored_bytes"]),
-                    megabytes(self.moved["loaded_bytes"]),
-                    f"{self.host_tokens / looked_up:.1%}" if looked_up else "-",
-                )
-                if self.moved
-                else ("-",) * 4
-            ),
-            f"{self.first_token_ms:.0f} ms",
-        ]
+    def row(self) -> dict[str, str]:
+        """Return this phase's line of the table, by the header of its columns."""
+        moved, moved_shown = self.moved, ("-",) * 4
+        if moved:
+            looked_up = moved["lookup_tokens"]
+            moved_shown = (
+                str(self.host_tokens),
+                megabytes(moved["stored_bytes"]),
+                megabytes(moved["loaded_bytes"]),
+                f"{self.host_tokens / looked_up:.1%}" if looked_up else "-",
+            )
+        names = ("from host\nmemory", "bytes\nstored", "bytes\nloaded", "host\nhit rate")
+        return {
+            "phase": f"{self.engine}, {self.source}",
+            "prompts": str(len(self.answers)),
+            "prompt\ntokens": str(self.prompt_tokens),
+            "tokens\ncomputed": str(self.prompt_tokens - self.cached_tokens),
+            "from prefix\ncache": str(self.cached_tokens - self.host_tokens),
+            **dict(zip(names, moved_shown, strict=True)),
+            "first token\n(median)": f"{self.first_token_ms:.0f} ms",
+        }
 
     @property
     def first_token_ms(self) -> float:
@@ -77,11 +75,6 @@ class Phase:
 def megabytes(size_bytes: int) -> str:
     """Return a size for the table."""
     return f"{size_bytes / 1e6:.2f} MB"
-
-
-def say(message: str) -> None:
-    """Print a line of progress with the seconds since the start."""
-    print(f"[{time.monotonic() - _START:5.1f} s] {message}", flush=True)
 
 
 def make_prompts(seed: int = 0) -> list[Prompt]:

@@ -20,8 +20,8 @@ from bench.demo_engine import (
     Phase,
     Prompt,
     make_prompts,
-    say,
 )
+from bench.environment import say
 from tests.support.mooncake import Master, environment, missing
 from tests.support.processes import print_result, run_module
 

@@ -157,72 +157,54 @@ def test_step_of_decodes(
     assert stored == pytest.approx(expected, rel=1 / 16), "the prompts were not stored beforehand"
 
 
-def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path) -> None:
-    """The same by turns without a disk, with one that may write nothing, and one that writes."""
-    beds = {
-        name: SchedulerBed(size.running, PROMPTS[0], size.slots, size.longest, disk)
-        for name, disk in {
-            "no disk": None,
-            "disk idle": disk_options(tmp_path / "idle", size, "1B"),
-            "disk busy": disk_options(tmp_path / "busy", size, "1TiB"),
-        }.items()
-    }
-    costs: dict[str, list[StepCost]] = {name: [] for name in beds}
-    for _ in range(size.steps // BLOCK_TOKENS):
+def by_turns(
+    rows: list[Row], size: Size, beds: dict[str, SchedulerBed], served: Sequence[str] = ()
+) -> dict[str, list[StepCost]]:
+    """Step beds by turns: decodes, and beside them prompts, each a hit or a new one.
+
+    Return by bed what the steps of decodes cost.
+    """
+    decodes: dict[str, list[StepCost]] = {name: [] for name in beds}
+    beside: dict[str, list[StepCost]] = {}
+    for turn in range(size.steps // BLOCK_TOKENS):
         for name, bed in beds.items():
-            costs[name] += [bed.step() for _ in range(BLOCK_TOKENS)]
-    for name, bed in beds.items():
-        rows.append(row_of_steps(f"step of decodes, {name}", PROMPTS[0], costs[name]))
-        moved = sum(cost.moved_blocks for cost in costs[name])
-        assert (moved > 0) == (name == "disk busy")
-        bed.connector.shutdown()
+            decodes[name] += [bed.step() for _ in range(BLOCK_TOKENS)]
+            for what in served:
+                prefix = bed.take_stored_prefix() if what == "hit" else bed.new_prefix()
+                costs = bed.serve(f"{what}-{turn}", prefix, PROMPTS[1])
+                beside.setdefault(f"step beside a {what}, {name}", []).extend(costs)
+    for name, costs in decodes.items():
+        rows.append(row_of_steps(f"step of decodes, {name}", PROMPTS[0], costs))
+        beds[name].connector.shutdown()
+    rows += [row_of_steps(name, PROMPTS[1], costs) for name, costs in beside.items()]
+    return decodes
+
+
+def short_bed(size: Size, plugin: dict[str, Any] | None = None, **more: bool) -> SchedulerBed:
+    return SchedulerBed(size.running, PROMPTS[0], size.slots, size.longest, plugin, **more)
+
+
+def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path) -> None:
+    """Without a disk, with one that may write nothing, and with one that writes."""
+    beds = {
+        "no disk": short_bed(size),
+        "disk idle": short_bed(size, disk_options(tmp_path / "idle", size, "1B")),
+        "disk busy": short_bed(size, disk_options(tmp_path / "busy", size, "1TiB")),
+    }
+    for name, costs in by_turns(rows, size, beds).items():
+        assert any(cost.moved_blocks for cost in costs) == (name == "disk busy")
 
 
 def test_step_by_policy(rows: list[Row], size: Size) -> None:
-    """By turns with the oldest evicted and with what is learnt: decodes, a new prompt and a hit."""
-    beds = {
-        policy: SchedulerBed(
-            size.running, PROMPTS[0], size.slots, size.longest, {"eviction_policy": policy}
-        )
-        for policy in ("lru", "auto")
-    }
-    steps: dict[tuple[str, str, int], list[StepCost]] = {}
-    for turn in range(size.steps // BLOCK_TOKENS):
-        for policy, bed in beds.items():
-            for name, prompt_tokens, costs in (
-                ("step of decodes", PROMPTS[0], [bed.step() for _ in range(BLOCK_TOKENS)]),
-                (
-                    "step beside a hit",
-                    PROMPTS[1],
-                    bed.serve(f"hit-{turn}", bed.take_stored_prefix(), PROMPTS[1]),
-                ),
-                (
-                    "step beside a new prompt",
-                    PROMPTS[1],
-                    bed.serve(f"new-{turn}", bed.new_prefix(), PROMPTS[1]),
-                ),
-            ):
-                steps.setdefault((name, policy, prompt_tokens), []).extend(costs)
-    for (name, policy, prompt_tokens), costs in steps.items():
-        rows.append(row_of_steps(f"{name}, {policy}", prompt_tokens, costs))
+    """With the oldest evicted, and with what is learnt."""
+    beds = {policy: short_bed(size, {"eviction_policy": policy}) for policy in ("lru", "auto")}
+    by_turns(rows, size, beds, ("hit", "new prompt"))
 
 
 def test_step_with_events(rows: list[Row], size: Size) -> None:
-    """By turns without KV events and with them: decodes, and a prompt that is computed beside."""
-    beds = {
-        name: SchedulerBed(size.running, PROMPTS[0], size.slots, size.longest, events=events)
-        for name, events in {"events off": False, "events on": True}.items()
-    }
-    costs: dict[str, list[StepCost]] = {name: [] for name in beds}
-    served: dict[str, list[StepCost]] = {name: [] for name in beds}
-    for turn in range(size.steps // BLOCK_TOKENS):
-        for name, bed in beds.items():
-            costs[name] += [bed.step() for _ in range(BLOCK_TOKENS)]
-        for name, bed in beds.items() if turn < size.requests else ():
-            served[name] += bed.serve(f"new-{turn}", bed.new_prefix(), PROMPTS[1])
-    for name in beds:
-        rows.append(row_of_steps(f"step of decodes, {name}", PROMPTS[0], costs[name]))
-        rows.append(row_of_steps(f"step beside a new prompt, {name}", PROMPTS[1], served[name]))
+    """Without KV events and with them."""
+    beds = {"events off": short_bed(size), "events on": short_bed(size, events=True)}
+    by_turns(rows, size, beds, ("new prompt",))
 
 
 def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:

@@ -4,8 +4,7 @@
     runs.py         which engine is started when, and what is asked of it; collects the results
     settings.py     the connectors that are compared, and what an engine is started with
     shapes.py       models, caches and load
-    process.py      the process of one engine, as the bench sees it
-    process_main.py what runs in that process
+    process.py      the process of one engine: as the bench sees it, and what runs in it
     engine.py       a vLLM engine with random weights and one connector
     sections.py     what is measured on one engine: time to first token, throughput, latency
     conversations.py  what users who come back wait for
@@ -13,5 +12,5 @@
     stats.py        medians, percentiles, and the interval of paired ratios
 
 A new connector is a line in `CONNECTORS`. A new section is a function in `sections.py`, which
-`process_main.py` lists, its name in `SECTIONS` and `OF_ONE_ENGINE`, and a table in `report.py`.
+`process.py` lists, its name in `SECTIONS` and `OF_ONE_ENGINE`, and a table in `report.py`.
 """

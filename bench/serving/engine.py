@@ -52,20 +52,10 @@ class ServingEngine:
         self._time_new_connectors()
         model_config(self.shape).save_pretrained(settings.model)
         self.memory_before = memory_in_use()
-        cache_bytes = settings.cache_blocks * self.shape.block_bytes(self.item_bytes)
         started = time.perf_counter()
         self.llm = LLM(
-            model=settings.model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16" if self.on_gpu else "float32",
-            block_size=self.shape.block_tokens,
-            num_gpu_blocks_override=settings.cache_blocks,
-            # Two engines may share the device, so neither may measure what is free.
-            kv_cache_memory_bytes=cache_bytes // self.shape.tensor_parallel,
+            **engine_arguments(settings, on_gpu=self.on_gpu),
             tensor_parallel_size=self.shape.tensor_parallel,
-            gpu_memory_utilization=0.4,
-            max_model_len=self.shape.max_model_len,
             max_num_batched_tokens=settings.step_tokens,
             enforce_eager=not self.on_gpu,
             kv_transfer_config=settings.transfer_config,
@@ -217,6 +207,24 @@ class ServingEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if max_tokens > 1 else RequestOutputKind.FINAL_ONLY,
         )
+
+
+def engine_arguments(settings: EngineSettings, *, on_gpu: bool) -> dict[str, Any]:
+    """Return what every engine is given: a model with random weights, and the caches' size."""
+    shape = settings.shape
+    cache_bytes = settings.cache_blocks * shape.block_bytes(2 if on_gpu else 4)
+    return {
+        "model": settings.model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "block_size": shape.block_tokens,
+        "num_gpu_blocks_override": settings.cache_blocks,
+        # Two engines may share the device, so neither may measure what is free.
+        "kv_cache_memory_bytes": cache_bytes // shape.tensor_parallel,
+        "gpu_memory_utilization": 0.4,
+        "max_model_len": shape.max_model_len,
+    }
 
 
 def model_config(shape: Shape) -> Any:

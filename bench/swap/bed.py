@@ -180,53 +180,41 @@ class CudaBed:
         return copy
 
 
-class EngineCopies:
-    """The same job of an engine, over and over."""
+@dataclass(frozen=True)
+class Copies:
+    """A copy of `nbytes` that can be queued over and over."""
 
-    def __init__(self, bed: CudaBed, job: SwapJob) -> None:
-        self._bed, self._job = bed, job
-        self.nbytes = len(job.pairs) * bed.layout.block_bytes
-
-    def start(self) -> None:
-        """Queue one more."""
-        self._bed.engine.submit(self._job)
-
-    def ended(self) -> int:
-        """Return how many have ended since the last call."""
-        return len(self._bed.engine.poll())
+    nbytes: int
+    start: Callable[[], object]
+    """Queues one more."""
+    ended: Callable[[], int]
+    """Returns how many have ended since the last call."""
 
 
-class BigCopies:
-    """One contiguous copy of as many bytes, over and over; the same methods."""
+NO_COPIES = Copies(0, lambda: None, lambda: 1)
+"""What others are compared with."""
 
-    def __init__(self, bed: CudaBed, job: SwapJob) -> None:
-        self._bed, self._direction = bed, job.direction
-        self.nbytes = len(job.pairs) * bed.layout.block_bytes
-        self._events: deque[Any] = deque()
 
-    def start(self) -> None:
-        """Queue one more."""
-        event = self._bed.torch.cuda.Event()
-        event.record(self._bed.copy(self._direction, slice(self.nbytes)))
-        self._events.append(event)
+def engine_copies(bed: CudaBed, job: SwapJob) -> Copies:
+    """Return the same job of an engine, over and over."""
+    nbytes = len(job.pairs) * bed.layout.block_bytes
+    return Copies(nbytes, lambda: bed.engine.submit(job), lambda: len(bed.engine.poll()))
 
-    def ended(self) -> int:
-        """Return how many have ended since the last call."""
+
+def big_copies(bed: CudaBed, job: SwapJob) -> Copies:
+    """Return one contiguous copy of as many bytes."""
+    nbytes = len(job.pairs) * bed.layout.block_bytes
+    events: deque[Any] = deque()
+
+    def start() -> None:
+        events.append(bed.torch.cuda.Event())
+        events[-1].record(bed.copy(job.direction, slice(nbytes)))
+
+    def ended() -> int:
         count = 0
-        while self._events and self._events[0].query():
-            self._events.popleft()
+        while events and events[0].query():
+            events.popleft()
             count += 1
         return count
 
-
-class NoCopies:
-    """Nothing is copied: what the others are compared with."""
-
-    nbytes = 0
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def ended(self) -> int:
-        """Say that it has ended."""
-        return 1
+    return Copies(nbytes, start, ended)

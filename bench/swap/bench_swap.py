@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,16 @@ from kv_swap.packing.format import POOL_ENTRY_BYTES
 from bench.machine import cuda_torch, keep_rows
 from bench.swap.bed import (
     LAYERS,
-    BigCopies,
+    NO_COPIES,
     Case,
+    Copies,
     CudaBed,
-    EngineCopies,
-    NoCopies,
+    big_copies,
     describe,
+    engine_copies,
     scattered,
 )
-from bench.swap.workloads import Copies, beside, make_workloads
+from bench.swap.workloads import beside, make_workloads
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 15
@@ -53,37 +53,22 @@ def on_gpu(test: Any) -> Any:
     return pytest.mark.gpu(skip(test))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement.
+Row = dict[str, Any]
+"""One measurement.
 
-    `ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
-    alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
-    completion, or the latency that the name says. A packed engine's rates are of bytes in the KV
-    cache; `raw_gbps` is what the engine reaches without packing, taking turns with it, and
-    `wire_ratio` the rate of bytes on the link to the roofline: a store writes pools, a load reads
-    none that is empty.
-    """
-
-    name: str
-    direction: str
-    page_bytes: int
-    path: str
-    gbps: float | None = None
-    roofline_gbps: float | None = None
-    peer_gbps: float | None = None
-    submit_us: float | None = None
-    ratio: float | None = None
-    microseconds: float | None = None
-    raw_gbps: float | None = None
-    wire_ratio: float | None = None
+`ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
+alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
+completion, or the latency that the name says. A packed engine's rates are of bytes in the KV cache;
+`raw_gbps` is what the engine reaches without packing, taking turns with it, and `wire_ratio` the
+rate of bytes on the link to the roofline: a store writes pools, a load reads none that is empty.
+"""
 
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[Row]]:
     rows: list[Row] = []
     yield rows
-    keep_rows("swap.json", [asdict(row) for row in rows])
+    keep_rows("swap.json", rows)
 
 
 def measure(
@@ -108,27 +93,29 @@ def measure(
     moved_bytes = layout.slot_bytes
     if case.job.direction is Direction.LOAD:
         moved_bytes -= layout.pool_entries * POOL_ENTRY_BYTES
-    raw_gbps = case.gbps("raw")
-    ratio = gbps / roofline_gbps
-    wire_ratio = None if raw_gbps is None else ratio * moved_bytes / layout.block_bytes
-    row = Row(
+    raw_gbps, ratio = case.gbps("raw"), gbps / roofline_gbps
+    row = row_of(
         name,
         case.job.direction.value,
         page_bytes,
         path,
-        gbps,
-        roofline_gbps,
-        case.gbps("peer"),
-        case.median("submit") * 1e6,
-        ratio,
-        case.median("engine") * 1e6,
-        raw_gbps,
-        wire_ratio,
+        gbps=gbps,
+        roofline_gbps=roofline_gbps,
+        peer_gbps=case.gbps("peer"),
+        submit_us=case.median("submit") * 1e6,
+        ratio=ratio,
+        microseconds=case.median("engine") * 1e6,
     )
-    benchmark.extra_info.update(asdict(row))
+    if raw_gbps is not None:
+        row |= {"raw_gbps": raw_gbps, "wire_ratio": ratio * moved_bytes / layout.block_bytes}
+    benchmark.extra_info.update(row)
     if benchmark.enabled:
         results.append(row)
     case.engine.close()
+
+
+def row_of(name: str, direction: str, page_bytes: int, path: str, **figures: Any) -> Row:
+    return {"name": name, "direction": direction, "page_bytes": page_bytes, "path": path, **figures}
 
 
 def skip_unless_it_packs() -> None:
@@ -261,10 +248,9 @@ def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) ->
     rounds = ROUNDS if benchmark.enabled else 1
     benchmark.pedantic(run, setup=roofline, rounds=rounds)
     gbps, roofline_gbps = (2 * nbytes / statistics.median(took) / 1e9 for took in seconds.values())
-    ratio = gbps / roofline_gbps
-    row = Row("both directions", "both", page_bytes, "engine", gbps, roofline_gbps, ratio=ratio)
+    rates = {"gbps": gbps, "roofline_gbps": roofline_gbps, "ratio": gbps / roofline_gbps}
     if benchmark.enabled:
-        results.append(row)
+        results.append(row_of("both directions", "both", page_bytes, "engine", **rates))
     bed.engine.close()
 
 
@@ -278,19 +264,20 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
     bed = CudaBed(64 * KIB, 2 * count)
     job = scattered(direction, 2 * count, count)
     ways: dict[str, Copies] = {
-        "engine": EngineCopies(bed, job),
-        "one big copy": BigCopies(bed, job),
+        "engine": engine_copies(bed, job),
+        "one big copy": big_copies(bed, job),
     }
     packed = None
     if can_pack(bed.torch.cuda.get_device_capability()):
         packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
         packed.store_everything()
-        ways["packed engine"] = EngineCopies(packed, job)
+        ways["packed engine"] = engine_copies(packed, job)
     for workload in make_workloads(bed.torch):
         for path, copies in ways.items():
             ratio, seconds = beside(bed.torch, workload, copies, 0.0051, 7)
             name, gbps = f"slowdown of {workload.name}", copies.nbytes / seconds / 1e9
-            results.append(Row(name, direction.value, 64 * KIB, path, gbps, ratio=ratio))
+            rates = {"gbps": gbps, "ratio": ratio}
+            results.append(row_of(name, direction.value, 64 * KIB, path, **rates))
     benchmark.pedantic(bed.case(job).run, rounds=1)
     bed.engine.close()
     if packed is not None:
@@ -315,9 +302,9 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
         return (time.perf_counter() - started) * 1e6
 
     ways: dict[str, Copies] = {
-        "alone": NoCopies(),
-        "engine": EngineCopies(bed, job),
-        "one big copy": BigCopies(bed, job),
+        "alone": NO_COPIES,
+        "engine": engine_copies(bed, job),
+        "one big copy": big_copies(bed, job),
     }
     for path, copies in ways.items():
         times: list[float] = []
@@ -332,6 +319,6 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
             ("2 KiB copy, p99", float(np.percentile(times, 99))),
         ):
             if benchmark.enabled:
-                results.append(Row(name, "store", 64 * KIB, path, microseconds=microseconds))
+                results.append(row_of(name, "store", 64 * KIB, path, microseconds=microseconds))
     benchmark.pedantic(copy_tokens, rounds=1)
     bed.engine.close()

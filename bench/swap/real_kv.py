@@ -20,7 +20,6 @@ The result is written to packing.json.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +39,6 @@ POWERS = {0: 1, 3: 1, 5: 1, 7: 6, 9: 2}
 
 KV = NDArray[np.uint16]
 """bf16 of `(layers, 2, tokens, heads, channels)`: K, after its rotation, and V."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of the blocks of one text.
-
-    `escapes_k` and `escapes_v` are the mean a tile, `escapes_p99` and `most_escapes` of all tiles,
-    `capacity` the fewest that a tile has room for. Of raw tiles a block may have `pool_entries`.
-    """
-
-    model: str
-    text: str
-    order: str
-    outlier_power: int
-    blocks: int
-    slot_share: float
-    capacity: int
-    escapes_k: float
-    escapes_v: float
-    escapes_p99: float
-    most_escapes: int
-    raw_share: float
-    pool_entries: int
-    most_raw_tiles: int
-    refused: int
 
 
 class Reader:
@@ -115,8 +89,12 @@ def with_outliers(kv: KV, power: int, seed: int) -> KV:
     return kv
 
 
-def count(model: str, text: str, kvs: list[KV], order: str, power: int) -> Row:
-    """Cut KV into blocks, and count what their tiles have."""
+def count(kvs: list[KV], order: str) -> dict[str, Any]:
+    """Cut KV into blocks, and return what became of them.
+
+    `escapes_k` and `escapes_v` are the mean a tile, `escapes_p99` and `most_escapes` of all tiles,
+    `capacity` the fewest that a tile has room for. Of raw tiles a block may have `pool_entries`.
+    """
     layers, _, _, heads, channels = kvs[0].shape
     if order == "NHD":
         axes, packing = (2, 0, 1, 3, 4, 5), Packing(heads * channels // 8)
@@ -143,23 +121,19 @@ def count(model: str, text: str, kvs: list[KV], order: str, power: int) -> Row:
     fits = escapes <= capacity
     raw = (~fits).sum(axis=1)
     is_k = np.array([tile.region % 2 == 0 for tile in tiles])
-    return Row(
-        model,
-        text,
-        order,
-        power,
-        len(escapes),
-        layout.slot_bytes / layout.block_bytes,
-        int(capacity.min()),
-        float(escapes[:, is_k].mean()),
-        float(escapes[:, ~is_k].mean()),
-        float(np.percentile(escapes, 99)),
-        int(escapes.max()),
-        float((~fits).mean()),
-        layout.pool_entries,
-        int(raw.max()),
-        int((raw > layout.pool_entries).sum()),
-    )
+    return {
+        "blocks": len(escapes),
+        "slot_share": layout.slot_bytes / layout.block_bytes,
+        "capacity": int(capacity.min()),
+        "escapes_k": float(escapes[:, is_k].mean()),
+        "escapes_v": float(escapes[:, ~is_k].mean()),
+        "escapes_p99": float(np.percentile(escapes, 99)),
+        "most_escapes": int(escapes.max()),
+        "raw_share": float((~fits).mean()),
+        "pool_entries": layout.pool_entries,
+        "most_raw_tiles": int(raw.max()),
+        "refused": int((raw > layout.pool_entries).sum()),
+    }
 
 
 def main() -> None:
@@ -178,11 +152,10 @@ def main() -> None:
             for power, choices in POWERS.items():
                 kvs = [with_outliers(kv, power, seed) for seed in range(choices)] if power else [kv]
                 for order in ("NHD", "HND"):
-                    rows.append(count(reader.name, name, kvs, order, power))
+                    case = {"model": reader.name, "text": name, "order": order}
+                    rows.append({**case, "outlier_power": power, **count(kvs, order)})
                     print(rows[-1], flush=True)
-    write_result(
-        arguments.out / "packing.json", {"machine": machine(), "rows": [asdict(r) for r in rows]}
-    )
+    write_result(arguments.out / "packing.json", {"machine": machine(), "rows": rows})
 
 
 if __name__ == "__main__":

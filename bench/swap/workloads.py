@@ -5,22 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
+
+from bench.swap.bed import Copies
 
 DECODE_TOKENS, HIDDEN, WIDE = 32, 4096, 14336
 MOST_COPIES = 64
-
-
-class Copies(Protocol):
-    """A copy of `nbytes` that can be queued over and over."""
-
-    nbytes: int
-
-    def start(self) -> None:
-        """Queue one more."""
-
-    def ended(self) -> int:
-        """Return how many have ended since the last call."""
 
 
 class Workload:

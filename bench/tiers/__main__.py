@@ -38,6 +38,8 @@ PLACES = ("computed", "host memory", "below")
 PHASES = ("alone", "after computing", "loading", "reading")
 RATE = "16GiB"
 """Bytes per second that may be written: more than any tier takes."""
+# A policy that learns finds that nothing here comes often, and writes next to nothing.
+ALWAYS: dict[str, Any] = {"load_or_recompute": "always_load", "eviction_policy": "lru"}
 
 Document = dict[str, Any]
 
@@ -56,16 +58,14 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 def options(arguments: argparse.Namespace, master: str | None) -> dict[str, dict[str, Any]]:
     """Return the plugin's keys of each engine, in the order of their turns."""
-    # A policy that learns finds that nothing here comes often, and writes next to nothing.
-    always: dict[str, Any] = {"load_or_recompute": "always_load", "eviction_policy": "lru"}
-    found = {NO_TIER: always}
+    found = {NO_TIER: ALWAYS}
     if arguments.disk:
         disk = {"disk_path": str(arguments.disk), "disk_bytes": arguments.disk_bytes}
-        found["disk"] = {**always, **disk, "disk_restart": False, "disk_write_rate": RATE}
+        found["disk"] = {**ALWAYS, **disk, "disk_restart": False, "disk_write_rate": RATE}
     if master:
         store = {"store": "mooncake", "store_master": master, "store_bytes": 0}
-        found["store"] = {**always, **store, "store_write_rate": RATE}
-    return {**found, f"{NO_TIER}, again": always}
+        found["store"] = {**ALWAYS, **store, "store_write_rate": RATE}
+    return {**found, f"{NO_TIER}, again": ALWAYS}
 
 
 def measure(arguments: argparse.Namespace, master: str | None, document: Document) -> list[str]:
@@ -133,11 +133,7 @@ def tables(document: Document) -> str:
 def main(words: list[str] | None = None) -> int:
     """Measure, print the tables, and return the exit status."""
     arguments = parse(words)
-    document: Document = {
-        "machine": machine(),
-        "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
-        "results": {},
-    }
+    document = new_document(arguments.shape)
     with contextlib.ExitStack() as ends:
         master = None
         if arguments.store_bytes:
@@ -147,8 +143,21 @@ def main(words: list[str] | None = None) -> int:
             master = ends.enter_context(with_mooncake())
             ends.enter_context(Peer(master, count=1, segment_bytes=arguments.store_bytes))
         problems = measure(arguments, master, document)
-    print(tables(document))
-    problems += unproven(document)
+    return conclude(tables(document), problems + unproven(document))
+
+
+def new_document(shape: str) -> Document:
+    """Return a result without results."""
+    return {
+        "machine": machine(),
+        "shape": {"name": shape, **asdict(SHAPES[shape])},
+        "results": {},
+    }
+
+
+def conclude(shown: str, problems: list[str]) -> int:
+    """Print tables, then what went wrong, and return the exit status."""
+    print(shown)
     for problem in problems:
         progress(problem)
     return 1 if problems else 0

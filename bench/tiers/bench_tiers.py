@@ -1,18 +1,20 @@
-"""How fast slots move to and from a disk: GB/s from `submit` to the polled completion.
+"""How fast slots move to and from a disk or a store: GB/s from `submit` to the polled completion.
 
-Run with `pytest bench/tiers/bench_tiers.py --benchmark-enable --basetemp=FOLDER`, where `FOLDER` is
-a new one on the disk to measure, with 2 GiB free; with `KV_OFFLOAD_BENCH_RESULTS` set to a folder,
-`tiers.json` is written there. Without the option everything runs once, at a small size. The plain
-way is a read or write for each slot, by as many threads. Both take turns within each round, so that
-they meet the same disk; figures are medians over the rounds.
+Run with `pytest bench/tiers/bench_tiers.py -k disk --benchmark-enable --basetemp=FOLDER`, where
+`FOLDER` is a new one on the disk to measure, with 2 GiB free; and with `-k store` for a store, of a
+real `mooncake_master`. With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `tiers.json` or
+`store.json` is written there. Without the option everything runs once, at a small size.
+
+Beside a disk, the plain way is a read or write for each slot, by as many threads; both take turns
+within each round, so that they meet the same disk. The memory of a store is that of this process,
+or of another by TCP on loopback. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +22,55 @@ import numpy as np
 import pytest
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.disk import DiskTier
-from kv_swap.tiers.engine import TierDirection, TierJob
+from kv_swap.tiers.engine import TierDirection, TierEngine, TierJob
 from kv_swap.tiers.probe import PlainFile
+from kv_swap.tiers.store.keys import object_keys
+from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.store.tier import StoreTier
 from numpy.typing import NDArray
 
 from bench.machine import keep_rows
+from tests.support.mooncake import Master, Peer, require_mooncake
 
 KIB, MIB = 1 << 10, 1 << 20
-ROUNDS = 15
-SLOTS = [64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB]
+ROUNDS, STORE_ROUNDS = 15, 7
+POOL_BYTES = 1 << 30
 
+sizes = pytest.mark.parametrize("slot_bytes", [64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB])
+both_ways = pytest.mark.parametrize("direction", list(TierDirection), ids=lambda way: way.value)
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement; `ratio` is that to plain I/O, `microseconds` the caller's own time."""
-
-    name: str
-    slot_bytes: int
-    direct: bool
-    gbps: float | None = None
-    plain_gbps: float | None = None
-    ratio: float | None = None
-    microseconds: float | None = None
+Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[list[Row]]:
-    rows: list[Row] = []
+def disk_rows() -> Iterator[Rows]:
+    rows: Rows = []
     yield rows
-    keep_rows("tiers.json", [asdict(row) for row in rows])
+    keep_rows("tiers.json", rows)
+
+
+@pytest.fixture(scope="module")
+def store_rows() -> Iterator[Rows]:
+    rows: Rows = []
+    yield rows
+    keep_rows("store.json", rows)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[str]:
+    require_mooncake()
+    with Master() as master:
+        yield master.address
+
+
+@pytest.fixture(params=["own", "another process"])
+def place(request: pytest.FixtureRequest, master: str) -> Iterator[str]:
+    """Whose memory the store has."""
+    if request.param == "own":
+        yield request.param
+        return
+    with Peer(master, segment_bytes=POOL_BYTES):
+        yield request.param
 
 
 def filled_arena(num_slots: int, slot_bytes: int) -> NDArray[np.uint8]:
@@ -60,29 +82,42 @@ def filled_arena(num_slots: int, slot_bytes: int) -> NDArray[np.uint8]:
     return view
 
 
-def names_of(pairs: NDArray[np.int32]) -> list[bytes]:
+def names_of(slots: NDArray[np.int32]) -> list[bytes]:
     """Return names as long as a key with its generation."""
-    return [slot.to_bytes(52, "little") for slot in pairs[:, 1].tolist()]
+    return [slot.to_bytes(52, "little") for slot in slots.tolist()]
 
 
-def finish(tier: DiskTier, direction: TierDirection, pairs: NDArray[np.int32]) -> float:
+def same_slots(count: int) -> NDArray[np.int32]:
+    return np.repeat(np.arange(count, dtype=np.int32)[:, None], 2, axis=1)
+
+
+def finish(tier: TierEngine, direction: TierDirection, pairs: NDArray[np.int32]) -> float:
     """Run a job to its end; return the seconds that it took."""
+    job = TierJob(1, direction, pairs, names_of(pairs[:, 1]))
     started = time.perf_counter()
-    tier.submit(TierJob(1, direction, pairs, names_of(pairs)))
+    tier.submit(job)
     assert tier.wait(600)
     (done,) = tier.poll()
     assert not done.failed
     return time.perf_counter() - started
 
 
-@pytest.mark.parametrize("slot_bytes", SLOTS)
-@pytest.mark.parametrize("direction", list(TierDirection), ids=lambda way: way.value)
-def test_rate(
-    benchmark: Any,
-    results: list[Row],
-    tmp_path: Path,
-    direction: TierDirection,
-    slot_bytes: int,
+def median_and_p99(
+    benchmark: Any, rows: Rows, timed: Callable[[], float], name: str, unit: str, **facts: Any
+) -> None:
+    """Note what a call takes; `timed` makes one and returns its seconds."""
+    took: list[float] = []
+    benchmark.pedantic(lambda: took.append(timed()), rounds=300 if benchmark.enabled else 1)
+    scale = {"microseconds": 1e6, "milliseconds": 1e3}[unit]
+    for shown, figure in (("median", 50), ("p99", 99)) if benchmark.enabled else ():
+        value = float(np.percentile(took, figure)) * scale
+        rows.append({"name": f"{name}, {shown}", **facts, unit: value})
+
+
+@sizes
+@both_ways
+def test_rate_of_a_disk(
+    benchmark: Any, disk_rows: Rows, tmp_path: Path, direction: TierDirection, slot_bytes: int
 ) -> None:
     """Half of the slots of a file, in random order, against as many bytes one after the other."""
     count = (512 if benchmark.enabled else 8) * MIB // slot_bytes
@@ -98,48 +133,92 @@ def test_rate(
         for way in TierDirection:  # space that was never written is slower
             plain.move(way, arena)
             finish(tier, TierDirection.DEMOTE, pairs)
-        rounds = ROUNDS if benchmark.enabled else 1
         benchmark.pedantic(
             lambda: seconds["tier"].append(finish(tier, direction, pairs)),
             setup=lambda: seconds["plain"].append(plain.move(direction, arena)),
-            rounds=rounds,
+            rounds=ROUNDS if benchmark.enabled else 1,
         )
         gbps, plain_gbps = (
             count * slot_bytes / statistics.median(took) / 1e9 for took in seconds.values()
         )
-        row = Row(direction.value, slot_bytes, tier.direct, gbps, plain_gbps, gbps / plain_gbps)
-    benchmark.extra_info.update(asdict(row))
+        rates = {"gbps": gbps, "plain_gbps": plain_gbps, "ratio": gbps / plain_gbps}
+        row = {"name": direction.value, "slot_bytes": slot_bytes, "direct": tier.direct, **rates}
+    benchmark.extra_info.update(row)
     if benchmark.enabled:
-        results.append(row)
+        disk_rows.append(row)
     (tmp_path / "tier").unlink()
 
 
-@pytest.mark.parametrize("direction", list(TierDirection), ids=lambda way: way.value)
-def test_caller(
-    benchmark: Any, results: list[Row], tmp_path: Path, direction: TierDirection
+@both_ways
+def test_caller_of_a_disk(
+    benchmark: Any, disk_rows: Rows, tmp_path: Path, direction: TierDirection
 ) -> None:
     """What submitting a job of 64 slots and a poll take of the caller's time."""
     slot_bytes, num_slots = 64 * KIB, 512
     arena = filled_arena(num_slots, slot_bytes)
-    rng, took = np.random.default_rng(0), []
+    rng, everything = np.random.default_rng(0), same_slots(num_slots)
     with DiskTier(tmp_path / "tier", num_slots, arena, {}) as tier:
-        everything = np.stack([np.arange(num_slots)] * 2, 1).astype(np.int32)
         finish(tier, TierDirection.DEMOTE, everything)
 
-        def run() -> None:
+        def submit_and_poll() -> float:
             pairs = everything[rng.permutation(num_slots)[:64]]
-            job = TierJob(1, direction, pairs, names_of(pairs))
+            job = TierJob(1, direction, pairs, names_of(pairs[:, 1]))
             started = time.perf_counter()
             tier.submit(job)
             tier.poll()
-            took.append(time.perf_counter() - started)
+            took = time.perf_counter() - started
             assert tier.wait(600)
             tier.poll()
+            return took
 
-        benchmark.pedantic(run, rounds=300 if benchmark.enabled else 1)
-        if benchmark.enabled:
-            for name, figure in (("median", 50), ("p99", 99)):
-                microseconds = float(np.percentile(took, figure)) * 1e6
-                what = f"submit and poll a {direction.value} of 64, {name}"
-                results.append(Row(what, slot_bytes, tier.direct, microseconds=microseconds))
+        name = f"submit and poll a {direction.value} of 64"
+        facts = {"slot_bytes": slot_bytes, "direct": tier.direct}
+        median_and_p99(benchmark, disk_rows, submit_and_poll, name, "microseconds", **facts)
     (tmp_path / "tier").unlink()
+
+
+@sizes
+def test_rate_of_a_store(
+    benchmark: Any, store_rows: Rows, master: str, place: str, slot_bytes: int
+) -> None:
+    """Put new objects, get them and remove them, in turns."""
+    count = (128 if benchmark.enabled else 8) * MIB // slot_bytes
+    arena, pairs = filled_arena(count, slot_bytes), same_slots(count)
+    took: dict[TierDirection, list[float]] = {way: [] for way in TierDirection}
+    asker = MooncakeClient(master, 0)
+    asker.connect()
+    segment_bytes = POOL_BYTES if place == "own" else 0
+    with StoreTier(lambda: MooncakeClient(master, segment_bytes), arena, {}) as tier:
+        keys = object_keys(tier.file_id, names_of(pairs[:, 1]))
+
+        def run() -> None:
+            for way in TierDirection:
+                took[way].append(finish(tier, way, pairs))
+            asker.remove(keys)
+
+        run()  # connects, and touches the memory of the pool
+        for seconds in took.values():
+            seconds.clear()
+        benchmark.pedantic(run, rounds=STORE_ROUNDS if benchmark.enabled else 1)
+    asker.close()
+    for way, seconds in took.items():
+        gbps = count * slot_bytes / statistics.median(seconds) / 1e9
+        benchmark.extra_info[way.value] = gbps
+        if benchmark.enabled:
+            row = {"name": way.value, "place": place, "slot_bytes": slot_bytes, "gbps": gbps}
+            store_rows.append(row)
+
+
+def test_asking_a_store(benchmark: Any, store_rows: Rows, master: str) -> None:
+    """What asking for 256 keys takes a scheduler's thread."""
+    asker = MooncakeClient(master, 0)
+    asker.connect()
+    names = names_of(np.arange(256, dtype=np.int32))
+
+    def ask() -> float:
+        started = time.perf_counter()
+        asker.exist(object_keys("0" * 32, names))
+        return time.perf_counter() - started
+
+    median_and_p99(benchmark, store_rows, ask, "exist of 256", "milliseconds")
+    asker.close()

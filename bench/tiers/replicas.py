@@ -17,19 +17,18 @@ import asyncio
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.machine import machine, write_result
+from bench.machine import write_result
 from bench.serving.process import progress
 from bench.serving.report import markdown_table, shown_spread
 from bench.serving.settings import OURS, EngineSettings
 from bench.serving.shapes import SHAPES, Shape
 from bench.serving.stats import spread
-from bench.tiers.__main__ import RATE, with_mooncake
+from bench.tiers.__main__ import ALWAYS, RATE, Document, conclude, new_document, with_mooncake
 
 REPLICAS = 2
 REPEATS = 3
@@ -37,8 +36,6 @@ REPEATS = 3
 WRITTEN_SECONDS = 60
 OWN, SHARED = "own memory", "shared store"
 PLACES = ("computed", "own host memory", "asked of the other replica")
-
-Document = dict[str, Any]
 
 
 async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +46,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from bench.serving.engine import model_config
+    from bench.serving.engine import engine_arguments, model_config
     from tests.support.totals import totals_by_replica
 
     settings = EngineSettings(shape, OURS, model, options)
@@ -58,15 +55,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
     item_bytes = 2 if on_gpu else 4
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
-            model=model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16" if on_gpu else "float32",
-            block_size=shape.block_tokens,
-            num_gpu_blocks_override=shape.gpu_blocks,
-            kv_cache_memory_bytes=shape.gpu_blocks * shape.block_bytes(item_bytes),
-            gpu_memory_utilization=0.4,
-            max_model_len=shape.max_model_len,
+            **engine_arguments(settings, on_gpu=on_gpu),
             enforce_eager=True,  # prompts are computed, and hits loaded, without CUDA graphs
             data_parallel_size=REPLICAS,
             kv_transfer_config=KVTransferConfig(**(settings.transfer_config or {})),
@@ -167,25 +156,16 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the result")
     arguments = parser.parse_args(words)
     shape = SHAPES[arguments.shape]
-    document: Document = {
-        "machine": machine(),
-        "shape": {"name": arguments.shape, **asdict(shape)},
-        "results": {},
-    }
-    always: dict[str, Any] = {"load_or_recompute": "always_load", "eviction_policy": "lru"}
+    document = new_document(arguments.shape)
     with tempfile.TemporaryDirectory() as model, with_mooncake() as master:
         store = {"store": "mooncake", "store_master": master, "store_write_rate": RATE}
         store["store_bytes"] = arguments.store_bytes
-        for name, options in ((OWN, always), (SHARED, {**always, **store})):
+        for name, options in ((OWN, ALWAYS), (SHARED, {**ALWAYS, **store})):
             progress(f"{name}: starting two replicas")
             document["results"][name] = asyncio.run(measure(shape, model, options))
             if arguments.out:
                 write_result(arguments.out / f"replicas-{arguments.shape}.json", document)
-    print(table(document))
-    problems = unproven(document)
-    for problem in problems:
-        progress(problem)
-    return 1 if problems else 0
+    return conclude(table(document), unproven(document))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from bench.machine import keep_rows
 from bench.trace.plot import as_svg
 from bench.trace.table import ROWS, as_markdown, measure
 from bench.trace.workloads import WORKLOADS, make_workload
-from kv_offload.simulation.trace import count_blocks, read_trace, split_blocks
+from kv_offload.simulation.trace import read_trace, split_blocks
 
 
 def main() -> None:
@@ -52,9 +52,9 @@ def main() -> None:
     names = arguments.policies.split(";") if arguments.policies else list(ROWS)
     rows = list(measure(requests, names, capacities))
     name = arguments.trace if made_up else Path(arguments.trace).name
-    blocks = count_blocks(requests)
-    print(f"{name}: {len(requests):,} requests, {blocks:,} blocks; hits in % of blocks\n")
-    print(as_markdown(rows))
+    blocks = sum(len(request.hash_ids) for request in requests)
+    what = f"{name}: {len(requests):,} requests, {blocks:,} blocks; hits in % of blocks"
+    print(as_markdown(rows, what))
     if arguments.plot:
         arguments.plot.write_text(as_svg(rows, f"Hits of {name}, by capacity in blocks"))
     if arguments.keep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.serving.report import markdown_table
 from kv_offload.cache.policies import POLICIES
 from kv_offload.simulation.bounds import belady, infinite
 from kv_offload.simulation.replay import ReplayResult, replay
@@ -52,15 +53,12 @@ def measure(
             yield Row(name, capacity, percent, result.stored, result.evicted)
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[Row], question: str) -> str:
     """Return a table with a line for each name and a column for each capacity."""
     capacities = sorted({row.capacity for row in rows})
     percent = {(row.name, row.capacity): row.hit_percent for row in rows}
     lines = [
-        "| policy | " + " | ".join(f"{capacity:,}" for capacity in capacities) + " |",
-        "|---" * (len(capacities) + 1) + "|",
+        [name, *(f"{percent[name, capacity]:.1f}" for capacity in capacities)]
+        for name in dict.fromkeys(row.name for row in rows)
     ]
-    for name in dict.fromkeys(row.name for row in rows):
-        cells = " | ".join(f"{percent[name, capacity]:.1f}" for capacity in capacities)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+    return markdown_table(question, ["policy", *map("{:,}".format, capacities)], lines)

@@ -9,39 +9,31 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import yaml
 from msgspec import Meta
 
+from kv_offload.config.sizes import format_size
+
 DEFAULT_CPU_BYTES = "25%"
-DEFAULT_SIZES = {
-    "cpu_bytes": DEFAULT_CPU_BYTES,
-    "disk_write_rate": "1GiB",
-    "store_write_rate": "1GiB",
-    "record_trace_bytes": "256MiB",
-}
-"""As a user writes them."""
-
-SIZES = frozenset(
-    {
-        "cpu_bytes",
-        "disk_bytes",
-        "disk_write_rate",
-        "store_bytes",
-        "store_write_rate",
-        "record_trace_bytes",
-    }
-)
-"""Keys that take sizes with a unit."""
-
-PATHS = frozenset({"disk_path", "record_trace"})
-"""Keys that take paths; they are made absolute."""
-
 MAX_INT = 2**63 - 1
 
 PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 """A regular expression for 1 to 65535."""
 
+Size = Annotated[int, Meta(ge=1, le=MAX_INT)]
+FilePath = Annotated[str, Meta(min_length=1)]
 
-def _says(description: str, allowed: str = "", **limits: Any) -> Meta:
+
+def _says(description: str, allowed: str = "", takes: str = "", **limits: Any) -> Meta:
     """Describe a key; `allowed` is left out where the type has the names that are allowed."""
-    return Meta(description=description, extra={"allowed": allowed} if allowed else None, **limits)
+    return Meta(description=description, extra={"allowed": allowed, "takes": takes}, **limits)
+
+
+def _size(description: str, allowed: str) -> Meta:
+    """Describe a key that takes a size with a unit."""
+    return _says(description, allowed, "size")
+
+
+def _path(description: str, allowed: str) -> Meta:
+    """Describe a key that takes a path, which is made absolute."""
+    return _says(description, allowed, "path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +41,11 @@ class OffloadConfig:
     """The effective configuration of one engine, as `trace_config` checked and resolved it."""
 
     cpu_bytes: Annotated[
-        int,
-        _says(
+        Size,
+        _size(
             "Host memory for one replica of the engine, over all its ranks.",
             "bytes, a size (48GiB), or a share of the machine's memory (40%) that its "
             "data-parallel replicas divide",
-            ge=1,
-            le=MAX_INT,
         ),
     ]
     eviction_policy: Annotated[
@@ -129,23 +119,24 @@ class OffloadConfig:
         _says("Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
     disk_path: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        _says("Folder on a local disk for blocks that leave host memory.", "the path of a folder"),
+        FilePath | None,
+        _path(
+            "Folder on a local disk for blocks that leave host memory.",
+            "the path of a folder",
+        ),
     ] = None
     disk_bytes: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_INT)] | None,
-        _says(
+        Size | None,
+        _size(
             "Size on that disk for one replica of the engine, over all its ranks.",
             "bytes, or a size (500GiB)",
         ),
     ] = None
     disk_write_rate: Annotated[
-        int,
-        _says(
+        Size,
+        _size(
             "What one replica writes to the disk in a second at most, over all its ranks.",
             "bytes, or a size (1GiB)",
-            ge=1,
-            le=MAX_INT,
         ),
     ] = 1 << 30
     disk_restart: Annotated[
@@ -168,18 +159,16 @@ class OffloadConfig:
     ] = None
     store_bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_INT)] | None,
-        _says(
+        _size(
             "Memory that one replica of the engine gives to the store, over all its ranks.",
             "bytes, or a size (64GiB); 0 to use what others give",
         ),
     ] = None
     store_write_rate: Annotated[
-        int,
-        _says(
+        Size,
+        _size(
             "What one replica writes to the store in a second at most, over all its ranks.",
             "bytes, or a size (1GiB)",
-            ge=1,
-            le=MAX_INT,
         ),
     ] = 1 << 30
     store_keep_on_reset: Annotated[
@@ -187,19 +176,17 @@ class OffloadConfig:
         _says("Whether the store still serves after a reset of the prefix cache.", "true or false"),
     ] = False
     record_trace: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        _says(
+        FilePath | None,
+        _path(
             "File to which the requests are recorded, without their text.",
             "the path of a file",
         ),
     ] = None
     record_trace_bytes: Annotated[
-        int,
-        _says(
+        Size,
+        _size(
             "What recordings to that file take at most, with those of earlier starts.",
             "bytes, or a size (256MiB)",
-            ge=1,
-            le=MAX_INT,
         ),
     ] = 256 << 20
 
@@ -217,7 +204,10 @@ class Key:
     type: Any
     description: str
     allowed: str
+    takes: str
+    """`size`, `path`, or nothing of what is read in its own way."""
     default: Any
+    """As a user writes it, of a size."""
 
     @property
     def written_default(self) -> str:
@@ -231,11 +221,15 @@ def as_yaml(value: Any) -> str:
 
 
 def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
-    kind, meta = get_args(hint)
-    names = get_args(kind)
-    allowed = meta.extra["allowed"] if meta.extra else f"{', '.join(names[:-1])} or {names[-1]}"
-    default = DEFAULT_SIZES.get(field.name, field.default)
-    return Key(field.name, hint, meta.description, allowed, default)
+    kind, *_, meta = get_args(hint)
+    default: Any = field.default
+    names, takes = get_args(kind), meta.extra["takes"]
+    allowed = meta.extra["allowed"] or f"{', '.join(names[:-1])} or {names[-1]}"
+    if field.name == "cpu_bytes":
+        default = DEFAULT_CPU_BYTES
+    elif takes == "size" and default is not None:
+        default = format_size(default).replace(" ", "")
+    return Key(field.name, hint, meta.description, allowed, takes, default)
 
 
 _HINTS = get_type_hints(OffloadConfig, include_extras=True)

@@ -18,15 +18,7 @@ import msgspec
 
 from kv_offload.config.file import ConfigFile, read_file, show
 from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
-from kv_offload.config.schema import (
-    DEFAULT_CPU_BYTES,
-    MAX_INT,
-    PATHS,
-    SCHEMA,
-    SIZES,
-    OffloadConfig,
-    as_yaml,
-)
+from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
 from kv_offload.config.sizes import describe_bytes, format_size, parse_size
 from kv_offload.errors import CapacityError, ConfigError
 
@@ -187,10 +179,10 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
     cause: Exception
     try:
         is_none = name == "store_bytes" and value == 0 and type(value) is int
-        if name in SIZES and type(value) in (str, int, float) and not is_none:
+        if key.takes == "size" and type(value) in (str, int, float) and not is_none:
             value = parse_size(value, whole_bytes if name == "cpu_bytes" else None)
         converted = msgspec.convert(value, key.type)
-        return _resolve(converted) if name in PATHS and converted else converted
+        return _resolve(converted) if key.takes == "path" and converted else converted
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
         is_large = isinstance(value, int) and value > MAX_INT
         problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error

@@ -62,7 +62,10 @@ class Replay:
             run = Run(len(new), request.input_length, behind=keys[hits - 1] if hits else None)
             stored, _ = manager.offer(new, [run], along)
             manager.complete_store(stored)
-        self._count(len(keys), hits)
+        result = self.result
+        result.blocks += len(keys)
+        result.hits += hits
+        result.stored, result.evicted = manager.stored_slots, manager.evictions
         return hits
 
     def _worth_storing(self, keys: list[int]) -> list[int]:
@@ -73,12 +76,6 @@ class Replay:
         for key in keys:
             uses[key] = uses.get(key, 0) + 1
         return [key for key in keys if uses[key] >= least]
-
-    def _count(self, blocks: int, hits: int) -> None:
-        result = self.result
-        result.blocks += blocks
-        result.hits += hits
-        result.stored, result.evicted = self.manager.stored_slots, self.manager.evictions
 
 
 def replay(

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kv_offload.config import DEFAULT, EXTRA_CONFIG, FILE_KEY, SCHEMA, TracedConfig, trace_config
-from kv_offload.config.schema import PATHS, SIZES, as_yaml
+from kv_offload.config.schema import as_yaml
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.tools.arguments import add_file
@@ -55,11 +55,11 @@ def _describe(traced: TracedConfig, argument: str) -> str:
     lines = [f"# Effective configuration; file: {origin}"]
     for name, given in traced.given.items():
         value, comment = given.written, "default" if given.source == DEFAULT else "file"
-        size_bytes = getattr(traced.config, name) if name in SIZES else None
-        if size_bytes is not None:
-            value, comment = str(size_bytes), f"{comment}, {value} is {format_size(size_bytes)}"
-        elif name in PATHS:
-            value = as_yaml(getattr(traced.config, name))
+        effective, takes = getattr(traced.config, name), SCHEMA[name].takes
+        if takes == "size" and effective is not None:
+            value, comment = str(effective), f"{comment}, {value} is {format_size(effective)}"
+        elif takes == "path":
+            value = as_yaml(effective)
         lines.append(f"{name}: {value}  # {comment}")
     lines += ["", "# The argument for vLLM", f"--kv-transfer-config {shlex.quote(argument)}"]
     return "\n".join(lines)

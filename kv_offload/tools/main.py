@@ -32,9 +32,8 @@ def _run(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     # Here and not above: loading them takes long enough for a Ctrl-C.
-    from kv_offload.tools import config
+    from kv_offload.tools import config, simulate
     from kv_offload.tools.doctor import command as doctor
-    from kv_offload.tools.simulate import command as simulate
     from kv_offload.tools.sizing import command as size
     from kv_offload.tools.status import command as status
     from kv_offload.tools.tier import command as tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.demo import HEADER, table, verdict
+from bench.demo import table, verdict
 from bench.demo_engine import (
     COMPUTED,
     FROM_DISK,
@@ -31,12 +31,13 @@ BASE = [phase(COMPUTED), phase(FROM_PREFIX_CACHE)]
 
 
 def test_the_table_shows_every_figure_of_a_phase() -> None:
-    *_, line = table([phase(FROM_HOST_MEMORY, **LOADED)]).splitlines()
+    (line,) = (
+        line for line in table([phase(FROM_HOST_MEMORY, **LOADED)]).splitlines() if "engine" in line
+    )
     shown = line.replace(f"an engine, {FROM_HOST_MEMORY}", "").split("  ")
     figures = [cell.strip() for cell in shown if cell.strip()]
     expected = ["2", "300", "50", "100", "150", "0.00 MB", "1.50 MB", "75.0%", "20 ms"]
     assert figures == expected
-    assert len(HEADER) == len(expected) + 1
 
 
 @pytest.mark.parametrize(

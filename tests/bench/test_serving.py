@@ -62,21 +62,24 @@ def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> 
     assert shape.batch_prompts * shape.batch_tokens // 16 << 21 <= shape.host_bytes
 
 
-def test_ranks_divide_the_heads_and_each_has_one_at_least() -> None:
-    gqa8, mqa = SHAPES["gqa8"], SHAPES["mqa"]
-    assert gqa8.on_ranks(2).block_bytes(2) == gqa8.block_bytes(2)
-    assert mqa.on_ranks(2).block_bytes(2) == 2 * mqa.block_bytes(2)
-
-
-def test_a_latent_vector_is_once_in_a_layer_and_whole_on_every_rank() -> None:
-    mla = SHAPES["mla"]
-    two = mla.on_ranks(2)
-    # 27 layers x (512 + 64) x 2 bytes, whatever the heads are
-    assert mla.token_bytes(2) == 31_104
-    assert mla.block_bytes(2) == 64 * 31_104
-    assert two.block_bytes(2) == 2 * mla.block_bytes(2), "both ranks load all of it"
-    assert (mla.sharing_ranks, two.sharing_ranks) == (1, 2)
-    assert SHAPES["gqa8"].on_ranks(2).sharing_ranks == 1
+@pytest.mark.parametrize(
+    ("name", "token_bytes", "of_two_ranks"),
+    [
+        ("gqa8", 131_072, 131_072),
+        ("mqa", 16_384, 2 * 16_384),  # each rank has one head at least
+        # 27 layers x (512 + 64) x 2 bytes, whatever the heads are; both ranks load all of it
+        ("mla", 31_104, 2 * 31_104),
+    ],
+)
+def test_ranks_divide_the_heads_and_each_has_all_of_a_latent_vector(
+    name: str, token_bytes: int, of_two_ranks: int
+) -> None:
+    one, two = (SHAPES[name].on_ranks(ranks) for ranks in (1, 2))
+    assert (one.token_bytes(2), two.token_bytes(2)) == (token_bytes, of_two_ranks)
+    assert two.block_bytes(2) == two.block_tokens * of_two_ranks
+    assert (one.sharing_ranks, two.sharing_ranks) == (1, 2 if name == "mla" else 1)
+    # More host memory only where it keeps more.
+    assert two.host_gib == one.host_gib * (2 if name == "mqa" else 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -86,13 +89,6 @@ def test_a_connector_that_keeps_the_copies_of_all_ranks_has_room_for_the_prompts
 ) -> None:
     shape = SHAPES[name].on_ranks(ranks)
     assert shape.batch_prompts * shape.batch_tokens * shape.token_bytes(2) <= shape.host_bytes
-
-
-def test_more_ranks_have_more_host_memory_only_where_they_keep_more() -> None:
-    asked = {name: [SHAPES[name].on_ranks(n).host_gib for n in (1, 2)] for name in SHAPES}
-    assert asked["mqa"] == [8, 16], "each rank has the one KV head"
-    del asked["mqa"]
-    assert all(one == two for one, two in asked.values())
 
 
 def test_every_connector_is_asked_for_the_same_host_memory() -> None:

@@ -10,13 +10,14 @@ import numpy as np
 from kv_swap import Direction, EngineKind, KVLayout, SwapJob, TensorDescription, create_engine
 from kv_swap.layout import Packing
 
+from kv_offload.tools.doctor import BLOCK_BYTES
+
 if TYPE_CHECKING:
     import torch
     from kv_swap import SwapEngine
 
 BLOCKS = 64
-BLOCK_BYTES = 2 << 20
-"""As large as a block of 16 tokens of an 8B model: 128 MiB of GPU memory and of host memory."""
+"""128 MiB of GPU memory, and of host memory."""
 
 ROUNDS = 5
 TIMEOUT_SECONDS = 30.0

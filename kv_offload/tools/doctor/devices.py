@@ -11,7 +11,8 @@ from kv_swap.memory.numa import device_node
 from kv_swap.packing.format import packed_slot_bytes
 
 from kv_offload.config.sizes import format_size
-from kv_offload.tools.doctor.copies import BLOCK_BYTES, EngineChoice, Rates, measure
+from kv_offload.tools.doctor import BLOCK_BYTES
+from kv_offload.tools.doctor.copies import EngineChoice, Rates, measure
 from kv_offload.tools.doctor.installation import Torch
 from kv_offload.tools.doctor.nvml import Gpu, Machine
 from kv_offload.tools.doctor.report import Check, judged, not_checked

@@ -12,11 +12,8 @@ from kv_swap.tiers.probe import DiskRates, measure
 from kv_offload.config import TracedConfig
 from kv_offload.config.disk_folder import find_ranks, find_replicas
 from kv_offload.config.sizes import format_size
+from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
-
-BLOCK_BYTES = 2 << 20
-"""As large as a block of 16 tokens of an 8B model."""
-TOKEN_BYTES = BLOCK_BYTES // 16
 
 MEASURED_BYTES = 512 << 20
 """More than the cache of most disks takes at once; written in a second by a fast disk."""

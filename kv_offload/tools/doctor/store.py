@@ -9,11 +9,8 @@ from kv_swap.tiers.store.mooncake import MooncakeClient
 from kv_swap.tiers.store.probe import StoreRates, measure
 
 from kv_offload.config.sizes import format_size
+from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
-
-BLOCK_BYTES = 2 << 20
-"""As large as a block of 16 tokens of an 8B model."""
-TOKEN_BYTES = BLOCK_BYTES // 16
 
 NUM_BLOCKS = 32
 

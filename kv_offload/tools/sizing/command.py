@@ -38,6 +38,13 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "model", metavar="MODEL_FOLDER", help="the folder of a config.json, or the file"
     )
     parser.add_argument("--cpu-bytes", metavar="SIZE", help="as in the configuration: 48GiB, 25%%")
+    add_shape(parser)
+    add_count(parser, "--block-size", of="tokens in a block of vLLM", metavar="TOKENS", default=16)
+    parser.set_defaults(run=_run)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add what besides a model's config.json decides how much its tokens take."""
     add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -46,19 +53,33 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="TYPE",
         help=f"{', '.join(CACHE_DTYPES)}; auto is 2 bytes a number (default: auto)",
     )
-    add_count(parser, "--block-size", of="tokens in a block of vLLM", metavar="TOKENS", default=16)
-    parser.set_defaults(run=_run)
+
+
+def read_size(model: str, arguments: argparse.Namespace, block_tokens: int) -> SlotSize:
+    """Return what a slot takes of a model, with the arguments of `add_shape`."""
+    return slot_size(
+        read_model(Path(os.path.expanduser(model))),
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        cache_dtype=arguments.kv_cache_dtype,
+        block_tokens=block_tokens,
+    )
+
+
+def parse_cpu_bytes(text: str, whole_bytes: int | None, give: str) -> int:
+    """Return the bytes that an argument means. Raises `ConfigError`, which says what to give."""
+    try:
+        return parse_size(int(text) if re.fullmatch("[0-9]{1,40}", text) else text, whole_bytes)
+    except ValueError as error:
+        raise ConfigError(f"--cpu-bytes is {show(text)}: {error} Give {give}") from error
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    cpu_bytes = None if arguments.cpu_bytes is None else _parse_cpu_bytes(arguments.cpu_bytes)
-    model = read_model(Path(os.path.expanduser(arguments.model)))
-    size = slot_size(
-        model,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        cache_dtype=arguments.kv_cache_dtype,
-        block_tokens=arguments.block_size,
-    )
+    cpu_bytes = None
+    if arguments.cpu_bytes is not None:
+        give = "bytes, a size (48GiB), or a share of this machine's memory (25%)"
+        cpu_bytes = parse_cpu_bytes(arguments.cpu_bytes, read_host_memory().size_bytes, give)
+    size = read_size(arguments.model, arguments, arguments.block_size)
+    model = size.model
     tokens = f"{size.block_tokens} tokens"
     rows = [
         ("model", f"{model.model_type}, {_describe_layers(model)}"),
@@ -105,17 +126,6 @@ def _prompt(size: SlotSize) -> str:
 def _ends(size: SlotSize) -> str:
     """Name the layers of which only the end of a prompt is kept."""
     return " and ".join(NAMES[kind] for kind in ENDS if kind in size.groups)
-
-
-def _parse_cpu_bytes(text: str) -> int:
-    try:
-        size = int(text) if re.fullmatch("[0-9]{1,40}", text) else text
-        return parse_size(size, read_host_memory().size_bytes)
-    except ValueError as error:
-        raise ConfigError(
-            f"--cpu-bytes is {show(text)}: {error} Give bytes, a size (48GiB), or a "
-            "share of this machine's memory (25%)"
-        ) from error
 
 
 def _describe_layers(model: Model) -> str:

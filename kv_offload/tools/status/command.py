@@ -8,18 +8,16 @@ import signal
 import time
 from types import FrameType
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 
 from kv_offload.errors import ServerError
-from kv_offload.tools.output import is_terminal, shows_colour
+from kv_offload.tools.output import draw, is_terminal, make_console
 from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import Reading, metrics_url, read
 from kv_offload.tools.status.view import page
 
 INTERVAL_SECONDS = 2.0
-PIPE_COLUMNS = 110
-"""The width of a page that is written to no terminal."""
 LONGEST_INTERVAL_SECONDS = 86400.0
 
 
@@ -69,16 +67,9 @@ def _run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps({**Figures(reading).as_json(), "by_engine": by_engine}, indent=2))
         return 0
-    # Told, not left to rich: it would look at FORCE_COLOR for a pipe, and keep bold for NO_COLOR.
-    console = Console(
-        force_terminal=is_terminal(),
-        color_system="auto" if shows_colour() else None,
-        width=None if is_terminal() else PIPE_COLUMNS,
-    )
+    console = make_console()
     if arguments.once or not is_terminal():
-        with console.capture() as capture:
-            console.print(_draw(url, reading))
-        print(capture.get(), end="")  # rich itself would end the program at a closed pipe
+        draw(console, page(url, reading))
     else:
         _watch(console, url, reading, arguments.interval)
     return 0
@@ -86,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
     """Show a page every `interval` seconds until Ctrl-C or SIGTERM; the last one stays."""
-    shown = _draw(url, reading)
+    shown = page(url, reading)
     stopped_by: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -104,10 +95,10 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
                 time.sleep(interval)
                 try:
                     before, reading = reading, read(url)
-                    shown = _draw(url, reading, before)
+                    shown = page(url, reading, before)
                 except ServerError as error:
                     note = f"{error}. Shown is what was read before; trying again."
-                    shown = _draw(url, reading, note=note)
+                    shown = page(url, reading, note=note)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
         pass
@@ -115,10 +106,3 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
         for number, handler in outer.items():
             signal.signal(number, handler)
     console.print(shown)
-
-
-def _draw(
-    url: str, reading: Reading, before: Reading | None = None, note: str = ""
-) -> RenderableType:
-    each = [Figures(reading, before, [engine]) for engine in reading.engines]
-    return page(url, Figures(reading, before), each, note)

@@ -11,7 +11,9 @@ from rich.text import Text
 
 from kv_offload.config.sizes import format_size
 from kv_offload.metrics import METRICS
+from kv_offload.tools.output import make_table
 from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
+from kv_offload.tools.status.read import Reading
 
 _HELP = {metric.name: metric.documentation for metric in METRICS}
 SIZES = {
@@ -23,23 +25,23 @@ SIZES = {
 _SKIPPED = "Slots not stored because "
 
 
-def page(
-    url: str, everything: Figures, by_engine: Sequence[Figures] = (), note: str = ""
-) -> RenderableType:
+def page(url: str, now: Reading, before: Reading | None = None, note: str = "") -> RenderableType:
     """Return the page: a note, all engines together, and each one if there are several.
 
     What is wrong comes first: a low terminal shows the top.
     """
-    count = len(everything.engines)
-    engines = f"engine {everything.engines[0]}" if count == 1 else f"{count} engines together"
-    title = Text.assemble(("kv-offload", "bold"), f" at {url}: {everything.model}, {engines}")
+    count = len(now.engines)
+    engines = f"engine {now.engines[0]}" if count == 1 else f"{count} engines together"
+    title = Text.assemble(("kv-offload", "bold"), f" at {url}: {now.model}, {engines}")
     notes = [Text(note, style="bold red")] if note else []
-    each = [_engines(by_engine)] if len(by_engine) > 1 else []
-    return Group(title, *notes, _table(everything), *each)
+    parts: list[RenderableType] = [title, *notes, _table(Figures(now, before))]
+    if count > 1:
+        parts.append(_engines([Figures(now, before, [engine]) for engine in now.engines]))
+    return Group(*parts)
 
 
 def _table(figures: Figures) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column("")
     table.add_column("since the start", justify="right")
     table.add_column("share", justify="right")
@@ -147,9 +149,9 @@ def _add_pool(table: Table, figures: Figures) -> None:
 
 
 def _engines(by_engine: Sequence[Figures]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    for column in ("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors"):
-        table.add_column(column, justify="right", header_style="bold cyan")
+    table = make_table(
+        *("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
+    )
     for figures in by_engine:
         errors, values = sum(figures.some(*ERRORS).values()), figures.values
         table.add_row(

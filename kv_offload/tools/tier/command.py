@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections import Counter
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kv_swap.tiers.record import Verdict
 from rich.console import Console
 from rich.progress import Progress
 
-from kv_offload.tools.tier.read import Replica, read_folder, verify_rank
-from kv_offload.tools.tier.view import Verified, as_json, as_text, is_harmed
+from kv_offload.config.sizes import format_size
+from kv_offload.tools.tier.read import RankFile, Replica, read_folder
+
+WORDS = {
+    Verdict.MATCH: "as written",
+    Verdict.EMPTY: "empty",
+    Verdict.DAMAGED: "damaged",
+    Verdict.OTHER: "of another block",
+    Verdict.UNREADABLE: "unreadable",
+}
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,27 +48,66 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    replicas = read_folder(arguments.path)
-    verified = [_verify(replica) if arguments.verify else None for replica in replicas]
-    shown = list(zip(replicas, verified, strict=True))
+    shows = arguments.verify and sys.stderr.isatty()
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not shows) as progress:
+        replicas = read_folder(arguments.path, progress if arguments.verify else None)
     if arguments.json:
-        print(json.dumps([as_json(*one) for one in shown], indent=2))
+        print(json.dumps([dataclasses.asdict(one) for one in replicas], indent=2, default=str))
     else:
-        print("\n\n".join(as_text(*one) for one in shown))
-    return int(any(counts and is_harmed(replica, counts) for replica, counts in shown))
+        print("\n\n".join(map(_as_text, replicas)))
+    return int(any(map(_is_harmed, replicas)))
 
 
-def _verify(replica: Replica) -> Verified:
-    """Read all blocks of a replica, with progress on a terminal; count what the records are."""
-    counts: dict[int, Counter[Verdict]] = {}
-    with Progress(
-        console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()
-    ) as progress:
-        for file in replica.ranks:
-            used = 0 if replica.index is None else len(replica.index.slots)
-            task = progress.add_task(file.path.name, total=used)
-            counts[file.rank] = Counter()
-            for verdict in verify_rank(replica, file):
-                counts[file.rank][verdict] += 1
-                progress.advance(task)
-    return counts
+def _is_harmed(replica: Replica) -> bool:
+    """Say whether a disk that nobody writes to lost data: a record is damaged or unreadable."""
+    verified = [file.verified for file in replica.ranks if file.verified is not None]
+    harm = (Verdict.DAMAGED.value, Verdict.UNREADABLE.value)
+    return not replica.in_use and any(counts[name] for counts in verified for name in harm)
+
+
+def _as_text(replica: Replica) -> str:
+    """Return some lines on one replica."""
+    lines = [str(replica.folder)]
+    lines += [f"  {name:<12}{value}" for name, value in _lines(replica)]
+    # What a file says may have escapes, which a terminal would obey.
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+
+
+def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
+    in_use = {True: "by an engine", False: "by no engine", None: "not known"}[replica.in_use]
+    yield "in use", in_use
+    if replica.description is None or replica.slots is None:
+        yield "index", replica.problem
+    else:
+        yield "model", ", ".join(filter(None, map(replica.description.get, ("model", "dtype"))))
+        used, slots = replica.used_slots, replica.slots
+        yield "slots", f"{used:,} of {slots:,} hold a block, {100 * used / slots:.1f} %"
+        yield "data", f"{format_size(replica.used_bytes)} in {len(replica.ranks)} files"
+        if replica.last_use is not None and replica.first_use is not None:
+            last, first = _ago(replica.last_use), _ago(replica.first_use)
+            yield "last use", f"{last} ago; that of the next to go {first} ago"
+        if replica.was_reset:
+            yield "restart", "begins empty, because a reset emptied the disk while the engine ran"
+    for file in replica.ranks:
+        yield f"rank {file.rank}", file.problem or _describe(file, replica)
+        if file.verified is not None:
+            counts = ((file.verified[verdict.value], word) for verdict, word in WORDS.items())
+            found = ", ".join(f"{count:,} {word}" for count, word in counts if count)
+            yield "", f"verified: {found or 'nothing to read'}"
+
+
+def _describe(file: RankFile, replica: Replica) -> str:
+    size = f"{format_size(file.file_bytes)} in {file.file.name}"
+    slots = f"slots of {format_size(file.slot_bytes or 0)}"
+    if replica.slots is not None and not file.belongs_to_index:
+        return f"{size}, {slots}; not the file that the index is of: nothing in it is found"
+    return f"{size}, {slots}"
+
+
+def _ago(moment: float) -> str:
+    """Return how long a moment is past, in the largest unit that it fills."""
+    seconds = max(0.0, time.time() - moment)
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import Verdict
-from kv_swap.tiers.region import FileDescription, read_description
+from kv_swap.tiers.region import read_description
 from kv_swap.tiers.verify import verify
+from rich.progress import Progress
 
 from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents, read_index
 from kv_offload.cache.disk_index.file import is_in_use
@@ -17,44 +17,48 @@ from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, find_replicas
 from kv_offload.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """The file of a rank's slots; `problem` says why there is no `content`."""
+    """The file of a rank's slots; `problem` says why nothing is known of them."""
 
     rank: int
-    path: Path
+    file: Path
     file_bytes: int
     """What the filesystem has given it."""
-    content: FileDescription | None
-    problem: str = ""
+    slot_bytes: int | None
+    belongs_to_index: bool
+    """Whether the index is of this file, as it is now."""
+    problem: str
+    verified: dict[str, int] | None
+    """How many records are what, by the values of `Verdict`; None if nothing was verified."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The files of one replica; `problem` says why there is no `index`."""
+    """The files of one replica; `problem` says why there is no index. Times are since 1970."""
 
     folder: Path
-    index: DiskContents | None
-    ranks: tuple[RankFile, ...]
     in_use: bool | None
     """By an engine; None where that cannot be looked at."""
-    problem: str = ""
+    problem: str
+    description: dict[str, str] | None
+    slots: int | None
+    used_slots: int
+    """Of `slots`, those that hold a block."""
+    used_bytes: int
+    """Bytes of these slots, over all ranks."""
+    last_use: float | None
+    first_use: float | None
+    """Of the slot that goes next."""
+    was_reset: bool
+    ranks: list[RankFile]
 
-    def belongs(self, file: RankFile) -> bool:
-        """Say whether the index is of this file, as it is now."""
-        if self.index is None or file.content is None:
-            return False
-        return self.index.files.get(str(file.rank)) == file.content.file_id
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the slots that hold a block, over all ranks."""
-        used = 0 if self.index is None else len(self.index.slots)
-        return used * sum(f.content.slot_bytes for f in self.ranks if f.content is not None)
+def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
+    """Read what each replica has in a folder; with `progress` every record as well.
 
-
-def read_folder(path: Path) -> list[Replica]:
-    """Read what each replica has in a folder. Raises `ConfigError` if there is nothing of ours."""
+    Raises `ConfigError` if there is nothing of ours, and for a file that is gone meanwhile.
+    """
     try:
         folders = find_replicas(path)
     except OSError as error:
@@ -67,11 +71,10 @@ def read_folder(path: Path) -> list[Replica]:
             f"{path}: has no {INDEX_FILE} and no file of a rank, nor has a folder of a replica in "
             "it. Give the folder that an engine has as its disk_path"
         )
-    return [_read_replica(folder) for folder in folders]
+    return [_read_replica(folder, progress) for folder in folders]
 
 
-def _read_replica(folder: Path) -> Replica:
-    ranks = tuple(_read_rank(rank, file) for rank, file in find_ranks(folder).items())
+def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     path, index, problem = folder / INDEX_FILE, None, ""
     try:
         in_use: bool | None = is_in_use(path)
@@ -81,25 +84,50 @@ def _read_replica(folder: Path) -> Replica:
         index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
         problem = error.args[0]
-    return Replica(folder, index, ranks, in_use, problem)
+    files = find_ranks(folder).items()
+    ranks = [_read_rank(rank, file, index, progress) for rank, file in files]
+    used = [] if index is None else index.used.tolist()
+    return Replica(
+        folder=folder,
+        in_use=in_use,
+        problem=problem,
+        description=None if index is None else dict(index.description),
+        slots=None if index is None else index.num_slots,
+        used_slots=len(used),
+        used_bytes=len(used) * sum(rank.slot_bytes or 0 for rank in ranks),
+        last_use=used[-1] / 1e6 if used else None,
+        first_use=used[0] / 1e6 if used else None,
+        was_reset=index is not None and index.was_reset,
+        ranks=ranks,
+    )
 
 
-def _read_rank(rank: int, path: Path) -> RankFile:
-    file_bytes = path.stat().st_blocks * 512
+def _read_rank(
+    rank: int, file: Path, index: DiskContents | None, progress: Progress | None
+) -> RankFile:
+    content, problem = None, ""
     try:
-        return RankFile(rank, path, file_bytes, read_description(path))
+        content = read_description(file)
     except TierError as error:
-        return RankFile(rank, path, file_bytes, None, str(error))
-
-
-def verify_rank(replica: Replica, file: RankFile) -> Iterator[Verdict]:
-    """Read the record of each slot that the index knows, in their order; yield what it is.
-
-    Nothing is read of a file that has no `content`. Raises `ConfigError` for one that is gone.
-    """
-    names = {} if replica.index is None or file.content is None else replica.index.names()
-    try:
-        for state in verify(file.path, sorted(names), names) if names else ():
-            yield state.verdict
-    except TierError as error:
-        raise ConfigError(f"{error}; look at the folder again") from error
+        problem = str(error)
+    verified = None
+    if progress is not None:
+        verified = {verdict.value: 0 for verdict in Verdict}
+        names = {} if index is None or content is None else index.names()
+        states = verify(file, sorted(names), names) if names else ()
+        try:
+            for state in progress.track(states, len(names), description=file.name):
+                verified[state.verdict.value] += 1
+        except TierError as error:
+            raise ConfigError(f"{error}; look at the folder again") from error
+    return RankFile(
+        rank=rank,
+        file=file,
+        file_bytes=file.stat().st_blocks * 512,
+        slot_bytes=None if content is None else content.slot_bytes,
+        belongs_to_index=index is not None
+        and content is not None
+        and index.files.get(str(rank)) == content.file_id,
+        problem=problem,
+        verified=verified,
+    )

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from kv_offload.errors import RequestError
-from kv_offload.metrics import PREFIX
 from kv_offload.tools.arguments import add_count
-from kv_offload.tools.status.read import Reading, metrics_url, read
+from kv_offload.tools.status.figures import Figures
+from kv_offload.tools.status.read import metrics_url, read
 from kv_offload.tools.warm_up.client import KEY_VARIABLE, Client, Result
 from kv_offload.tools.warm_up.prompts import read_prompts
 from kv_offload.wishes import KEY, read_wishes
@@ -51,7 +51,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments.file)
     url = metrics_url(arguments.url)
-    before = read(url)
+    before = Figures(read(url))
     client = Client(url.removesuffix("/metrics"))
     more = {"model": arguments.model or client.model(), **_wishes(arguments)}
     began = time.monotonic()
@@ -84,23 +84,17 @@ def _wishes(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kv_transfer_params": params} if params[KEY] else {}
 
 
-def _settled(url: str) -> Reading:
+def _settled(url: str) -> Figures:
     """Return the server's figures once it has stored what waits."""
     deadline = time.monotonic() + SETTLE_SECONDS
     stored = None
     while True:
         time.sleep(0.5)  # its figures follow the last step
-        reading = read(url)
-        stored, before = _total(reading, "stored_slots_total"), stored
-        waits = _total(reading, "running_stores") + _total(reading, "waiting_slots")
+        figures = Figures(read(url))
+        stored, before = figures.values["stored_slots"], stored
+        waits = any(figures.some("running_stores", "waiting_slots").values())
         if (not waits and stored == before) or time.monotonic() > deadline:
-            return reading
-
-
-def _total(reading: Reading, name: str) -> float:
-    """Return a figure of ours, over all engines of the server."""
-    full = name if ":" in name else f"{PREFIX}{name}"
-    return sum(value for (found, _), value in reading.values.items() if found == full)
+            return figures
 
 
 def _summarise(results: list[Result], seconds: float) -> None:
@@ -109,15 +103,14 @@ def _summarise(results: list[Result], seconds: float) -> None:
     print(f"{done} of {len(results)} prompts with {tokens:,} tokens in {seconds:.1f} s", flush=True)
 
 
-def _show_figures(before: Reading, after: Reading) -> None:
+def _show_figures(before: Figures, after: Figures) -> None:
     def grown(name: str) -> float:
-        return _total(after, name) - _total(before, name)
+        return after.values[name] - before.values[name]
 
-    host, local = grown("hit_tokens_total"), grown("vllm:prefix_cache_hits_total")
-    print(f"  from host memory            {host:>14,.0f} tokens")
-    print(f"  from the engine's own cache {local:>14,.0f} tokens")
-    print(f"  stored to host memory       {grown('stored_slots_total'):>14,.0f} slots")
-    print(f"  retained now                {_total(after, 'retained_slots'):>14,.0f} slots")
-    if refused := grown("unretained_slots_total"):
+    print(f"  from host memory            {grown('host_tokens'):>14,.0f} tokens")
+    print(f"  from the engine's own cache {grown('gpu_tokens'):>14,.0f} tokens")
+    print(f"  stored to host memory       {grown('stored_slots'):>14,.0f} slots")
+    print(f"  retained now                {after.values['retained_slots']:>14,.0f} slots")
+    if refused := grown("unretained_slots"):
         print(f"  without room to be retained {refused:>14,.0f} slots (max_retained_share)")
     print("The last lines are the server's figures, with what its users did meanwhile.")

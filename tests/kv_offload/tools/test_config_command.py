@@ -9,7 +9,6 @@ import yaml
 import kv_offload
 from kv_offload.config import SCHEMA, trace_config
 from kv_offload.config.host_memory import HostMemory
-from kv_offload.tools.main import main
 from tests.support.commands import COMMAND, PYTHON, run_in_shell
 
 DOCS = Path(__file__).parents[3] / "docs/use/configuration.md"
@@ -28,12 +27,12 @@ def transfer_config(output):
     return json.loads(value)
 
 
-def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys, monkeypatch):
+def test_a_file_gives_values_sources_and_the_argument(tmp_path, command, monkeypatch):
     file = tmp_path / "kv.yaml"
     disk = "disk_path: kv\ndisk_bytes: 2MB\n"
     file.write_text(f"cpu_bytes: 0x100000\neviction_policy: arc\nkeep_on_sleep: yes\n{disk}")
-    assert main(["config", "kv.yaml"]) == 0
-    output = capsys.readouterr().out
+    status, output, _ = command("config", "kv.yaml")
+    assert status == 0
     lines = output.splitlines()
     assert lines[0] == f"# Effective configuration; file: '{file}'"
     assert lines[1] == "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB"
@@ -50,39 +49,34 @@ def test_a_file_gives_values_sources_and_the_argument(tmp_path, capsys, monkeypa
         "kv_connector_extra_config": {"config_file": str(file)},
     }
     assert transfer_config(output) == argument
-    assert main(["config", "--argument", "kv.yaml"]) == 0
-    assert json.loads(capsys.readouterr().out) == argument, "alone"
+    assert json.loads(command("config", "--argument", "kv.yaml").out) == argument, "alone"
     monkeypatch.setenv("KV_OFFLOAD_CONFIG_FILE", "kv.yaml")
-    assert main(["config"]) == 0
-    assert transfer_config(capsys.readouterr().out) == argument
+    assert transfer_config(command("config").out) == argument
 
 
-def test_a_variable_that_is_not_read_is_a_warning(capsys, monkeypatch):
+def test_a_variable_that_is_not_read_is_a_warning(command, monkeypatch):
     monkeypatch.setenv("KV_OFFLOAD_CONFIG", "kv.yaml")
-    assert main(["config", "--argument"]) == 0
-    output = capsys.readouterr()
+    output = command("config", "--argument")
     alone = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
     assert json.loads(output.out) == alone, "without a file"
     assert output.err.startswith("kv-offload: warning: environment: KV_OFFLOAD_CONFIG is not read")
     assert output.err.count("\n") == 1
 
 
-def test_the_documented_run_is_real(tmp_path, capsys, monkeypatch):
+def test_the_documented_run_is_real(tmp_path, command, monkeypatch):
     machine = HostMemory(64 << 30, "/proc/meminfo")
     monkeypatch.setattr("kv_offload.config.trace.read_host_memory", lambda: machine)
     docs = DOCS.read_text()
     example, _ = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
     (printed,) = re.findall(r"```\n(# Effective.*?)```", docs, re.DOTALL)
     (tmp_path / "kv-offload.yaml").write_text(example)
-    assert main(["config", "kv-offload.yaml"]) == 0
-    assert capsys.readouterr().out.replace(str(tmp_path), "/srv") == printed
+    assert command("config", "kv-offload.yaml").out.replace(str(tmp_path), "/srv") == printed
 
 
 @pytest.mark.parametrize("name", ["it's here.yaml", 'a"b$HOME`x`.yaml', "ü\n.yaml", "\udcff.yaml"])
-def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
+def test_awkward_paths_survive_the_shell(tmp_path, command, name):
     (tmp_path / name).write_text("")
-    assert main(["config", name]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
+    line = command("config", name).out.splitlines()[-1]
     done = run_in_shell(tmp_path, f'{PYTHON} -c "{PRINT_LAST}" {line}', shell="sh")
     extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
     assert extra_config == {"config_file": str(tmp_path / name)}
@@ -97,11 +91,10 @@ def test_awkward_paths_survive_the_shell(tmp_path, capsys, name):
         ("-", "", "'-': standard input is not read, "),
     ],
 )
-def test_errors_are_one_message_and_status_2(tmp_path, capsys, name, content, message):
+def test_errors_are_one_message_and_status_2(tmp_path, command, name, content, message):
     (tmp_path / "kv.yaml").write_text(content)
-    assert main(["config", name]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
+    output = command("config", name)
+    assert (output.status, output.out) == (2, "")
     assert output.err.startswith(f"kv-offload: {message.format(tmp_path)}")
     assert output.err.count("\n") == 1
 
@@ -135,19 +128,15 @@ def test_a_wrong_file_starts_no_server(tmp_path, shell):
 
 
 @pytest.mark.parametrize("arguments", ["", "configure", "config a b"])
-def test_wrong_arguments_show_the_usage(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
-    assert caught.value.code == 2
-    assert "usage: kv-offload" in capsys.readouterr().err
+def test_wrong_arguments_show_the_usage(arguments, command):
+    done = command(*arguments.split())
+    assert done.status == 2
+    assert "usage: kv-offload" in done.err
 
 
-def test_version_and_help(capsys):
-    for arguments in (["--version"], ["config", "--help"]):
-        with pytest.raises(SystemExit, match="0"):
-            main(arguments)
-    output = capsys.readouterr().out
-    assert output.startswith(f"kv-offload {kv_offload.__version__}\n")
+def test_version_and_help(command):
+    assert command("--version") == (0, f"kv-offload {kv_offload.__version__}\n", "")
+    output = command("config", "--help").out
     for key in SCHEMA.values():
         described = f"{key.name} (default {key.written_default})\n    {key.description}"
         assert f"{described}\n    Allowed: {key.allowed}." in output

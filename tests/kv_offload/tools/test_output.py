@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.kv_offload.tools.status.server import HITS, page_server
 from tests.support.commands import COMMAND, Terminal, run_in_shell
 from tests.support.published_models import PUBLISHED
@@ -98,14 +98,11 @@ def test_escapes_are_for_terminals_that_want_colour(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, command: Command, name: str) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
     module = {"config": "config", "size": "sizing.command"}.get(name, f"{name}.command")
     monkeypatch.setattr(f"kv_offload.tools.{module}._run", interrupt)
     required = {"size": ["config.json"], "status": ["localhost:8000"]}
-    assert main([name, *required.get(name, [])]) == 128 + signal.SIGINT
-    assert capsys.readouterr() == ("", "")
+    assert command(name, *required.get(name, [])) == (128 + signal.SIGINT, "", "")

@@ -18,7 +18,7 @@ from kv_offload.config.disk_folder import rank_file, replica_folder
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.tools.doctor import disk
 from kv_offload.tools.doctor.report import Check
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.support.tier_bed import TierBed
 
 GIB = 1 << 30
@@ -106,9 +106,7 @@ def test_a_folder_in_memory_is_a_warning(memory: Path) -> None:
     assert found["disk space"].state == "problem"
 
 
-def test_a_folder_that_is_missing_is_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_missing_is_a_problem(tmp_path: Path) -> None:
     found = checks(tmp_path / "gone")
     assert [check.state for check in found.values()] == ["problem"]
     assert "No such file or directory" in found["disk"].found
@@ -123,25 +121,22 @@ def test_access_through_the_kernel_is_a_warning(
     assert "does not allow direct access" in access.remedy
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    main(["doctor", "--json", *words])
-    found = json.loads(capsys.readouterr().out)["checks"]
-    return {check["name"]: check for check in found if check["section"] == "Disk"}
-
-
 def test_the_disk_of_the_configuration_is_checked_or_the_one_that_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def report(*words: str) -> dict[str, Any]:
+        found = json.loads(command("doctor", "--json", *words).out)["checks"]
+        return {check["name"]: check for check in found if check["section"] == "Disk"}
+
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "kv.yaml"
     file.write_text("cpu_bytes: 1MiB")
-    assert report(capsys, str(file), "--no-measure") == {}
+    assert report(str(file), "--no-measure") == {}
     file.write_text(f"cpu_bytes: 1MiB\ndisk_path: {tmp_path}\ndisk_bytes: 1MiB")
-    assert report(capsys, str(file))["disk space"]["needed"] == "1 MiB for disk_bytes"
-    assert (
-        str(tmp_path / "gone") in report(capsys, "--disk", str(tmp_path / "gone"))["disk"]["found"]
-    )
-    unmeasured = report(capsys, str(file), "--no-measure")
+    assert report(str(file))["disk space"]["needed"] == "1 MiB for disk_bytes"
+    gone = str(tmp_path / "gone")
+    assert gone in report("--disk", gone)["disk"]["found"]
+    unmeasured = report(str(file), "--no-measure")
     assert unmeasured["disk"]["state"] == "not checked"
 
 

@@ -7,13 +7,14 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kv_offload.tools.doctor import installation, nvml
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 
 DOCS = Path(__file__).parents[4] / "docs/use/doctor.md"
 
@@ -42,30 +43,35 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """Return the lines by name."""
-    status = main(["doctor", "--no-measure", "--json", *arguments])
-    printed = json.loads(capsys.readouterr().out)
-    assert sum(printed["counts"].values()) == len(printed["checks"])
-    assert status == (printed["counts"]["problem"] > 0)
-    return {check["name"]: check for check in printed["checks"]}
+@pytest.fixture
+def report(command: Command) -> Callable[..., dict[str, Any]]:
+    """Give the lines by name."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        done = command("doctor", "--no-measure", "--json", *arguments)
+        printed = json.loads(done.out)
+        assert sum(printed["counts"].values()) == len(printed["checks"])
+        assert done.status == (printed["counts"]["problem"] > 0)
+        return {check["name"]: check for check in printed["checks"]}
+
+    return run
 
 
-def test_a_wrong_file_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_is_a_problem(tmp_path: Path, report: Any) -> None:
     for content, state in (("cpu_bytes: 1MiB", "ok"), ("cpu_byte: 1MiB", "problem")):
         (tmp_path / "kv.yaml").write_text(content)
-        check = report(capsys, "kv.yaml", "--replicas", "2")["configuration"]
+        check = report("kv.yaml", "--replicas", "2")["configuration"]
         assert check["state"] == state
         assert check.keys() == {"section", "name", "state", "found", "needed", "remedy"}
 
 
 def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    report: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvml, "read_machine", lambda: nvml.Machine(may_have_others=True))
     monkeypatch.setattr(installation, "read_torch", lambda: installation.Torch("2.11.0", "13.0"))
     monkeypatch.setattr(resource, "getrlimit", lambda _limit: (4096, 4096))
-    assert report(capsys)["lockable memory"]["state"] == "warning"
+    assert report()["lockable memory"]["state"] == "warning"
 
 
 def test_it_runs_where_nothing_is_installed() -> None:
@@ -81,8 +87,8 @@ def test_it_runs_where_nothing_is_installed() -> None:
         assert checks[name]["found"]
 
 
-def test_the_page_explains_every_line(capsys: pytest.CaptureFixture[str]) -> None:
-    names = report(capsys)
+def test_the_page_explains_every_line(report: Any) -> None:
+    names = report()
     explained = set(re.findall(r"^\| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE))
     assert {name for name in names if not re.match(r"(GPU|copy rate) ?", name)} <= explained
     assert {"GPU", "copy rate"} <= explained

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import pytest
 
 from kv_offload.tools.doctor import store
 from kv_offload.tools.doctor.report import Check
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.support.mooncake import Master, free_port, require_mooncake
 from tests.support.tier_bed import StoreBed, named
 
@@ -75,9 +74,9 @@ def test_keys_are_the_same_elsewhere_with_a_seed(environ: dict[str, str], state:
     assert checks(f"127.0.0.1:{free_port()}", environ)["store keys"].state == state
 
 
-def test_the_command_has_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_has_a_section(command: Command) -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
-    assert main(["doctor", "--json", "--no-measure", "--store", address]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert address in json.dumps(report)
+    done = command("doctor", "--json", "--no-measure", "--store", address)
+    assert done.status == 1
+    assert address in done.out

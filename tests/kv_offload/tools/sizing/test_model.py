@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kv_offload.errors import ConfigError, UnsupportedError
-from kv_offload.tools.main import main
 from kv_offload.tools.sizing.model import Model, read_model
+from tests.kv_offload.tools.conftest import Command
 from tests.support.processes import run_code
 from tests.support.published_models import PUBLISHED
 
@@ -150,15 +150,16 @@ MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     ],
 )
 def test_a_checkpoint_may_ask_for_another_type_of_cache(
-    tmp_path: Path, capsys: Any, read: Any, config: Any, beside: Any, is_quantized: bool
+    tmp_path: Path, command: Command, read: Any, config: Any, beside: Any, is_quantized: bool
 ) -> None:
     """vLLM takes it from any of these, and 16 bits a number would be twice too many."""
     if beside is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     assert read(config).cache_is_quantized == is_quantized
     if is_quantized:
-        assert main(["size", str(tmp_path)]) == 2
-        assert "--kv-cache-dtype is auto, and the checkpoint has" in capsys.readouterr().err
+        done = command("size", tmp_path)
+        assert done.status == 2
+        assert "--kv-cache-dtype is auto, and the checkpoint has" in done.err
 
 
 @pytest.mark.parametrize("config", [{"architectures": ["X"]}, {"model_type": ["llama"]}])

@@ -6,19 +6,27 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kv_offload.config.file import show
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.support.published_models import PUBLISHED
 
 DOCS = Path(__file__).parents[4] / "docs/use/sizing.md"
 
 
-def run(folder: Path, name: str, *options: str) -> int:
-    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
-    return main(["size", str(folder), *options])
+@pytest.fixture
+def size(tmp_path: Path, command: Command) -> Command:
+    """Run it on a published model, or on another config.json."""
+
+    def run(model: str | dict[str, Any], *options: str) -> Any:
+        config = PUBLISHED[model] if isinstance(model, str) else model
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return command("size", tmp_path, *options)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -47,13 +55,11 @@ def run(folder: Path, name: str, *options: str) -> int:
         ("Qwen3-Next-80B-A3B", "-tp 4", "blocks of 272 tokens"),
     ],
 )
-def test_what_else_decides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, options: str, shown: str
-) -> None:
-    assert run(tmp_path, name, *options.split()) == 0
-    output = capsys.readouterr().out
-    assert shown in output
-    assert max(map(len, output.splitlines())) <= 100
+def test_what_else_decides(size: Command, name: str, options: str, shown: str) -> None:
+    done = size(name, *options.split())
+    assert done.status == 0
+    assert shown in done.out
+    assert max(map(len, done.out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -63,39 +69,33 @@ def test_what_else_decides(
         ("Granite-4.0-H-Small", ""),
     ],
 )
-def test_what_cannot_be_packed_has_no_packed_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, options: str
-) -> None:
-    assert run(tmp_path, name, *options.split()) == 0
-    assert "pack_kv" not in capsys.readouterr().out
+def test_what_cannot_be_packed_has_no_packed_size(size: Command, name: str, options: str) -> None:
+    done = size(name, *options.split())
+    assert done.status == 0
+    assert "pack_kv" not in done.out
 
 
-def test_what_was_not_read_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_read_is_said(size: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of Mistral is 8 KV heads, so that the figure is four times too large."""
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", **shape}))
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises
-    assert main(["size", str(tmp_path)]) == 0
-    output = " ".join(capsys.readouterr().out.split())
+    output = " ".join(size({"model_type": "mistral", **shape}).out.split())
     assert "Assumed: num_key_value_heads is num_attention_heads; head_dim is hidden_size" in output
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "mistral", **shape, "num_key_value_heads": 8, "head_dim": 128})
-    )
-    assert main(["size", str(tmp_path)]) == 0
-    assert "Assumed" not in capsys.readouterr().out
+    heads = {"num_key_value_heads": 8, "head_dim": 128}
+    done = size({"model_type": "mistral", **shape, **heads})
+    assert done.status == 0
+    assert "Assumed" not in done.out
 
 
 def test_a_path_that_leads_nowhere_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("~nobody-of-this-name/model", "a" * 5000, ""):
-        assert main(["size", path]) == 2
-        error = capsys.readouterr().err
-        assert ": cannot be read as JSON: " in error
-        assert "Give the path of a model's config.json" in error
+        done = command("size", path)
+        assert done.status == 2
+        assert ": cannot be read as JSON: " in done.err
+        assert "Give the path of a model's config.json" in done.err
 
 
 @pytest.mark.parametrize(
@@ -112,24 +112,21 @@ def test_a_path_that_leads_nowhere_is_one_message(
         ("DeepSeek-V3.2", "--kv-cache-dtype=fp8", "attention keeps then depends on the GPU. Give"),
     ],
 )
-def test_settings_that_do_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, option: str, message: str
-) -> None:
-    assert run(tmp_path, name, option) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "digits" not in error, "a limit of Python's"
+def test_settings_that_do_not_fit(size: Command, name: str, option: str, message: str) -> None:
+    done = size(name, option)
+    assert done.status == 2
+    assert message in done.err
+    assert "digits" not in done.err, "a limit of Python's"
 
 
 @pytest.mark.parametrize("option", ["-tp=0", "--block-size=one", "--kv-cache-dtype=fp4"])
 def test_a_wrong_argument_is_refused_before_the_model_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+    tmp_path: Path, command: Command, option: str
 ) -> None:
     """To read it may take seconds: transformers is imported for the defaults of its kind."""
-    with pytest.raises(SystemExit) as caught:
-        main(["size", str(tmp_path), option])
-    assert caught.value.code == 2
-    assert option.partition("=")[0] in capsys.readouterr().err
+    done = command("size", tmp_path, option)
+    assert done.status == 2
+    assert option.partition("=")[0] in done.err
 
 
 def table() -> dict[str, list[str]]:
@@ -140,20 +137,14 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_documented_table_is_what_the_command_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_the_documented_table_is_what_the_command_prints(size: Command, name: str) -> None:
     if name == "gemma-3-27b":
         pytest.importorskip("transformers", reason="needs transformers, which is not installed")
-    run(tmp_path, name)
-    printed = dict(
-        re.findall(r"^(bytes per \w+|in 1 GiB) +([0-9,]+)", capsys.readouterr().out, re.M)
-    )
+    printed = dict(re.findall(r"^(bytes per \w+|in 1 GiB) +([0-9,]+)", size(name).out, re.M))
     row = [printed["bytes per token"], printed.get("bytes per prompt", "0"), printed["in 1 GiB"]]
     assert table()[name] == row
 
 
-def test_the_documented_run_is_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documented_run_is_real(size: Command) -> None:
     (printed,) = re.findall(r"```\n(model  .*?)```", DOCS.read_text(), re.DOTALL)
-    run(tmp_path, "gpt-oss-120b", "--cpu-bytes", "64GiB")
-    assert capsys.readouterr().out == printed
+    assert size("gpt-oss-120b", "--cpu-bytes", "64GiB").out == printed

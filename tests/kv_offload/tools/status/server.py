@@ -9,6 +9,7 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from kv_offload.metrics import PREFIX
 
@@ -19,17 +20,17 @@ START = re.sub(r"^(vllm:(?!\w+_(slots|slot_bytes)\b).*\}) .*$", r"\1 0.0", HITS,
 """The same server before its first request: it has a pool, and has counted nothing."""
 
 
-def hits_with(name: str, value: object) -> str:
-    """Return the page of hits in which a sample of ours has another value."""
-    return having(HITS, name, value)
-
-
 def having(page: str, name: str, value: object) -> str:
     """Return a page of one engine in which a sample of ours has another value."""
     sample = re.compile(rf"^({PREFIX}{name}\{{.*\}}) .*$", re.MULTILINE)
     changed, found = sample.subn(rf"\1 {value}", page)
     assert found == 1
     return changed
+
+
+def hits_with(name: str, value: object) -> str:
+    """Return the page of hits in which a sample of ours has another value."""
+    return having(HITS, name, value)
 
 
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -41,23 +42,40 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    page = ""
+    page = HITS
     answered = 0
+
+    def __init__(self, handler: type[PageHandler] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or PageHandler)
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.server_address[1]}"
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.shutdown()
+            thread.join()
+            self.server_close()
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+
+class PageHandler(http.server.BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
         here = self.path == "/metrics"
-        self.send_response(200 if here else 404)
-        self.end_headers()
-        self.wfile.write(self.server.page.encode() if here else b"")
+        self.answer(self.server.page if here else "", 200 if here else 404)
         self.server.answered += here
+
+    def answer(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -65,13 +83,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def page_server(page: str = HITS) -> Iterator[PageServer]:
-    server = PageServer(("127.0.0.1", 0), _Handler)
-    server.page = page
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with PageServer().running() as server:
+        server.page = page
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

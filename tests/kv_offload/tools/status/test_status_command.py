@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kv_offload.metrics import KINDS, PREFIX
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.kv_offload.tools.status.server import PageServer, hits_with, page_server
 from tests.support.commands import LIMIT_SECONDS, Terminal
 
@@ -25,10 +25,10 @@ def server() -> Iterator[PageServer]:
 
 @pytest.mark.parametrize("arguments", [["{}", "--once"], ["http://{}/metrics"]])
 def test_once_or_without_a_terminal_one_page_is_printed(
-    server: PageServer, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    server: PageServer, command: Command, arguments: list[str]
 ) -> None:
-    assert main(["status", *(word.format(server.address) for word in arguments)]) == 0
-    output = capsys.readouterr().out
+    status, output, _ = command("status", *(word.format(server.address) for word in arguments))
+    assert status == 0
     assert output.startswith(f"kv-offload at http://{server.address}/metrics: small, engine 0\n")
     assert re.search(r"from host memory: not computed +864 +48\.0 %", output)
     assert "none since the start" in output
@@ -36,10 +36,9 @@ def test_once_or_without_a_terminal_one_page_is_printed(
     assert server.answered == 1
 
 
-def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_reading(server: PageServer, command: Command) -> None:
     server.page += hits_with("slots", 512).replace('engine="0"', 'engine="1"')
-    assert main(["status", server.address, "--once", "--json"]) == 0
-    reading = json.loads(capsys.readouterr().out)
+    reading = json.loads(command("status", server.address, "--once", "--json").out)
     assert server.answered == 1
     assert reading["engines"] == ["0", "1"]
     assert reading["host_tokens"] == 2 * reading["by_engine"]["1"]["host_tokens"] == 2 * 864
@@ -54,23 +53,19 @@ def test_json_is_one_reading(server: PageServer, capsys: pytest.CaptureFixture[s
 
 
 def test_a_server_without_our_metrics_is_one_line_and_status_2(
-    server: PageServer, capsys: pytest.CaptureFixture[str]
+    server: PageServer, command: Command
 ) -> None:
     server.page = "vllm:a 1\n"
-    assert main(["status", server.address]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert re.fullmatch("kv-offload: http://.* without kv-offload.*\n", output.err)
+    status, printed, error = command("status", server.address)
+    assert (status, printed) == (2, "")
+    assert re.fullmatch("kv-offload: http://.* without kv-offload.*\n", error)
 
 
 @pytest.mark.parametrize("interval", ["0", "inf", "nan", "soon"])
-def test_an_interval_that_is_none_is_refused(
-    interval: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["status", "localhost:1", f"--interval={interval}"])
-    assert caught.value.code == 2
-    assert "is not a number of seconds between 0.1 and 86400" in capsys.readouterr().err
+def test_an_interval_that_is_none_is_refused(interval: str, command: Command) -> None:
+    done = command("status", "localhost:1", f"--interval={interval}")
+    assert done.status == 2
+    assert "is not a number of seconds between 0.1 and 86400" in done.err
 
 
 PROGRAM = (sys.executable, "-X", "faulthandler")

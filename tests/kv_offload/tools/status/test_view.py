@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kv_offload.metrics import PREFIX
-from kv_offload.tools.status.figures import ERRORS, Figures
+from kv_offload.tools.status.figures import ERRORS
 from kv_offload.tools.status.read import parse
 from kv_offload.tools.status.view import page
 from tests.kv_offload.tools.status.server import HITS, START, having, hits_with
@@ -16,11 +16,9 @@ from tests.kv_offload.tools.status.server import HITS, START, having, hits_with
 
 def drawn(text: str, before: str | None = None, *, width: int = 110, note: str = "") -> str:
     earlier = None if before is None else parse(before, "here")
-    now = parse(text, "here")
-    each = [Figures(now, earlier, [engine]) for engine in now.engines]
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(page("http://here/metrics", Figures(now, earlier), each, note))
+        console.print(page("http://here/metrics", parse(text, "here"), earlier, note))
     return console.export_text()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from kv_swap.tiers.region import read_description
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config.disk_folder import INDEX_FILE, rank_file, replica_folder
-from kv_offload.tools.main import main
+from tests.kv_offload.tools.conftest import Command
 from tests.support.commands import Terminal
 from tests.support.tier_bed import TierBed
 
+Run: TypeAlias = Callable[..., Any]
 NUM_SLOTS, SLOT_BYTES = 8, 16384
 MODEL = {"model": "org/model-8b", "dtype": "torch.bfloat16", "vllm": "0.32.0"}
 
@@ -54,17 +56,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> str:
-    assert main(["tier", *map(str, words)]) == status
-    return capsys.readouterr().out
+@pytest.fixture
+def shown(command: Command) -> Run:
+    def run(*words: Any, status: int = 0) -> str:
+        done = command("tier", *words)
+        assert done.status == status
+        return done.out
+
+    return run
 
 
-def as_json(capsys: pytest.CaptureFixture[str], *words: Any, status: int = 0) -> Any:
-    return json.loads(shown(capsys, *words, "--json", status=status))
+@pytest.fixture
+def as_json(shown: Run) -> Run:
+    return lambda *words, status=0: json.loads(shown(*words, "--json", status=status))
 
 
-def test_a_disk_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, folder)
+def test_a_disk_is_shown(folder: Path, shown: Run, as_json: Run) -> None:
+    text = shown(folder)
     assert re.sub(
         r"\d+ s ago", "0 s ago", re.sub(r"[\d.]+ KiB in rank", "N KiB in rank", text)
     ) == (
@@ -77,7 +85,7 @@ def test_a_disk_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         "  rank 0      N KiB in rank-0.kv, slots of 16 KiB\n"
         "  rank 1      N KiB in rank-1.kv, slots of 16 KiB\n"
     )
-    (found,) = as_json(capsys, folder)
+    (found,) = as_json(folder)
     assert found["description"] == MODEL
     assert (found["slots"], found["used_slots"], found["used_bytes"]) == (8, 5, 2 * 5 * SLOT_BYTES)
     assert (found["in_use"], found["was_reset"], found["problem"]) == (False, False, "")
@@ -86,10 +94,8 @@ def test_a_disk_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(rank["file_bytes"] >= NUM_SLOTS * SLOT_BYTES for rank in found["ranks"])
 
 
-def test_verification_finds_what_a_disk_has_lost(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "verified: 5 as written\n" in shown(capsys, folder, "--verify")
+def test_verification_finds_what_a_disk_has_lost(folder: Path, shown: Run, as_json: Run) -> None:
+    assert "verified: 5 as written\n" in shown(folder, "--verify")
     offset = read_description(rank_file(folder, 1)).offset
     with rank_file(folder, 1).open("r+b") as file:
         file.seek(offset(3) - 77)
@@ -97,83 +103,77 @@ def test_verification_finds_what_a_disk_has_lost(
         file.seek(offset(5))
         file.write(bytes(4096))
         file.truncate(offset(7))
-    text = shown(capsys, folder, "--verify", status=1)
+    text = shown(folder, "--verify", status=1)
     assert "verified: 2 as written, 1 empty, 1 damaged, 1 unreadable\n" in text
-    (found,) = as_json(capsys, folder, "--verify", status=1)
+    (found,) = as_json(folder, "--verify", status=1)
     counts = {"match": 2, "empty": 1, "damaged": 1, "other": 0, "unreadable": 1}
     assert [rank["verified"]["match"] for rank in found["ranks"]] == [5, 2]
     assert found["ranks"][1]["verified"] == counts
 
 
-def test_an_engine_goes_on_meanwhile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_goes_on_meanwhile(tmp_path: Path, shown: Run, as_json: Run) -> None:
     disk = Disk(tmp_path, ranks=1)
     disk.put(1, 2)
-    (found,) = as_json(capsys, tmp_path, "--verify")
+    (found,) = as_json(tmp_path, "--verify")
     assert found["in_use"]
-    assert "in use      by an engine\n" in shown(capsys, tmp_path)
+    assert "in use      by an engine\n" in shown(tmp_path)
     disk.close()
-    (found,) = as_json(capsys, tmp_path, "--verify")
+    (found,) = as_json(tmp_path, "--verify")
     assert (found["in_use"], found["ranks"][0]["verified"]["match"]) == (False, 2)
 
 
-def test_what_a_reset_leaves_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_reset_leaves_is_said(tmp_path: Path, shown: Run) -> None:
     disk = Disk(tmp_path, ranks=1)
     disk.put(1)
     disk.index.clear()
     disk.close()
-    text = shown(capsys, tmp_path)
+    text = shown(tmp_path)
     assert "restart     begins empty, because a reset emptied the disk while the" in text
     assert "slots       0 of 8 hold a block, 0.0 %" in text
 
 
-def test_replicas_have_folders_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_have_folders_of_their_own(tmp_path: Path, shown: Run, as_json: Run) -> None:
     for replica in (0, 2, 10):
         disk = Disk(replica_folder(tmp_path, replica), ranks=1)
         disk.put(*range(replica % 8 + 1))
         disk.close()
     (tmp_path / "replica-of-mine").mkdir()
-    found = as_json(capsys, tmp_path)
+    found = as_json(tmp_path)
     folders = [str(replica_folder(tmp_path, replica)) for replica in (0, 2, 10)]
     assert [one["folder"] for one in found] == folders
     assert [one["used_slots"] for one in found] == [1, 3, 3]
-    assert shown(capsys, tmp_path).count("in use") == 3
+    assert shown(tmp_path).count("in use") == 3
 
 
-def test_what_is_wrong_with_a_file_is_said(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     rank_file(folder, 0).write_bytes(b"mine")
     rank_file(folder, 1).unlink()
     with TierBed(rank_file(folder, 1), NUM_SLOTS):
         pass  # begun afresh, as by an engine whose index was lost
-    text = shown(capsys, folder, "--verify")
+    text = shown(folder, "--verify")
     assert "rank 0      " in text
     assert "no tier has made it" in text
     assert "not the file that the index is of: nothing in it is found" in text
     assert "verified: 5 empty" in text
     (folder / INDEX_FILE).write_bytes(b"no database at all")
-    text = shown(capsys, folder, "--verify")
+    text = shown(folder, "--verify")
     assert f"index       {folder / INDEX_FILE}: cannot be used: file is not a database." in text
     assert "verified: nothing to read" in text
     (folder / INDEX_FILE).unlink()
-    assert "cannot be read: No such file or directory" in shown(capsys, folder)
+    assert "cannot be read: No such file or directory" in shown(folder)
 
 
-def test_escapes_in_a_file_do_not_reach_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escapes_in_a_file_do_not_reach_the_terminal(tmp_path: Path, shown: Run) -> None:
     Disk(tmp_path, ranks=1, description={"model": "m\x1b[2J\nx"}).close()
-    assert "model       m?[2J?x\n" in shown(capsys, tmp_path)
+    assert "model       m?[2J?x\n" in shown(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "problem"), [("", "has no index.sqlite"), ("no", "No such file")])
 def test_a_folder_that_is_none_of_ours_is_refused(
-    name: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, problem: str, tmp_path: Path, command: Command
 ) -> None:
-    assert main(["tier", str(tmp_path / name)]) == 2
-    said = capsys.readouterr()
+    said = command("tier", tmp_path / name)
+    assert said.status == 2
     assert said.out == ""
     assert said.err.startswith("kv-offload: ")
     assert problem in said.err

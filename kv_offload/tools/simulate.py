@@ -7,24 +7,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from kv_offload.cache.policies import POLICIES
 from kv_offload.config.file import show
-from kv_offload.config.sizes import format_size, parse_size
+from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.simulation.bounds import infinite
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest, read_trace
 from kv_offload.tools.arguments import add_count
-from kv_offload.tools.output import is_terminal, shows_colour
-from kv_offload.tools.sizing.model import read_model
-from kv_offload.tools.sizing.slots import CACHE_DTYPES, slot_size
-
-PIPE_COLUMNS = 100
-"""The width of a table that is written to no terminal."""
+from kv_offload.tools.output import draw, make_console, make_table
+from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_size
 
 
 def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,19 +44,14 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="values of eviction_policy (default: %(default)s)",
     )
     add_count(parser, "--store-after-uses", of="as in the configuration")
-    add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=CACHE_DTYPES,
-        default="auto",
-        metavar="TYPE",
-        help=f"{', '.join(CACHE_DTYPES)}; auto is 2 bytes a number (default: auto)",
-    )
+    add_shape(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    sizes = [_parse_cpu_bytes(text) for text in arguments.cpu_bytes.split(",")]
+    # No share of this machine's memory: the question is mostly about another machine.
+    give = "sizes with units, with commas between them: 64GiB,256GiB"
+    sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
     policies = arguments.policies.split(",")
     if unknown := [name for name in policies if name not in POLICIES]:
         raise ConfigError(
@@ -72,18 +59,13 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     path = Path(os.path.expanduser(arguments.trace))
     requests = sorted(read_trace(path), key=lambda request: request.timestamp)
-    size = slot_size(
-        read_model(Path(os.path.expanduser(arguments.model_config))),
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        cache_dtype=arguments.kv_cache_dtype,
-        block_tokens=_block_tokens(path, requests),
-    )
+    size = read_size(arguments.model_config, arguments, _block_tokens(path, requests))
     if size.prompt_bytes:
         raise UnsupportedError(
             f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "
             "which a trace does not tell. Start the engine, and look at its metrics"
         )
-    table = _table(policies)
+    table = make_table("host memory", "blocks", *policies)
     endless = infinite(requests)
     for cpu_bytes in sizes:
         blocks = size.blocks_in(cpu_bytes)
@@ -103,20 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
         f"{len(requests):,} requests, {endless.blocks:,} blocks of {size.block_tokens} tokens, "
         f"{format_size(size.block_bytes)} each"
     )
-    _print(table)
+    draw(make_console(), table)
     return 0
-
-
-def _parse_cpu_bytes(text: str) -> int:
-    try:
-        # No share of this machine's memory: the question is mostly about another machine.
-        size = parse_size(int(text) if text.isdecimal() else text, None)
-    except ValueError as error:
-        raise ConfigError(
-            f"--cpu-bytes is {show(text)}: {error} Give sizes with units, with commas between "
-            "them: 64GiB,256GiB"
-        ) from error
-    return size
 
 
 def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:
@@ -127,23 +97,5 @@ def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:
     return found.pop()
 
 
-def _table(policies: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("host memory", "blocks", *policies):
-        table.add_column(Text(column), justify="right", header_style="bold cyan")
-    return table
-
-
 def _percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
-
-
-def _print(table: Table) -> None:
-    console = Console(
-        force_terminal=is_terminal(),
-        color_system="auto" if shows_colour() else None,
-        width=None if is_terminal() else PIPE_COLUMNS,
-    )
-    with console.capture() as capture:
-        console.print(table)
-    print(capture.get(), end="")
