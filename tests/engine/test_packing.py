@@ -180,7 +180,8 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: 
 )
 def test_ranks_in_processes_of_their_own(model_folder: Path, split: dict[str, Any]) -> None:
     """Ends with the control: blocks that change places in host memory are noticed."""
-    run = multiprocess_run.run_engine(model_folder, "qwen3", {**RANKS, **split}, forks=True)
+    words = ("tests.engine.multiprocess_run", model_folder, "qwen3", {**RANKS, **split})
+    run = run_module(*words, forks=True)
     multiprocess_run.check(run, ranks=2, packs=True)
 
 

@@ -2,7 +2,7 @@
 
 usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Prints one line of JSON. Prompts are answered one at a time: on a GPU the rounding of a token
+Prompts are answered one at a time: on a GPU the rounding of a token
 depends on what else is in its batch, and one flipped bit of bfloat16 can flip a token of a random
 model. For the same reason the answers from host memory are compared with those that the engine
 without the plugin gives from its own prefix cache: the same tokens are computed in both.
@@ -13,8 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
-import json
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.support.processes import print_result
+from tests.support.processes import be_run
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
 """The last ends with a block of any size that is tested, so that all of it can be loaded."""
@@ -123,7 +121,7 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, reference in watched.items() if reference() is not None]
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     settings = {
         "dtype": "bfloat16",
         "kv_cache_memory_bytes": 512 << 20,
@@ -206,8 +204,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         ours.assert_nothing_left()
         watched = ours.watch_kv_tensors()
     result["kept"] = still_alive(watched)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main, processes=False)

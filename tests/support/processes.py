@@ -156,16 +156,17 @@ def print_result(result: object) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def be_run(main: Callable[[str, str, Any], None]) -> None:
-    """Call `main` with this process's three words, the last as JSON: models, kind, arguments.
+def be_run(main: Callable[..., object], *, processes: bool = True) -> None:
+    """Call `main` with this process's words, the last as JSON; give `run_module` what it returns.
 
-    For a module that `run_module` runs. Its engines have a core in a process of its own, and call
-    functions of the tests there, which vLLM has to pickle.
+    With `processes` its engines have a core in a process of its own, and call functions of the
+    tests there, which vLLM has to pickle.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    models, kind, arguments = sys.argv[1:]
-    main(models, kind, json.loads(arguments))
+    if processes:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    *words, arguments = sys.argv[1:]
+    print_result(main(*words, json.loads(arguments)))
 
 
 @contextlib.contextmanager
