@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-from kv_offload.engines.vllm.halves import connectors_in
+from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
 from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.shutdown import shut_down
 from tests.support.small_models import MODELS, write_draft_head, write_model
@@ -212,7 +212,7 @@ class Engine:
 
     @property
     def rank(self) -> Any:
-        return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
+        return worker_of_process()
 
     @property
     def kv_tensors(self) -> list[Any]:

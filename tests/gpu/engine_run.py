@@ -10,7 +10,6 @@ without the plugin gives from its own prefix cache: the same tokens are computed
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import weakref
@@ -32,6 +31,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
+from tests.engine.rank_calls import pages, poison
 from tests.support.processes import be_run
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
@@ -79,32 +79,14 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
     copies, over all layers. A key has several blocks where a prefix was computed more than once.
     """
     torch.cuda.synchronize()
-    layout = running.rank.transfer.layout
     found: dict[str, set[str]] = {}
     for block in running.pool.blocks:
         if block.block_hash is not None and (blocks is None or block.block_id in blocks):
             digest = hashlib.sha256()
-            for region in layout.regions:
-                address = region.address + block.block_id * region.block_stride_bytes
-                digest.update(read_device(address, region.page_bytes))
+            for page in pages(running.rank, block.block_id):
+                digest.update(page.cpu().numpy())
             found.setdefault(bytes(block.block_hash).hex(), set()).add(digest.hexdigest())
     return found
-
-
-def read_device(address: int, nbytes: int) -> bytes:
-    import cupy
-
-    target, runtime = ctypes.create_string_buffer(nbytes), cupy.cuda.runtime
-    runtime.memcpy(ctypes.addressof(target), address, nbytes, runtime.memcpyDeviceToHost)
-    return target.raw
-
-
-def poison(running: Engine) -> None:
-    """Overwrite the whole KV cache on the GPU, padding included."""
-    for tensor in running.rank.transfer._state.keep_alive:
-        storage = tensor.untyped_storage()
-        torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage).fill_(0x7F)
-    torch.cuda.synchronize()
 
 
 def corrupt(slots: np.ndarray, kind: str) -> None:
@@ -160,7 +142,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         ours.settle()
         before = digests(ours)
         ours.reset_gpu_cache()
-        poison(ours)
+        poison(None)
         loads = Loads(ours)
         drafts = Drafts(ours)
         reloaded = one_by_one(ours)

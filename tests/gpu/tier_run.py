@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import Engine, engine
-from tests.gpu.engine_run import corrupt, one_by_one, poison
+from tests.engine.rank_calls import poison
+from tests.gpu.engine_run import corrupt, one_by_one
 from tests.support.mooncake import missing
 from tests.support.patience import be_patient
 from tests.support.processes import print_result, stay
@@ -55,7 +56,7 @@ def serve(models: Path, plugin: dict[str, Any]) -> None:
         one_by_one(plain)
         result: dict[str, Any] = {"expected": one_by_one(plain)}
     with engine(models, KIND, plugin, **SETTINGS) as ours:
-        poison(ours)
+        poison(None)
         result["answers"] = one_by_one(ours)
         result["loaded_blocks"] = ours.blocks_loaded()
         result["totals"] = dict(ours.totals)
