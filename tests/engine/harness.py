@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import math
-import operator
 import time
 import weakref
 from collections import Counter
@@ -21,12 +19,11 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
-from tests.support.inputs import Tokens, random_tokens, transfer_config
+from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.shutdown import shut_down
-from tests.support.small_models import MODELS, write_draft_head, write_model
+from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
 
-BLOCK_TOKENS = 32
 PATIENCE_SECONDS = 120
 """After which an engine is taken to be stuck."""
 
@@ -51,12 +48,6 @@ def full_blocks(prompts: Sequence[Tokens]) -> int:
             for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
         }
     )
-
-
-def block_bytes_of(kind: str) -> int:
-    """Return the bytes of a block of a small model with full attention alone, in float32."""
-    shape = operator.itemgetter("num_hidden_layers", "num_key_value_heads", "head_dim")
-    return math.prod(shape(MODELS[kind])) * 2 * 4 * BLOCK_TOKENS
 
 
 def patiently(max_steps: int) -> Iterator[int]:
@@ -377,7 +368,6 @@ def plain_answers(
     prompts: Sequence[Tokens],
     kind: str = "qwen3",
     *,
-    max_tokens: int = 8,
     one_by_one: bool = False,
     **arguments: Any,
 ) -> list[Tokens]:
@@ -385,11 +375,11 @@ def plain_answers(
 
     Not to be called while an engine with the plugin lives.
     """
-    asked = repr((models, prompts, kind, max_tokens, one_by_one, arguments))
+    asked = repr((models, prompts, kind, one_by_one, arguments))
     if asked not in _answers:
         with engine(models, kind, **arguments) as plain:
             generate = plain.generate_each if one_by_one else plain.generate
-            _answers[asked] = generate(prompts, max_tokens)
+            _answers[asked] = generate(prompts)
     return _answers[asked]
 
 

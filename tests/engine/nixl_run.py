@@ -17,8 +17,8 @@ from vllm import LLM
 from vllm.platforms import current_platform
 
 from tests.engine.harness import all_differ, engine_settings, greedy
-from tests.support.configurations import around, ours
-from tests.support.inputs import random_tokens
+from tests.support.configurations import around
+from tests.support.inputs import random_tokens, transfer_config
 from tests.support.mooncake import free_port
 from tests.support.processes import be_run
 from tests.support.shutdown import shut_down
@@ -58,7 +58,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     def start(gpu: int, *, first: bool) -> LLM:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        members = [ours({"cpu_bytes": "64MiB"}, "kv_both"), nixl]
+        members = [transfer_config({}), nixl]
         config = around(*(members if first else members[::-1]), role="kv_both")
         return LLM(**settings, kv_transfer_config={**config, "kv_buffer_device": device})
 

@@ -36,6 +36,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+def chat(*text_of: int) -> dict[str, Any]:
+    """Return the body of a request with one message, whose text is the prompt; see `text`."""
+    return {
+        "messages": [{"role": "user", "content": text(*text_of)}],
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+
+
 def act(server: str, name: str) -> dict[str, str]:
     answer: dict[str, str] = json.loads(get(f"{server}{CONTROL}/{name}", {}, KEY))
     return answer
@@ -93,12 +101,7 @@ def test_nothing_is_stored_in_a_pause(server: str) -> None:
 def test_wrong_wishes_are_refused_for_that_request_alone(
     server: str, wishes: dict[str, Any], message: str, endpoint: str
 ) -> None:
-    body: dict[str, Any] = {"prompt": text(3)}
-    if endpoint == "chat/completions":
-        body = {
-            "messages": [{"role": "user", "content": text(3, 30)}],
-            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        }
+    body = chat(3, 30) if endpoint == "chat/completions" else {"prompt": text(3)}
     params = {"kv_transfer_params": {"kv_offload": wishes, "remote_host": "of another connector"}}
     code, answer = refused(server, f"/v1/{endpoint}", KEY, model="small", **body, **params)
     assert code == 400
@@ -126,11 +129,7 @@ def test_warm_up(
 ) -> None:
     act(server, "empty")
     file = tmp_path / "prompts.jsonl"
-    chat = {
-        "messages": [{"role": "user", "content": text(13)}],
-        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    }
-    lines = [{"prompt": text(11)}, {"prompt": text(12), "cache_salt": "tenant"}, chat]
+    lines = [{"prompt": text(11)}, {"prompt": text(12), "cache_salt": "tenant"}, chat(13)]
     file.write_text("\n".join(map(json.dumps, lines)))
     command = ["warm-up", server, str(file), "--retain-seconds", "600"]
     assert main(command) == 2
@@ -166,12 +165,7 @@ def test_warm_up_with_recorded_requests(
     lines = [
         {"prompt": text(21), "max_tokens": 40, **stream},
         {"prompt": text(22), "max_tokens": 40, "min_tokens": 30, "n": 3},
-        {
-            "messages": [{"role": "user", "content": text(23)}],
-            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "max_completion_tokens": 40,
-            "ignore_eos": True,
-        },
+        {**chat(23), "max_completion_tokens": 40, "ignore_eos": True},
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))

@@ -106,7 +106,7 @@ def test_promtool_accepts_the_alerts(command: list[str]) -> None:
 
 def test_promtool_accepts_every_query(tmp_path: Path) -> None:
     rules = [
-        {"record": f"query:{number}", "expr": filled_in(query, "5m")}
+        {"record": f"query:{number}", "expr": filled_in(query)}
         for number, query in enumerate(QUERIES.values())
     ]
     file = tmp_path / "queries.yml"
@@ -132,7 +132,7 @@ def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
         "input_series": [
             {"series": PREFIX + name + labels, "values": values} for name, values in series.items()
         ],
-        "promql_expr_test": [{"expr": filled_in(query, "5m"), **two} for query in queries],
+        "promql_expr_test": [{"expr": filled_in(query), **two} for query in queries],
     }
     file = tmp_path / "slots.yml"
     file.write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))

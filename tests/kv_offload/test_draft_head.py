@@ -113,8 +113,8 @@ def successors(name: int) -> set[int]:
 class HeadEngine(HarshEngine):
     """Drafts with a head; alternates between drafts that are right, half right and wrong."""
 
-    def __init__(self, *arguments: Any, drafts: int = DRAFTS, **more: Any) -> None:
-        super().__init__(*arguments, drafts=drafts, draft_head=True, **more)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, drafts=DRAFTS, draft_head=True, **more)
         self.model = PlayedHead(self.groups, [rank.kv for rank in self.ranks])
         self.accepted = self.rejected = 0
         self.propose = self.mixed_drafts

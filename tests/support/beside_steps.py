@@ -31,11 +31,11 @@ def report(
     engine.offload.take_report(OffloadWorkerMetadata({rank: told}))
 
 
-def teach(engine: PlayedEngine, bytes_per_second: float, tokens_per_second: float = 1e6) -> None:
-    """Have the engine believe that it measured a link and a device of these speeds."""
+def teach(engine: PlayedEngine, bytes_per_second: float) -> None:
+    """Have the engine believe that it measured this link, and computes a million tokens a second."""
     watch = engine.offload.watch
     for _ in range(15):
         watch.load_rate.learn(bytes_per_second)
     for size in (64, 8192):
         for _ in range(MIN_MEASUREMENTS):
-            watch.prefill_rate.learn(size, 1, size / tokens_per_second)
+            watch.prefill_rate.learn(size, 1, size / 1e6)

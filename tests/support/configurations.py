@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
+from tests.support.inputs import transfer_config as ours
 
 Options = dict[str, Any]
 
@@ -174,16 +175,6 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory()
     small_models.config("qwen3", architectures=["ScheduledOnly"]).save_pretrained(folder.name)
     return folder
-
-
-def ours(plugin: Options, role: str = "kv_both") -> Options:
-    """Return the transfer configuration of our connector, which need not be installed."""
-    return {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": role,
-        "kv_connector_module_path": "kv_offload.engines.vllm.connector",
-        "kv_connector_extra_config": plugin,
-    }
 
 
 def around(*members: Options, role: str = "kv_both", **outer: Any) -> Options:
