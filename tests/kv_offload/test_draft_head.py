@@ -21,7 +21,7 @@ from vllm.config import SpeculativeConfig
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
-from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
+from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -31,6 +31,7 @@ from tests.support.played_cases import (
     both_ways,
     forget,
     store,
+    wrong_bytes,
 )
 from tests.support.played_model import (
     VOCABULARY,

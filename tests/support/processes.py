@@ -162,9 +162,8 @@ def be_run(main: Callable[..., object], *, processes: bool = True) -> None:
     With `processes` its engines have a core in a process of its own, and call functions of the
     tests there, which vLLM has to pickle.
     """
-    if processes:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     *words, arguments = sys.argv[1:]
     print_result(main(*words, json.loads(arguments)))
 
