@@ -19,13 +19,18 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
+from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
-from tests.support.shutdown import shut_down
+from tests.support.processes import shut_down
 from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
 
 PATIENCE_SECONDS = 120
 """After which an engine is taken to be stuck."""
+
+needs_latent_attention = pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
 
 
 def prompts_with_shared_prefix(

@@ -21,8 +21,7 @@ from tests.engine.harness import engine_settings
 from tests.engine.pressure_run import answer_all
 from tests.support.inputs import busy_requests, transfer_config
 from tests.support.latents import cache_prefixes_of_latents
-from tests.support.processes import Forked, be_run
-from tests.support.shutdown import shut_down
+from tests.support.processes import Forked, be_run, shut_down
 
 RANKS = 2
 END_SECONDS = 60.0

@@ -25,9 +25,8 @@ from tests.engine import rank_calls
 from tests.engine.harness import all_differ, engine_settings, greedy
 from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.latents import cache_prefixes_of_latents
-from tests.support.processes import be_run
+from tests.support.processes import be_run, shut_down
 from tests.support.remote_connector import multi_config
-from tests.support.shutdown import shut_down
 from tests.support.totals import figures
 
 PROMPT_TOKENS = (129, 193, 257)

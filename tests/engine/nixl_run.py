@@ -20,8 +20,7 @@ from tests.engine.harness import all_differ, engine_settings, greedy
 from tests.support.configurations import around
 from tests.support.inputs import random_tokens, transfer_config
 from tests.support.mooncake import free_port
-from tests.support.processes import be_run
-from tests.support.shutdown import shut_down
+from tests.support.processes import be_run, shut_down
 
 PROMPT_TOKENS = (129, 193, 257)
 

@@ -17,8 +17,7 @@ from vllm import LLM
 
 from tests.engine.harness import engine_settings, greedy
 from tests.support.inputs import Tokens, busy_requests, transfer_config
-from tests.support.processes import be_run
-from tests.support.shutdown import shut_down
+from tests.support.processes import be_run, shut_down
 
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 260, "max_num_seqs": 16}
 FAULTS = ("refused", "failed")

@@ -19,8 +19,7 @@ from tests.engine import rank_calls
 from tests.engine.harness import PATIENCE_SECONDS, all_differ, engine_settings, greedy
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
 from tests.support.inputs import Tokens, random_tokens, transfer_config
-from tests.support.processes import be_run
-from tests.support.shutdown import shut_down
+from tests.support.processes import be_run, shut_down
 from tests.support.totals import figures
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from kv_offload.metrics import PREFIX
 from kv_offload.tools.main import main
-from tests.support.installed import write_entry_points
 from tests.support.processes import ROOT
 from tests.support.server import ask, get, metric, serving, text, wait_for
 
@@ -21,6 +21,24 @@ KEY = "a key of this test"
 CONTROL = "/v1/kv-offload"
 BLOCKS = 9
 """Full blocks of a prompt."""
+
+
+def write_entry_points(folder: Path) -> Path:
+    """Write into a folder what `importlib.metadata` reads of this package; return the folder.
+
+    On Python's path it comes before an older installation.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = folder / f"kv_offload-{project['version']}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from kv_swap.packing import samples
 from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 
-from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.worker.copies import Stores
 from tests.engine import multiprocess_run, restart_run
 from tests.engine.harness import (
@@ -19,6 +18,7 @@ from tests.engine.harness import (
     Tokens,
     all_differ,
     engine,
+    needs_latent_attention,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
@@ -92,9 +92,7 @@ def test_packed_blocks_serve_as_they_were(
         assert ours.blocks_loaded() > 0
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
+@needs_latent_attention
 @pytest.mark.usefixtures("restored_platform")
 def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""

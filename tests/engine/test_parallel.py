@@ -9,15 +9,13 @@ import pytest
 
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import killed_rank_run, pressure_run, replica_run
+from tests.engine.harness import needs_latent_attention
 from tests.engine.multiprocess_run import PIPELINE, check
 from tests.support.latents import LATENT
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
 
 ROUND_TRIP = "tests.engine.multiprocess_run"
-NEEDS_LATENT_ATTENTION = pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
 
 
 @pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`
@@ -39,7 +37,7 @@ def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partit
     check(run_module(ROUND_TRIP, model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
-@NEEDS_LATENT_ATTENTION
+@needs_latent_attention
 def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, forks: bool) -> None:
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
     result = run_module(ROUND_TRIP, model_folder, "deepseek_v2", arguments, forks=forks)
@@ -80,7 +78,7 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: An
     "sharing",
     [
         pytest.param(False, marks=pytest.mark.slow),
-        pytest.param(True, marks=NEEDS_LATENT_ATTENTION),
+        pytest.param(True, marks=needs_latent_attention),
     ],
 )
 def test_a_rank_that_is_killed_while_it_copies(model_folder: Path, sharing: bool) -> None:

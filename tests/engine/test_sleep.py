@@ -17,8 +17,7 @@ from vllm import LLM
 from tests.engine.harness import engine_settings, greedy
 from tests.engine.multiprocess_run import ask, plain_answers
 from tests.support.inputs import random_tokens, transfer_config
-from tests.support.processes import be_run, run_module
-from tests.support.shutdown import shut_down
+from tests.support.processes import be_run, run_module, shut_down
 from tests.support.totals import figures
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.tools.status.figures import ERRORS
-from tests.support.dashboard import ALERTS, DASHBOARD, PANELS, QUERIES, alert_rules, filled_in
+
+FOLDER = Path(__file__).parents[2] / "docs/grafana"
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "kv-offload.json").read_text())
+ALERTS = FOLDER / "alerts.yml"
+
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+QUERIES = {
+    f"{panel['title']}, {target['legendFormat']}": str(target["expr"])
+    for panel in PANELS
+    for target in panel["targets"]
+}
+"""Every query of the dashboard, by its panel and its line there."""
 
 TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"
 EXPORTED = {
@@ -25,6 +39,18 @@ OF_VLLM = {
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
 }
 SELECTED = '{instance=~"$instance", model_name=~"$model", engine=~"$engine"}'
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    return list(group["rules"])
+
+
+def filled_in(query: str) -> str:
+    """Return a query as Grafana sends it, with everything selected, of five minutes."""
+    for variable in ("$__rate_interval", "$__range"):
+        query = query.replace(variable, "5m")
+    return re.sub(r"\$\w+", ".*", query)
 
 
 @pytest.mark.parametrize(

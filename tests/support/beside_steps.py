@@ -32,7 +32,7 @@ def report(
 
 
 def teach(engine: PlayedEngine, bytes_per_second: float) -> None:
-    """Have the engine know such a link, and computed a million tokens a second."""
+    """Have the engine believe that it measured this link, and a million tokens a second."""
     watch = engine.offload.watch
     for _ in range(15):
         watch.load_rate.learn(bytes_per_second)
