@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
+from kv_offload.engines.vllm.model.layout import kv_tensors
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.processes import shut_down
@@ -213,8 +214,7 @@ class Engine:
     @property
     def kv_tensors(self) -> list[Any]:
         """Every tensor that the engine registered; a layer with states has several."""
-        registered = self.rank.transfer._state.keep_alive
-        return [tensor for of_layer in registered for tensor in as_list(of_layer)]
+        return list(self.rank.transfer._state.keep_alive)
 
     @property
     def slots(self) -> np.ndarray:
@@ -227,7 +227,7 @@ class Engine:
         watched = {
             f"{name}, {index}": weakref.ref(tensor)
             for name, layer in layers.items()
-            for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None)))
+            for index, tensor in enumerate(kv_tensors({name: getattr(layer, "kv_cache", None)}))
             if tensor is not None
         }
         assert watched
@@ -286,11 +286,6 @@ class Drafts:
         counts = self.checked, self.accepted
         self.checked = self.accepted = 0
         return counts
-
-
-def as_list(cache: Any) -> list[Any]:
-    """Return the tensors of a layer: attention has one, states several."""
-    return list(cache) if isinstance(cache, (list, tuple)) else [cache]
 
 
 def draft_head(models: Path) -> dict[str, Any]:

@@ -23,17 +23,17 @@ END_SECONDS = 30
 """vLLM's own 5 s are over when a busy machine has stood still once; then it kills its processes."""
 
 
-def run_code(code: str, **environment: str) -> str:
+def run_code(code: str) -> str:
     """Run statements in a new Python that finds the same packages; return what they printed.
 
-    It has `environment`, and nothing of what this process has.
+    It has nothing else of this process's environment.
     """
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
-        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     return done.stdout
 

@@ -53,13 +53,10 @@ class RemoteMetadata(KVConnectorMetadata):
     """Requests whose sender is only to be told that nothing is fetched."""
 
 
-@dataclass
 class RemoteReport(KVConnectorWorkerMetadata):
-    ranks: int = 1
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RemoteReport:
         assert isinstance(other, RemoteReport)
-        return RemoteReport(self.ranks + other.ranks)
+        return self
 
 
 class RemoteStats(KVConnectorStats):
