@@ -17,12 +17,11 @@ from vllm import LLM
 from vllm.platforms import current_platform
 
 from tests.engine.harness import all_differ, engine_settings, greedy
+from tests.engine.multiprocess_run import PROMPT_TOKENS
 from tests.support.configurations import around
 from tests.support.inputs import random_tokens, transfer_config
 from tests.support.mooncake import free_port
 from tests.support.processes import be_run, shut_down
-
-PROMPT_TOKENS = (129, 193, 257)
 
 
 def check(result: dict[str, Any]) -> None:

@@ -36,6 +36,11 @@ from tests.support.processes import be_run
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
 """The last ends with a block of any size that is tested, so that all of it can be loaded."""
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 512 << 20,
+    "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
+}
 
 
 def one_by_one(running: Engine) -> list[list[int]]:
@@ -104,12 +109,7 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    settings = {
-        "dtype": "bfloat16",
-        "kv_cache_memory_bytes": 512 << 20,
-        "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
-        **arguments,
-    }
+    settings = {**SETTINGS, **arguments}
     synchronous_loads = settings.pop("synchronous_loads", False)
     plugin = {
         "transfer_engine": settings.pop("transfer_engine", "auto"),

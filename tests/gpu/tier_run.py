@@ -20,17 +20,12 @@ import pytest
 
 from tests.engine.harness import Engine, engine
 from tests.engine.rank_calls import poison
-from tests.gpu.engine_run import corrupt, one_by_one
+from tests.gpu.engine_run import SETTINGS, corrupt, one_by_one
 from tests.support.mooncake import missing
 from tests.support.patience import be_patient
 from tests.support.processes import print_result, stay
 
 KIND = "qwen3"
-SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "kv_cache_memory_bytes": 512 << 20,
-    "gpu_memory_utilization": 0.1,
-}
 INDEX_SECONDS = 1.0
 """After which a disk's index has noted what was written."""
 
