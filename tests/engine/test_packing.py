@@ -25,7 +25,7 @@ from tests.engine.harness import (
     random_tokens,
 )
 from tests.engine.multiprocess_run import PIPELINE
-from tests.support.latents import LATENT, cache_prefixes_of_latents
+from tests.support.latents import LATENT
 from tests.support.processes import run_module
 
 BLOCK_TOKENS = 128
@@ -93,10 +93,9 @@ def test_packed_blocks_serve_as_they_were(
 
 
 @needs_latent_attention
-@pytest.mark.usefixtures("restored_platform")
+@pytest.mark.usefixtures("cached_latents")
 def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
-    cache_prefixes_of_latents()
     prompts = [random_tokens(count, seed=count) for count in (129, 193)]
     settings = {**LATENT, "dtype": "bfloat16"}
     with engine(model_folder, "deepseek_v2", **settings) as plain:
