@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.medians import MIN_MEASUREMENTS
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 from tests.support.configurations import make_request

@@ -1,4 +1,7 @@
-"""Configurations, specs and requests of vLLM's own classes, small enough for a test to count."""
+"""Configurations, specs and requests of vLLM's own classes, small enough for a test to count.
+
+Skips a module of tests that imports it, or a played engine, where there is no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
