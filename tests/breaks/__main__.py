@@ -32,10 +32,7 @@ def check(copy: Copy, one: Break) -> tuple[bool, str]:
         return one.hangs, "ran out of time" + ("" if one.hangs else ", and does not say `hangs`")
     if broken.code == 0:
         return False, "its tests pass"
-    has_failed = broken.code == TESTS_FAILED or (
-        broken.code == INTERNAL_ERROR and broken.names_a_test
-    )
-    if not has_failed:
+    if broken.code != TESTS_FAILED and not (broken.code == INTERNAL_ERROR and broken.failures):
         return False, f"pytest ended with {broken.code}: {broken.first_failure}"
     return True, broken.first_failure
 

@@ -33,16 +33,12 @@ class Outcome:
     @property
     def first_failure(self) -> str:
         """The first test that failed, and how, as pytest sums it up."""
-        lines = self._failures
-        return lines[0] if lines else "".join(self.output.splitlines()[-1:])
+        lines = self.failures or self.output.splitlines()[-1:]
+        return "".join(lines[:1])
 
     @property
-    def names_a_test(self) -> bool:
-        """Whether pytest names a test that failed."""
-        return bool(self._failures)
-
-    @property
-    def _failures(self) -> list[str]:
+    def failures(self) -> list[str]:
+        """All that failed and that pytest names."""
         return re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", self.output, re.MULTILINE)
 
 

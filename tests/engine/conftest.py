@@ -12,6 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from tests.engine.copies import Copies
 from tests.engine.harness import engine
 from tests.support import imports, processes
+from tests.support.latents import cache_prefixes_of_latents
 
 HERE = Path(__file__).parent
 ENGINE_SECONDS = 1800
@@ -93,10 +94,11 @@ def fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def restored_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo at the end what `cache_prefixes_of_latents` does to vLLM in this process."""
+def cached_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines of this process cache prefixes of latents, until the test ends."""
     name = "check_and_update_config"
     monkeypatch.setattr(CpuPlatform, name, getattr(CpuPlatform, name))
+    cache_prefixes_of_latents()
 
 
 @pytest.fixture

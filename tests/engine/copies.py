@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from kv_swap.engine import Direction
 from kv_swap.host.transfers import Run, copy_runs
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm.halves import connectors_in
+from kv_offload.engines.vllm.halves import worker_of_process
 
 
 class Copies:
@@ -48,8 +47,6 @@ class Copies:
         copy_runs(runs)
 
     def _direction(self, dst_address: int) -> Direction:
-        arena = next(
-            connectors_in(get_kv_transfer_group(), "offload_worker")
-        ).offload_worker.transfer._state.arena
+        arena = worker_of_process().transfer._state.arena
         inside = arena.address <= dst_address < arena.address + arena.nbytes
         return Direction.STORE if inside else Direction.LOAD

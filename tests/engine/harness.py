@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import math
-import operator
 import time
 import weakref
 from collections import Counter
@@ -17,18 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-from kv_offload.engines.vllm.halves import connectors_in
-from tests.support.inputs import Tokens, random_tokens, transfer_config
-from tests.support.shutdown import shut_down
-from tests.support.small_models import MODELS, write_draft_head, write_model
+from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
+from kv_offload.engines.vllm.model.layout import kv_tensors
+from kv_offload.engines.vllm.versions import vllm_version
+from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
+from tests.support.processes import shut_down
+from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
 
-BLOCK_TOKENS = 32
 PATIENCE_SECONDS = 120
 """After which an engine is taken to be stuck."""
+
+needs_latent_attention = pytest.mark.skipif(
+    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
+)
 
 
 def prompts_with_shared_prefix(
@@ -51,12 +54,6 @@ def full_blocks(prompts: Sequence[Tokens]) -> int:
             for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
         }
     )
-
-
-def block_bytes_of(kind: str) -> int:
-    """Return the bytes of a block of a small model with full attention alone, in float32."""
-    shape = operator.itemgetter("num_hidden_layers", "num_key_value_heads", "head_dim")
-    return math.prod(shape(MODELS[kind])) * 2 * 4 * BLOCK_TOKENS
 
 
 def patiently(max_steps: int) -> Iterator[int]:
@@ -212,13 +209,12 @@ class Engine:
 
     @property
     def rank(self) -> Any:
-        return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
+        return worker_of_process()
 
     @property
     def kv_tensors(self) -> list[Any]:
         """Every tensor that the engine registered; a layer with states has several."""
-        registered = self.rank.transfer._state.keep_alive
-        return [tensor for of_layer in registered for tensor in as_list(of_layer)]
+        return list(self.rank.transfer._state.keep_alive)
 
     @property
     def slots(self) -> np.ndarray:
@@ -231,7 +227,7 @@ class Engine:
         watched = {
             f"{name}, {index}": weakref.ref(tensor)
             for name, layer in layers.items()
-            for index, tensor in enumerate(as_list(getattr(layer, "kv_cache", None)))
+            for index, tensor in enumerate(kv_tensors({name: getattr(layer, "kv_cache", None)}))
             if tensor is not None
         }
         assert watched
@@ -290,11 +286,6 @@ class Drafts:
         counts = self.checked, self.accepted
         self.checked = self.accepted = 0
         return counts
-
-
-def as_list(cache: Any) -> list[Any]:
-    """Return the tensors of a layer: attention has one, states several."""
-    return list(cache) if isinstance(cache, (list, tuple)) else [cache]
 
 
 def draft_head(models: Path) -> dict[str, Any]:
@@ -377,7 +368,6 @@ def plain_answers(
     prompts: Sequence[Tokens],
     kind: str = "qwen3",
     *,
-    max_tokens: int = 8,
     one_by_one: bool = False,
     **arguments: Any,
 ) -> list[Tokens]:
@@ -385,11 +375,11 @@ def plain_answers(
 
     Not to be called while an engine with the plugin lives.
     """
-    asked = repr((models, prompts, kind, max_tokens, one_by_one, arguments))
+    asked = repr((models, prompts, kind, one_by_one, arguments))
     if asked not in _answers:
         with engine(models, kind, **arguments) as plain:
             generate = plain.generate_each if one_by_one else plain.generate
-            _answers[asked] = generate(prompts, max_tokens)
+            _answers[asked] = generate(prompts)
     return _answers[asked]
 
 

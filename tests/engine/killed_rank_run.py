@@ -14,10 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.inputs import busy_requests
+import psutil
+from vllm import LLM
+
+from tests.engine.harness import engine_settings
+from tests.engine.pressure_run import answer_all
+from tests.support.inputs import busy_requests, transfer_config
 from tests.support.latents import cache_prefixes_of_latents
-from tests.support.processes import be_run, print_result
-from tests.support.shutdown import shut_down
+from tests.support.processes import Forked, be_run, shut_down
 
 RANKS = 2
 END_SECONDS = 60.0
@@ -49,41 +53,14 @@ def holders(name: str) -> int:
     return found + Path("/proc/net/unix").read_text().count(name)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have started."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and is more than a name that its parent has not asked for."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
-def command_of(pid: int) -> str:
-    """Return the command line of a process."""
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def note_death(pid: int, at: list[float]) -> None:
+def note_death(process: Forked, at: list[float]) -> None:
     """Note when a process has ended."""
-    while runs(pid):
-        time.sleep(0.02)
+    process.wait()
     at[0] = time.monotonic()
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
-
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from tests.engine import rank_faults
-    from tests.engine.harness import engine_settings, greedy, transfer_config
 
     # Ranks that wait for the killed one are ended as soon as where users run.
     os.environ.pop("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", None)
@@ -96,43 +73,41 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": CPU_BYTES}))
     places = llm.collective_rpc(rank_faults.places)
     # The tracker of Python's multiprocessing ends with this process.
-    started = [p for p in descendants(os.getpid()) if "resource_tracker" not in command_of(p)]
-    assert {place["pid"] for place in places} <= set(started)
+    started = {
+        child.pid: Forked(child.pid)
+        for child in psutil.Process().children(recursive=True)
+        if not any("resource_tracker" in word for word in child.cmdline())
+    }
+    assert {place["pid"] for place in places} <= started.keys()
     shared = sorted({name for place in places for name in place["shared"]})
     alive = [holders(name) for name in shared]
     llm.collective_rpc(rank_faults.disturb, args=([RANKS - 1], "die"))
     killed = next(place["pid"] for place in places if place["rank"] == RANKS - 1)
     death = [float("inf")]
-    threading.Thread(target=note_death, args=(killed, death), daemon=True).start()
+    threading.Thread(target=note_death, args=(started[killed], death), daemon=True).start()
     error = "none"
     try:
         for _ in range(3):  # what one round has stored the next one loads
-            llm.generate(
-                [{"prompt_token_ids": prompt} for prompt, _ in asked.values()],
-                [greedy(max_tokens) for _, max_tokens in asked.values()],
-                use_tqdm=False,
-            )
+            answer_all(llm, asked)
     except Exception as raised:  # noqa: BLE001 - which one it was is what is told
         error = type(raised).__name__
     seconds = time.monotonic() - death[0]
     shut_down(llm)
     until = time.monotonic() + END_SECONDS
-    while (left := [pid for pid in started if runs(pid)]) and time.monotonic() < until:
+    while (left := [p for p in started if started[p].poll() is None]) and time.monotonic() < until:
         time.sleep(0.1)
-    print_result(
-        {
-            "error": error,
-            "seconds": seconds,
-            "processes": len(started),
-            "left": [command_of(pid) for pid in left],
-            "shared": shared,
-            "memory": [(name, n, holders(name)) for name, n in zip(shared, alive, strict=True)],
-            # Queues of vLLM's between processes have other names, and NCCL's any letters.
-            "dev_shm": [
-                n for n in set(os.listdir("/dev/shm")) - before if re.search("kv[-_]", n.lower())
-            ],
-        }
-    )
+    return {
+        "error": error,
+        "seconds": seconds,
+        "processes": len(started),
+        "left": [psutil.Process(pid).cmdline() for pid in left],
+        "shared": shared,
+        "memory": [(name, n, holders(name)) for name, n in zip(shared, alive, strict=True)],
+        # Queues of vLLM's between processes have other names, and NCCL's any letters.
+        "dev_shm": [
+            n for n in set(os.listdir("/dev/shm")) - before if re.search("kv[-_]", n.lower())
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Run by `run_engine` in a process of its own: an engine whose core and ranks have theirs.
+"""Run in a process of its own: an engine whose core and ranks have theirs.
 
 usage: python -m tests.engine.multiprocess_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Hands back what `check` checks. Prompts have one token more than some blocks and are answered one at
-a time, so that a reloaded prompt computes just what an engine without the plugin does that has the
-prompt in its own cache: on a GPU the rounding depends on what else is in the batch.
+`arguments` are `LLM`'s, and `plugin`, `prompt_tokens`, `sleep`, `logprobs` and `beside`: whether
+ours is the first of two members of a MultiConnector. Hands back what `check` checks.
+
+Prompts have one token more than some blocks and are answered one at a time, so that a reloaded
+prompt computes just what an engine without the plugin does that has the prompt in its own cache: on
+a GPU the rounding depends on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm import LLM
 
-from tests.support.inputs import Tokens
+from kv_offload.engines.vllm.versions import vllm_version
+from tests.engine import rank_calls
+from tests.engine.harness import all_differ, engine_settings, greedy
+from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.latents import cache_prefixes_of_latents
-from tests.support.processes import be_run, print_result, run_module
-from tests.support.shutdown import shut_down
+from tests.support.processes import be_run, shut_down
+from tests.support.remote_connector import multi_config
+from tests.support.totals import figures
 
 PROMPT_TOKENS = (129, 193, 257)
 PIPELINE = {
@@ -31,25 +39,6 @@ PIPELINE = {
 
 LOGPROB_TOLERANCE = 1e-3
 """Nats. The shapes are the same, so mostly the bits are; other blocks are off by whole nats."""
-
-
-def run_engine(
-    models: Path,
-    kind: str,
-    arguments: dict[str, Any],
-    *,
-    forks: bool = False,
-    **environment: str,
-) -> dict[str, Any]:
-    """Run `main` in a process of its own; return what it found.
-
-    `arguments` are `LLM`'s, and `plugin`, `prompt_tokens`, `sleep`, `logprobs` and `beside`:
-    whether ours is the first of two members of a MultiConnector.
-    """
-    result: dict[str, Any] = run_module(
-        "tests.engine.multiprocess_run", models, kind, arguments, forks=forks, **environment
-    )
-    return result
 
 
 def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, packs: bool = False) -> None:
@@ -83,15 +72,13 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, packs: bool =
     block_bytes = sum(rank["block_bytes"] for rank in told)
     blocks = len(loaded[0]["blocks"])
     if (metrics := result["metrics"]) is not None:
-        assert metrics["vllm:host_kv_cache_slots"] == min(rank["slots"] for rank in told)
-        assert metrics["vllm:host_kv_cache_loaded_bytes"] == blocks * block_bytes
-        assert metrics["vllm:host_kv_cache_stored_bytes"] >= blocks * block_bytes // sharing
-        hits = sum(tokens - 1 for tokens in result["prompt_tokens"])
-        assert metrics["vllm:host_kv_cache_hit_tokens"] == hits
-        assert metrics.get("vllm:host_kv_cache_failed_loads", 0) == 0
-        assert (metrics.get("vllm:host_kv_cache_sampled_tiles", 0) > 0) is packs
-    corrupted = zip(result["corrupted"]["tokens"], computed["tokens"], strict=True)
-    assert all(wrong != right for wrong, right in corrupted)
+        assert metrics["slots"] == min(rank["slots"] for rank in told)
+        assert metrics["loaded_bytes"] == blocks * block_bytes
+        assert metrics["stored_bytes"] >= blocks * block_bytes // sharing
+        assert metrics["hit_tokens"] == sum(tokens - 1 for tokens in result["prompt_tokens"])
+        assert metrics.get("failed_loads", 0) == 0
+        assert (metrics.get("sampled_tiles", 0) > 0) is packs
+    assert all_differ(result["corrupted"]["tokens"], computed["tokens"])
     if "after_sleep" in result:
         # Sleeping empties host memory, since the engine may wake up with other weights.
         assert_same(result["after_sleep"], computed)
@@ -113,14 +100,7 @@ def assert_same(answers: dict[str, Any], expected: dict[str, Any]) -> None:
             assert abs(logprob - others[token]) <= LOGPROB_TOLERANCE, (token, logprob, others)
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
-
-    from kv_offload.engines.vllm.versions import vllm_version
-    from tests.engine import rank_calls
-    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
-    from tests.support.remote_connector import multi_config
-
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
@@ -156,11 +136,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
     result["metrics"] = None
     if vllm_version() >= (0, 28):  # before, `LLM` drops what steps without a token report
-        result["metrics"] = {
-            metric.name: metric.value
-            for metric in llm.get_metrics()
-            if metric.name.startswith("vllm:host_kv_cache_") and hasattr(metric, "value")
-        }
+        result["metrics"] = figures(llm)
     llm.reset_prefix_cache()
     # Of ranks that share memory only the first touches it: the others must see that.
     shared = result["ranks"][0]["sharing"]
@@ -175,7 +151,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         result["after_sleep"] = answers(llm)
     result["reset_with_connector"] = llm.reset_prefix_cache(reset_connector=True)
     shut_down(llm)
-    print_result(result)
+    return result
 
 
 def ask(llm: Any, prompts: list[Tokens], sampling: Any) -> dict[str, Any]:
@@ -206,8 +182,6 @@ def plain_answers(
 
     First it computes them, then it has them in its own cache.
     """
-    from vllm import LLM
-
     llm = LLM(**settings)
     answers = [[ask(llm, asked, sampling) for _ in range(2)] for asked in prompts]
     shut_down(llm)

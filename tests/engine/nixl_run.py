@@ -13,12 +13,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.support.inputs import random_tokens
-from tests.support.mooncake import free_port
-from tests.support.processes import be_run, print_result
-from tests.support.shutdown import shut_down
+from vllm import LLM
+from vllm.platforms import current_platform
 
-PROMPT_TOKENS = (129, 193, 257)
+from tests.engine.harness import all_differ, engine_settings, greedy
+from tests.engine.multiprocess_run import PROMPT_TOKENS
+from tests.support.configurations import around
+from tests.support.inputs import random_tokens, transfer_config
+from tests.support.mooncake import free_port
+from tests.support.processes import be_run, shut_down
 
 
 def check(result: dict[str, Any]) -> None:
@@ -29,11 +32,10 @@ def check(result: dict[str, Any]) -> None:
     expected, cached = result["expected"], result["cached"]
     none, whole = [0] * len(PROMPT_TOKENS), [tokens - 1 for tokens in PROMPT_TOKENS]
     for phase, answers in result["answers"].items():
-        pairs = list(zip(answers, expected, strict=True))
         if phase.startswith("sent"):
             assert all(len(answer) == 1 for answer in answers), "one token to send the prompt"
         elif phase.endswith("corrupted"):
-            assert all(wrong != right for wrong, right in pairs), "wrong KV must change tokens"
+            assert all_differ(answers, expected), "wrong KV must change tokens"
         else:
             assert answers == expected, phase
         by_need = none if phase in ("sent", "received") else whole
@@ -43,13 +45,8 @@ def check(result: dict[str, Any]) -> None:
     assert result["all back"] == [True, True]
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
-    from vllm.platforms import current_platform
-
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from tests.engine import rank_faults
-    from tests.engine.harness import engine_settings, greedy
-    from tests.support.configurations import around, ours
 
     settings = engine_settings(Path(models), kind, max_model_len=1024, **arguments)
     prompts = [random_tokens(count, seed=count) for count in PROMPT_TOKENS]
@@ -59,7 +56,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     def start(gpu: int, *, first: bool) -> LLM:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        members = [ours({"cpu_bytes": "64MiB"}, "kv_both"), nixl]
+        members = [transfer_config({}), nixl]
         config = around(*(members if first else members[::-1]), role="kv_both")
         return LLM(**settings, kv_transfer_config={**config, "kv_buffer_device": device})
 
@@ -104,7 +101,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     result["all back"] = [llm.reset_prefix_cache(reset_connector=True) for llm in engines]
     for llm in engines:
         shut_down(llm)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.inputs import busy_requests
-from tests.support.processes import be_run, print_result
-from tests.support.shutdown import shut_down
+from vllm import LLM
+
+from tests.engine.harness import engine_settings, greedy
+from tests.support.inputs import Tokens, busy_requests, transfer_config
+from tests.support.processes import be_run, shut_down
 
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 260, "max_num_seqs": 16}
 FAULTS = ("refused", "failed")
@@ -48,26 +50,24 @@ def check(result: dict[str, Any]) -> None:
     assert result["control"]["wrong"] > 0, "wrong KV must change tokens"
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
+def answer_all(llm: LLM, asked: dict[str, tuple[Tokens, int]]) -> list[Tokens]:
+    """Answer `busy_requests`, all at once."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in asked.values()],
+        [greedy(max_tokens) for _, max_tokens in asked.values()],
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from tests.engine import rank_faults
-    from tests.engine.harness import engine_settings, greedy, transfer_config
 
     asked = busy_requests(arguments.pop("requests"))
     settings = engine_settings(Path(models), kind, **{**SETTINGS, **arguments})
 
-    def answers(llm: LLM) -> list[list[int]]:
-        """Answer all at once."""
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in asked.values()],
-            [greedy(max_tokens) for _, max_tokens in asked.values()],
-            use_tqdm=False,
-        )
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
     plain = LLM(**settings)
-    expected = answers(plain)
+    expected = answer_all(plain, asked)
     shut_down(plain)
     del plain
     llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": "256MiB"}))
@@ -76,7 +76,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
 
     def wrong() -> int:
         assert llm.reset_prefix_cache()
-        return sum(a != b for a, b in zip(answers(llm), expected, strict=True))
+        return sum(a != b for a, b in zip(answer_all(llm, asked), expected, strict=True))
 
     for phase, disturbed in DISTURBED.items():
         llm.collective_rpc(rank_faults.disturb, args=disturbed)
@@ -90,7 +90,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     result["control"] = {"wrong": wrong()}
     result[LAST]["all back"] = llm.reset_prefix_cache(reset_connector=True)
     shut_down(llm)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":

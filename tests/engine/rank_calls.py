@@ -8,26 +8,21 @@ of `rank_faults`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from kv_swap.engine import Direction, SwapJob
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kv_offload.engines.vllm.halves import connectors_in
+from kv_offload.engines.vllm.halves import worker_of_process
 from kv_offload.engines.vllm.patches import weights
 from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 
 
-def our_half() -> Any:
-    """Return the worker's half of our connector, which may be inside a MultiConnector."""
-    return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
-
-
 def watch(_worker: Any) -> dict[str, Any]:
     """Note from now on what is stored and loaded; return what this rank is like."""
-    half = our_half()
+    half = worker_of_process()
     half.noted = {"stored": {}, "loaded": {}, "copied": 0}
     if not hasattr(half, "submit_unwatched"):
         prepare_store_kv, drain = half.prepare_store_kv, half.drain
@@ -66,51 +61,53 @@ def watch(_worker: Any) -> dict[str, Any]:
 
 def digests(_worker: Any, kind: str) -> dict[str, Any]:
     """Return the digest of every block that was `stored` or `loaded`, as it is now, by its slot."""
-    half = our_half()
+    half = worker_of_process()
     assert half.transfer.wait(120)
-    storages = [
-        (storage.data_ptr(), as_bytes(storage, tensor.device).cpu().numpy())
-        for storage, tensor in kv_storages(half)
-    ]
     found = {}
     for slot, block in half.noted[kind].items():
         digest = hashlib.sha256()
-        for region in half.transfer.layout.regions:
-            address = region.address + block * region.block_stride_bytes
-            start, memory = next((s, m) for s, m in storages if 0 <= address - s < len(m))
-            digest.update(memory[address - start :][: region.page_bytes].tobytes())
+        for page in pages(half, block):
+            digest.update(page.cpu().numpy())
         found[slot] = digest.hexdigest()[:16]
     return {"rank": half.rank, "blocks": found, "copied": half.noted["copied"]}
 
 
 def poison(_worker: Any) -> None:
     """Overwrite the whole KV cache of this rank."""
-    half = our_half()
+    half = worker_of_process()
     assert half.transfer.wait(120)
-    for storage, tensor in kv_storages(half):
-        as_bytes(storage, tensor.device).fill_(0x7F)
+    for memory in kv_memory(half):
+        memory.fill_(0x7F)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
     """Put every block of a kind where another one was, in the host memory of these ranks."""
-    half = our_half()
+    half = worker_of_process()
     if half.rank in ranks:
         slots = half.transfer._state.arena.view()
         used = sorted(half.noted[kind])
         slots[used] = slots[np.roll(used, 7)]
 
 
-def kv_storages(half: Any) -> list[tuple[Any, torch.Tensor]]:
-    """Return every storage of the KV cache once, with a tensor in it."""
+def kv_memory(half: Any) -> list[torch.Tensor]:
+    """Return the bytes of every storage of the KV cache, each once."""
     tensors = half.transfer._state.keep_alive
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    return [(tensor.untyped_storage(), tensor) for tensor in found.values()]
+    return [
+        torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        for tensor in found.values()
+    ]
 
 
-def as_bytes(storage: Any, device: torch.device) -> torch.Tensor:
-    return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
+def pages(half: Any, block: int) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a block in each region, through which the block can be written, too."""
+    memory = kv_memory(half)
+    for region in half.transfer.layout.regions:
+        address = region.address + block * region.block_stride_bytes
+        whole = next(part for part in memory if 0 <= address - part.data_ptr() < len(part))
+        yield whole[address - whole.data_ptr() :][: region.page_bytes]
 
 
 # The engine core imports this module before it makes the call.

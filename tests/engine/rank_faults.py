@@ -20,8 +20,9 @@ import torch
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError
 
+from kv_offload.engines.vllm.halves import worker_of_process
 from kv_offload.scheduler.loads.mode import LoadMode
-from tests.engine.rank_calls import as_bytes, kv_storages, our_half
+from tests.engine.rank_calls import pages
 
 EVERY = 4
 """One in so many copies of each kind fails."""
@@ -41,7 +42,7 @@ def disturb(_worker: Any, ranks: list[int], how: str | None) -> None:
 
     `fail`, `slow`, or `die`: by SIGKILL, just after a load started with a store on its way.
     """
-    half = our_half()
+    half = worker_of_process()
     if not hasattr(half, "disturbed"):
         half.disturbed = DisturbedCopies(half)
     half.disturbed.how = how if half.rank in ranks else None
@@ -50,14 +51,14 @@ def disturb(_worker: Any, ranks: list[int], how: str | None) -> None:
 
 def happened(_worker: Any) -> dict[str, Any]:
     """Return what this rank has copied, and done badly, since the last call of `disturb`."""
-    half = our_half()
+    half = worker_of_process()
     assert half.transfer.wait(120)
     return dict(half.disturbed.happened)
 
 
 def mix_up(_worker: Any) -> None:
     """Put every slot's bytes where those of another one were."""
-    half = our_half()
+    half = worker_of_process()
     assert half.transfer.wait(120)
     if not half.rank % half.sharing_ranks:
         slots = half.transfer.slots()
@@ -68,7 +69,7 @@ def places(_worker: Any) -> dict[str, Any]:
     """Return which process this rank is, and the names of the shared memory that it has mapped."""
     maps = Path("/proc/self/maps").read_text()
     shared = sorted(set(re.findall(r"kv-swap-[0-9a-f]+", maps)))
-    return {"rank": our_half().rank, "pid": os.getpid(), "shared": shared}
+    return {"rank": worker_of_process().rank, "pid": os.getpid(), "shared": shared}
 
 
 class DisturbedCopies:
@@ -131,20 +132,9 @@ class DisturbedCopies:
             return done
         self.happened[f"{job.direction.value} failed"] += 1
         if job.direction is Direction.LOAD:
-            overwrite_blocks(self._half, job.pairs[:, 0].tolist())
+            for block in job.pairs[:, 0].tolist():
+                for page in pages(self._half, block):
+                    page.fill_(GARBAGE)  # on the stream that compute uses
         else:
             self._transfer.slots()[job.pairs[:, 1]] = GARBAGE
         return dataclasses.replace(done, error=CopyError("injected fault: failed"))
-
-
-def overwrite_blocks(half: Any, blocks: list[int]) -> None:
-    """Overwrite blocks in all layers, on the stream that compute uses."""
-    storages = [
-        (storage.data_ptr(), as_bytes(storage, tensor.device))
-        for storage, tensor in kv_storages(half)
-    ]
-    for region in half.transfer.layout.regions:
-        for block in blocks:
-            address = region.address + block * region.block_stride_bytes
-            start, memory = next((s, m) for s, m in storages if 0 <= address - s < len(m))
-            memory[address - start :][: region.page_bytes].fill_(GARBAGE)

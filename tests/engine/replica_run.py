@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm.plugin import register
+from tests.engine import rank_calls
+from tests.engine.harness import all_differ, engine_settings, greedy, patiently
 from tests.engine.multiprocess_run import (
     PROMPT_TOKENS,
     as_answers,
@@ -25,11 +30,11 @@ from tests.engine.multiprocess_run import (
     plain_answers,
     rolled_blocks,
 )
-from tests.support.inputs import Tokens
+from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.latents import cache_prefixes_of_latents
 from tests.support.mooncake import require_mooncake
 from tests.support.patience import be_patient
-from tests.support.processes import be_run, print_result
+from tests.support.processes import be_run
 from tests.support.totals import totals_by_replica
 
 REPLICAS = 2
@@ -50,9 +55,7 @@ def check(result: dict[str, Any]) -> None:
         assert loaded["blocks"].items() <= stored["blocks"].items()
     # What is mixed up in the first replica's host memory shows there and nowhere else.
     (computed, _), (_, cached) = result["expected"]
-    wrong, right = result["rolled"]
-    assert all(w != r for w, r in zip(wrong["tokens"], computed["tokens"], strict=True))
-    assert_same(right, cached)
+    check_rolled(result, computed, cached)
     (mixed,), (intact,) = result["loaded_rolled"]
     (before,), _ = result["stored"]
     assert mixed["blocks"] == rolled_blocks(before["blocks"], mixed["blocks"])
@@ -78,16 +81,17 @@ def check_shared(result: dict[str, Any]) -> None:
         assert set(loaded["blocks"].values()) <= set(stored["blocks"].values())
     # What is mixed up in the first replica's host memory, of what came from the store, shows.
     (_, cached), (computed, _) = result["expected"]
-    wrong, right = result["rolled"]
-    assert all(w != r for w, r in zip(wrong["tokens"], computed["tokens"], strict=True))
-    assert_same(right, cached)
+    check_rolled(result, computed, cached)
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm.config import KVTransferConfig
+def check_rolled(result: dict[str, Any], wrong: dict[str, Any], right: dict[str, Any]) -> None:
+    """Check that the first replica's answers are not `wrong`'s, and the other's are as before."""
+    first, other = result["rolled"]
+    assert all_differ(first["tokens"], wrong["tokens"])
+    assert_same(other, right)
 
-    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
 
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     register()  # as vLLM does, where the package is installed and not only a checkout
     logprobs = arguments.pop("logprobs", None)
     store = None
@@ -113,12 +117,11 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     host_bytes = parse_size(percent, read_host_memory().size_bytes)
     config = transfer_config({"cpu_bytes": percent, **(store or {})})
     settings["kv_transfer_config"] = KVTransferConfig(**config)
-    result = {
+    return {
         "expected": expected,
         "host_bytes": host_bytes,
         **asyncio.run(run(settings, prompts, sampling, shares=store is not None)),
     }
-    print_result(result)
 
 
 async def run(
@@ -128,12 +131,6 @@ async def run(
 
     With a store they are asked each other's prompts once it has them.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from tests.engine import rank_calls
-    from tests.engine.harness import patiently
-
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(data_parallel_size=REPLICAS, **settings))
     asked = 0
 

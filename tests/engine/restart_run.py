@@ -12,12 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm import LLM
+
+from kv_offload.scheduler.tiers import promotions
+from tests.engine import rank_calls
+from tests.engine.harness import PATIENCE_SECONDS, all_differ, engine_settings, greedy
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
 from tests.support.inputs import Tokens, random_tokens, transfer_config
-from tests.support.processes import be_run, print_result
-from tests.support.shutdown import shut_down
-
-PATIENCE_SECONDS = 120
+from tests.support.processes import be_run, shut_down
+from tests.support.totals import figures
 
 
 def check(result: dict[str, Any], ranks: int) -> None:
@@ -33,18 +36,7 @@ def check(result: dict[str, Any], ranks: int) -> None:
     assert blocks >= 8
     assert result["figures"]["promoted_slots"] == result["written"] >= blocks
     assert result["figures"]["tier_mismatches"] == 0
-    corrupted = zip(result["corrupted"]["tokens"], computed["tokens"], strict=True)
-    assert all(wrong != right for wrong, right in corrupted)
-
-
-def figures(llm: Any) -> dict[str, float]:
-    """Return what the plugin's metrics say by now, without their prefix."""
-    prefix = "vllm:host_kv_cache_"
-    return {
-        metric.name.removeprefix(prefix): metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith(prefix) and hasattr(metric, "value")
-    }
+    assert all_differ(result["corrupted"]["tokens"], computed["tokens"])
 
 
 def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
@@ -60,13 +52,7 @@ def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
     raise AssertionError(f"not written in {PATIENCE_SECONDS} s: {figures(llm)}")
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
-
-    from kv_offload.scheduler.tiers import promotions
-    from tests.engine import rank_calls
-    from tests.engine.harness import engine_settings, greedy
-
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     # However busy the machine is. The engines' processes, which are forked, have it from here.
     promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
     plugin, prompt_tokens = arguments.pop("plugin"), arguments.pop("prompt_tokens")
@@ -91,7 +77,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
     llm.collective_rpc(rank_calls.roll, args=(ranks, "loaded"))
     result["corrupted"] = ask(llm, prompts, sampling)
     shut_down(llm)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":

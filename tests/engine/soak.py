@@ -3,7 +3,7 @@
 usage: python -m tests.engine.soak MODELS_FOLDER SECONDS SEED ARGUMENTS_AS_JSON
 
 `test_soak.py` calls `soak` on the CPU engine; `tests/gpu/test_soak.py` runs this module on a GPU,
-in a process of its own. Prints one line of JSON with what happened. A seed replays the same
+in a process of its own. A seed replays the same
 decisions, though not the same timing.
 """
 
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +38,7 @@ from tests.engine.harness import (
     greedy,
     random_tokens,
 )
-from tests.support.processes import print_result
+from tests.support.processes import be_run
 
 GPU_BLOCKS = 24
 """Room for two of the longest requests; up to `MAX_LIVE` are live."""
@@ -392,10 +390,9 @@ def check(result: dict[str, Any], least_same: float = 0.95) -> None:
     assert result["same"] >= least_same * result["answered"], result
 
 
-def main(models: str, seconds: str, seed: str, arguments: str) -> None:
-    result = soak(Path(models), float(seconds), int(seed), **json.loads(arguments))
-    print_result(result)
+def main(models: str, seconds: str, seed: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return soak(Path(models), float(seconds), int(seed), **arguments)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    be_run(main, processes=False)

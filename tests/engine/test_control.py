@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from kv_offload.metrics import PREFIX
 from kv_offload.tools.main import main
-from tests.support.installed import write_entry_points
 from tests.support.processes import ROOT
 from tests.support.server import ask, get, metric, serving, text, wait_for
 
@@ -21,6 +21,24 @@ KEY = "a key of this test"
 CONTROL = "/v1/kv-offload"
 BLOCKS = 9
 """Full blocks of a prompt."""
+
+
+def write_entry_points(folder: Path) -> Path:
+    """Write into a folder what `importlib.metadata` reads of this package; return the folder.
+
+    On Python's path it comes before an older installation.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = folder / f"kv_offload-{project['version']}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +52,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     words = ("--api-key", KEY, "--trust-request-chat-template")
     with serving(folder, words=words, environment=environment) as url:
         yield url
+
+
+def chat(*text_of: int) -> dict[str, Any]:
+    """Return the body of a request with one message, whose text is the prompt; see `text`."""
+    return {
+        "messages": [{"role": "user", "content": text(*text_of)}],
+        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
 
 
 def act(server: str, name: str) -> dict[str, str]:
@@ -93,12 +119,7 @@ def test_nothing_is_stored_in_a_pause(server: str) -> None:
 def test_wrong_wishes_are_refused_for_that_request_alone(
     server: str, wishes: dict[str, Any], message: str, endpoint: str
 ) -> None:
-    body: dict[str, Any] = {"prompt": text(3)}
-    if endpoint == "chat/completions":
-        body = {
-            "messages": [{"role": "user", "content": text(3, 30)}],
-            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        }
+    body = chat(3, 30) if endpoint == "chat/completions" else {"prompt": text(3)}
     params = {"kv_transfer_params": {"kv_offload": wishes, "remote_host": "of another connector"}}
     code, answer = refused(server, f"/v1/{endpoint}", KEY, model="small", **body, **params)
     assert code == 400
@@ -126,11 +147,7 @@ def test_warm_up(
 ) -> None:
     act(server, "empty")
     file = tmp_path / "prompts.jsonl"
-    chat = {
-        "messages": [{"role": "user", "content": text(13)}],
-        "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    }
-    lines = [{"prompt": text(11)}, {"prompt": text(12), "cache_salt": "tenant"}, chat]
+    lines = [{"prompt": text(11)}, {"prompt": text(12), "cache_salt": "tenant"}, chat(13)]
     file.write_text("\n".join(map(json.dumps, lines)))
     command = ["warm-up", server, str(file), "--retain-seconds", "600"]
     assert main(command) == 2
@@ -166,12 +183,7 @@ def test_warm_up_with_recorded_requests(
     lines = [
         {"prompt": text(21), "max_tokens": 40, **stream},
         {"prompt": text(22), "max_tokens": 40, "min_tokens": 30, "n": 3},
-        {
-            "messages": [{"role": "user", "content": text(23)}],
-            "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "max_completion_tokens": 40,
-            "ignore_eos": True,
-        },
+        {**chat(23), "max_completion_tokens": 40, "ignore_eos": True},
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))

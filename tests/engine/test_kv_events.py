@@ -21,11 +21,10 @@ from tests.engine.harness import (
     BLOCK_TOKENS,
     PATIENCE_SECONDS,
     Engine,
-    block_bytes_of,
     engine,
     plain_answers,
 )
-from tests.support.inputs import random_tokens
+from tests.support.inputs import BLOCK_BYTES, random_tokens
 from tests.support.router import Router
 
 PAGE = Path(__file__).parents[2] / "docs/use/events.md"
@@ -114,7 +113,7 @@ def counted_by(script: subprocess.Popen[str], blocks: int) -> bool:
 @contextlib.contextmanager
 def published(models: Path, subscriber: Subscriber) -> Iterator[Engine]:
     events = KVEventsConfig(True, "zmq", subscriber.endpoint)
-    plugin = {"cpu_bytes": f"{SLOTS * block_bytes_of('qwen3')}B"}
+    plugin = {"cpu_bytes": f"{SLOTS * BLOCK_BYTES}B"}
     with (
         subscriber.connected() as wait,
         engine(models, "qwen3", plugin, kv_events_config=events) as running,

@@ -25,8 +25,7 @@ from kv_offload.worker.worker import OffloadWorker
 from tests.engine.copies import Copies
 from tests.engine.harness import engine, engine_settings, offloading, plain_answers
 from tests.support.inputs import random_tokens, transfer_config
-from tests.support.processes import be_run, print_result, run_module
-from tests.support.shutdown import shut_down
+from tests.support.processes import be_run, print_result, run_module, shut_down
 
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])

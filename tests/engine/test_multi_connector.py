@@ -19,7 +19,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.engine.multiprocess_run import check, run_engine
+from tests.engine.multiprocess_run import check
 from tests.support.processes import run_module
 from tests.support.remote_connector import RemoteConnector, multi_config
 
@@ -89,7 +89,8 @@ def test_both_members_serve_their_requests(model_folder: Path, first: bool, role
 def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> None:
     """Capacities, reports and stats cross processes; the smallest rank's slots count."""
     arguments = {"tensor_parallel_size": 2, "sleep": True, "beside": True}
-    check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks=2)
+    words = ("tests.engine.multiprocess_run", model_folder, "qwen3", arguments)
+    check(run_module(*words, forks=forks), ranks=2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")

@@ -12,11 +12,10 @@ from tests.engine.harness import (
     BLOCK_TOKENS,
     Engine,
     all_differ,
-    block_bytes_of,
     offloading,
     plain_answers,
 )
-from tests.support.inputs import Tokens, random_tokens
+from tests.support.inputs import BLOCK_BYTES, Tokens, random_tokens
 
 SLOTS = 40
 PROMPTS = [random_tokens(8 * BLOCK_TOKENS + 1, seed) for seed in range(1, 11)]
@@ -36,7 +35,7 @@ def test_engines_of_other_sizes_have_the_hits_that_one_foretells(model_folder: P
     expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
     totals = {}
     for slots in (SLOTS // 2, SLOTS, 2 * SLOTS):
-        plugin = {"cpu_bytes": f"{slots * block_bytes_of('qwen3')}B", "eviction_policy": "lru"}
+        plugin = {"cpu_bytes": f"{slots * BLOCK_BYTES}B", "eviction_policy": "lru"}
         with offloading(model_folder, plugin=plugin) as running:
             totals[slots] = served(running, expected)
             assert running.offload.manager.num_slots == slots

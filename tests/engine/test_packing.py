@@ -11,7 +11,6 @@ from kv_swap.packing import samples
 from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 
-from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.worker.copies import Stores
 from tests.engine import multiprocess_run, restart_run
 from tests.engine.harness import (
@@ -19,13 +18,14 @@ from tests.engine.harness import (
     Tokens,
     all_differ,
     engine,
+    needs_latent_attention,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
 )
 from tests.engine.multiprocess_run import PIPELINE
-from tests.support.latents import LATENT, cache_prefixes_of_latents
+from tests.support.latents import LATENT
 from tests.support.processes import run_module
 
 BLOCK_TOKENS = 128
@@ -92,13 +92,10 @@ def test_packed_blocks_serve_as_they_were(
         assert ours.blocks_loaded() > 0
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
-@pytest.mark.usefixtures("restored_platform")
+@needs_latent_attention
+@pytest.mark.usefixtures("cached_latents")
 def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
-    cache_prefixes_of_latents()
     prompts = [random_tokens(count, seed=count) for count in (129, 193)]
     settings = {**LATENT, "dtype": "bfloat16"}
     with engine(model_folder, "deepseek_v2", **settings) as plain:
@@ -180,7 +177,8 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: 
 )
 def test_ranks_in_processes_of_their_own(model_folder: Path, split: dict[str, Any]) -> None:
     """Ends with the control: blocks that change places in host memory are noticed."""
-    run = multiprocess_run.run_engine(model_folder, "qwen3", {**RANKS, **split}, forks=True)
+    words = ("tests.engine.multiprocess_run", model_folder, "qwen3", {**RANKS, **split})
+    run = run_module(*words, forks=True)
     multiprocess_run.check(run, ranks=2, packs=True)
 
 

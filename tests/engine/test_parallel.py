@@ -9,14 +9,13 @@ import pytest
 
 from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import killed_rank_run, pressure_run, replica_run
-from tests.engine.multiprocess_run import PIPELINE, check, run_engine
+from tests.engine.harness import needs_latent_attention
+from tests.engine.multiprocess_run import PIPELINE, check
 from tests.support.latents import LATENT
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.processes import run_module
 
-NEEDS_LATENT_ATTENTION = pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
+ROUND_TRIP = "tests.engine.multiprocess_run"
 
 
 @pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`
@@ -24,7 +23,7 @@ NEEDS_LATENT_ATTENTION = pytest.mark.skipif(
 def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int) -> None:
     """The engine core in a process of its own, and ranks in processes of theirs."""
     arguments = {"tensor_parallel_size": ranks, "sleep": True}
-    check(run_engine(model_folder, "qwen3", arguments, forks=forks), ranks)
+    check(run_module(ROUND_TRIP, model_folder, "qwen3", arguments, forks=forks), ranks)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +34,14 @@ def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partit
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
     arguments = {**PIPELINE, "sleep": True}
     stages = {"VLLM_PP_LAYER_PARTITION": partition}
-    check(run_engine(model_folder, kind, arguments, forks=forks, **stages), ranks=2)
+    check(run_module(ROUND_TRIP, model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
-@NEEDS_LATENT_ATTENTION
+@needs_latent_attention
 def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, forks: bool) -> None:
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
-    check(run_engine(model_folder, "deepseek_v2", arguments, forks=forks), ranks=2, sharing=2)
+    result = run_module(ROUND_TRIP, model_folder, "deepseek_v2", arguments, forks=forks)
+    check(result, ranks=2, sharing=2)
 
 
 def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
@@ -78,7 +78,7 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: An
     "sharing",
     [
         pytest.param(False, marks=pytest.mark.slow),
-        pytest.param(True, marks=NEEDS_LATENT_ATTENTION),
+        pytest.param(True, marks=needs_latent_attention),
     ],
 )
 def test_a_rank_that_is_killed_while_it_copies(model_folder: Path, sharing: bool) -> None:

@@ -48,9 +48,6 @@ def test_reloaded_prompts_give_the_same_tokens(
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 
-PRODUCER = {**transfer_config({}), "kv_role": "kv_producer"}
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -58,7 +55,7 @@ PRODUCER = {**transfer_config({}), "kv_role": "kv_producer"}
         {"async_scheduling": True},
         {"scheduling_policy": "priority"},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
-        {"kv_transfer_config": PRODUCER},
+        {"kv_transfer_config": transfer_config({}, "kv_producer")},
     ],
     ids=["synchronous", "asynchronous", "priority", "whole prompts", "kv_producer"],
 )

@@ -11,9 +11,9 @@ from kv_offload.metrics import PREFIX
 from kv_offload.tools.main import main
 from tests.support.collector import ENVIRONMENT as TO_COLLECTOR
 from tests.support.collector import Collector
+from tests.support.inputs import BLOCK_BYTES
 from tests.support.server import (
     FOR_TRIALS,
-    SLOT_BYTES,
     ask,
     get,
     hit,
@@ -43,13 +43,13 @@ def test_a_prompt_is_served_again_from_host_memory(server: str) -> None:
     """What the metrics count of it, and what a client reads, to whom either cache is the same."""
     wait_for(server, f"{PREFIX}pool_slots", 2048)  # before anybody was served
     wait_for(server, f"{PREFIX}slots", 2048)
-    assert metric(server, f"{PREFIX}slot_bytes") == SLOT_BYTES
+    assert metric(server, f"{PREFIX}slot_bytes") == BLOCK_BYTES
     counters = {
         "vllm:external_prefix_cache_hits_total": 288,
         f"{PREFIX}hit_tokens_total": 288,
-        f"{PREFIX}loaded_bytes_total": 9 * SLOT_BYTES,
+        f"{PREFIX}loaded_bytes_total": 9 * BLOCK_BYTES,
         f"{PREFIX}lookup_tokens_total": 2 * 300,
-        f"{PREFIX}load_bytes_sum": 9 * SLOT_BYTES,
+        f"{PREFIX}load_bytes_sum": 9 * BLOCK_BYTES,
         f"{PREFIX}load_seconds_count": 1,
         f"{PREFIX}request_hit_tokens_sum": 288,
     }

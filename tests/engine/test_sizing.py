@@ -13,7 +13,7 @@ from kv_offload.tools.sizing.model import read_model
 from kv_offload.tools.sizing.slots import SlotSize, slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
 from tests.support.configurations import RETENTION
-from tests.support.latents import LATENT, cache_prefixes_of_latents
+from tests.support.latents import LATENT
 
 BLOCKS = 8
 
@@ -40,11 +40,10 @@ STATES = {
         pytest.param("qwen3_next", 2, STATES, marks=since_0_32),
     ],
 )
-@pytest.mark.usefixtures("restored_platform")
+@pytest.mark.usefixtures("cached_latents")
 def test_heads_windows_chunks_latents_and_states(
     model_folder: Path, kind: str, groups: int, arguments: dict[str, Any]
 ) -> None:
-    cache_prefixes_of_latents()
     assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
 
 

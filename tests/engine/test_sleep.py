@@ -8,15 +8,17 @@ GPU: requests end, caches are reset, and the level reaches the plugin. `tests/gp
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import print_result, run_module
-from tests.support.shutdown import shut_down
+from vllm import LLM
+
+from tests.engine.harness import engine_settings, greedy
+from tests.engine.multiprocess_run import ask, plain_answers
+from tests.support.inputs import random_tokens, transfer_config
+from tests.support.processes import be_run, run_module, shut_down
+from tests.support.totals import figures
 
 
 def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
@@ -34,17 +36,12 @@ def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
     assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)
 
 
-def main(models: str, arguments: dict[str, Any]) -> None:
+def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Hand back the answers without the plugin, computed and from the engine's own cache.
 
     And those after each event with how many tokens of the prompts came from host memory. Prompts
     are answered one at a time, for on a GPU rounding depends on the batch.
     """
-    from vllm import LLM
-
-    from tests.engine.harness import engine_settings, greedy, random_tokens, transfer_config
-    from tests.engine.multiprocess_run import ask, plain_answers
-
     # None begins like another: each is computed as a whole, or loaded but for its last block.
     prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(3)]
     settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
@@ -53,17 +50,10 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     result: dict[str, Any] = {"expected": expected}
     llm = LLM(**settings, kv_transfer_config=transfer_config({"keep_on_sleep": True}))
 
-    def hit_tokens() -> float:
-        return sum(
-            metric.value
-            for metric in llm.get_metrics()
-            if metric.name == "vllm:host_kv_cache_hit_tokens"
-        )
-
     def after(event: Callable[[], Any]) -> tuple[dict[str, Any], float]:
         event()
-        before = hit_tokens()
-        return ask(llm, prompts, greedy(8)), hit_tokens() - before
+        before = figures(llm).get("hit_tokens", 0)
+        return ask(llm, prompts, greedy(8)), figures(llm).get("hit_tokens", 0) - before
 
     def sleep(level: int) -> None:
         llm.sleep(level=level)
@@ -84,9 +74,8 @@ def main(models: str, arguments: dict[str, Any]) -> None:
     result["sleep 1 again"] = after(lambda: sleep(1))
     result["sleep 2"] = after(lambda: sleep(2))
     shut_down(llm)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # keep_on_sleep is refused without
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    be_run(main)  # in processes: keep_on_sleep is refused without

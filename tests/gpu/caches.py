@@ -103,16 +103,13 @@ def make_engine(
     num_blocks: int,
     pages: Pages,
     num_slots: int,
-    output_copy_stream: Any = None,
     device: str = "cuda:0",
     packings: Packings = None,
 ) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
     cache = make_cache(num_blocks, pages, device, packings)
     arena = make_arena(cache, num_slots)
-    engine = CudaSwapEngine(
-        cache.layout, arena, cache.storage.device, [cache.storage], output_copy_stream
-    )
+    engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage])
     return engine, cache, torch.from_numpy(arena.view())
 
 

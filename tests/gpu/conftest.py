@@ -64,7 +64,6 @@ def run_in_every_mode(
             timeout_seconds=500,
             VLLM_BATCH_INVARIANT="1",
             VLLM_USE_V2_MODEL_RUNNER=runner,
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
         print(result)
         assert result["asynchronous"] == async_scheduling

@@ -2,7 +2,7 @@
 
 usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Prints one line of JSON. Prompts are answered one at a time: on a GPU the rounding of a token
+Prompts are answered one at a time: on a GPU the rounding of a token
 depends on what else is in its batch, and one flipped bit of bfloat16 can flip a token of a random
 model. For the same reason the answers from host memory are compared with those that the engine
 without the plugin gives from its own prefix cache: the same tokens are computed in both.
@@ -10,11 +10,8 @@ without the plugin gives from its own prefix cache: the same tokens are computed
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
-import json
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -34,10 +31,16 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.support.processes import print_result
+from tests.engine.rank_calls import pages, poison
+from tests.support.processes import be_run
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
 """The last ends with a block of any size that is tested, so that all of it can be loaded."""
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 512 << 20,
+    "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
+}
 
 
 def one_by_one(running: Engine) -> list[list[int]]:
@@ -81,32 +84,14 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
     copies, over all layers. A key has several blocks where a prefix was computed more than once.
     """
     torch.cuda.synchronize()
-    layout = running.rank.transfer.layout
     found: dict[str, set[str]] = {}
     for block in running.pool.blocks:
         if block.block_hash is not None and (blocks is None or block.block_id in blocks):
             digest = hashlib.sha256()
-            for region in layout.regions:
-                address = region.address + block.block_id * region.block_stride_bytes
-                digest.update(read_device(address, region.page_bytes))
+            for page in pages(running.rank, block.block_id):
+                digest.update(page.cpu().numpy())
             found.setdefault(bytes(block.block_hash).hex(), set()).add(digest.hexdigest())
     return found
-
-
-def read_device(address: int, nbytes: int) -> bytes:
-    import cupy
-
-    target, runtime = ctypes.create_string_buffer(nbytes), cupy.cuda.runtime
-    runtime.memcpy(ctypes.addressof(target), address, nbytes, runtime.memcpyDeviceToHost)
-    return target.raw
-
-
-def poison(running: Engine) -> None:
-    """Overwrite the whole KV cache on the GPU, padding included."""
-    for tensor in running.rank.transfer._state.keep_alive:
-        storage = tensor.untyped_storage()
-        torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(storage).fill_(0x7F)
-    torch.cuda.synchronize()
 
 
 def corrupt(slots: np.ndarray, kind: str) -> None:
@@ -123,13 +108,8 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, reference in watched.items() if reference() is not None]
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    settings = {
-        "dtype": "bfloat16",
-        "kv_cache_memory_bytes": 512 << 20,
-        "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
-        **arguments,
-    }
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    settings = {**SETTINGS, **arguments}
     synchronous_loads = settings.pop("synchronous_loads", False)
     plugin = {
         "transfer_engine": settings.pop("transfer_engine", "auto"),
@@ -162,7 +142,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         ours.settle()
         before = digests(ours)
         ours.reset_gpu_cache()
-        poison(ours)
+        poison(None)
         loads = Loads(ours)
         drafts = Drafts(ours)
         reloaded = one_by_one(ours)
@@ -206,8 +186,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         ours.assert_nothing_left()
         watched = ours.watch_kv_tensors()
     result["kept"] = still_alive(watched)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    be_run(main, processes=False)

@@ -5,13 +5,11 @@ usage: python -m tests.gpu.priority_run MODELS_FOLDER ARGUMENTS_AS_JSON
 Needs `VLLM_BATCH_INVARIANT=1`, see `fault_run`. The GPU cache is small and prompts are cut into
 chunks, so requests are preempted in the very step that has scheduled them. Their last blocks then
 have names, and nobody computes them. Every answer is compared with that of an engine that preempts
-nobody. Prints a line of JSON.
+nobody.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ from kv_offload.engines.vllm.patches import mends
 from tests.engine.harness import Engine, engine
 from tests.gpu.fault_run import SETTINGS, serve
 from tests.support.inputs import busy_requests
-from tests.support.processes import print_result
+from tests.support.processes import be_run
 
 PRIORITIES = 6
 
 
-def main(models: str, arguments: dict[str, Any]) -> None:
+def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     count, seeds = arguments.pop("requests"), arguments.pop("seeds")
     settings = {
         **SETTINGS,
@@ -76,8 +74,8 @@ def main(models: str, arguments: dict[str, Any]) -> None:
         result["control"] = wrong(ours)
         ours.settle()
         ours.assert_nothing_left()
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    be_run(main, processes=False)

@@ -77,7 +77,6 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
         arguments,
         timeout_seconds=550,
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "v2" else "0",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     print({k: v for k, v in result.items() if not isinstance(v, list)})
     assert result["loaded_blocks"] > 0

@@ -39,7 +39,7 @@ with warnings.catch_warnings():
     from kv_offload.engines.vllm.runner import VLLMRank
     from kv_offload.messages import LoadJob, OffloadMetadata, Outcome, StoreJob
     from kv_offload.worker.worker import OffloadWorker
-    from tests.gpu.engine_run import read_device
+    from tests.engine.soak import read_device
     from tests.support.configurations import PAGE_WORDS, make_kv_cache_config
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -30,6 +30,7 @@ from tests.support.processes import run_module
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 from tests.engine import killed_rank_run, multiprocess_run, nixl_run, pressure_run, replica_run
+from tests.gpu.fault_run import SETTINGS
 
 pytestmark = [
     # One process: pytest-xdist would have several start all engines of the fixture.
@@ -50,23 +51,14 @@ ENVIRONMENT = {
 ARGUMENTS = {
     "dtype": "bfloat16",
     "block_size": 64,
-    "logprobs": 5,
     # Several engines start at once, and vLLM asks for this share of a GPU to be free.
     "gpu_memory_utilization": 0.3,
 }
+COMPARED = {**ARGUMENTS, "logprobs": 5}
 TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-EXACT = {
-    # With this backend, and heads of 128, tokens do not depend on what else is in a batch.
-    "attention_config": {"backend": "FLASH_ATTN"},
-    "dtype": "bfloat16",
-    "kv_cache_memory_bytes": 256 << 20,
-    "gpu_memory_utilization": 0.1,
-    "max_num_batched_tokens": 1024,
-    "requests": 60,
-}
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 KILLED = {
-    **{key: value for key, value in ARGUMENTS.items() if key != "logprobs"},
+    **ARGUMENTS,
     **TP,
     "num_gpu_blocks_override": 130,  # of 64 tokens: too few for all that is asked
 }
@@ -85,12 +77,12 @@ class Case:
 
 def round_trip(kind: str, split: dict[str, Any], sharing: int = 1, **environment: str) -> Case:
     check = partial(multiprocess_run.check, ranks=2, sharing=sharing)
-    arguments = {**ARGUMENTS, **split, "sleep": False}
+    arguments = {**COMPARED, **split, "sleep": False}
     return Case("tests.engine.multiprocess_run", kind, arguments, check, environment)
 
 
 def pressure(split: dict[str, Any]) -> Case:
-    arguments = {**EXACT, **split}
+    arguments = {**SETTINGS, **split, "requests": 60}
     module = "tests.engine.pressure_run"
     return Case(module, "llama_wide", arguments, pressure_run.check, BATCH_INVARIANT)
 
@@ -106,9 +98,9 @@ CASES = {
     "latent attention": round_trip("deepseek_v2", TP, sharing=2),
     "pipeline parallel": round_trip("qwen3", PP),
     "pipeline with uneven stages": round_trip("gemma3", PP, VLLM_PP_LAYER_PARTITION="3,1"),
-    "data parallel": Case(REPLICAS, "qwen3", ARGUMENTS, replica_run.check),
+    "data parallel": Case(REPLICAS, "qwen3", COMPARED, replica_run.check),
     # Of models with experts all replicas step together, with dummy batches.
-    "data parallel in step": Case(REPLICAS, "deepseek_v2", ARGUMENTS, replica_run.check),
+    "data parallel in step": Case(REPLICAS, "deepseek_v2", COMPARED, replica_run.check),
     "tensor parallel under pressure": pressure(TP),
     "pipeline parallel under pressure": pressure(PP),
     "a rank is killed": killed("qwen3", sharing=False),
@@ -179,7 +171,7 @@ def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
     """Each loads what the other one, on another GPU, has computed."""
     require_mooncake()
     with Master() as master:
-        arguments = {**ARGUMENTS, "store": master.address}
+        arguments = {**COMPARED, "store": master.address}
         result = run_module(
             *("tests.engine.replica_run", tmp_path, "qwen3", arguments),
             timeout_seconds=RUN_SECONDS,
@@ -194,9 +186,8 @@ def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
 def test_nixl_sends_what_one_gpu_has_computed(tmp_path: Path, runner: str) -> None:
     """To an engine on the other GPU; each keeps it in its host memory."""
-    arguments = {key: value for key, value in ARGUMENTS.items() if key != "logprobs"}
     result = run_module(
-        *("tests.engine.nixl_run", tmp_path, "qwen3", arguments),
+        *("tests.engine.nixl_run", tmp_path, "qwen3", ARGUMENTS),
         timeout_seconds=RUN_SECONDS,
         VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner],
         **ENVIRONMENT,

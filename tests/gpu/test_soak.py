@@ -48,7 +48,6 @@ def test_every_loaded_block_is_the_one_that_was_stored(
         arguments,
         timeout_seconds=SECONDS / 4 + 280,
         VLLM_USE_V2_MODEL_RUNNER=runner,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     print(result)
     check(result, least_same=0.5)

@@ -24,7 +24,6 @@ ALWAYS = {"load_or_recompute": "always_load"}  # a small model computes sooner
 def variables(request: pytest.FixtureRequest) -> dict[str, str]:
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "V2" else "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "PYTHONHASHSEED": "0",
     }
 

@@ -19,17 +19,13 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import Engine, engine
-from tests.gpu.engine_run import corrupt, one_by_one, poison
+from tests.engine.rank_calls import poison
+from tests.gpu.engine_run import SETTINGS, corrupt, one_by_one
 from tests.support.mooncake import missing
 from tests.support.patience import be_patient
 from tests.support.processes import print_result, stay
 
 KIND = "qwen3"
-SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "kv_cache_memory_bytes": 512 << 20,
-    "gpu_memory_utilization": 0.1,
-}
 INDEX_SECONDS = 1.0
 """After which a disk's index has noted what was written."""
 
@@ -55,7 +51,7 @@ def serve(models: Path, plugin: dict[str, Any]) -> None:
         one_by_one(plain)
         result: dict[str, Any] = {"expected": one_by_one(plain)}
     with engine(models, KIND, plugin, **SETTINGS) as ours:
-        poison(ours)
+        poison(None)
         result["answers"] = one_by_one(ours)
         result["loaded_blocks"] = ours.blocks_loaded()
         result["totals"] = dict(ours.totals)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.tools.status.figures import ERRORS
-from tests.support.dashboard import ALERTS, DASHBOARD, PANELS, QUERIES, alert_rules, filled_in
+
+FOLDER = Path(__file__).parents[2] / "docs/grafana"
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "kv-offload.json").read_text())
+ALERTS = FOLDER / "alerts.yml"
+
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+QUERIES = {
+    f"{panel['title']}, {target['legendFormat']}": str(target["expr"])
+    for panel in PANELS
+    for target in panel["targets"]
+}
+"""Every query of the dashboard, by its panel and its line there."""
 
 TESTS_OF_ALERTS = Path(__file__).parent / "alerts.yml"
 EXPORTED = {
@@ -25,6 +39,18 @@ OF_VLLM = {
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
 }
 SELECTED = '{instance=~"$instance", model_name=~"$model", engine=~"$engine"}'
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    return list(group["rules"])
+
+
+def filled_in(query: str) -> str:
+    """Return a query as Grafana sends it, with everything selected, of five minutes."""
+    for variable in ("$__rate_interval", "$__range"):
+        query = query.replace(variable, "5m")
+    return re.sub(r"\$\w+", ".*", query)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +132,7 @@ def test_promtool_accepts_the_alerts(command: list[str]) -> None:
 
 def test_promtool_accepts_every_query(tmp_path: Path) -> None:
     rules = [
-        {"record": f"query:{number}", "expr": filled_in(query, "5m")}
+        {"record": f"query:{number}", "expr": filled_in(query)}
         for number, query in enumerate(QUERIES.values())
     ]
     file = tmp_path / "queries.yml"
@@ -132,7 +158,7 @@ def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
         "input_series": [
             {"series": PREFIX + name + labels, "values": values} for name, values in series.items()
         ],
-        "promql_expr_test": [{"expr": filled_in(query, "5m"), **two} for query in queries],
+        "promql_expr_test": [{"expr": filled_in(query), **two} for query in queries],
     }
     file = tmp_path / "slots.yml"
     file.write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))

@@ -4,5 +4,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+@pytest.fixture(params=[False, True], ids=["reports", "beside"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether an only rank of a played engine is asked what has ended, besides reporting it."""
+    monkeypatch.setattr("tests.support.played_engine.PlayedEngine.beside", request.param)
+    return bool(request.param)

@@ -12,8 +12,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.loads import mode
 from tests.support import simulated_engine

@@ -21,7 +21,7 @@ from vllm.config import SpeculativeConfig
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
-from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step, wrong_bytes
+from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -31,6 +31,7 @@ from tests.support.played_cases import (
     both_ways,
     forget,
     store,
+    wrong_bytes,
 )
 from tests.support.played_model import (
     VOCABULARY,
@@ -113,8 +114,8 @@ def successors(name: int) -> set[int]:
 class HeadEngine(HarshEngine):
     """Drafts with a head; alternates between drafts that are right, half right and wrong."""
 
-    def __init__(self, *arguments: Any, drafts: int = DRAFTS, **more: Any) -> None:
-        super().__init__(*arguments, drafts=drafts, draft_head=True, **more)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, drafts=DRAFTS, draft_head=True, **more)
         self.model = PlayedHead(self.groups, [rank.kv for rank in self.ranks])
         self.accepted = self.rejected = 0
         self.propose = self.mixed_drafts

@@ -245,21 +245,12 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
 
 
-def test_a_loss_is_told_though_the_report_of_its_step_fails(holding: Holding) -> None:
+@pytest.mark.parametrize("hook", ["offload_worker.take_report", "offload_scheduler.take_lost"])
+def test_a_loss_is_told_though_a_hook_that_tells_of_it_fails(holding: Holding, hook: str) -> None:
+    """Where nobody knows who computed with lost KV, all of the step end."""
     engine = holding(synchronous_loads=True)
     lose_next_load(engine)
-    raised = raise_once("offload_worker.take_report", engine.ranks[0].connector)
-    engine.add("a", PROMPT)
-    play(engine)
-    assert len(raised) == 1
-    check_lost(engine, "a")
-    check_served(engine, PROMPT)
-
-
-def test_where_nobody_knows_who_computed_with_lost_kv_all_of_the_step_end(holding: Holding) -> None:
-    engine = holding(synchronous_loads=True)
-    lose_next_load(engine)
-    raised = raise_once("offload_scheduler.take_lost", engine.connector)
+    raised = raise_once(hook, engine.connector, engine.ranks[0].connector)
     engine.add("a", PROMPT)
     play(engine)
     assert len(raised) == 1

@@ -35,20 +35,14 @@ from tests.support.played_cases import (
     start_load,
     store,
     tables,
+    wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_rank import PlayedExecutor
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("beside")]
 
 POISON = -0x5A5A5A5A
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["reports", "beside"])
-def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether an only rank is asked what has ended, besides reporting it."""
-    monkeypatch.setattr(PlayedEngine, "beside", request.param)
-    return bool(request.param)
 
 
 class HarshEngine(PlayedEngine):
@@ -93,11 +87,6 @@ class HarshEngine(PlayedEngine):
                 fresh = [block for block in table[first:] if block != 0]
                 rank.memory[fresh] = POISON
                 self.poisoned_blocks += len(fresh)
-
-
-def wrong_bytes() -> Any:
-    """Expect that host memory, or KV that a forward reads, is not what it stands for."""
-    return pytest.raises(AssertionError, match=r"holds another prefix|wrong KV at")
 
 
 def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,20 @@ answer it keeps what was computed, which the last token mostly is not.
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.engine import Direction
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
-from tests.support.played_cases import FULL, PROMPT, STATE, WINDOW, both_ways, forget, store
+from tests.support.played_cases import (
+    FULL,
+    PROMPT,
+    STATE,
+    WINDOW,
+    both_runners,
+    both_ways,
+    forget,
+    store,
+)
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -23,7 +29,7 @@ both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 
 
 @both_ways
-@pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
+@both_runners
 @pytest.mark.parametrize(
     "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
 )

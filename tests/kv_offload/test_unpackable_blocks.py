@@ -6,8 +6,6 @@ import logging
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.engines.vllm.actions import PAUSE_STORES, RESUME_STORES
 from kv_offload.messages import Outcome
 from kv_offload.scheduler.stores import refusals

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.medians import MIN_MEASUREMENTS
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 from tests.support.configurations import make_request
@@ -31,11 +27,11 @@ def report(
     engine.offload.take_report(OffloadWorkerMetadata({rank: told}))
 
 
-def teach(engine: PlayedEngine, bytes_per_second: float, tokens_per_second: float = 1e6) -> None:
-    """Have the engine believe that it measured a link and a device of these speeds."""
+def teach(engine: PlayedEngine, bytes_per_second: float) -> None:
+    """Have the engine believe that it measured this link, and a million tokens a second."""
     watch = engine.offload.watch
     for _ in range(15):
         watch.load_rate.learn(bytes_per_second)
     for size in (64, 8192):
         for _ in range(MIN_MEASUREMENTS):
-            watch.prefill_rate.learn(size, 1, size / tokens_per_second)
+            watch.prefill_rate.learn(size, 1, size / 1e6)

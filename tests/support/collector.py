@@ -61,9 +61,9 @@ class Collector:
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
-    def of_trace(self, trace_id: str, count: int, seconds: float = 60) -> list[Told]:
+    def of_trace(self, trace_id: str, count: int) -> list[Told]:
         """Return the spans of a trace once there are so many, in the order of their starts."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 60
         while True:
             found = [span for span in self._told if span.trace_id == trace_id]
             if len(found) >= count:

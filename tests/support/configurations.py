@@ -1,4 +1,7 @@
-"""Configurations, specs and requests of vLLM's own classes, small enough for a test to count."""
+"""Configurations, specs and requests of vLLM's own classes, small enough for a test to count.
+
+Skips a module of tests that imports it, or a played engine, where there is no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -28,6 +35,7 @@ from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
+from tests.support.inputs import transfer_config as ours
 
 Options = dict[str, Any]
 
@@ -174,16 +182,6 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory()
     small_models.config("qwen3", architectures=["ScheduledOnly"]).save_pretrained(folder.name)
     return folder
-
-
-def ours(plugin: Options, role: str = "kv_both") -> Options:
-    """Return the transfer configuration of our connector, which need not be installed."""
-    return {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": role,
-        "kv_connector_module_path": "kv_offload.engines.vllm.connector",
-        "kv_connector_extra_config": plugin,
-    }
 
 
 def around(*members: Options, role: str = "kv_both", **outer: Any) -> Options:

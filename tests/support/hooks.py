@@ -33,8 +33,8 @@ def wrap_hook(
         setattr(part, name, wrap(getattr(part, name)))
 
 
-def raise_once(hook: str, *connectors: Any, when: int = 0, after: bool = False) -> list[str]:
-    """Have a method raise at its call number `when`, before or `after` it has done its work.
+def raise_once(hook: str, *connectors: Any, when: int = 0) -> list[str]:
+    """Have a method raise at its call number `when`, before it has done its work.
 
     What is returned is not empty when it has.
     """
@@ -44,8 +44,6 @@ def raise_once(hook: str, *connectors: Any, when: int = 0, after: bool = False) 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def raising(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == when:
-                if after:
-                    original(*args, **kwargs)
                 raised.append(hook)
                 raise RuntimeError(f"injected into {hook}")
             return original(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from importlib.metadata import entry_points
 from typing import Any
@@ -11,6 +12,10 @@ import numpy as np
 from tests.support.small_models import VOCABULARY
 
 Tokens = list[int]
+
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 32768
+"""Of the small dense model in float32."""
 
 
 def random_tokens(count: int, seed: int) -> Tokens:
@@ -36,14 +41,19 @@ def busy_requests(count: int, seed: int = 7) -> dict[str, tuple[Tokens, int]]:
     return asked
 
 
-def transfer_config(plugin: dict[str, Any]) -> dict[str, Any]:
+def transfer_config(plugin: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
     """Return the configuration that a user writes, with room for a few thousand small blocks."""
     config = {
         "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
     }
-    if not entry_points(group="vllm.general_plugins", name="kv_offload"):
+    if not _is_installed():
         # Run from a checkout, on a host where nothing can be installed.
         config["kv_connector_module_path"] = "kv_offload.engines.vllm.connector"
     return config
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return bool(entry_points(group="vllm.general_plugins", name="kv_offload"))

@@ -75,6 +75,11 @@ def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
     return [list(group) for group in manager.get_block_ids(request.request_id)]
 
 
+def wrong_bytes() -> Any:
+    """Expect that host memory, or KV that a forward reads, is not what it stands for."""
+    return pytest.raises(AssertionError, match=r"holds another prefix|wrong KV at")
+
+
 def stored_blocks(output: Any) -> list[int]:
     """Return the blocks whose stores a step plans."""
     return [int(b) for job in output.kv_connector_metadata.stores for b in job.pairs[:, 0]]

@@ -30,7 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from tests.support.configurations import around, ours
+from tests.support.configurations import around
+from tests.support.inputs import transfer_config
 
 NAME = "RemoteConnector"
 
@@ -52,13 +53,10 @@ class RemoteMetadata(KVConnectorMetadata):
     """Requests whose sender is only to be told that nothing is fetched."""
 
 
-@dataclass
 class RemoteReport(KVConnectorWorkerMetadata):
-    ranks: int = 1
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RemoteReport:
         assert isinstance(other, RemoteReport)
-        return RemoteReport(self.ranks + other.ranks)
+        return self
 
 
 class RemoteStats(KVConnectorStats):
@@ -258,7 +256,7 @@ def multi_config(
         "kv_connector_module_path": __name__,
         "kv_connector_extra_config": remote or {},
     }
-    members = [ours({"cpu_bytes": "64MiB", **plugin}, role), remote_config]
+    members = [transfer_config(plugin, role), remote_config]
     return around(*(members if first else members[::-1]), role=role, **outer)
 
 

@@ -13,16 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.inputs import random_tokens, transfer_config
+from tests.support.inputs import BLOCK_BYTES, BLOCK_TOKENS, random_tokens, transfer_config
 from tests.support.processes import Process, kill_group, start_module
 from tests.support.small_models import write_model
 
 START_SECONDS = 480
 FOR_TRIALS = {"VLLM_SERVER_DEV_MODE": "1"}
 """Adds POST /reset_prefix_cache."""
-BLOCK_TOKENS = 32
-SLOT_BYTES = 32768
-"""Of a block of the small model."""
+PROMPT_TOKENS = 300
 
 
 @contextlib.contextmanager
@@ -135,15 +133,9 @@ def wait_for(url: str, name: str, value: float) -> None:
         time.sleep(0.2)
 
 
-def complete(url: str, seed: int, tokens: int = 300) -> str:
-    """Return what the model answers to a prompt of random tokens."""
-    return str(ask(url, seed, tokens)["choices"][0]["text"])
-
-
 def ask(
     url: str,
     seed: int,
-    tokens: int = 300,
     key: str | None = None,
     headers: Mapping[str, str] = {},
     **more: Any,
@@ -151,7 +143,7 @@ def ask(
     """Return the whole answer to a prompt of random tokens; `more` is added to the request."""
     body = {
         "model": "small",
-        "prompt": text(seed, tokens),
+        "prompt": text(seed),
         "max_tokens": 12,
         "temperature": 0,
         "ignore_eos": True,
@@ -161,17 +153,17 @@ def ask(
     return answer
 
 
-def text(seed: int, tokens: int = 300) -> str:
+def text(seed: int, tokens: int = PROMPT_TOKENS) -> str:
     """Return a prompt of random tokens, as the small model's tokenizer reads them."""
     return " ".join(f"t{token}" for token in random_tokens(tokens, seed=seed))
 
 
-def hit(url: str, seed: int, tokens: int = 300) -> tuple[str, str]:
+def hit(url: str, seed: int) -> tuple[str, str]:
     """Have a prompt stored, forgotten by vLLM and loaded; return its answers before and after."""
     stored = metric(url, "vllm:host_kv_cache_stored_bytes_total")
-    first = complete(url, seed, tokens)
+    first = ask(url, seed)["choices"][0]["text"]
     # The engine idles now; it must still have reported its stores.
-    blocks = tokens // BLOCK_TOKENS
-    wait_for(url, "vllm:host_kv_cache_stored_bytes_total", stored + blocks * SLOT_BYTES)
+    blocks = PROMPT_TOKENS // BLOCK_TOKENS
+    wait_for(url, "vllm:host_kv_cache_stored_bytes_total", stored + blocks * BLOCK_BYTES)
     get(url + "/reset_prefix_cache", {})
-    return first, complete(url, seed, tokens)
+    return first, ask(url, seed)["choices"][0]["text"]

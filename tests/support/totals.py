@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from kv_offload.metrics import KINDS
+from kv_offload.metrics import KINDS, PREFIX
 
 
 @contextlib.contextmanager
@@ -32,12 +32,21 @@ def counted_stats() -> Iterator[Counter[str]]:
         yield totals
 
 
+def figures(llm: Any) -> dict[str, float]:
+    """Return the plugin's counters and gauges, as the front end of an engine shows them."""
+    return {
+        metric.name.removeprefix(PREFIX): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(PREFIX) and hasattr(metric, "value")
+    }
+
+
 def totals_by_replica(name: str, replicas: int) -> list[int]:
     """Return a counter of the plugin, by replica, as this front end would show it."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     found = [0] * replicas
     for metric in get_metrics_snapshot():
-        if metric.name == f"vllm:host_kv_cache_{name}":
+        if metric.name == PREFIX + name:
             found[int(metric.labels["engine"])] = int(metric.value)
     return found
