@@ -24,10 +24,12 @@ from kv_offload.messages import (
 from kv_offload.metrics import OffloadStats
 from kv_offload.worker.allocation import allocate, transfer_kind
 from kv_offload.worker.copies import Loads, Stores
+from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
-from kv_offload.worker.moves import LowerTier, Moves
+from kv_offload.worker.moves import Moves
 from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.store import Store
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class OffloadWorker:
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
-        tier: LowerTier | None = None,
+        tier: Disk | Store | None = None,
     ) -> None:
         self.rank = rank
         self.num_slots = 0
