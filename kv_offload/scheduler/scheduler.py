@@ -21,7 +21,6 @@ from kv_offload.messages import (
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
-from kv_offload.scheduler.contents import Contents
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
 from kv_offload.scheduler.jobs import Heard, Job, Jobs
@@ -124,8 +123,11 @@ class OffloadScheduler:
             block_bytes,
             self._announcer,
         )
-        self._contents = Contents(self._forget_all)
         self._ready_slots: dict[int, int] = {}
+        self._weight_loads: dict[int, int] = {}
+        self._weights_changed = False
+        self.falls_asleep = False
+        """Set while the engine resets everything for a sleep that host memory is to outlive."""
         manager.limit_slots(0)
         self.is_to_rest: Callable[[], bool] = lambda: False
         """Whether the engine is to come to rest soon: its user has paused it, or it ends."""
@@ -472,28 +474,40 @@ class OffloadScheduler:
         return held
 
     def reset(self) -> None:
-        """Empty host memory, unless the engine falls asleep and host memory is to outlive that."""
-        self._contents.reset()
+        """Empty host memory, unless the engine `falls_asleep`."""
+        if not self.falls_asleep:
+            self._forget_all(weights_changed=False)
 
     def pause_stores(self, *, paused: bool) -> None:
         """Store nothing new until stores are resumed."""
         self._stores.pause(paused=paused)
 
-    def fall_asleep(self, *, asleep: bool) -> None:
-        """Hear that the resets from now on are those of a sleep, or are not any more."""
-        self._contents.falling_asleep = asleep
-
     def weights_change(self) -> bool:
-        """See `Contents.weights_change`."""
-        return self._contents.weights_change()
+        """Forget all, since the weights may be about to change, and at the next reset again.
+
+        Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        Returns whether there was anything to forget.
+        """
+        self._weights_changed = True
+        return self._forget_all(weights_changed=True)
 
     def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
-        """See `Contents.weights_were_loaded`."""
-        self._contents.weights_were_loaded(weight_loads)
+        """Hear how often each rank's model has been given weights since the start.
+
+        A count that was heard before, or is older than that, changes nothing: it may come from
+        several sides, and with a report that was on its way during a reset.
+        """
+        news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
+        if news:
+            self._weight_loads.update({rank: weight_loads[rank] for rank in news})
+            if self.weights_change():
+                logger.info("kv-offload: host memory emptied: the model was given weights")
 
     def engine_was_reset(self) -> None:
         """Hear that the engine's own cache is empty, and that no request has blocks."""
-        self._contents.engine_was_reset()
+        if self._weights_changed:
+            self._forget_all(weights_changed=True)
+            self._weights_changed = False
         self._requests.engine_was_reset()
         if self._announcer is not None:
             self._announcer.engine_was_reset()
