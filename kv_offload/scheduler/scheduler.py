@@ -34,7 +34,7 @@ from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.scheduler.timing import SlowestRank, StepWatch
+from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.trace_recorder import TraceRecorder
 from kv_offload.scheduler.wishes import WishReader
 
@@ -88,7 +88,6 @@ class OffloadScheduler:
         shares = config.max_retained_share, config.max_retained_share_per_salt
         self._retention = retention = Retention(manager, *shares, statistics.count)
         self.watch = StepWatch()
-        self._load_speeds = SlowestRank()
         self._prefixes = prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
         self._announcer = Announcer(manager, prefixes, describe) if describe else None
         self._recorder, self._hash_block_tokens = recorder, pool.hash_block_size
@@ -308,9 +307,7 @@ class OffloadScheduler:
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
-        speed = self._load_speeds.take(told)
-        if speed is not None:
-            self._choice.learn(speed)
+        self.watch.load_rate.hear(told)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)

@@ -111,12 +111,12 @@ class Admissions:
         self._statistics.count("lookup_tokens", request.num_tokens - answer.start_tokens)
         if answer.declined_tokens:
             self._statistics.count("recomputed_tokens", answer.declined_tokens)
-            self._choice.declined()
+            self._choice.rate.count_hit(computed=True)
         if num_external_tokens:
             self._statistics.count("hit_tokens", num_external_tokens)
             self._statistics.count("synchronous_loads", answer.synchronous)
             self._statistics.observe("request_hit_tokens", num_external_tokens)
-            self._choice.loaded()
+            self._choice.rate.count_hit(computed=False)
         found_tokens = num_external_tokens + answer.declined_tokens
         self._other_sizes.admitted(request, answer.start_tokens, found_tokens)
 

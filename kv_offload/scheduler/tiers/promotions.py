@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.medians import MIN_MEASUREMENTS, RecentMedian
 from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs, Move
-from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice, Retries
+from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.tiers.tier import Question, Tier
+from kv_offload.scheduler.timing import CopyRate
 
 JOB_BYTES = 64 << 20
 """Of a job, on each rank: what came of a long prompt before its time was over can be loaded."""
@@ -90,21 +90,10 @@ class Promotions:
         self._waits: WeakKeyDictionary[TrackedRequest, Wait] = WeakKeyDictionary()
         self._waiting_for: dict[Move, list[Wait]] = {}
         self._coming: dict[SlotKey, Move] = {}
-        self._speed = RecentMedian()
-        self._retries = Retries()
+        self.rate = CopyRate()
+        """Of reads."""
         self.running_slots = 0
         """Slots that are being filled."""
-
-    def learn(self, bytes_per_second: float) -> None:
-        """Take the speed of a read, of the slowest rank."""
-        self._speed.add(bytes_per_second)
-        if self._speed.has_risen:
-            self._retries.hasten()
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """The measured speed; None without evidence."""
-        return self._speed.value if len(self._speed) >= MIN_MEASUREMENTS else None
 
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Whether a request is to wait, and the engine to ask again.
@@ -230,16 +219,16 @@ class Promotions:
 
         Without evidence, and where it is close, the answer is to read.
         """
-        speed = self.bytes_per_second
+        speed = self.rate.measured_bytes_per_second
         if not self._measured or speed is None or computed is None:
             return True
         read = (self.running_slots + missing) * self._slot_bytes / speed
         read += self._choice.load_seconds(needed)
         # Now and then one is read all the same, to measure the tier again.
-        if computed * MARGIN >= read or self._retries.is_due:
-            self._retries.loaded()
+        if computed * MARGIN >= read or self.rate.is_to_be_tried:
+            self.rate.count_hit(computed=False)
             return True
-        self._retries.computed()
+        self.rate.count_hit(computed=True)
         return False
 
     def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> set[Move]:

@@ -20,7 +20,6 @@ from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.scheduler.tiers.demotions import Demotions
 from kv_offload.scheduler.tiers.promotions import Promotions
 from kv_offload.scheduler.tiers.tier import Tier
-from kv_offload.scheduler.timing import SlowestRank
 
 IDLE_SECONDS = 60.0
 """An engine that nobody has asked for so long begins no more writes to a tier."""
@@ -72,7 +71,6 @@ class TieredScheduler(OffloadScheduler):
             self._slot_bytes,
             self._announcer,
         )
-        self._read_speeds = SlowestRank()
         self._tiers_of_ranks: dict[int, TierCapacity] = {}
         self._idle_since: float | None = None
         """When the first step was that computes nothing, on the monotonic clock."""
@@ -133,9 +131,7 @@ class TieredScheduler(OffloadScheduler):
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         super()._learn(report)
         told = {rank: news.promote_bytes_per_second for rank, news in report.ranks.items()}
-        speed = self._read_speeds.take(told)
-        if speed is not None:
-            self._promotions.learn(speed)
+        self._promotions.rate.hear(told)
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -194,7 +190,7 @@ class TieredScheduler(OffloadScheduler):
             "promoting_slots": self._promotions.running_slots,
             "demoting_slots": self._demotions.running_slots,
             "oldest_move_seconds": 0.0 if sent is None else time.monotonic() - sent,
-            "promote_bytes_per_second": self._promotions.bytes_per_second or 0.0,
+            "promote_bytes_per_second": self._promotions.rate.measured_bytes_per_second or 0.0,
         }
 
     def check_integrity(self) -> None:

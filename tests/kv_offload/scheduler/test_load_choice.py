@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kv_offload.medians import MIN_MEASUREMENTS
-from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
+from kv_offload.scheduler.loads.choice import MARGIN, MAX_COMPUTE_RATIO, LoadChoice
 from kv_offload.scheduler.request import Phase, TrackedRequest
-from kv_offload.scheduler.timing import LoadQueue, StepWatch
+from kv_offload.scheduler.timing import COPY_EVERY, LoadQueue, StepWatch
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
@@ -48,7 +48,7 @@ class Chosen:
 
     def link(self, bytes_per_second: float, loads: int = 15) -> None:
         for _ in range(loads):
-            self.choice.learn(bytes_per_second)
+            self.watch.load_rate.hear({0: bytes_per_second})
 
     def request(self, request_id: str, tokens: int, computed: int = 0) -> Any:
         request = Named(request_id=request_id, num_tokens=tokens, num_computed_tokens=computed)
@@ -182,34 +182,34 @@ def test_a_link_that_was_slow_for_a_while_is_soon_used_again(recovers: bool) -> 
     chosen.link(EVEN / 10, loads=8)
     assert not chosen.loads()
     decisions = []
-    for _ in range(LOAD_EVERY + 30):
+    for _ in range(COPY_EVERY + 30):
         decisions.append(chosen.loads())
         if decisions[-1]:
-            chosen.choice.loaded()
+            chosen.choice.rate.count_hit(computed=False)
             chosen.link(51e9 if recovers else EVEN / 10, loads=1)
         else:
-            chosen.choice.declined()
-    assert decisions.count(False) == (LOAD_EVERY - 1 if recovers else LOAD_EVERY + 29)
+            chosen.choice.rate.count_hit(computed=True)
+    assert decisions.count(False) == (COPY_EVERY - 1 if recovers else COPY_EVERY + 29)
 
 
 def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded() -> None:
     chosen = Chosen(EVEN / 10)
     chosen.link(51e9, loads=1)
     assert chosen.loads()
-    chosen.choice.loaded()  # and was too small to be measured
+    chosen.choice.rate.count_hit(computed=False)  # and was too small to be measured
     assert not chosen.loads()
 
 
 def test_now_and_then_a_load_measures_the_link_again() -> None:
     chosen = Chosen(EVEN / 10)
     decisions = []
-    for _ in range(2 * LOAD_EVERY):
+    for _ in range(2 * COPY_EVERY):
         assert chosen.loads() == chosen.loads(), "asking changes nothing"
         decisions.append(chosen.loads())
         if decisions[-1]:
-            chosen.choice.loaded()
+            chosen.choice.rate.count_hit(computed=False)
         else:
-            chosen.choice.declined()
-    assert [i + 1 for i, loads in enumerate(decisions) if loads] == [LOAD_EVERY, 2 * LOAD_EVERY]
+            chosen.choice.rate.count_hit(computed=True)
+    assert [i + 1 for i, loads in enumerate(decisions) if loads] == [COPY_EVERY, 2 * COPY_EVERY]
     chosen.link(51e9)
     assert chosen.loads()

@@ -21,8 +21,8 @@ from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
 from kv_offload.messages import OffloadWorkerMetadata, RankReport
-from kv_offload.scheduler.loads.choice import LOAD_EVERY
 from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
+from kv_offload.scheduler.timing import COPY_EVERY
 from tests.support.beside_steps import teach
 from tests.support.manual_tier import ManualTier
 from tests.support.played_engine import PlayedEngine
@@ -416,8 +416,8 @@ def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
     teach(engine, 1e12)
     for _ in range(20):
-        engine.offload._promotions.learn(1.0)  # bytes per second
-    for number in range(LOAD_EVERY - 1):
+        engine.offload._promotions.rate.hear({0: 1.0})  # bytes per second
+    for number in range(COPY_EVERY - 1):
         ask(engine, f"a{number}")
         engine.run()
         assert engine.totals["promoted_slots"] == 0
@@ -431,14 +431,14 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
     teach(engine, 1e12)
     for speed in (1e12, 1.0):
         for _ in range(8):
-            engine.offload._promotions.learn(speed)
-    for number in range(LOAD_EVERY):
+            engine.offload._promotions.rate.hear({0: speed})
+    for number in range(COPY_EVERY):
         ask(engine, f"a{number}")
         engine.run()
         engine.forget()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
     for number in range(7):  # until it shows in the median
-        engine.offload._promotions.learn(1e12)
+        engine.offload._promotions.rate.hear({0: 1e12})
         ask(engine, f"b{number}")
         engine.run()
         engine.forget()
@@ -448,7 +448,7 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
 def test_always_load_reads_all(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path, plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
-        engine.offload._promotions.learn(1.0)
+        engine.offload._promotions.rate.hear({0: 1.0})
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
