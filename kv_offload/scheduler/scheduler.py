@@ -23,7 +23,7 @@ from kv_offload.messages import (
 from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.jobs import Heard, Job, Jobs
+from kv_offload.scheduler.jobs import Job, Jobs
 from kv_offload.scheduler.loads.admissions import Admissions
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
@@ -262,16 +262,15 @@ class OffloadScheduler:
         To hear of a job again changes nothing. What they computed wrongly cannot be readable yet: a
         store ends in a later step than the forward whose KV it copies.
         """
-        heard = Heard()
-        for rank, told in report.ranks.items():
-            self._jobs.hear(rank, told, heard)
+        ended, lost = self._jobs.hear(report.ranks)
+        for told in report.ranks.values():
             if told.cut_short is not None:
                 self.watch.forget()
                 self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
-        self._lost_loads += heard.lost
+        self._lost_loads += lost
         if self._lost_loads or self._step_is_lost:
-            self._jobs.distrust_stores(heard.ended)
-        for job in heard.ended:
+            self._jobs.distrust_stores(ended)
+        for job in ended:
             self._survive(self._end_job, job)
         self._survive(self._learn, report)
 

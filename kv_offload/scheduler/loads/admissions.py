@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.retention import Retention
@@ -130,13 +127,12 @@ class Admissions:
         """
         assert tracked.cursor is not None
         keys: list[SlotKey] = []
-        parts: list[NDArray[np.int32]] = []
+        blocks: list[int] = []
         for group, ids in zip(self._prefixes.groups, tracked.cursor.block_ids, strict=True):
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
-            blocks = np.array(ids[first:last], np.int32)
             # A window group has null blocks in front of the window, never behind.
-            skipped = int(np.count_nonzero(blocks == self._null_block_id))
-            parts.append(blocks[skipped:])
+            skipped = ids[first:last].count(self._null_block_id)
+            blocks += ids[first + skipped : last]
             hashes = tracked.request.block_hashes
             keys += self._prefixes.slot_keys(hashes, group, first + skipped, last)
         try:
@@ -145,15 +141,12 @@ class Admissions:
             slots = NO_SLOTS
         if tracked.wishes.keep is not None:
             self._retention.keep(slots, tracked.wishes.keep)
-        incomplete = len(slots) < len(keys)
-        places = np.zeros(len(keys), np.int32) if incomplete else slots
         tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)
         self._jobs.plan_load(
             tracked,
-            np.stack((np.concatenate(parts), places), axis=1),
+            blocks,
             slots,
             synchronous=synchronous,
-            incomplete=incomplete,
             whole=end_tokens == tracked.request.num_tokens,
         )
         if not synchronous:  # else the engine's own prefix cache knows its blocks from this step on
@@ -181,6 +174,4 @@ class Admissions:
         ]
         synchronous = answer.synchronous
         tracked.load_planned(start, start + num_external_tokens, synchronous=synchronous)
-        pairs = np.zeros((len(ids), 2), np.int32)
-        pairs[:, 0] = ids
-        self._jobs.plan_load(tracked, pairs, NO_SLOTS, synchronous=synchronous, incomplete=True)
+        self._jobs.plan_load(tracked, ids, NO_SLOTS, synchronous=synchronous)

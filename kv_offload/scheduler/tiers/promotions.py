@@ -236,14 +236,16 @@ class Promotions:
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
-        moves = set()
+        moves, generation = set(), self._tier.generation
         for first in range(0, len(slots), self._job_slots):
             part = slots[first : first + self._job_slots]
-            names = keys[first : first + len(part)]
-            tier_slots = self._tier.begin_read(names)
-            move = Move([], part, keys=names, tier_slots=tier_slots, promotes=True)
-            self._jobs.plan_move(move, self._tier.names(names))
-            self._coming.update(dict.fromkeys(names, move))
+            read = keys[first : first + len(part)]
+            places = self._tier.begin_read(read)
+            move = Move(
+                [], part, keys=read, tier_slots=places, generation=generation, promotes=True
+            )
+            self._jobs.plan_move(move)
+            self._coming.update(dict.fromkeys(read, move))
             self._waiting_for[move] = []
             moves.add(move)
         self.running_slots += len(slots)
