@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 import torch
 from huggingface_hub import snapshot_download
 from vllm.config import LoRAConfig, MultiModalConfig

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from kv_swap.engine import Direction
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
-
 from kv_offload.messages import WorkerCapacity
 from kv_offload.metrics import KINDS, OTHER_SIZES
 from kv_offload.scheduler.statistics import GAUGE_SECONDS

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
