@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,14 +86,6 @@ def test_a_load_that_failed_is_in_no_histogram_of_loads(engine: PlayedEngine) ->
 
 
 # -- a copy that does not end ------------------------------------------------------------------
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time of the monotonic clock, which stands until the test moves it."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.STORE])

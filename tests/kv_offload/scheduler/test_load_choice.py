@@ -15,6 +15,8 @@ from kv_offload.scheduler.loads.choice import MARGIN, MAX_COMPUTE_RATIO, LoadCho
 from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.timing import COPY_EVERY, LoadQueue, StepWatch
 
+pytestmark = pytest.mark.usefixtures("now")
+
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
 """A block of 16 tokens of a model like Llama-3.1-8B."""
@@ -65,13 +67,6 @@ EVEN = SLOT_BYTES / BLOCK * 38_000
 """The link on which loading takes as long as computing: 5 GB/s."""
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.loads.choice.time.monotonic", lambda: now[0])
-    return now
-
-
 def test_a_fast_link_always_loads() -> None:
     """Whatever waits before it, and however small the hit: computing takes the device."""
     chosen = Chosen(51e9)
@@ -119,12 +114,12 @@ def test_a_decision_near_the_border_stays() -> None:
         assert changes <= 1
 
 
-def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(clock: list[float]) -> None:
+def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(now: list[float]) -> None:
     chosen = Chosen(EVEN * 1.5)
     assert chosen.loads()
     chosen.queue.add(4096 // BLOCK, 1000.0)
     assert not chosen.loads()
-    clock[0] += 4096 / 38_000
+    now[0] += 4096 / 38_000
     assert chosen.loads(), "the one before it should have ended by now"
     chosen = Chosen(EVEN * MAX_COMPUTE_RATIO * 1.01)
     chosen.queue.add(100_000, 1000.0)

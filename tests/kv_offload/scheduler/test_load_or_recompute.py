@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -134,16 +133,6 @@ def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away: b
 
 
 # -- what is learnt from steps -----------------------------------------------------------------
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the watch reads, in an only element."""
-    clock = [1000.0]
-    monkeypatch.setattr(
-        "kv_offload.scheduler.timing.time", SimpleNamespace(monotonic=lambda: clock[0])
-    )
-    return clock
 
 
 def timed_step(engine: PlayedEngine, now: list[float], seconds: float) -> None:

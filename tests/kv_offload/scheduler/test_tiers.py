@@ -65,13 +65,6 @@ class DiskEngine(PlayedEngine):
         return [slot for job in jobs for slot in job.pairs[:, 0].tolist()]
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
-
-
 def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
     """Make steps of half a second."""
     for _ in range(round(2 * seconds)):
