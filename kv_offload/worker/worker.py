@@ -273,10 +273,10 @@ class OffloadWorker:
                 self._forward_loads.ended(done)
         self._moves.poll()
 
-    def ended(self) -> OffloadWorkerMetadata:
+    def ended(self, cut_short: int | None = None) -> OffloadWorkerMetadata:
         """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""
         jobs = self._jobs
-        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows))
+        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), cut_short)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_report(self) -> OffloadWorkerMetadata | None:
@@ -304,9 +304,7 @@ class OffloadWorker:
         The engine takes in the tokens that were computed with what was lost.
         """
         cut_short, self._cut_short = self._cut_short, None
-        jobs = self._jobs
-        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), cut_short)
-        return OffloadWorkerMetadata({self.rank: report})
+        return self.ended(cut_short)
 
     def take_stats(self, errors: int = 0) -> OffloadStats | None:
         """Return the metrics counted since the last call, and `errors` of hooks; None if none."""

@@ -20,7 +20,8 @@ from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.tiers.tier import Question, Tier
+from kv_offload.scheduler.tiers.shared_tier import Question
+from kv_offload.scheduler.tiers.tier import Tier
 from kv_offload.scheduler.timing import CopyRate
 
 JOB_BYTES = 64 << 20

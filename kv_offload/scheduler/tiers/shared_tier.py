@@ -13,7 +13,7 @@ from kv_offload.cache.slots import Slots
 from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.jobs import Move
-from kv_offload.scheduler.tiers.tier import Question, Tier
+from kv_offload.scheduler.tiers.tier import Tier
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -66,17 +66,22 @@ class RecentKeys:
         return np.array([key in young or key in old for key in keys], bool)
 
 
-class StoreQuestion(Question):
-    """Which of some keys the store has."""
+class Question:
+    """Which of some keys the store has, as it may not have answered yet."""
 
     def __init__(self, tier: SharedTier, keys: Sequence[bytes], answer: StoreAnswer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer
         self._generation = tier.generation
         self._asked = time.monotonic()
         self._closed = False
+        self.is_late = False
+        """Whether it was closed without an answer."""
 
     def is_open(self) -> bool:
-        """See `Question`. It closes late too, and then the request is served without it."""
+        """Whether it may still be answered. Afterwards `Tier.readable` knows of the answer.
+
+        It closes late too, and then the request is served without it.
+        """
         if not self._closed:
             waited = time.monotonic() - self._asked
             self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
@@ -144,7 +149,7 @@ class SharedTier(Tier):
         if not unknown:
             return None
         self._last_answer, self._is_late = self._directory.ask(self.names(unknown)), False
-        return StoreQuestion(self, unknown, self._last_answer)
+        return Question(self, unknown, self._last_answer)
 
     @property
     def is_asked(self) -> bool:
