@@ -91,7 +91,7 @@ class OffloadScheduler:
         self._prefixes = prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
         self._announcer = Announcer(manager, prefixes, describe) if describe else None
         self._recorder, self._hash_block_tokens = recorder, pool.hash_block_size
-        self._spans = Spans(report_span) if report_span else None
+        self._spans = Spans(report_span)
         self._lookups = Lookups(prefixes, manager)
         self._other_sizes = OtherSizes(config, prefixes, num_slots, self._statistics)
         mode = config.load_or_recompute
@@ -153,12 +153,8 @@ class OffloadScheduler:
         """
         tracked = self._requests.track(request)
         tracked.brought = brought and tracked.cursor is None
-        if self._spans is not None:
-            self._spans.asked(tracked)
-        return self._match(request, num_computed_tokens)
-
-    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._admissions.match(request, num_computed_tokens)
+        self._spans.asked(tracked)
+        return self._admissions.match(tracked, num_computed_tokens)
 
     def shared_tokens(self, request: Request) -> int:
         """Return where windows and states should be kept for others that share its prefix; or 0."""
@@ -170,15 +166,15 @@ class OffloadScheduler:
         """See `Admissions.allocated`."""
         tracked = self._requests.track(request)
         answer = tracked.answer
-        self._admissions.allocated(request, blocks, num_external_tokens)
-        if self._spans is not None:
-            self._spans.admitted(tracked, answer, num_external_tokens)
+        self._admissions.allocated(tracked, blocks, num_external_tokens)
+        self._spans.admitted(tracked, answer, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """See `Admissions.allocation_failed`."""
-        self._admissions.allocation_failed(request, blocks, num_external_tokens)
+        tracked = self._requests.track(request)
+        self._admissions.allocation_failed(tracked, blocks, num_external_tokens)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""
@@ -299,8 +295,7 @@ class OffloadScheduler:
         elif job.is_store:
             self._statistics.skipped("copy_failed", len(job.slots))
         self._jobs.release(job)
-        if self._spans is not None:
-            self._spans.ended(job)
+        self._spans.ended(job)
         if job.is_store:
             self._retention.stored(job.slots)
 

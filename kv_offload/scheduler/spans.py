@@ -39,16 +39,17 @@ class Spans:
     blocks: also while another request's load, or a read from a tier, is waited for. A load lasts
     from when it is sent until the scheduler hears that every rank has ended it.
 
-    A tracer that raises is not called again.
+    Without a tracer nothing is told. One that raises is not called again.
     """
 
-    def __init__(self, report: ReportSpan) -> None:
-        self._report: ReportSpan | None = report
+    def __init__(self, report: ReportSpan | None) -> None:
+        self._report = report
         self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
 
     def asked(self, tracked: TrackedRequest) -> None:
         """Hear that the engine asks what can be loaded."""
-        self._asked_ns.setdefault(tracked, time.time_ns())
+        if self._report is not None:
+            self._asked_ns.setdefault(tracked, time.time_ns())
 
     def admitted(self, tracked: TrackedRequest, answer: Answer | None, loaded_tokens: int) -> None:
         """Hear that a request has got blocks, and how many tokens are loaded into them.
@@ -70,7 +71,7 @@ class Spans:
 
     def ended(self, job: Job) -> None:
         """Hear that every rank has ended a job; only those of requests are told."""
-        if job.request is None:
+        if job.request is None or self._report is None:
             return
         end_ns = time.time_ns()
         attributes: dict[str, int | bool | str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_offload.cache.manager import CacheManager
@@ -33,6 +34,8 @@ class Admissions:
     _retention: Retention
     _other_sizes: OtherSizes
     _null_block_id: int
+    waits: Callable[[TrackedRequest, int], bool] = lambda *_: False
+    """Whether a request, of which the engine has so many tokens, is to wait for something else."""
 
     def __post_init__(self) -> None:
         groups = self._prefixes.groups
@@ -40,17 +43,18 @@ class Admissions:
         # States are moved from block to block before the forward that waits for a load.
         self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond the local hit, and whether asynchronously.
+    def match(self, tracked: TrackedRequest, start: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beyond `start`, and whether asynchronously.
 
         None instead of tokens asks to be asked again.
         """
-        tracked = self._requests.track(request)
         tracked.looked_up()
         if not tracked.may_load:
             self._lookups.arrived(tracked)
             return 0, False
-        start = num_computed_tokens
+        if self.waits(tracked, start):
+            self._lookups.arrived(tracked)
+            return None, False
         tokens = self._lookups.match(tracked, start)
         if not tokens:
             tracked.answer = None if tokens is None else Answer(start)
@@ -59,7 +63,7 @@ class Admissions:
         idle = self._requests.admitted == (tracked.cursor is not None)
         synchronous = self._may_be_synchronous and self._mode.is_synchronous(
             slots,
-            request.num_tokens - (start + tokens),
+            tracked.request.num_tokens - (start + tokens),
             idle=idle,
             queued_seconds=self._choice.queued_seconds(),
         )
@@ -67,7 +71,7 @@ class Admissions:
             tracked.answer = Answer(start, declined_tokens=tokens)
             return 0, False
         end = start + tokens
-        if synchronous and end == request.num_tokens:
+        if synchronous and end == tracked.request.num_tokens:
             if self._mode.brings_last_slot(slots, idle=idle):
                 tokens -= 1
             else:
@@ -77,17 +81,17 @@ class Admissions:
         return tokens, not synchronous
 
     def allocated(
-        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+        self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
 
         Called again, with no external tokens, when a loaded request is scheduled; then the step's
         plan has its blocks.
         """
-        tracked = self._requests.track(request)
         self._lookups.arrived(tracked)
         if tracked.phase is not Phase.WAITING and tracked.loaded is not None:
             return
+        request = tracked.request
         self._requests.admit(tracked, blocks.get_block_ids())
         answer = tracked.answer or Answer(request.num_computed_tokens)
         start, end = answer.start_tokens, answer.start_tokens + num_external_tokens
@@ -153,13 +157,12 @@ class Admissions:
             self._lookups.expect(tracked, keys)
 
     def allocation_failed(
-        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+        self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """Let the load that the engine counts on fail, since `allocated` has raised.
 
         So the ranks report that it failed, and leave none of these blocks with old content.
         """
-        tracked = self._requests.track(request)
         answer, tracked.answer = tracked.answer, None
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those of requests that may have wrong KV, whatever has failed.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kv_offload.engine import Request, StepOutput
+from kv_offload.engine import StepOutput
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
@@ -71,20 +71,10 @@ class TieredScheduler(OffloadScheduler):
             self._slot_bytes,
             self._announcer,
         )
+        self._admissions.waits = self._promotions.waits
         self._tiers_of_ranks: dict[int, TierCapacity] = {}
         self._idle_since: float | None = None
         """When the first step was that computes nothing, on the monotonic clock."""
-
-    # -- requests ------------------------------------------------------------------------------
-
-    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Have a request wait for what is read from the tier; then see `Admissions.match`."""
-        tracked = self._requests.track(request)
-        if tracked.may_load and self._promotions.waits(tracked, num_computed_tokens):
-            tracked.looked_up()
-            self._lookups.arrived(tracked)
-            return None, False
-        return super()._match(request, num_computed_tokens)
 
     # -- steps ---------------------------------------------------------------------------------
 
