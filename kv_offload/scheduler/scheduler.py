@@ -36,7 +36,6 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.trace_recorder import TraceRecorder
-from kv_offload.scheduler.wishes import WishReader
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class OffloadScheduler:
         self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
         self._jobs = jobs = Jobs(manager, pool, num_ranks)
         self._statistics = statistics = Statistics(manager, self.gauges)
-        self._requests = requests = RequestTable(WishReader(statistics).read)
+        self._requests = requests = RequestTable(statistics)
         shares = config.max_retained_share, config.max_retained_share_per_salt
         self._retention = retention = Retention(manager, *shares, statistics.count)
         self.watch = StepWatch()
