@@ -232,9 +232,10 @@ class OffloadScheduler:
 
     def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
         jobs = self._jobs
+        moves = jobs.send_moves()
         loads = jobs.send_loads()
         known, admissions = jobs.take_known(), self._requests.admissions
-        return OffloadMetadata(stores, loads, jobs.next_job_id, known, admissions)
+        return OffloadMetadata(stores, loads, jobs.next_job_id, known, admissions, moves)
 
     @property
     def _is_still(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
@@ -92,15 +92,20 @@ class StepTime:
     engine in his own process does something else. So of the time between two steps a second counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self.seconds = 0.0
+        self.recent_seconds = 0.0
+        """What a step took lately, in the mean."""
+        self._clock = clock
         self._last: float | None = None
 
     def next_step(self) -> None:
         """Hear that a step is planned."""
-        now = time.monotonic()
+        now = self._clock()
         if self._last is not None:
-            self.seconds += min(now - self._last, MAX_STEP_SECONDS)
+            seconds = min(now - self._last, MAX_STEP_SECONDS)
+            self.seconds += seconds
+            self.recent_seconds += (seconds - self.recent_seconds) / 8
         self._last = now
 
 

@@ -78,7 +78,7 @@ class StorePlanner:
         self._jobs = jobs
         self._statistics = statistics
         self._announcer = announcer
-        self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests)
+        self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests, jobs.step_time)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
         self._refusals = Refusals()

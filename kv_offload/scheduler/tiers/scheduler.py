@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from kv_offload.engine import StepOutput
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
-    StoreJob,
     TierCapacity,
     WorkerCapacity,
 )
@@ -92,11 +90,6 @@ class TieredScheduler(OffloadScheduler):
         if self._tier.may_write and self._is_patient:
             self._demotions.plan_step(idle=self._idle_since is not None)
         return super().plan_step(output)
-
-    def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
-        moves = self._jobs.send_moves()
-        plan = super()._make_plan(stores)
-        return dataclasses.replace(plan, moves=moves) if moves else plan
 
     # -- reports -------------------------------------------------------------------------------
 

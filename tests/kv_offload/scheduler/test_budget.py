@@ -8,11 +8,11 @@ import pytest
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.stores.budget import (
     HORIZON_STEPS,
-    MAX_STEP_SECONDS,
     MIN_HORIZON_SECONDS,
     SHARE_BESIDE_LOADS,
     StoreBudget,
 )
+from kv_offload.scheduler.timing import MAX_STEP_SECONDS, StepTime
 
 SLOT_BYTES = 1 << 20
 SPEED = 1000 * SLOT_BYTES
@@ -25,7 +25,8 @@ class Steps:
     def __init__(self, speed: float | None = SPEED) -> None:
         self.now = 0.0
         self.requests: Any = SimpleNamespace(admitted=1)
-        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, lambda: self.now)
+        self.time = StepTime(lambda: self.now)
+        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, self.time)
         if speed is not None:
             self.budget.learn(speed)
 
@@ -33,6 +34,7 @@ class Steps:
         self, seconds: float = 0.0, *, load_seconds: float = 0.0, grown_blocks: int = 0
     ) -> StoreBudget:
         self.now += seconds
+        self.time.next_step()
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=grown_blocks)
         return self.budget
 
