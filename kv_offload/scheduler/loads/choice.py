@@ -36,7 +36,7 @@ class LoadChoice:
         watch: StepWatch,
         queue: LoadQueue,
     ) -> None:
-        self._measured = mode == "measured"
+        self.measured = mode == "measured"
         self._block_bytes = block_bytes
         self.rate = watch.load_rate
         self._prefill_rate = watch.prefill_rate
@@ -56,7 +56,7 @@ class LoadChoice:
 
     def loads(self, start_tokens: int, tokens: int, slots: int, *, synchronous: bool) -> bool:
         """Say whether to load `tokens` in `slots` that follow `start_tokens` on the device."""
-        if not self._measured or self.rate.measured_bytes_per_second is None:
+        if not self.measured or self.rate.measured_bytes_per_second is None:
             return True
         own_compute = self._prefill_rate.seconds(tokens)
         own_load = self.load_seconds(slots)

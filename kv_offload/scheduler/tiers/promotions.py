@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -68,7 +67,6 @@ class Promotions:
 
     def __init__(
         self,
-        mode: Literal["measured", "always_load"],
         prefixes: PrefixMap,
         host: CacheManager,
         tier: Tier,
@@ -78,7 +76,6 @@ class Promotions:
         slot_bytes: int,
         announcer: Announcer | None = None,
     ) -> None:
-        self._measured = mode == "measured"
         self._prefixes = prefixes
         self._host = host
         self._tier = tier
@@ -221,7 +218,7 @@ class Promotions:
         Without evidence, and where it is close, the answer is to read.
         """
         speed = self.rate.measured_bytes_per_second
-        if not self._measured or speed is None or computed is None:
+        if not self._choice.measured or speed is None or computed is None:
             return True
         read = (self.running_slots + missing) * self._slot_bytes / speed
         read += self._choice.load_seconds(needed)

@@ -59,7 +59,6 @@ class TieredScheduler(OffloadScheduler):
         self._keep_on_reset = keep_on_reset
         self._demotions = Demotions(host, tier, jobs, self._slot_bytes, write_rate)
         self._promotions = Promotions(
-            self.config.load_or_recompute,
             self._prefixes,
             host,
             tier,
