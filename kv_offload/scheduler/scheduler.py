@@ -322,11 +322,6 @@ class OffloadScheduler:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether `take_loaded` has a request to return."""
-        return bool(self._loaded - self._failed)
-
-    @property
-    def has_untold_loads(self) -> bool:
         """Whether an asynchronous load has ended, well or not, that `take_loaded` has not told."""
         return bool(self._loaded)
 
