@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from enum import Enum, auto
 from typing import TypeAlias
 
@@ -90,14 +88,6 @@ class StoreCandidates:
                 next_slot[position] = at = last
             if end_tokens >= (at + 1) * tokens:
                 self._unfinished.add(request.request_id)
-
-    @contextlib.contextmanager
-    def examining_at_most(self, slots: int) -> Iterator[None]:
-        """Examine no more than so many slots within, of those that this step may examine."""
-        left = self.examinable
-        self.examinable = room = max(0, min(left, slots))
-        yield
-        self.examinable += left - room
 
     def take(self) -> tuple[list[Span], list[SlotKey]]:
         """Return what was noted since the last call, with the keys of all spans in order."""

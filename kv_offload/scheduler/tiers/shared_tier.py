@@ -148,7 +148,8 @@ class SharedTier(Tier):
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
-        self._last_answer, self._is_late = self._directory.ask(self.names(unknown)), False
+        names = [self._generation + key for key in unknown]
+        self._last_answer, self._is_late = self._directory.ask(names), False
         return Question(self, unknown, self._last_answer)
 
     @property

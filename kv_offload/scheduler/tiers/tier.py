@@ -98,11 +98,6 @@ class Tier(ABC):
     def generation(self) -> bytes:
         """Begins every block's name; another one after `forget_all`."""
 
-    def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return what the ranks call the blocks of these keys."""
-        generation = self.generation
-        return [generation + key for key in keys]
-
     @abstractmethod
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Say for each key whether the tier is known to have it, be it used now or not."""
