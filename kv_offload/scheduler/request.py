@@ -17,6 +17,7 @@ import enum
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
@@ -24,6 +25,9 @@ from kv_offload.engine import Request
 from kv_offload.errors import RequestError
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.wishes import NO_WISHES, Wishes, read_wishes
+
+if TYPE_CHECKING:
+    from kv_offload.scheduler.tiers.promotions import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +114,10 @@ class TrackedRequest:
     """The request whose load brings what this one needs."""
     waits_since: float = 0.0
     """On the monotonic clock, in seconds."""
+    tier_wait: Wait | None = None
+    """What is known of it that was looked up in a tier below host memory."""
+    asked_ns: int | None = None
+    """When the engine asked for it first, in nanoseconds since the epoch, if a tracer is told."""
     load_failed: bool = False
     """Whether a load of this request has failed: nothing more is loaded for it."""
     brought: bool = False
@@ -236,7 +244,7 @@ class RequestTable:
             self.admissions,
             tracked.wishes,
         )
-        tracked.offer = tracked.waits_for = tracked.loaded = None
+        tracked.offer = tracked.waits_for = tracked.tier_wait = tracked.loaded = None
 
     def end(self, tracked: TrackedRequest) -> None:
         """End a request."""

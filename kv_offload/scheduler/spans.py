@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from kv_offload.engine import Request
 from kv_offload.messages import Outcome
@@ -44,12 +43,11 @@ class Spans:
 
     def __init__(self, report: ReportSpan | None) -> None:
         self._report = report
-        self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
 
     def asked(self, tracked: TrackedRequest) -> None:
         """Hear that the engine asks what can be loaded."""
-        if self._report is not None:
-            self._asked_ns.setdefault(tracked, time.time_ns())
+        if self._report is not None and tracked.asked_ns is None:
+            tracked.asked_ns = time.time_ns()
 
     def admitted(self, tracked: TrackedRequest, answer: Answer | None, loaded_tokens: int) -> None:
         """Hear that a request has got blocks, and how many tokens are loaded into them.
@@ -57,7 +55,7 @@ class Spans:
         `answer` is what the engine was told of it last. Heard again before the request is asked for
         again it changes nothing.
         """
-        asked_ns = self._asked_ns.pop(tracked, None)
+        asked_ns, tracked.asked_ns = tracked.asked_ns, None
         if asked_ns is None:
             return
         attributes = {

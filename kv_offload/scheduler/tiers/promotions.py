@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
-from kv_offload.scheduler.request import StoreCursor, TrackedRequest
+from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.tiers.shared_tier import Question
 from kv_offload.scheduler.tiers.tier import Tier
@@ -38,7 +37,6 @@ MAX_PROMOTING_SHARE = 2
 class Wait:
     """What is known of a request that was looked up below.
 
-    - `cursor`: its blocks before it was preempted; None until it is admitted for the first time.
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock; negative where something
       has come since.
@@ -47,7 +45,6 @@ class Wait:
       may not have answered.
     """
 
-    cursor: StoreCursor | None
     start_tokens: int
     num_tokens: int
     looked: float
@@ -85,7 +82,6 @@ class Promotions:
         self._slot_bytes = slot_bytes
         self._announcer = announcer
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
-        self._waits: WeakKeyDictionary[TrackedRequest, Wait] = WeakKeyDictionary()
         self._waiting_for: dict[Move, list[Wait]] = {}
         self._coming: dict[SlotKey, Move] = {}
         self.rate = CopyRate()
@@ -100,9 +96,7 @@ class Promotions:
         worth it. Asked again it looks at every block only where something may have changed.
         """
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
-        wait = self._waits.get(tracked)
-        if wait is not None and wait.cursor is not tracked.cursor:
-            wait = None  # it has run since, and begins anew
+        wait = tracked.tier_wait
         if wait is not None:
             if wait.looked < 0:
                 tracked.offer = None  # what has come since is not in it
@@ -118,7 +112,7 @@ class Promotions:
         if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
             return False
         if wait is None:
-            self._waits[tracked] = wait = Wait(tracked.cursor, start_tokens, num_tokens, now)
+            tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         wait.looked = now
