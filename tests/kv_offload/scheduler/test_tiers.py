@@ -20,10 +20,9 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
-from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
 from kv_offload.scheduler.timing import COPY_EVERY
-from tests.support.beside_steps import teach
+from tests.support.beside_steps import report, teach
 from tests.support.manual_tier import ManualTier
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import name_prefixes
@@ -409,8 +408,7 @@ def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
 ) -> None:
     for _ in range(15):
         for rank, speed in enumerate((1e3, 1e9, 1e9)):
-            report = RankReport(promote_bytes_per_second=speed)
-            engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+            report(engine, {}, rank, promote_bytes_per_second=speed)
     assert engine.offload.gauges()["promote_bytes_per_second"] == 1e3
 
 
