@@ -415,7 +415,7 @@ def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
     teach(engine, 1e12)
     for _ in range(20):
-        engine.offload._promotions.rate.hear({0: 1.0})  # bytes per second
+        report(engine, {}, promote_bytes_per_second=1.0)
     for number in range(COPY_EVERY - 1):
         ask(engine, f"a{number}")
         engine.run()
@@ -430,14 +430,14 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
     teach(engine, 1e12)
     for speed in (1e12, 1.0):
         for _ in range(8):
-            engine.offload._promotions.rate.hear({0: speed})
+            report(engine, {}, promote_bytes_per_second=speed)
     for number in range(COPY_EVERY):
         ask(engine, f"a{number}")
         engine.run()
         engine.forget()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
     for number in range(7):  # until it shows in the median
-        engine.offload._promotions.rate.hear({0: 1e12})
+        report(engine, {}, promote_bytes_per_second=1e12)
         ask(engine, f"b{number}")
         engine.run()
         engine.forget()
@@ -447,7 +447,7 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
 def test_always_load_reads_all(make: Any) -> None:
     engine = make(plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
-        engine.offload._promotions.rate.hear({0: 1.0})
+        report(engine, {}, promote_bytes_per_second=1.0)
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
