@@ -49,11 +49,10 @@ class Admissions:
         None instead of tokens asks to be asked again.
         """
         tracked.looked_up()
+        self._lookups.arrived(tracked)
         if not tracked.may_load:
-            self._lookups.arrived(tracked)
             return 0, False
         if self.waits(tracked, start):
-            self._lookups.arrived(tracked)
             return None, False
         tokens = self._lookups.match(tracked, start)
         if not tokens:
