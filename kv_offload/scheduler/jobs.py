@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -80,20 +80,12 @@ class Move(Job):
     """What each slot holds, or is to hold."""
     tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     generation: bytes = b""
-    """Of the tier, when it was planned."""
+    """Of the tier, when it was planned: begins the names of its blocks there."""
 
     @property
     def is_store(self) -> bool:
         """False: what it copies has been readable."""
         return False
-
-
-@dataclass(slots=True)
-class Heard:
-    """What reports brought: jobs that every rank has ended, and loads that some rank has lost."""
-
-    ended: list[Job] = field(default_factory=list)
-    lost: list[Job] = field(default_factory=list)
 
 
 class Jobs:
@@ -129,15 +121,19 @@ class Jobs:
     def plan_load(
         self,
         tracked: TrackedRequest,
-        pairs: Pairs,
+        blocks: list[int],
         slots: Slots,
         *,
         synchronous: bool,
-        incomplete: bool = False,
         whole: bool = False,
     ) -> None:
-        """Plan a load into the blocks of a request, that holds `slots`; see `LoadJob`."""
-        job = Job(pairs[:, 0].tolist(), slots, tracked, tracked.cursor, synchronous)
+        """Plan a load into blocks of a request, that holds `slots`; see `LoadJob`.
+
+        Where there are fewer slots than blocks it is incomplete, and will fail.
+        """
+        job = Job(blocks, slots, tracked, tracked.cursor, synchronous)
+        incomplete = len(slots) < len(blocks)
+        pairs = _pairs(blocks, 0 if incomplete else slots)
         load = LoadJob(job.job_id, tracked.request_id, pairs, incomplete, synchronous, whole)
         self._loads.append((job, load))
         self.running_loads += 1
@@ -167,20 +163,18 @@ class Jobs:
         parts, self._store_slots = self._store_slots, []
         job, self._store = self._store, Job([])
         job.slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        pairs = np.empty((len(job.blocks), 2), np.int32)
-        pairs[:, 0] = job.blocks
-        pairs[:, 1] = job.slots
         self.running_stores += 1
-        return (StoreJob(self._send(job), pairs),)
+        return (StoreJob(self._send(job), _pairs(job.blocks, job.slots)),)
 
     def send_loads(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call."""
         planned, self._loads = self._loads, []
         return tuple(replace(load, job_id=self._send(job)) for job, load in planned)
 
-    def plan_move(self, move: Move, names: Sequence[bytes]) -> None:
-        """Plan a move; both managers hold its slots. `names`: see `MoveJob`."""
+    def plan_move(self, move: Move) -> None:
+        """Plan a move; both managers hold its slots."""
         pairs = np.stack((move.slots, move.tier_slots), axis=1)
+        names = [move.generation + key for key in move.keys]
         self._moves.append((move, MoveJob(move.job_id, move.promotes, pairs, names)))
 
     def send_moves(self) -> tuple[MoveJob, ...]:
@@ -199,29 +193,34 @@ class Jobs:
 
     # -- ends ----------------------------------------------------------------------------------
 
-    def hear(self, rank: int, report: RankReport, heard: Heard) -> None:
-        """Take in what ended on a rank. To hear of a job again changes nothing.
+    def hear(self, ranks: Mapping[int, RankReport]) -> tuple[list[Job], list[Job]]:
+        """Take in what ended on ranks; return the jobs that all have ended, and the loads lost.
 
-        A rank that names no slot of a job that failed has copied none of them.
+        To hear of a job again changes nothing. A rank that names no slot of a job that failed has
+        copied none of them.
         """
-        for job_id, outcome in report.jobs.items():
-            job = self._running.get(job_id)
-            if job is None:
-                self._known.add(job_id)
-                continue
-            rows = report.failed_rows.get(job_id, ())
-            some = outcome is Outcome.OK or len(rows)
-            job.failed_rows.update(rows if some else range(len(job.slots)))
-            if outcome is Outcome.LOST and job.outcome is not Outcome.LOST:
-                heard.lost.append(job)
-            job.outcome = max(job.outcome, outcome)
-            job.ranks_left.discard(rank)
-            if not job.ranks_left:
-                del self._running[job_id]
-                if isinstance(job, Move):
-                    del self._running_moves[job.promotes][job_id]
-                self._known.add(job_id)
-                heard.ended.append(job)
+        ended: list[Job] = []
+        lost: list[Job] = []
+        for rank, report in ranks.items():
+            for job_id, outcome in report.jobs.items():
+                job = self._running.get(job_id)
+                if job is None:
+                    self._known.add(job_id)
+                    continue
+                rows = report.failed_rows.get(job_id, ())
+                some = outcome is Outcome.OK or len(rows)
+                job.failed_rows.update(rows if some else range(len(job.slots)))
+                if outcome is Outcome.LOST and job.outcome is not Outcome.LOST:
+                    lost.append(job)
+                job.outcome = max(job.outcome, outcome)
+                job.ranks_left.discard(rank)
+                if not job.ranks_left:
+                    del self._running[job_id]
+                    if isinstance(job, Move):
+                        del self._running_moves[job.promotes][job_id]
+                    self._known.add(job_id)
+                    ended.append(job)
+        return ended, lost
 
     def take_known(self) -> tuple[int, ...]:
         """Return the jobs that ranks have told of and that are not in the table any more."""
@@ -350,3 +349,10 @@ class Jobs:
         assert self.running_stores == len(stores)
         assert self.running_loads == len(loads) + len(self._loads)
         assert self.stores_given_up == sum(job.given_up for job in stores)
+
+
+def _pairs(blocks: list[int], slots: Slots | int) -> Pairs:
+    pairs = np.empty((len(blocks), 2), np.int32)
+    pairs[:, 0] = blocks
+    pairs[:, 1] = slots
+    return pairs

@@ -14,13 +14,22 @@ back. One that ends leaves the dict; its load runs on (`jobs`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
-from kv_offload.wishes import NO_WISHES, Wishes
+from kv_offload.errors import RequestError
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.wishes import NO_WISHES, Wishes, read_wishes
+
+if TYPE_CHECKING:
+    from kv_offload.scheduler.tiers.promotions import Wait
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -105,6 +114,10 @@ class TrackedRequest:
     """The request whose load brings what this one needs."""
     waits_since: float = 0.0
     """On the monotonic clock, in seconds."""
+    tier_wait: Wait | None = None
+    """What is known of it that was looked up in a tier below host memory."""
+    asked_ns: int | None = None
+    """When the engine asked for it first, in nanoseconds since the epoch, if a tracer is told."""
     load_failed: bool = False
     """Whether a load of this request has failed: nothing more is loaded for it."""
     brought: bool = False
@@ -173,10 +186,11 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """The requests that have not ended, by their ids."""
+    """The requests that have not ended, by their ids. Their wishes are read once, and counted."""
 
-    def __init__(self, wishes_of: Callable[[Request], Wishes] = lambda _: NO_WISHES) -> None:
-        self._wishes_of = wishes_of
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._warned = False
         self._requests: dict[str, TrackedRequest] = {}
         self.admitted = 0
         """How many hold GPU blocks, or did before they were preempted."""
@@ -193,9 +207,28 @@ class RequestTable:
         """Return the record of a request, made at the first call."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = TrackedRequest(request, wishes=self._wishes_of(request))
+            tracked = TrackedRequest(request, wishes=self._read_wishes(request))
             self._requests[request.request_id] = tracked
         return tracked
+
+    def _read_wishes(self, request: Request) -> Wishes:
+        """Return what a request wishes; nothing where that is wrong and no front end refused it."""
+        if not request.kv_transfer_params:
+            return NO_WISHES
+        try:
+            wishes = read_wishes(request.kv_transfer_params, request.cache_salt)
+        except RequestError as error:
+            self._statistics.count("ignored_wishes", 1)
+            if not self._warned:  # a client may send thousands
+                self._warned = True
+                logger.warning(
+                    "%s. The request came past the check of vLLM's front end and was served as if "
+                    "it had no wishes; others like it are only counted (ignored_wishes)",
+                    error,
+                )
+            return NO_WISHES
+        self._statistics.count("requests_with_wishes", wishes is not NO_WISHES)
+        return wishes
 
     def admit(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """Give a waiting request its blocks, by cache group; nothing of them has been stored."""
@@ -211,7 +244,7 @@ class RequestTable:
             self.admissions,
             tracked.wishes,
         )
-        tracked.offer = tracked.waits_for = tracked.loaded = None
+        tracked.offer = tracked.waits_for = tracked.tier_wait = tracked.loaded = None
 
     def end(self, tracked: TrackedRequest) -> None:
         """End a request."""

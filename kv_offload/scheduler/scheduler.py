@@ -21,10 +21,9 @@ from kv_offload.messages import (
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
-from kv_offload.scheduler.contents import Contents
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.jobs import Heard, Job, Jobs
+from kv_offload.scheduler.jobs import Job, Jobs
 from kv_offload.scheduler.loads.admissions import Admissions
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
@@ -35,9 +34,8 @@ from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.scheduler.timing import SlowestRank, StepWatch
+from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.trace_recorder import TraceRecorder
-from kv_offload.scheduler.wishes import WishReader
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +83,14 @@ class OffloadScheduler:
         self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
         self._jobs = jobs = Jobs(manager, pool, num_ranks)
         self._statistics = statistics = Statistics(manager, self.gauges)
-        self._requests = requests = RequestTable(WishReader(statistics).read)
+        self._requests = requests = RequestTable(statistics)
         shares = config.max_retained_share, config.max_retained_share_per_salt
         self._retention = retention = Retention(manager, *shares, statistics.count)
         self.watch = StepWatch()
-        self._load_speeds = SlowestRank()
         self._prefixes = prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
         self._announcer = Announcer(manager, prefixes, describe) if describe else None
         self._recorder, self._hash_block_tokens = recorder, pool.hash_block_size
-        self._spans = Spans(report_span) if report_span else None
+        self._spans = Spans(report_span)
         self._lookups = Lookups(prefixes, manager)
         self._other_sizes = OtherSizes(config, prefixes, num_slots, self._statistics)
         mode = config.load_or_recompute
@@ -124,8 +121,11 @@ class OffloadScheduler:
             block_bytes,
             self._announcer,
         )
-        self._contents = Contents(self._forget_all)
         self._ready_slots: dict[int, int] = {}
+        self._weight_loads: dict[int, int] = {}
+        self._weights_changed = False
+        self.falls_asleep = False
+        """Set while the engine resets everything for a sleep that host memory is to outlive."""
         manager.limit_slots(0)
         self.is_to_rest: Callable[[], bool] = lambda: False
         """Whether the engine is to come to rest soon: its user has paused it, or it ends."""
@@ -152,12 +152,8 @@ class OffloadScheduler:
         """
         tracked = self._requests.track(request)
         tracked.brought = brought and tracked.cursor is None
-        if self._spans is not None:
-            self._spans.asked(tracked)
-        return self._match(request, num_computed_tokens)
-
-    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._admissions.match(request, num_computed_tokens)
+        self._spans.asked(tracked)
+        return self._admissions.match(tracked, num_computed_tokens)
 
     def shared_tokens(self, request: Request) -> int:
         """Return where windows and states should be kept for others that share its prefix; or 0."""
@@ -169,15 +165,15 @@ class OffloadScheduler:
         """See `Admissions.allocated`."""
         tracked = self._requests.track(request)
         answer = tracked.answer
-        self._admissions.allocated(request, blocks, num_external_tokens)
-        if self._spans is not None:
-            self._spans.admitted(tracked, answer, num_external_tokens)
+        self._admissions.allocated(tracked, blocks, num_external_tokens)
+        self._spans.admitted(tracked, answer, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """See `Admissions.allocation_failed`."""
-        self._admissions.allocation_failed(request, blocks, num_external_tokens)
+        tracked = self._requests.track(request)
+        self._admissions.allocation_failed(tracked, blocks, num_external_tokens)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Plan the stores of what a request leaves behind, just before its blocks are freed."""
@@ -236,9 +232,10 @@ class OffloadScheduler:
 
     def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
         jobs = self._jobs
+        moves = jobs.send_moves()
         loads = jobs.send_loads()
         known, admissions = jobs.take_known(), self._requests.admissions
-        return OffloadMetadata(stores, loads, jobs.next_job_id, known, admissions)
+        return OffloadMetadata(stores, loads, jobs.next_job_id, known, admissions, moves)
 
     @property
     def _is_still(self) -> bool:
@@ -261,16 +258,15 @@ class OffloadScheduler:
         To hear of a job again changes nothing. What they computed wrongly cannot be readable yet: a
         store ends in a later step than the forward whose KV it copies.
         """
-        heard = Heard()
-        for rank, told in report.ranks.items():
-            self._jobs.hear(rank, told, heard)
+        ended, lost = self._jobs.hear(report.ranks)
+        for told in report.ranks.values():
             if told.cut_short is not None:
                 self.watch.forget()
                 self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
-        self._lost_loads += heard.lost
+        self._lost_loads += lost
         if self._lost_loads or self._step_is_lost:
-            self._jobs.distrust_stores(heard.ended)
-        for job in heard.ended:
+            self._jobs.distrust_stores(ended)
+        for job in ended:
             self._survive(self._end_job, job)
         self._survive(self._learn, report)
 
@@ -299,16 +295,13 @@ class OffloadScheduler:
         elif job.is_store:
             self._statistics.skipped("copy_failed", len(job.slots))
         self._jobs.release(job)
-        if self._spans is not None:
-            self._spans.ended(job)
+        self._spans.ended(job)
         if job.is_store:
             self._retention.stored(job.slots)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
-        speed = self._load_speeds.take(told)
-        if speed is not None:
-            self._choice.learn(speed)
+        self.watch.load_rate.hear(told)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
@@ -329,11 +322,6 @@ class OffloadScheduler:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether `take_loaded` has a request to return."""
-        return bool(self._loaded - self._failed)
-
-    @property
-    def has_untold_loads(self) -> bool:
         """Whether an asynchronous load has ended, well or not, that `take_loaded` has not told."""
         return bool(self._loaded)
 
@@ -472,28 +460,40 @@ class OffloadScheduler:
         return held
 
     def reset(self) -> None:
-        """Empty host memory, unless the engine falls asleep and host memory is to outlive that."""
-        self._contents.reset()
+        """Empty host memory, unless the engine `falls_asleep`."""
+        if not self.falls_asleep:
+            self._forget_all(weights_changed=False)
 
     def pause_stores(self, *, paused: bool) -> None:
         """Store nothing new until stores are resumed."""
         self._stores.pause(paused=paused)
 
-    def fall_asleep(self, *, asleep: bool) -> None:
-        """Hear that the resets from now on are those of a sleep, or are not any more."""
-        self._contents.falling_asleep = asleep
-
     def weights_change(self) -> bool:
-        """See `Contents.weights_change`."""
-        return self._contents.weights_change()
+        """Forget all, since the weights may be about to change, and at the next reset again.
+
+        Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        Returns whether there was anything to forget.
+        """
+        self._weights_changed = True
+        return self._forget_all(weights_changed=True)
 
     def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
-        """See `Contents.weights_were_loaded`."""
-        self._contents.weights_were_loaded(weight_loads)
+        """Hear how often each rank's model has been given weights since the start.
+
+        A count that was heard before, or is older than that, changes nothing: it may come from
+        several sides, and with a report that was on its way during a reset.
+        """
+        news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
+        if news:
+            self._weight_loads.update({rank: weight_loads[rank] for rank in news})
+            if self.weights_change():
+                logger.info("kv-offload: host memory emptied: the model was given weights")
 
     def engine_was_reset(self) -> None:
         """Hear that the engine's own cache is empty, and that no request has blocks."""
-        self._contents.engine_was_reset()
+        if self._weights_changed:
+            self._forget_all(weights_changed=True)
+            self._weights_changed = False
         self._requests.engine_was_reset()
         if self._announcer is not None:
             self._announcer.engine_was_reset()

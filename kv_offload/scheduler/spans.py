@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from kv_offload.engine import Request
 from kv_offload.messages import Outcome
@@ -39,16 +38,16 @@ class Spans:
     blocks: also while another request's load, or a read from a tier, is waited for. A load lasts
     from when it is sent until the scheduler hears that every rank has ended it.
 
-    A tracer that raises is not called again.
+    Without a tracer nothing is told. One that raises is not called again.
     """
 
-    def __init__(self, report: ReportSpan) -> None:
-        self._report: ReportSpan | None = report
-        self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
+    def __init__(self, report: ReportSpan | None) -> None:
+        self._report = report
 
     def asked(self, tracked: TrackedRequest) -> None:
         """Hear that the engine asks what can be loaded."""
-        self._asked_ns.setdefault(tracked, time.time_ns())
+        if self._report is not None and tracked.asked_ns is None:
+            tracked.asked_ns = time.time_ns()
 
     def admitted(self, tracked: TrackedRequest, answer: Answer | None, loaded_tokens: int) -> None:
         """Hear that a request has got blocks, and how many tokens are loaded into them.
@@ -56,7 +55,7 @@ class Spans:
         `answer` is what the engine was told of it last. Heard again before the request is asked for
         again it changes nothing.
         """
-        asked_ns = self._asked_ns.pop(tracked, None)
+        asked_ns, tracked.asked_ns = tracked.asked_ns, None
         if asked_ns is None:
             return
         attributes = {
@@ -70,7 +69,7 @@ class Spans:
 
     def ended(self, job: Job) -> None:
         """Hear that every rank has ended a job; only those of requests are told."""
-        if job.request is None:
+        if job.request is None or self._report is None:
             return
         end_ns = time.time_ns()
         attributes: dict[str, int | bool | str] = {

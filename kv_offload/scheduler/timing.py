@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
@@ -15,6 +15,12 @@ from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, Recen
 
 MAX_STEP_SECONDS = 1.0
 """A longer time between two steps is a pause, not a step."""
+
+COPY_EVERY = 32
+"""Of the hits that are to be computed every so many is copied, to measure that again.
+
+If that copy was clearly faster than the others, the next hit is copied, too, and so on. Otherwise
+it would take 250 hits to notice that a link which was slow for a minute has recovered."""
 
 MIN_PREFILL_TOKENS = 64
 """A step of fewer tokens says how long a step takes at least, not how long tokens take."""
@@ -28,14 +34,36 @@ def tells_of_prompts(tokens: int, requests: int) -> bool:
     return tokens >= MIN_PREFILL_TOKENS and tokens >= requests * MIN_TOKENS_PER_REQUEST
 
 
-class LoadRate:
-    """Bytes per second of one rank's loads, from those that ran alone, of the slowest rank."""
+class CopyRate:
+    """Bytes per second of copies that ran alone, and when to try one where computing is sooner.
+
+    A copy ends when the slowest rank has ended its part. Ranks tell of one copy in different steps,
+    and a slow one less often, since its copies overlap. One that does not tell now counts with the
+    median of what it told last. Otherwise a single hiccup would count again with all that the
+    others tell.
+
+    Of the hits that are to be computed every `COPY_EVERY`th is copied all the same.
+    """
 
     def __init__(self) -> None:
         self._recent = RecentMedian()
+        self._told: dict[int, RecentMedian] = {}
+        self._computed = 0
+
+    def hear(self, told: Mapping[int, float | None]) -> None:
+        """Take the speeds that ranks tell now; None where one tells none."""
+        news = {rank: speed for rank, speed in told.items() if speed is not None}
+        if not news:
+            return
+        for rank, speed in news.items():
+            self._told.setdefault(rank, RecentMedian(MIN_MEASUREMENTS)).add(speed)
+        silent = [known.value for rank, known in self._told.items() if rank not in news]
+        self.learn(min([*news.values(), *silent]))
+        if self._recent.has_risen:
+            self._computed = COPY_EVERY - 1
 
     def learn(self, bytes_per_second: float) -> None:
-        """Take the speed of a load that ran alone on its rank."""
+        """Take the speed of the slowest rank."""
         self._recent.add(bytes_per_second)
 
     @property
@@ -43,14 +71,18 @@ class LoadRate:
         """The measured speed; None without evidence."""
         return self._recent.value if len(self._recent) >= MIN_MEASUREMENTS else None
 
-    @property
-    def has_risen(self) -> bool:
-        """See `RecentMedian.has_risen`."""
-        return self._recent.has_risen
-
     def seconds(self, nbytes: int) -> float:
-        """Return how long a load takes that stands behind no other."""
+        """Return how long a copy takes that stands behind no other."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
+
+    @property
+    def is_to_be_tried(self) -> bool:
+        """Whether the next hit is copied, though it would be computed sooner."""
+        return self._computed + 1 >= COPY_EVERY
+
+    def count_hit(self, *, computed: bool) -> None:
+        """Take note that a hit is computed, or else copied."""
+        self._computed = self._computed + 1 if computed else 0
 
 
 class StepTime:
@@ -60,38 +92,21 @@ class StepTime:
     engine in his own process does something else. So of the time between two steps a second counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self.seconds = 0.0
+        self.recent_seconds = 0.0
+        """What a step took lately, in the mean."""
+        self._clock = clock
         self._last: float | None = None
 
     def next_step(self) -> None:
         """Hear that a step is planned."""
-        now = time.monotonic()
+        now = self._clock()
         if self._last is not None:
-            self.seconds += min(now - self._last, MAX_STEP_SECONDS)
+            seconds = min(now - self._last, MAX_STEP_SECONDS)
+            self.seconds += seconds
+            self.recent_seconds += (seconds - self.recent_seconds) / 8
         self._last = now
-
-
-class SlowestRank:
-    """The speeds that ranks tell of: a copy ends when the slowest has ended its part.
-
-    Ranks tell of one copy in different steps, and a slow one less often, since its copies overlap.
-    One that does not tell now counts with the median of what it told last. Otherwise a single
-    hiccup would count again with all that the others tell.
-    """
-
-    def __init__(self) -> None:
-        self._told: dict[int, RecentMedian] = {}
-
-    def take(self, told: Mapping[int, float | None]) -> float | None:
-        """Take what ranks tell now; return the speed of the slowest, None where none tells."""
-        news = {rank: speed for rank, speed in told.items() if speed is not None}
-        if not news:
-            return None
-        for rank, speed in news.items():
-            self._told.setdefault(rank, RecentMedian(MIN_MEASUREMENTS)).add(speed)
-        silent = [known.value for rank, known in self._told.items() if rank not in news]
-        return min([*news.values(), *silent])
 
 
 class LoadQueue:
@@ -240,7 +255,7 @@ class StepWatch:
     """Times every step, and learns from it."""
 
     def __init__(self) -> None:
-        self.load_rate = LoadRate()
+        self.load_rate = CopyRate()
         self.prefill_rate = PrefillRate()
         self.step_seconds = RecentMedian()
         self.decode_seconds = RecentMedian()

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any
 
 from kv_offload.config.sizes import format_size
 from kv_offload.engine import Request
@@ -32,16 +32,6 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 1024
 """Requests that wait to be written, at most. A prompt of 100,000 tokens keeps 13 kB while it waits:
 its block hashes."""
-
-
-class _Ended(NamedTuple):
-    """What is kept of a request that ended."""
-
-    milliseconds: int
-    input_length: int
-    output_length: int
-    block_hashes: list[bytes]
-    block_tokens: int
 
 
 class TraceRecorder:
@@ -65,7 +55,7 @@ class TraceRecorder:
         self._is_full = False
         self._salt = os.urandom(blake2b.MAX_KEY_SIZE)
         self._began = time.monotonic()
-        self._queue: SimpleQueue[_Ended | None] = SimpleQueue()
+        self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         # Each is counted by one thread alone.
         self._dropped = self._failed = self._told = 0
         self._thread = threading.Thread(target=self._run, name="kv-offload-trace", daemon=True)
@@ -86,13 +76,13 @@ class TraceRecorder:
         # Of each block the last hash: it covers the whole block.
         ends = slice(step - 1, prompt_tokens // hash_block_tokens, step)
         self._queue.put(
-            _Ended(
-                int((time.monotonic() - self._began) * 1000),
-                prompt_tokens,
-                request.num_tokens - prompt_tokens,
-                list(request.block_hashes[ends]),
-                step * hash_block_tokens,
-            )
+            {
+                "timestamp": int((time.monotonic() - self._began) * 1000),
+                "input_length": prompt_tokens,
+                "output_length": request.num_tokens - prompt_tokens,
+                "hash_ids": list(request.block_hashes[ends]),
+                "block_size": step * hash_block_tokens,
+            }
         )
 
     def take_errors(self) -> int:
@@ -121,15 +111,9 @@ class TraceRecorder:
                 self._failed += 1
         os.close(self._file)
 
-    def _line(self, ended: _Ended) -> bytes:
-        fields = {
-            "timestamp": ended.milliseconds,
-            "input_length": ended.input_length,
-            "output_length": ended.output_length,
-            "hash_ids": [self._name(block_hash) for block_hash in ended.block_hashes],
-            "block_size": ended.block_tokens,
-        }
-        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+    def _line(self, ended: dict[str, Any]) -> bytes:
+        named = {**ended, "hash_ids": [self._name(one) for one in ended["hash_ids"]]}
+        return json.dumps(named, separators=(",", ":")).encode() + b"\n"
 
     def _name(self, block_hash: bytes) -> int:
         # 53 bits: any program that reads JSON has integers of that size.

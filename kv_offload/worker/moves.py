@@ -8,30 +8,16 @@ with copies to and from the GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
+from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, TierJob
 
 from kv_offload.messages import MoveJob, Outcome, TierCapacity
 from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.sharing import ALONE, Peers
 
-if TYPE_CHECKING:
-    from kv_swap.engine import SwapEngine
-    from kv_swap.tiers.engine import TierEngine
-
 TIMED_BYTES = 1 << 18
 """Shorter promotions say how long a read takes at least, not how fast the tier is."""
-
-
-class LowerTier(Protocol):
-    """The tier of a replica, which its ranks divide."""
-
-    def open(
-        self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
-    ) -> TierEngine:
-        """Return a rank's part, over its arena; `pages` says what is where in a slot."""
 
 
 class Moves:

@@ -24,10 +24,12 @@ from kv_offload.messages import (
 from kv_offload.metrics import OffloadStats
 from kv_offload.worker.allocation import allocate, transfer_kind
 from kv_offload.worker.copies import Loads, Stores
+from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
-from kv_offload.worker.moves import LowerTier, Moves
+from kv_offload.worker.moves import Moves
 from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.store import Store
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class OffloadWorker:
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
-        tier: LowerTier | None = None,
+        tier: Disk | Store | None = None,
     ) -> None:
         self.rank = rank
         self.num_slots = 0
@@ -271,10 +273,10 @@ class OffloadWorker:
                 self._forward_loads.ended(done)
         self._moves.poll()
 
-    def ended(self) -> OffloadWorkerMetadata:
+    def ended(self, cut_short: int | None = None) -> OffloadWorkerMetadata:
         """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""
         jobs = self._jobs
-        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows))
+        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), cut_short)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_report(self) -> OffloadWorkerMetadata | None:
@@ -302,9 +304,7 @@ class OffloadWorker:
         The engine takes in the tokens that were computed with what was lost.
         """
         cut_short, self._cut_short = self._cut_short, None
-        jobs = self._jobs
-        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), cut_short)
-        return OffloadWorkerMetadata({self.rank: report})
+        return self.ended(cut_short)
 
     def take_stats(self, errors: int = 0) -> OffloadStats | None:
         """Return the metrics counted since the last call, and `errors` of hooks; None if none."""

@@ -14,7 +14,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.messages import OffloadWorkerMetadata, RankReport
-from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS, StoreBudget
+from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS
+from kv_offload.scheduler.timing import StepTime
 from tests.support.configurations import PAGE_WORDS
 from tests.support.played_engine import PlayedEngine
 
@@ -92,11 +93,8 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
 
 
 def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
-    """Return an engine whose budget of stores reads this clock."""
-    with mock.patch(
-        "kv_offload.scheduler.stores.planner.StoreBudget",
-        lambda *arguments: StoreBudget(*arguments, clock),
-    ):
+    """Return an engine whose steps are timed by this clock."""
+    with mock.patch("kv_offload.scheduler.jobs.StepTime", return_value=StepTime(clock)):
         return PlayedEngine(**arguments)
 
 

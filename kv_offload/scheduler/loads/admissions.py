@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
@@ -36,6 +34,8 @@ class Admissions:
     _retention: Retention
     _other_sizes: OtherSizes
     _null_block_id: int
+    waits: Callable[[TrackedRequest, int], bool] = lambda *_: False
+    """Whether a request, of which the engine has so many tokens, is to wait for something else."""
 
     def __post_init__(self) -> None:
         groups = self._prefixes.groups
@@ -43,17 +43,17 @@ class Admissions:
         # States are moved from block to block before the forward that waits for a load.
         self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond the local hit, and whether asynchronously.
+    def match(self, tracked: TrackedRequest, start: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beyond `start`, and whether asynchronously.
 
         None instead of tokens asks to be asked again.
         """
-        tracked = self._requests.track(request)
         tracked.looked_up()
+        self._lookups.arrived(tracked)
         if not tracked.may_load:
-            self._lookups.arrived(tracked)
             return 0, False
-        start = num_computed_tokens
+        if self.waits(tracked, start):
+            return None, False
         tokens = self._lookups.match(tracked, start)
         if not tokens:
             tracked.answer = None if tokens is None else Answer(start)
@@ -62,7 +62,7 @@ class Admissions:
         idle = self._requests.admitted == (tracked.cursor is not None)
         synchronous = self._may_be_synchronous and self._mode.is_synchronous(
             slots,
-            request.num_tokens - (start + tokens),
+            tracked.request.num_tokens - (start + tokens),
             idle=idle,
             queued_seconds=self._choice.queued_seconds(),
         )
@@ -70,7 +70,7 @@ class Admissions:
             tracked.answer = Answer(start, declined_tokens=tokens)
             return 0, False
         end = start + tokens
-        if synchronous and end == request.num_tokens:
+        if synchronous and end == tracked.request.num_tokens:
             if self._mode.brings_last_slot(slots, idle=idle):
                 tokens -= 1
             else:
@@ -80,17 +80,17 @@ class Admissions:
         return tokens, not synchronous
 
     def allocated(
-        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+        self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
 
         Called again, with no external tokens, when a loaded request is scheduled; then the step's
         plan has its blocks.
         """
-        tracked = self._requests.track(request)
         self._lookups.arrived(tracked)
         if tracked.phase is not Phase.WAITING and tracked.loaded is not None:
             return
+        request = tracked.request
         self._requests.admit(tracked, blocks.get_block_ids())
         answer = tracked.answer or Answer(request.num_computed_tokens)
         start, end = answer.start_tokens, answer.start_tokens + num_external_tokens
@@ -111,12 +111,12 @@ class Admissions:
         self._statistics.count("lookup_tokens", request.num_tokens - answer.start_tokens)
         if answer.declined_tokens:
             self._statistics.count("recomputed_tokens", answer.declined_tokens)
-            self._choice.declined()
+            self._choice.rate.count_hit(computed=True)
         if num_external_tokens:
             self._statistics.count("hit_tokens", num_external_tokens)
             self._statistics.count("synchronous_loads", answer.synchronous)
             self._statistics.observe("request_hit_tokens", num_external_tokens)
-            self._choice.loaded()
+            self._choice.rate.count_hit(computed=False)
         found_tokens = num_external_tokens + answer.declined_tokens
         self._other_sizes.admitted(request, answer.start_tokens, found_tokens)
 
@@ -130,13 +130,12 @@ class Admissions:
         """
         assert tracked.cursor is not None
         keys: list[SlotKey] = []
-        parts: list[NDArray[np.int32]] = []
+        blocks: list[int] = []
         for group, ids in zip(self._prefixes.groups, tracked.cursor.block_ids, strict=True):
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
-            blocks = np.array(ids[first:last], np.int32)
             # A window group has null blocks in front of the window, never behind.
-            skipped = int(np.count_nonzero(blocks == self._null_block_id))
-            parts.append(blocks[skipped:])
+            skipped = ids[first:last].count(self._null_block_id)
+            blocks += ids[first + skipped : last]
             hashes = tracked.request.block_hashes
             keys += self._prefixes.slot_keys(hashes, group, first + skipped, last)
         try:
@@ -145,28 +144,24 @@ class Admissions:
             slots = NO_SLOTS
         if tracked.wishes.keep is not None:
             self._retention.keep(slots, tracked.wishes.keep)
-        incomplete = len(slots) < len(keys)
-        places = np.zeros(len(keys), np.int32) if incomplete else slots
         tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)
         self._jobs.plan_load(
             tracked,
-            np.stack((np.concatenate(parts), places), axis=1),
+            blocks,
             slots,
             synchronous=synchronous,
-            incomplete=incomplete,
             whole=end_tokens == tracked.request.num_tokens,
         )
         if not synchronous:  # else the engine's own prefix cache knows its blocks from this step on
             self._lookups.expect(tracked, keys)
 
     def allocation_failed(
-        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+        self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """Let the load that the engine counts on fail, since `allocated` has raised.
 
         So the ranks report that it failed, and leave none of these blocks with old content.
         """
-        tracked = self._requests.track(request)
         answer, tracked.answer = tracked.answer, None
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those of requests that may have wrong KV, whatever has failed.
@@ -181,6 +176,4 @@ class Admissions:
         ]
         synchronous = answer.synchronous
         tracked.load_planned(start, start + num_external_tokens, synchronous=synchronous)
-        pairs = np.zeros((len(ids), 2), np.int32)
-        pairs[:, 0] = ids
-        self._jobs.plan_load(tracked, pairs, NO_SLOTS, synchronous=synchronous, incomplete=True)
+        self._jobs.plan_load(tracked, ids, NO_SLOTS, synchronous=synchronous)

@@ -47,7 +47,6 @@ class Lookups:
         request it answers the same, unless host memory changed; then without another look at every
         block, for `OFFER_SECONDS`.
         """
-        self.arrived(tracked)
         prefixes, request = self._prefixes, tracked.request
         if start_tokens % prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:

@@ -9,13 +9,11 @@ long as it stands in line.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.request import RequestTable
-from kv_offload.scheduler.timing import MAX_STEP_SECONDS
+from kv_offload.scheduler.timing import StepTime
 
 HORIZON_STEPS = 3
 """Steps in which what is planned should have been copied.
@@ -44,7 +42,6 @@ class StoreBudget:
 
     `block_bytes` are those of a block on one rank. Stores pin at most `max_pinned_share` of the GPU
     blocks that would be free without them, and keep some free if any of `requests` is admitted.
-    `clock` gives seconds.
     """
 
     def __init__(
@@ -52,15 +49,13 @@ class StoreBudget:
         block_bytes: int,
         max_pinned_share: float,
         requests: RequestTable,
-        clock: Callable[[], float] = time.monotonic,
+        step_time: StepTime,
     ) -> None:
         self._block_bytes = block_bytes
         self._max_pinned_share = max_pinned_share
         self._requests = requests
-        self._clock = clock
+        self._step_time = step_time
         self._bytes_per_second: dict[int, float] = {}  # by rank
-        self._step_began: float | None = None
-        self._step_seconds = 0.0
         self._load_seconds = 0.0
         self._planned_slots = 0
         self._grown: deque[int] = deque(maxlen=PIN_STEPS)
@@ -75,11 +70,6 @@ class StoreBudget:
 
         The loads under way take `load_seconds` more, as far as one can tell.
         """
-        now = self._clock()
-        if self._step_began is not None:
-            seconds = min(now - self._step_began, MAX_STEP_SECONDS)
-            self._step_seconds += (seconds - self._step_seconds) / 8
-        self._step_began = now
         self._load_seconds = load_seconds
         self._planned_slots = 0
         self._grown.append(grown_blocks)
@@ -119,10 +109,10 @@ class StoreBudget:
         """
         speed = min(self._bytes_per_second.values(), default=ASSUMED_BYTES_PER_SECOND)
         slots_per_second = speed / self._block_bytes
-        horizon_seconds = max(HORIZON_STEPS * self._step_seconds, MIN_HORIZON_SECONDS)
+        step = self._step_time.recent_seconds
+        horizon_seconds = max(HORIZON_STEPS * step, MIN_HORIZON_SECONDS)
         left = slots_per_second * horizon_seconds - slots_in_flight
         if self._load_seconds:
-            step = self._step_seconds
             seconds = max(step - self._load_seconds, step * SHARE_BESIDE_LOADS)
             left = min(left, slots_per_second * seconds - self._planned_slots)
         return max(int(left), 0 if slots_in_flight else 1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from enum import Enum, auto
 from typing import TypeAlias
 
 from kv_offload.cache.prefix import PrefixMap, SlotKey
@@ -19,15 +16,6 @@ follows in the next steps."""
 Span: TypeAlias = tuple[StoreCursor, int, int, int]
 """Slots of one request to look at: cursor, position of the cache group, first slot, last slot
 (exclusive)."""
-
-
-class PausedBy(Enum):
-    """On whose account nothing is stored."""
-
-    OPERATOR = auto()
-    """Until somebody resumes stores."""
-    REFUSALS = auto()
-    """Too many blocks did not fit packed slots. Until somebody resumes stores, or new weights."""
 
 
 class StoreCandidates:
@@ -48,8 +36,8 @@ class StoreCandidates:
         self._spans: list[Span] = []
         self._keys: list[SlotKey] = []  # of all spans
         self._unfinished: set[str] = set()
-        self.paused_by: PausedBy | None = None
-        """Why nothing is to be stored for now; None while blocks are stored."""
+        self.paused = False
+        """Whether nothing is to be stored for now."""
         self.examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
 
@@ -90,14 +78,6 @@ class StoreCandidates:
                 next_slot[position] = at = last
             if end_tokens >= (at + 1) * tokens:
                 self._unfinished.add(request.request_id)
-
-    @contextlib.contextmanager
-    def examining_at_most(self, slots: int) -> Iterator[None]:
-        """Examine no more than so many slots within, of those that this step may examine."""
-        left = self.examinable
-        self.examinable = room = max(0, min(left, slots))
-        yield
-        self.examinable += left - room
 
     def take(self) -> tuple[list[Span], list[SlotKey]]:
         """Return what was noted since the last call, with the keys of all spans in order."""
@@ -152,7 +132,7 @@ class StoreCandidates:
 
     def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return up to where tokens are to be stored."""
-        if self.paused_by is not None or not cursor.wishes.store:
+        if self.paused or not cursor.wishes.store:
             return 0
         prompt_only = self._prompt_only
         return min(end_tokens, cursor.request.num_prompt_tokens) if prompt_only else end_tokens

@@ -65,12 +65,15 @@ class Leftovers:
         Called before the running requests are examined: those keep their blocks.
         """
         self._examined = 0
-        with self._candidates.examining_at_most(slots_left):
-            for leftover in self._queue:
-                if not self._candidates.examinable:
-                    break
-                self._examined += 1
-                self._candidates.examine(leftover.cursor, leftover.end_tokens)
+        candidates = self._candidates
+        withheld = max(0, candidates.examinable - max(0, slots_left))
+        candidates.examinable -= withheld
+        for leftover in self._queue:
+            if not candidates.examinable:
+                break
+            self._examined += 1
+            candidates.examine(leftover.cursor, leftover.end_tokens)
+        candidates.examinable += withheld
 
     def forget_chosen(self, *, resting: bool) -> None:
         """Forget what was chosen from the leftovers that were examined.

@@ -21,7 +21,7 @@ from kv_offload.scheduler.jobs import Jobs
 from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
-from kv_offload.scheduler.stores.candidates import PausedBy, Span, StoreCandidates
+from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
@@ -78,7 +78,7 @@ class StorePlanner:
         self._jobs = jobs
         self._statistics = statistics
         self._announcer = announcer
-        self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests)
+        self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests, jobs.step_time)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
         self._refusals = Refusals()
@@ -92,6 +92,8 @@ class StorePlanner:
         )
         self.leftovers = Leftovers(self._candidates, statistics)
         self._grown_blocks = 0
+        self._paused_by_refusals = False
+        """Whether too many blocks did not fit packed slots: then new weights end the pause, too."""
         self._waiting: set[str] = set()
         """Decodes that have got a block and were not looked at since."""
 
@@ -201,19 +203,16 @@ class StorePlanner:
     @property
     def paused(self) -> bool:
         """Whether nothing new is stored; what is under way ends."""
-        return self._candidates.paused_by is not None
+        return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
         """Store nothing until an operator resumes stores; or store again, whoever paused them.
 
         What requests that still run have computed meanwhile is then stored.
         """
-        self._pause(PausedBy.OPERATOR if paused else None)
-
-    def _pause(self, by: PausedBy | None) -> None:
-        self._candidates.paused_by = by
+        self._candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.begin_anew()
-        if by is not None:
+        if paused:
             self.leftovers.drop()
 
     def forget(self, *, weights_changed: bool) -> None:
@@ -227,8 +226,8 @@ class StorePlanner:
         if not weights_changed:
             return
         self._refusals.begin_anew()
-        if self._candidates.paused_by is PausedBy.REFUSALS:
-            self._candidates.paused_by = None
+        if self._paused_by_refusals:
+            self._candidates.paused = self._paused_by_refusals = False
             logger.info("kv-offload: stores run again: new weights may fit packed slots")
 
     def stored(self, blocks: int, refused: Sequence[SlotKey | None]) -> None:
@@ -248,7 +247,8 @@ class StorePlanner:
                 100 * refusals.share,
                 100 * MAX_SHARE,
             )
-            self._pause(PausedBy.REFUSALS)
+            self.pause(paused=True)
+            self._paused_by_refusals = True
 
     def _slots_left(self, soon_free_blocks: int = 0) -> int:
         """Return how many more slots may be chosen, if `soon_free_blocks` become free in a moment.

@@ -130,7 +130,7 @@ class Demotions:
         held = np.array([found[row][1] for row in rows], np.int32)
         host.prepare_copy(held)
         move = Move([], held, keys=keys, tier_slots=places, generation=tier.generation)
-        self._jobs.plan_move(move, tier.names(keys))
+        self._jobs.plan_move(move)
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 

@@ -6,22 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.medians import MIN_MEASUREMENTS, RecentMedian
 from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs, Move
-from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice, Retries
+from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
-from kv_offload.scheduler.request import StoreCursor, TrackedRequest
+from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.tiers.tier import Question, Tier
+from kv_offload.scheduler.tiers.shared_tier import Question
+from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.timing import CopyRate
 
 JOB_BYTES = 64 << 20
 """Of a job, on each rank: what came of a long prompt before its time was over can be loaded."""
@@ -38,7 +37,6 @@ MAX_PROMOTING_SHARE = 2
 class Wait:
     """What is known of a request that was looked up below.
 
-    - `cursor`: its blocks before it was preempted; None until it is admitted for the first time.
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock; negative where something
       has come since.
@@ -47,7 +45,6 @@ class Wait:
       may not have answered.
     """
 
-    cursor: StoreCursor | None
     start_tokens: int
     num_tokens: int
     looked: float
@@ -67,7 +64,6 @@ class Promotions:
 
     def __init__(
         self,
-        mode: Literal["measured", "always_load"],
         prefixes: PrefixMap,
         host: CacheManager,
         tier: Tier,
@@ -77,7 +73,6 @@ class Promotions:
         slot_bytes: int,
         announcer: Announcer | None = None,
     ) -> None:
-        self._measured = mode == "measured"
         self._prefixes = prefixes
         self._host = host
         self._tier = tier
@@ -87,24 +82,12 @@ class Promotions:
         self._slot_bytes = slot_bytes
         self._announcer = announcer
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
-        self._waits: WeakKeyDictionary[TrackedRequest, Wait] = WeakKeyDictionary()
         self._waiting_for: dict[Move, list[Wait]] = {}
         self._coming: dict[SlotKey, Move] = {}
-        self._speed = RecentMedian()
-        self._retries = Retries()
+        self.rate = CopyRate()
+        """Of reads."""
         self.running_slots = 0
         """Slots that are being filled."""
-
-    def learn(self, bytes_per_second: float) -> None:
-        """Take the speed of a read, of the slowest rank."""
-        self._speed.add(bytes_per_second)
-        if self._speed.has_risen:
-            self._retries.hasten()
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """The measured speed; None without evidence."""
-        return self._speed.value if len(self._speed) >= MIN_MEASUREMENTS else None
 
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Whether a request is to wait, and the engine to ask again.
@@ -113,9 +96,7 @@ class Promotions:
         worth it. Asked again it looks at every block only where something may have changed.
         """
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
-        wait = self._waits.get(tracked)
-        if wait is not None and wait.cursor is not tracked.cursor:
-            wait = None  # it has run since, and begins anew
+        wait = tracked.tier_wait
         if wait is not None:
             if wait.looked < 0:
                 tracked.offer = None  # what has come since is not in it
@@ -131,7 +112,7 @@ class Promotions:
         if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
             return False
         if wait is None:
-            self._waits[tracked] = wait = Wait(tracked.cursor, start_tokens, num_tokens, now)
+            tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         wait.looked = now
@@ -230,16 +211,16 @@ class Promotions:
 
         Without evidence, and where it is close, the answer is to read.
         """
-        speed = self.bytes_per_second
-        if not self._measured or speed is None or computed is None:
+        speed = self.rate.measured_bytes_per_second
+        if not self._choice.measured or speed is None or computed is None:
             return True
         read = (self.running_slots + missing) * self._slot_bytes / speed
         read += self._choice.load_seconds(needed)
         # Now and then one is read all the same, to measure the tier again.
-        if computed * MARGIN >= read or self._retries.is_due:
-            self._retries.loaded()
+        if computed * MARGIN >= read or self.rate.is_to_be_tried:
+            self.rate.count_hit(computed=False)
             return True
-        self._retries.computed()
+        self.rate.count_hit(computed=True)
         return False
 
     def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> set[Move]:
@@ -247,14 +228,16 @@ class Promotions:
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
-        moves = set()
+        moves, generation = set(), self._tier.generation
         for first in range(0, len(slots), self._job_slots):
             part = slots[first : first + self._job_slots]
-            names = keys[first : first + len(part)]
-            tier_slots = self._tier.begin_read(names)
-            move = Move([], part, keys=names, tier_slots=tier_slots, promotes=True)
-            self._jobs.plan_move(move, self._tier.names(names))
-            self._coming.update(dict.fromkeys(names, move))
+            read = keys[first : first + len(part)]
+            places = self._tier.begin_read(read)
+            move = Move(
+                [], part, keys=read, tier_slots=places, generation=generation, promotes=True
+            )
+            self._jobs.plan_move(move)
+            self._coming.update(dict.fromkeys(read, move))
             self._waiting_for[move] = []
             moves.add(move)
         self.running_slots += len(slots)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kv_offload.engine import Request, StepOutput
+from kv_offload.engine import StepOutput
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
-    StoreJob,
     TierCapacity,
     WorkerCapacity,
 )
@@ -20,7 +18,6 @@ from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.scheduler.tiers.demotions import Demotions
 from kv_offload.scheduler.tiers.promotions import Promotions
 from kv_offload.scheduler.tiers.tier import Tier
-from kv_offload.scheduler.timing import SlowestRank
 
 IDLE_SECONDS = 60.0
 """An engine that nobody has asked for so long begins no more writes to a tier."""
@@ -62,7 +59,6 @@ class TieredScheduler(OffloadScheduler):
         self._keep_on_reset = keep_on_reset
         self._demotions = Demotions(host, tier, jobs, self._slot_bytes, write_rate)
         self._promotions = Promotions(
-            self.config.load_or_recompute,
             self._prefixes,
             host,
             tier,
@@ -72,21 +68,10 @@ class TieredScheduler(OffloadScheduler):
             self._slot_bytes,
             self._announcer,
         )
-        self._read_speeds = SlowestRank()
+        self._admissions.waits = self._promotions.waits
         self._tiers_of_ranks: dict[int, TierCapacity] = {}
         self._idle_since: float | None = None
         """When the first step was that computes nothing, on the monotonic clock."""
-
-    # -- requests ------------------------------------------------------------------------------
-
-    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Have a request wait for what is read from the tier; then see `Admissions.match`."""
-        tracked = self._requests.track(request)
-        if tracked.may_load and self._promotions.waits(tracked, num_computed_tokens):
-            tracked.looked_up()
-            self._lookups.arrived(tracked)
-            return None, False
-        return super()._match(request, num_computed_tokens)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -104,11 +89,6 @@ class TieredScheduler(OffloadScheduler):
         if self._tier.may_write and self._is_patient:
             self._demotions.plan_step(idle=self._idle_since is not None)
         return super().plan_step(output)
-
-    def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
-        moves = self._jobs.send_moves()
-        plan = super()._make_plan(stores)
-        return dataclasses.replace(plan, moves=moves) if moves else plan
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -133,9 +113,7 @@ class TieredScheduler(OffloadScheduler):
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         super()._learn(report)
         told = {rank: news.promote_bytes_per_second for rank, news in report.ranks.items()}
-        speed = self._read_speeds.take(told)
-        if speed is not None:
-            self._promotions.learn(speed)
+        self._promotions.rate.hear(told)
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -194,7 +172,7 @@ class TieredScheduler(OffloadScheduler):
             "promoting_slots": self._promotions.running_slots,
             "demoting_slots": self._demotions.running_slots,
             "oldest_move_seconds": 0.0 if sent is None else time.monotonic() - sent,
-            "promote_bytes_per_second": self._promotions.bytes_per_second or 0.0,
+            "promote_bytes_per_second": self._promotions.rate.measured_bytes_per_second or 0.0,
         }
 
     def check_integrity(self) -> None:

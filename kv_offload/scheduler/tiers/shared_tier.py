@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
+from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.jobs import Move
-from kv_offload.scheduler.tiers.tier import Question, Tier
+from kv_offload.scheduler.tiers.tier import Tier
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -29,29 +29,7 @@ SHARED_GENERATION = bytes(GENERATION_BYTES)
 """Begins the names of blocks that all engines find."""
 
 
-class Answer(Protocol):
-    """What a directory was asked. Another thread sets it, once."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the directory has answered, or failed to."""
-
-    @property
-    def found(self) -> Sequence[bool] | None:
-        """For each name, in order, whether all of its ranks' parts are there; None if it failed."""
-
-
-class Directory(Protocol):
-    """Asks the store what it has. No method waits but `close`."""
-
-    def ask(self, names: Sequence[bytes]) -> Answer:
-        """Ask which of these names the store has."""
-
-    def close(self, timeout_seconds: float) -> None:
-        """End its thread."""
-
-
-DirectoryOpener = Callable[[Sequence[str]], Directory]
+DirectoryOpener = Callable[[Sequence[str]], StoreDirectory]
 """Opens a directory for ranks whose objects' keys begin so; equal beginnings are named once."""
 
 
@@ -88,17 +66,22 @@ class RecentKeys:
         return np.array([key in young or key in old for key in keys], bool)
 
 
-class StoreQuestion(Question):
-    """Which of some keys the store has."""
+class Question:
+    """Which of some keys the store has, as it may not have answered yet."""
 
-    def __init__(self, tier: SharedTier, keys: Sequence[bytes], answer: Answer) -> None:
+    def __init__(self, tier: SharedTier, keys: Sequence[bytes], answer: StoreAnswer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer
         self._generation = tier.generation
         self._asked = time.monotonic()
         self._closed = False
+        self.is_late = False
+        """Whether it was closed without an answer."""
 
     def is_open(self) -> bool:
-        """See `Question`. It closes late too, and then the request is served without it."""
+        """Whether it may still be answered. Afterwards `Tier.readable` knows of the answer.
+
+        It closes late too, and then the request is served without it.
+        """
         if not self._closed:
             waited = time.monotonic() - self._asked
             self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
@@ -123,11 +106,11 @@ class SharedTier(Tier):
     def __init__(self, open_directory: DirectoryOpener) -> None:
         super().__init__("store")
         self._open_directory = open_directory
-        self._directory: Directory | None = None
+        self._directory: StoreDirectory | None = None
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
         # Answers come in the order of the questions, so the last is open as long as any is.
-        self._last_answer: Answer | None = None
+        self._last_answer: StoreAnswer | None = None
         self._is_late = False
 
     @property
@@ -165,15 +148,16 @@ class SharedTier(Tier):
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
-        self._last_answer, self._is_late = self._directory.ask(self.names(unknown)), False
-        return StoreQuestion(self, unknown, self._last_answer)
+        names = [self._generation + key for key in unknown]
+        self._last_answer, self._is_late = self._directory.ask(names), False
+        return Question(self, unknown, self._last_answer)
 
     @property
     def is_asked(self) -> bool:
         """See `Tier`."""
         return self._last_answer is not None and not self._last_answer.is_done
 
-    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: Answer) -> None:
+    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: StoreAnswer) -> None:
         """Take in an answer, or that it takes too long; `generation` began the names asked for."""
         if not answer.is_done:
             self._is_late = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.slots import NO_SLOTS, Slots
@@ -24,34 +24,7 @@ SET_ASIDE_SHARE = 100
 a disk that failed as a whole for a while is used again."""
 
 
-class TierIndex(Protocol):
-    """What outlives the process: which key is in which slot. No method waits for its writes."""
-
-    keys: list[bytes]
-    """What was there, the least recently used first."""
-    slots: Slots
-    reason: str
-    """Why nothing was; empty where it goes on."""
-    generation: bytes
-    """Part of every block's name; another one after `clear`."""
-
-    def put(self, keys: Sequence[bytes], slots: Slots) -> None:
-        """Take note that these slots hold these keys now."""
-
-    def use(self, slots: Slots) -> None:
-        """Take note that these slots were used just now."""
-
-    def remove(self, slots: Slots) -> None:
-        """Take note that these slots hold nothing."""
-
-    def clear(self) -> None:
-        """Forget all, also for the next process."""
-
-    def close(self, timeout_seconds: float) -> None:
-        """Write what is left."""
-
-
-IndexOpener = Callable[[Mapping[str, str], int], TierIndex]
+IndexOpener = Callable[[Mapping[str, str], int], DiskIndex]
 """Opens the index of a tier: the ranks' files, by rank, and how many slots they have."""
 
 
@@ -67,7 +40,7 @@ class SlotTier(Tier):
         self.manager = CacheManager(make_policy("lru", num_slots))
         self.manager.limit_slots(0)
         self._open_index = open_index
-        self._index: TierIndex | None = None
+        self._index: DiskIndex | None = None
         self._set_aside: deque[int] = deque()
         self._told_of_bad_places = False
 
@@ -91,7 +64,7 @@ class SlotTier(Tier):
             logger.info("kv-offload: the disk has %d of %d slots", len(index.keys), num_slots)
 
     @property
-    def index(self) -> TierIndex:
+    def index(self) -> DiskIndex:
         """The index, once the tier is open."""
         assert self._index is not None, "the tier is not open"
         return self._index

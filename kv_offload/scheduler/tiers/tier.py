@@ -6,6 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.jobs import Move
+
+if TYPE_CHECKING:
+    from kv_offload.scheduler.tiers.shared_tier import Question
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +30,6 @@ LONGEST_PAUSE_SECONDS = 300.0
 
 One that comes later than the longest pause after the end of the one before is a first one again. A
 store may answer for weeks without a block that is read, so that nothing is known to go well."""
-
-
-class Question(ABC):
-    """What a tier was asked, and may not have answered yet."""
-
-    is_late = False
-    """Whether it was closed without an answer."""
-
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether it may still be answered. Afterwards `Tier.readable` knows of the answer."""
 
 
 class Pause:
@@ -104,11 +97,6 @@ class Tier(ABC):
     @abstractmethod
     def generation(self) -> bytes:
         """Begins every block's name; another one after `forget_all`."""
-
-    def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return what the ranks call the blocks of these keys."""
-        generation = self.generation
-        return [generation + key for key in keys]
 
     @abstractmethod
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:

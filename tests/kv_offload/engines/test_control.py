@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 import torch
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.factory import create_engine

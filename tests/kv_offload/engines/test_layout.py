@@ -4,9 +4,6 @@ import math
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 import torch
 from kv_swap.layout import KVLayout
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec

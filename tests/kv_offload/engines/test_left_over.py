@@ -10,9 +10,6 @@ import weakref
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 import kv_offload.engines.vllm.connector  # noqa: F401 - of an engine with the plugin

@@ -5,10 +5,6 @@ from __future__ import annotations
 import pickle
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kv_offload.engines.vllm.halves import connectors_in, connectors_with_reports

@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 import torch
 from huggingface_hub import snapshot_download
 from vllm.config import LoRAConfig, MultiModalConfig
@@ -30,8 +27,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture
-def engine() -> Any:
-    """An engine's configuration, and that of its KV cache."""
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine's configuration, and that of its KV cache. Hashes are reproducible."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     return SimpleNamespace(vllm=make_vllm_config({}), cache=make_kv_cache_config([FULL], 40))
 
 
@@ -97,16 +95,12 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("name", "change"), DIFFERENT.items(), ids=DIFFERENT)
-def test_what_changes_blocks_changes_the_description(
-    name: str, change: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_what_changes_blocks_changes_the_description(name: str, change: Any, engine: Any) -> None:
     also = {"weights"} if name == "model" else set()  # there is no folder of this name
     assert changed(engine, change) == {name} | also
 
 
-def test_what_changes_several_things(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_what_changes_several_things(engine: Any) -> None:
     assert changed(engine, groups(WINDOW)) == {"groups", "layers"}
     assert changed(engine, groups(FULL, WINDOW)) == {"groups", "layers"}
     larger = setting("parallel_config.decode_context_parallel_size", 2)
@@ -115,11 +109,8 @@ def test_what_changes_several_things(engine: Any, monkeypatch: pytest.MonkeyPatc
     assert changed(engine, setting("model_config.seed", 7)) == {"seed"}
 
 
-def test_what_becomes_of_an_image_or_video_counts(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_becomes_of_an_image_or_video_counts(engine: Any) -> None:
     """Its hash, which is in the key, is that of its data."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     engine.vllm.model_config.multimodal_config = inputs = MultiModalConfig()
     for name, value in (
         ("mm_processor_kwargs", {"max_pixels": 1024}),
@@ -132,10 +123,7 @@ def test_what_becomes_of_an_image_or_video_counts(
             assert changed(engine, change) == {"inputs"}, name
 
 
-def test_drafts_of_a_model_count_and_those_of_the_text_do_not(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_drafts_of_a_model_count_and_those_of_the_text_do_not(engine: Any) -> None:
     drafts = make_vllm_config({}, drafts=2).speculative_config
     assert changed(engine, setting("speculative_config", drafts)) == set()
     assert {"draft", "draft_model", "draft_weights", "groups"} <= changed(
@@ -160,17 +148,11 @@ SAME = {
 
 
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME)
-def test_what_changes_no_block_does_not_count(
-    change: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_what_changes_no_block_does_not_count(change: Any, engine: Any) -> None:
     assert changed(engine, change) == set()
 
 
-def test_weights_in_a_folder_are_known_by_name_size_and_time(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_weights_in_a_folder_are_known_by_name_size_and_time(engine: Any, tmp_path: Path) -> None:
     engine.vllm.model_config.model = str(tmp_path)
     weights, nested = tmp_path / "model.safetensors", tmp_path / "more" / "a.bin"
     nested.parent.mkdir()
@@ -192,11 +174,8 @@ def test_weights_in_a_folder_are_known_by_name_size_and_time(
     assert changed(engine, lambda _: nested.write_bytes(b"22")) == {"weights"}
 
 
-def test_weights_in_an_object_store_are_known_by_their_address(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_an_object_store_are_known_by_their_address(engine: Any, tmp_path: Path) -> None:
     """Each start fetches the configuration anew, into the folder that is then the model's."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     engine.vllm.model_config.model = str(tmp_path)
     engine.vllm.model_config.model_weights = "s3://bucket/model"
     assert changed(engine, lambda _: (tmp_path / "config.json").write_text("{}")) == set()
@@ -217,7 +196,6 @@ def test_weights_of_a_repository_are_known_by_its_commit(
 
     Both the model's own and a draft's.
     """
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     cache = tmp_path / ("elsewhere" if elsewhere else "cache")
     folder = cache / "models--some--model"
@@ -251,7 +229,6 @@ def test_a_commit_that_was_looked_up_counts(
 ) -> None:
     """As vLLM 0.32 does: the revision is still what the user gave, and knows what it stood for."""
     of_hub = pytest.importorskip("huggingface_hub._revision", reason="this one looks up nothing")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     model = engine.vllm.model_config
     model.model, model.revision = "some/model", None
@@ -268,9 +245,8 @@ def test_a_commit_that_was_looked_up_counts(
 @pytest.mark.parametrize("name", ["tensorizer_uri", "tensorizer_dir"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_weights_that_a_loader_takes_from_elsewhere_are_known_by_size_and_time(
-    name: str, nested: bool, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, nested: bool, engine: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     file = tmp_path / "model.tensors"
     options: dict[str, Any] = {name: str(file if name == "tensorizer_uri" else tmp_path)}
     options = {"tensorizer_config": options} if nested else options

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 import torch
 from vllm.config import MultiModalConfig
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention

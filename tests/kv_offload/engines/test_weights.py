@@ -10,9 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.distributed import kv_transfer
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 

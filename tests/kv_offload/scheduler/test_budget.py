@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
-from kv_offload.scheduler.request import RequestTable
 from kv_offload.scheduler.stores.budget import (
     HORIZON_STEPS,
-    MAX_STEP_SECONDS,
     MIN_HORIZON_SECONDS,
     SHARE_BESIDE_LOADS,
     StoreBudget,
 )
+from kv_offload.scheduler.timing import MAX_STEP_SECONDS, StepTime
 
 SLOT_BYTES = 1 << 20
 SPEED = 1000 * SLOT_BYTES
@@ -20,17 +22,19 @@ SPEED = 1000 * SLOT_BYTES
 class Steps:
     """A budget whose steps take as long as the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, speed: float | None = SPEED) -> None:
         self.now = 0.0
-        self.requests = RequestTable()
-        self.requests.admitted = 1
-        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, lambda: self.now)
-        self.budget.learn(SPEED)
+        self.requests: Any = SimpleNamespace(admitted=1)
+        self.time = StepTime(lambda: self.now)
+        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, self.time)
+        if speed is not None:
+            self.budget.learn(speed)
 
     def step(
         self, seconds: float = 0.0, *, load_seconds: float = 0.0, grown_blocks: int = 0
     ) -> StoreBudget:
         self.now += seconds
+        self.time.next_step()
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=grown_blocks)
         return self.budget
 
@@ -51,7 +55,7 @@ def test_what_is_in_flight_ends_within_the_horizon() -> None:
 
 
 def test_the_speed_is_assumed_until_it_was_measured() -> None:
-    budget = StoreBudget(SLOT_BYTES, 1.0, RequestTable(), lambda: 0.0)
+    budget = Steps(speed=None).budget
     assumed = budget.link_slots(0)
     assert assumed == int(ASSUMED_BYTES_PER_SECOND * MIN_HORIZON_SECONDS / SLOT_BYTES)
     budget.learn(ASSUMED_BYTES_PER_SECOND / 2)

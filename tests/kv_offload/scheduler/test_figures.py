@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kv_swap.engine import Direction
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 
 from kv_offload.messages import WorkerCapacity
 from kv_offload.metrics import KINDS, OTHER_SIZES
@@ -90,14 +86,6 @@ def test_a_load_that_failed_is_in_no_histogram_of_loads(engine: PlayedEngine) ->
 
 
 # -- a copy that does not end ------------------------------------------------------------------
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time of the monotonic clock, which stands until the test moves it."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.STORE])

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from kv_offload.medians import MIN_MEASUREMENTS
-from kv_offload.scheduler.loads.choice import LOAD_EVERY, MARGIN, MAX_COMPUTE_RATIO, LoadChoice
+from kv_offload.scheduler.loads.choice import MARGIN, MAX_COMPUTE_RATIO, LoadChoice
 from kv_offload.scheduler.request import Phase, TrackedRequest
-from kv_offload.scheduler.timing import LoadQueue, StepWatch
+from kv_offload.scheduler.timing import COPY_EVERY, LoadQueue, StepWatch
+
+pytestmark = pytest.mark.usefixtures("now")
 
 BLOCK = 16
 SLOT_BYTES = BLOCK * 131_072
@@ -48,7 +50,7 @@ class Chosen:
 
     def link(self, bytes_per_second: float, loads: int = 15) -> None:
         for _ in range(loads):
-            self.choice.learn(bytes_per_second)
+            self.watch.load_rate.hear({0: bytes_per_second})
 
     def request(self, request_id: str, tokens: int, computed: int = 0) -> Any:
         request = Named(request_id=request_id, num_tokens=tokens, num_computed_tokens=computed)
@@ -63,13 +65,6 @@ class Chosen:
 
 EVEN = SLOT_BYTES / BLOCK * 38_000
 """The link on which loading takes as long as computing: 5 GB/s."""
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.loads.choice.time.monotonic", lambda: now[0])
-    return now
 
 
 def test_a_fast_link_always_loads() -> None:
@@ -119,12 +114,12 @@ def test_a_decision_near_the_border_stays() -> None:
         assert changes <= 1
 
 
-def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(clock: list[float]) -> None:
+def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(now: list[float]) -> None:
     chosen = Chosen(EVEN * 1.5)
     assert chosen.loads()
     chosen.queue.add(4096 // BLOCK, 1000.0)
     assert not chosen.loads()
-    clock[0] += 4096 / 38_000
+    now[0] += 4096 / 38_000
     assert chosen.loads(), "the one before it should have ended by now"
     chosen = Chosen(EVEN * MAX_COMPUTE_RATIO * 1.01)
     chosen.queue.add(100_000, 1000.0)
@@ -182,34 +177,34 @@ def test_a_link_that_was_slow_for_a_while_is_soon_used_again(recovers: bool) -> 
     chosen.link(EVEN / 10, loads=8)
     assert not chosen.loads()
     decisions = []
-    for _ in range(LOAD_EVERY + 30):
+    for _ in range(COPY_EVERY + 30):
         decisions.append(chosen.loads())
         if decisions[-1]:
-            chosen.choice.loaded()
+            chosen.choice.rate.count_hit(computed=False)
             chosen.link(51e9 if recovers else EVEN / 10, loads=1)
         else:
-            chosen.choice.declined()
-    assert decisions.count(False) == (LOAD_EVERY - 1 if recovers else LOAD_EVERY + 29)
+            chosen.choice.rate.count_hit(computed=True)
+    assert decisions.count(False) == (COPY_EVERY - 1 if recovers else COPY_EVERY + 29)
 
 
 def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded() -> None:
     chosen = Chosen(EVEN / 10)
     chosen.link(51e9, loads=1)
     assert chosen.loads()
-    chosen.choice.loaded()  # and was too small to be measured
+    chosen.choice.rate.count_hit(computed=False)  # and was too small to be measured
     assert not chosen.loads()
 
 
 def test_now_and_then_a_load_measures_the_link_again() -> None:
     chosen = Chosen(EVEN / 10)
     decisions = []
-    for _ in range(2 * LOAD_EVERY):
+    for _ in range(2 * COPY_EVERY):
         assert chosen.loads() == chosen.loads(), "asking changes nothing"
         decisions.append(chosen.loads())
         if decisions[-1]:
-            chosen.choice.loaded()
+            chosen.choice.rate.count_hit(computed=False)
         else:
-            chosen.choice.declined()
-    assert [i + 1 for i, loads in enumerate(decisions) if loads] == [LOAD_EVERY, 2 * LOAD_EVERY]
+            chosen.choice.rate.count_hit(computed=True)
+    assert [i + 1 for i, loads in enumerate(decisions) if loads] == [COPY_EVERY, 2 * COPY_EVERY]
     chosen.link(51e9)
     assert chosen.loads()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.medians import MIN_MEASUREMENTS
-from kv_offload.messages import OffloadWorkerMetadata, RankReport
-from tests.support.beside_steps import teach
+from tests.support.beside_steps import report, teach
 from tests.support.played_cases import BLOCK, FULL, WINDOW, both_ways, forget
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import VOCABULARY, Tokens
@@ -68,8 +66,7 @@ def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(
 def measure_ranks(engine: PlayedEngine, slow: int) -> None:
     """Have ranks tell of one load in different steps, the `slow` first ones before the others."""
     for rank in range(len(engine.ranks)):
-        report = RankReport(load_bytes_per_second=1e3 if rank < slow else 1e12)
-        engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+        report(engine, {}, rank, load_bytes_per_second=1e3 if rank < slow else 1e12)
 
 
 @pytest.mark.parametrize("slow", [1, 2])
@@ -97,8 +94,7 @@ def test_a_hiccup_of_one_rank_counts_once() -> None:
     teach(engine, bytes_per_second=1e12)
     tells = [(0, 1e12), (1, 1e12)] * 3 + [(1, 1e3)] + [(0, 1e12)] * 15
     for rank, speed in tells:
-        report = RankReport(load_bytes_per_second=speed)
-        engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+        report(engine, {}, rank, load_bytes_per_second=speed)
     engine.serve("request", prompts[0], max_tokens=2)
     assert (engine.totals["recomputed_tokens"], engine.totals["hit_tokens"]) == (0, 20)
     engine.check_rest()
@@ -134,16 +130,6 @@ def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away: b
 
 
 # -- what is learnt from steps -----------------------------------------------------------------
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the watch reads, in an only element."""
-    clock = [1000.0]
-    monkeypatch.setattr(
-        "kv_offload.scheduler.timing.time", SimpleNamespace(monotonic=lambda: clock[0])
-    )
-    return clock
 
 
 def timed_step(engine: PlayedEngine, now: list[float], seconds: float) -> None:

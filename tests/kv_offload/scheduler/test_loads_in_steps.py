@@ -13,7 +13,6 @@ from kv_swap.engine import Direction
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.messages import LoadJob
 from kv_offload.scheduler.loads.mode import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
 from tests.support.played_cases import (
@@ -32,8 +31,6 @@ from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-NEWER = vllm_version() >= (0, 32)
 
 WHOLE = PROMPT[:20]
 """Full blocks alone."""

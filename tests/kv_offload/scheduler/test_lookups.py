@@ -141,14 +141,6 @@ class Asked:
         return bool(held)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that look-ups read, in an only element."""
-    now = [1000.0]
-    monkeypatch.setattr("kv_offload.scheduler.loads.lookups.time.monotonic", lambda: now[0])
-    return now
-
-
 # -- matching ----------------------------------------------------------------------------------
 
 
@@ -233,14 +225,14 @@ Counted = Callable[[Asked], list[int]]
 
 
 def test_while_nothing_changes_no_block_is_looked_at_again(
-    clock: list[float], count_lookups: Counted
+    now: list[float], count_lookups: Counted
 ) -> None:
     asked = Asked(kept=4)
     counts = count_lookups(asked)
     assert asked.match("a") == 16
     before = len(counts)
     assert before > 0
-    clock[0] += OFFER_SECONDS / 2
+    now[0] += OFFER_SECONDS / 2
     assert asked.match("a") == 16
     assert len(counts) == before
     for other in ({"start": 4, "tokens": 25}, {"start": 0, "tokens": 13}):
@@ -251,7 +243,7 @@ def test_while_nothing_changes_no_block_is_looked_at_again(
 
 @pytest.mark.parametrize(("kept", "keys"), [(0, 8), (12, 24)])
 def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
-    clock: list[float], count_lookups: Counted, kept: int, keys: int
+    now: list[float], count_lookups: Counted, kept: int, keys: int
 ) -> None:
     """Nor at all if another group has nothing either."""
     window, full = CacheGroup(0, 4, 6), CacheGroup(1, 4)
@@ -261,7 +253,7 @@ def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
     for _ in range(2):
         assert asked.match("a", tokens=49) == 0
         assert sum(counts) == keys
-        clock[0] += OFFER_SECONDS / 3
+        now[0] += OFFER_SECONDS / 3
     asked.keep(range(12), window)
     asked.keep(range(kept, 12), full)
     assert asked.match("a", start=16, tokens=49) == 32, "of another start nothing was known"
@@ -270,7 +262,7 @@ def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
 
 
 def test_an_eviction_of_others_has_the_blocks_looked_up_once(
-    clock: list[float], count_lookups: Counted
+    now: list[float], count_lookups: Counted
 ) -> None:
     asked = Asked(num_slots=5)
     (other,) = asked.keep_other(b"other")
@@ -286,7 +278,7 @@ def test_an_eviction_of_others_has_the_blocks_looked_up_once(
 
 @pytest.mark.parametrize(("sees_next_token", "answers"), [(False, [16, 12]), (True, [12, 8])])
 def test_an_eviction_of_its_own_shortens_the_answer(
-    clock: list[float], sees_next_token: bool, answers: list[int]
+    now: list[float], sees_next_token: bool, answers: list[int]
 ) -> None:
     """Also of the slot behind the end, if KV depends on the next token: it proves the end."""
     group = CacheGroup(0, 4, sees_next_token=sees_next_token)
@@ -298,19 +290,19 @@ def test_an_eviction_of_its_own_shortens_the_answer(
     assert asked.match("a") == answers[1]
 
 
-def test_a_prefix_that_grows_is_seen_in_time(clock: list[float]) -> None:
+def test_a_prefix_that_grows_is_seen_in_time(now: list[float]) -> None:
     asked = Asked(kept=2)
     assert asked.match("a") == 8
     asked.keep(range(2, 4))
-    clock[0] += OFFER_SECONDS / 2
+    now[0] += OFFER_SECONDS / 2
     assert asked.match("a") == 8
-    clock[0] += OFFER_SECONDS
+    now[0] += OFFER_SECONDS
     assert asked.match("a") == 16
 
 
 @pytest.mark.parametrize("admitted", [False, True])
 def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(
-    admitted: bool, clock: list[float], count_lookups: Counted
+    admitted: bool, now: list[float], count_lookups: Counted
 ) -> None:
     asked = Asked(kept=2)
     assert asked.match("a") == 8
@@ -349,29 +341,29 @@ def test_a_request_does_not_wait_for_itself() -> None:
     assert asked.match("second") == 8, "nobody loads it any more"
 
 
-def test_waiting_ends_after_a_bound_for_each_request_on_its_own(clock: list[float]) -> None:
+def test_waiting_ends_after_a_bound_for_each_request_on_its_own(now: list[float]) -> None:
     asked = waiting()
-    clock[0] += MAX_WAIT_SECONDS
+    now[0] += MAX_WAIT_SECONDS
     assert asked.match("second") is None
     assert asked.match("third") is None
-    clock[0] += 0.001
+    now[0] += 0.001
     assert asked.match("second") == 8
     assert asked.match("third") is None
 
 
-def test_waiting_for_one_load_after_another_is_one_wait(clock: list[float]) -> None:
+def test_waiting_for_one_load_after_another_is_one_wait(now: list[float]) -> None:
     """Each time another request loads the keys before the one that waits is asked again."""
     asked = waiting()
-    clock[0] += MAX_WAIT_SECONDS
+    now[0] += MAX_WAIT_SECONDS
     asked.schedule("first")
     asked.load("third")
     assert asked.match("second") is None
-    clock[0] += 0.001
+    now[0] += 0.001
     assert asked.match("second") == 8
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_wait_that_ended_starts_anew(clock: list[float], ends: bool) -> None:
+def test_a_wait_that_ended_starts_anew(now: list[float], ends: bool) -> None:
     """Also if its request has ended, and another has its name."""
     asked = waiting()
     if ends:
@@ -380,14 +372,14 @@ def test_a_wait_that_ended_starts_anew(clock: list[float], ends: bool) -> None:
         asked.schedule("first")
         assert asked.match("second") == 8
         asked.load("fourth")
-    clock[0] += 2 * MAX_WAIT_SECONDS
+    now[0] += 2 * MAX_WAIT_SECONDS
     assert asked.match("second") is None
 
 
-def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(clock: list[float]) -> None:
+def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(now: list[float]) -> None:
     """Two load the same keys, once the second has given up waiting; the first ends first."""
     asked = waiting()
-    clock[0] += 2 * MAX_WAIT_SECONDS
+    now[0] += 2 * MAX_WAIT_SECONDS
     asked.load("second")
     asked.schedule("first")
     assert asked.match("third") is None

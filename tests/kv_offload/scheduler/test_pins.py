@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
@@ -167,11 +165,9 @@ def test_a_store_that_takes_too_long_is_given_up(
 
 @both_ways
 def test_no_store_is_given_up_because_the_engine_made_no_step(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+    now: list[float], async_scheduling: bool
 ) -> None:
     """The last ones of an engine in its user's process are submitted when he asks again."""
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
     engine = PlayedEngine(async_scheduling=async_scheduling)
     engine.add("a", PROMPT, max_tokens=1)
     engine.step(2)

@@ -5,13 +5,13 @@ from itertools import pairwise
 import pytest
 
 from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS
-from kv_offload.scheduler.timing import LoadQueue, LoadRate, PrefillRate
+from kv_offload.scheduler.timing import CopyRate, LoadQueue, PrefillRate
 
 # -- loads -------------------------------------------------------------------------------------
 
 
 def test_the_speed_of_loads_is_assumed_until_one_was_measured() -> None:
-    rate = LoadRate()
+    rate = CopyRate()
     assert rate.seconds(6_000_000_000) == 6e9 / ASSUMED_BYTES_PER_SECOND
     assert rate.measured_bytes_per_second is None
     rate.learn(2e9)

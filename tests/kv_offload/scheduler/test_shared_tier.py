@@ -72,13 +72,6 @@ def make() -> Iterator[Callable[..., StoreEngine]]:
         assert engine.directory.closed
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_one_engine_has_stored_another_one_loads(make: Any, ranks: int) -> None:
     first, second = make(ranks=ranks), make(ranks=ranks)

@@ -188,7 +188,7 @@ def test_of_a_real_file_two_places_that_cannot_be_written_fail_one_job(tmp_path:
                 move = begin(below, *(b"%d" % key for key in range(first, first + job_slots)))
                 move.slots = np.arange(job_slots, dtype=np.int32)
                 pairs = np.stack((move.slots, move.tier_slots), axis=1)
-                names = below.names(move.keys)
+                names = [below.generation + key for key in move.keys]
                 file.submit(TierJob(job_id, TierDirection.DEMOTE, pairs, names))
                 assert file.wait(LIMIT_SECONDS)
                 (done,) = file.poll()

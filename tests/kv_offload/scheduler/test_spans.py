@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 pytest.importorskip("opentelemetry.sdk", reason="needs OpenTelemetry, which is not installed")
 
 from opentelemetry import trace

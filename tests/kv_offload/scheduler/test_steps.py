@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -81,72 +80,54 @@ def test_a_step_left_from_before_a_pause_shortens_no_step(tokens: int) -> None:
 # -- how long the steps under way will yet take --------------------------------------------------
 
 
-class Watched:
-    """A watch whose clock stands where the test puts it."""
+def begin(watch: StepWatch, tokens: int, requests: int) -> None:
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),
+        total_num_scheduled_tokens=tokens,
+    )
+    watch.begin(output, loads=False, waits=False)
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.watch = StepWatch()
 
-    def clock(self) -> Any:
-        return mock.patch("kv_offload.scheduler.timing.time.monotonic", return_value=self.now)
-
-    def begin(self, tokens: int, requests: int) -> None:
-        output: Any = SimpleNamespace(
-            num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),
-            total_num_scheduled_tokens=tokens,
-        )
-        with self.clock():
-            self.watch.begin(output, loads=False, waits=False)
-
-    def end(self) -> None:
-        with self.clock():
-            self.watch.end()
-
-    def seconds_left(self) -> float:
-        with self.clock():
-            return self.watch.seconds_left()
-
-    def run(self, tokens: int, requests: int, seconds: float) -> None:
-        self.begin(tokens, requests)
-        self.now += seconds
-        self.end()
+def run(watch: StepWatch, now: list[float], tokens: int, requests: int, seconds: float) -> None:
+    begin(watch, tokens, requests)
+    now[0] += seconds
+    watch.end()
 
 
 def test_without_evidence_no_time_is_left() -> None:
-    watched = Watched()
-    assert watched.seconds_left() == 0
-    watched.begin(1024, 1)
-    assert watched.seconds_left() == 0
+    watch = StepWatch()
+    assert watch.seconds_left() == 0
+    begin(watch, 1024, 1)
+    assert watch.seconds_left() == 0
 
 
-def test_steps_under_way_take_what_such_steps_took() -> None:
-    watched = Watched()
+def test_steps_under_way_take_what_such_steps_took(now: list[float]) -> None:
+    watch = StepWatch()
     for _ in range(3):
-        watched.run(1024, 1, 0.1)
-        watched.run(4, 4, 0.01)
-    assert watched.seconds_left() == 0
-    watched.begin(1024, 1)
-    watched.now += 0.03
-    assert watched.seconds_left() == pytest.approx(0.07)
-    watched.begin(4, 4)
-    assert watched.seconds_left() == pytest.approx(0.08)
-    watched.now += 0.07
-    watched.end()
-    assert watched.seconds_left() == pytest.approx(0.01)
-    watched.begin(0, 0)
-    assert watched.seconds_left() == pytest.approx(0.01)
-    watched.now += 5
-    assert watched.seconds_left() == 0
+        run(watch, now, 1024, 1, 0.1)
+        run(watch, now, 4, 4, 0.01)
+    assert watch.seconds_left() == 0
+    begin(watch, 1024, 1)
+    now[0] += 0.03
+    assert watch.seconds_left() == pytest.approx(0.07)
+    begin(watch, 4, 4)
+    assert watch.seconds_left() == pytest.approx(0.08)
+    now[0] += 0.07
+    watch.end()
+    assert watch.seconds_left() == pytest.approx(0.01)
+    begin(watch, 0, 0)
+    assert watch.seconds_left() == pytest.approx(0.01)
+    now[0] += 5
+    assert watch.seconds_left() == 0
 
 
-def test_prompts_take_as_long_as_they_did_in_the_largest_step_at_most() -> None:
-    watched = Watched()
-    assert watched.watch.prompt_seconds(1024) == 0
+def test_prompts_take_as_long_as_they_did_in_the_largest_step_at_most(now: list[float]) -> None:
+    watch = StepWatch()
+    assert watch.prompt_seconds(1024) == 0
     for _ in range(3):
-        watched.run(1024, 1, 0.1)
-        watched.run(256, 1, 0.05)
-    assert watched.watch.prompt_seconds(1) == 0, "a decode"
-    assert watched.watch.prompt_seconds(256) == pytest.approx(0.05)
-    assert watched.watch.prompt_seconds(1024) == pytest.approx(0.1)
-    assert watched.watch.prompt_seconds(100_000) == pytest.approx(0.1), "no step computes as many"
+        run(watch, now, 1024, 1, 0.1)
+        run(watch, now, 256, 1, 0.05)
+    assert watch.prompt_seconds(1) == 0, "a decode"
+    assert watch.prompt_seconds(256) == pytest.approx(0.05)
+    assert watch.prompt_seconds(1024) == pytest.approx(0.1)
+    assert watch.prompt_seconds(100_000) == pytest.approx(0.1), "no step computes as many"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
-from kv_offload.messages import OffloadWorkerMetadata, RankReport
-from kv_offload.scheduler.loads.choice import LOAD_EVERY
 from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
-from tests.support.beside_steps import teach
+from kv_offload.scheduler.timing import COPY_EVERY
+from tests.support.beside_steps import report, teach
 from tests.support.manual_tier import ManualTier
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import name_prefixes
@@ -65,13 +64,6 @@ class DiskEngine(PlayedEngine):
         return [slot for job in jobs for slot in job.pairs[:, 0].tolist()]
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    return now
-
-
 def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
     """Make steps of half a second."""
     for _ in range(round(2 * seconds)):
@@ -80,12 +72,20 @@ def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[DiskEngine]:
-    made = DiskEngine(tmp_path)
+def make(tmp_path: Path) -> Iterator[Callable[..., DiskEngine]]:
+    """Builds an engine, which is shut down in the end."""
+    made: list[DiskEngine] = []
+    yield lambda **more: made.append(DiskEngine(tmp_path, **more)) or made[-1]
+    for engine in made:
+        engine.connector.shutdown()
+
+
+@pytest.fixture
+def engine(make: Callable[..., DiskEngine]) -> Iterator[DiskEngine]:
+    made = make()
     yield made
     made.disk.stuck = False
     made.rest()
-    made.connector.shutdown()
 
 
 def ask(engine: DiskEngine, *names: str, prompt: list[int] = PROMPT, steps: int = 3) -> None:
@@ -408,16 +408,15 @@ def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
 ) -> None:
     for _ in range(15):
         for rank, speed in enumerate((1e3, 1e9, 1e9)):
-            report = RankReport(promote_bytes_per_second=speed)
-            engine.offload.take_report(OffloadWorkerMetadata({rank: report}))
+            report(engine, {}, rank, promote_bytes_per_second=speed)
     assert engine.offload.gauges()["promote_bytes_per_second"] == 1e3
 
 
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
     teach(engine, 1e12)
     for _ in range(20):
-        engine.offload._promotions.learn(1.0)  # bytes per second
-    for number in range(LOAD_EVERY - 1):
+        report(engine, {}, promote_bytes_per_second=1.0)
+    for number in range(COPY_EVERY - 1):
         ask(engine, f"a{number}")
         engine.run()
         assert engine.totals["promoted_slots"] == 0
@@ -431,35 +430,34 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
     teach(engine, 1e12)
     for speed in (1e12, 1.0):
         for _ in range(8):
-            engine.offload._promotions.learn(speed)
-    for number in range(LOAD_EVERY):
+            report(engine, {}, promote_bytes_per_second=speed)
+    for number in range(COPY_EVERY):
         ask(engine, f"a{number}")
         engine.run()
         engine.forget()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
     for number in range(7):  # until it shows in the median
-        engine.offload._promotions.learn(1e12)
+        report(engine, {}, promote_bytes_per_second=1e12)
         ask(engine, f"b{number}")
         engine.run()
         engine.forget()
     assert engine.totals["promoted_slots"] == 8 * FULL_BLOCKS
 
 
-def test_always_load_reads_all(tmp_path: Path) -> None:
-    engine = DiskEngine(tmp_path, plugin={"load_or_recompute": "always_load"})
+def test_always_load_reads_all(make: Any) -> None:
+    engine = make(plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
-        engine.offload._promotions.learn(1.0)
+        report(engine, {}, promote_bytes_per_second=1.0)
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
-    engine.connector.shutdown()
 
 
 def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
-    tmp_path: Path, now: list[float]
+    make: Any, now: list[float]
 ) -> None:
     """A slot has 64 bytes here."""
-    engine = DiskEngine(tmp_path, prompts=False, plugin={"disk_write_rate": "128B"})
+    engine = make(prompts=False, plugin={"disk_write_rate": "128B"})
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
         engine.add(name, prompt, 1)
         engine.step(8, copies=True)
@@ -475,7 +473,6 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
     assert order[:FULL_BLOCKS] == [
         list(name_prefixes(PROMPT, 0)[n : n + 4]) for n in range(0, 20, 4)
     ]
-    engine.connector.shutdown()
 
 
 def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
@@ -497,14 +494,12 @@ def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
 
 @pytest.mark.parametrize(("sharing", "slots"), [(1, 2), (2, 4)])
 def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_memory(
-    sharing: int, slots: int, tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+    sharing: int, slots: int, make: Any, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of latent attention would share it, but cannot if they are on several hosts, say."""
     equal = [2, 1, 1]  # the scheduler expects two, each rank finds itself alone
     monkeypatch.setattr(groups, "ranks_with_equal_bytes", lambda *_: equal.pop(0))
-    engine = DiskEngine(
-        tmp_path, prompts=False, ranks=2, handshake=False, plugin={"disk_write_rate": "256B"}
-    )
+    engine = make(prompts=False, ranks=2, handshake=False, plugin={"disk_write_rate": "256B"})
     capacities = [rank.connector.offload_worker.capacity() for rank in engine.ranks]
     told = [replace(one, tier=replace(one.tier, sharing_ranks=sharing)) for one in capacities]
     engine.offload.take_capacities(told)
@@ -514,7 +509,6 @@ def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_
     now[0] += 0.5
     engine.step(2, copies=True)
     assert len(engine.disk.records) == min(slots + slots // 2, FULL_BLOCKS)
-    engine.connector.shutdown()
 
 
 def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine: DiskEngine) -> None:
@@ -524,11 +518,9 @@ def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine: DiskE
     assert engine.totals["demoted_slots"] == 0
 
 
-def test_a_full_disk_forgets_what_was_used_least_recently(tmp_path: Path) -> None:
+def test_a_full_disk_forgets_what_was_used_least_recently(make: Any) -> None:
     # 64 KiB of what the file says of itself, and one record to try things at.
-    engine = DiskEngine(
-        tmp_path, prompts=False, plugin={"disk_bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"}
-    )
+    engine = make(prompts=False, plugin={"disk_bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"})
     engine.add("a", PROMPT, 1)
     engine.run()
     engine.add("b", OTHER, 1)
@@ -538,7 +530,6 @@ def test_a_full_disk_forgets_what_was_used_least_recently(tmp_path: Path) -> Non
     engine.add("c", OTHER, 1)
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
-    engine.connector.shutdown()
 
 
 def test_what_is_read_while_everything_is_forgotten_is_not_served(engine: DiskEngine) -> None:
@@ -559,8 +550,8 @@ def test_without_readable_keys_nothing_is_asked_of_the_disk(engine: DiskEngine) 
     assert engine.disk.happened["promoted"] == 0
 
 
-def test_an_idle_engine_steps_until_all_is_written(tmp_path: Path) -> None:
-    engine = DiskEngine(tmp_path, prompts=False)
+def test_an_idle_engine_steps_until_all_is_written(make: Any) -> None:
+    engine = make(prompts=False)
     engine.disk.stuck = True
     engine.add("a", PROMPT, 1)
     engine.step(12, copies=True)
@@ -570,14 +561,13 @@ def test_an_idle_engine_steps_until_all_is_written(tmp_path: Path) -> None:
     engine.run()
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
     assert not engine.offload.has_pending_work
-    engine.connector.shutdown()
 
 
 def test_an_idle_engine_writes_what_has_become_worth_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks for anything after the use by which it has."""
-    engine = DiskEngine(tmp_path, prompts=False, plugin={"eviction_policy": "auto"})
+    engine = make(prompts=False, plugin={"eviction_policy": "auto"})
     worth = [False]
     monkeypatch.setattr(
         AutoPolicy, "worth_keeping", lambda policy, slots: np.full(len(slots), worth[0])
@@ -592,37 +582,34 @@ def test_an_idle_engine_writes_what_has_become_worth_it(
     assert engine.offload.has_pending_work
     engine.rest()
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
-    engine.connector.shutdown()
 
 
-def test_what_could_not_be_written_is_not_on_the_disk(tmp_path: Path) -> None:
-    engine = DiskEngine(tmp_path, prompts=False)
+def test_what_could_not_be_written_is_not_on_the_disk(make: Any) -> None:
+    engine = make(prompts=False)
     engine.disk.faults["error"] = 2
     engine.add("a", PROMPT, 1)
     engine.run()
     assert engine.totals["tier_errors"] == 1
     assert engine.totals["lost_tier_slots"] == 2
     assert engine.offload.gauges()["tier_slots_in_use"] == engine.totals["demoted_slots"] > 0
-    engine.connector.shutdown()
 
 
-def test_a_slot_that_one_rank_cannot_read_is_not_served(tmp_path: Path) -> None:
-    engine = DiskEngine(tmp_path, ranks=2)
+def test_a_slot_that_one_rank_cannot_read_is_not_served(make: Any) -> None:
+    engine = make(ranks=2)
     assert engine.ranks[1].tier is not None
     engine.ranks[1].tier.faults["mismatch"] = 1
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS - 1
     assert engine.totals["lost_tier_slots"] == 1
-    engine.connector.shutdown()
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
 def test_what_one_rank_never_read_is_not_served_whatever_another_tells(
-    tmp_path: Path, refuses: int
+    make: Any, refuses: int
 ) -> None:
     """One rank refuses the read, the other fails a part of it: nothing of it is on both."""
-    engine = DiskEngine(tmp_path, ranks=2)
+    engine = make(ranks=2)
     tiers = [rank.tier for rank in engine.ranks if rank.tier is not None]
     tiers[refuses].faults["submit"] = 1
     tiers[1 - refuses].faults["mismatch"] = 1
@@ -630,7 +617,6 @@ def test_what_one_rank_never_read_is_not_served_whatever_another_tells(
     engine.run()  # compares what is readable with its key
     assert engine.totals["promoted_slots"] == 0
     assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
-    engine.connector.shutdown()
 
 
 def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -> None:
@@ -650,9 +636,9 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -
 
 
 def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
-    tmp_path: Path, now: list[float]
+    make: Any, now: list[float]
 ) -> None:
-    engine = DiskEngine(tmp_path, prompts=False, plugin={"disk_write_rate": "1B"})
+    engine = make(prompts=False, plugin={"disk_write_rate": "1B"})
     engine.add("a", PROMPT, 1)
     engine.step(12, copies=True)
     assert engine.offload.has_pending_work
@@ -662,7 +648,6 @@ def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
     engine.add("b", PROMPT, 1)
     engine.step(1)
     assert engine.offload.has_pending_work
-    engine.connector.shutdown()
 
 
 def write(engine: DiskEngine) -> None:
@@ -685,19 +670,18 @@ def test_a_pause_waits_for_no_write(engine: DiskEngine, state: PauseState) -> No
     assert engine.scheduler.has_requests()
 
 
-def test_the_end_of_an_engine_waits_for_no_write(tmp_path: Path) -> None:
+def test_the_end_of_an_engine_waits_for_no_write(make: Any) -> None:
     """vLLM's core ends once it has nothing to step for; after 5 s it is killed."""
     core = object.__new__(EngineCoreProc)
     core.shutdown_state = EngineShutdownState.RUNNING
 
     def build_scheduler(self: EngineCoreProc) -> DiskEngine:
-        return DiskEngine(tmp_path)
+        return make()
 
     engine = build_scheduler(core)
     write(engine)
     core.shutdown_state = EngineShutdownState.REQUESTED
     assert not engine.scheduler.has_requests()
-    engine.connector.shutdown()
 
 
 def test_an_idle_engine_begins_no_write_after_its_time_and_ends_those_under_way(

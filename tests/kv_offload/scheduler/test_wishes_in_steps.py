@@ -142,7 +142,7 @@ def test_wishes_that_came_past_the_front_end_are_ignored_and_counted(
 ) -> None:
     warned: list[str] = []
     monkeypatch.setattr(
-        "kv_offload.scheduler.wishes.logger.warning", lambda text, *a: warned.append(text % a)
+        "kv_offload.scheduler.request.logger.warning", lambda text, *a: warned.append(text % a)
     )
     engine = PlayedEngine()
     for number in range(3):

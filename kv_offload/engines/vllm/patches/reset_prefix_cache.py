@@ -54,7 +54,7 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
     loaded = requests.waiting_for_room(engine_scheduler, offload.loaded_requests())
     held = offload.has_pending_stores or offload.abandoned_requests()
-    if not (held or offload.has_untold_loads or waiting or loaded):
+    if not (held or offload.has_loaded or waiting or loaded):
         return
     answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
     for answer in answers:

@@ -80,8 +80,8 @@ def _call_kept(
     offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call what sleeps; host memory outlives the resets that happen meanwhile."""
-    offload.fall_asleep(asleep=True)
+    offload.falls_asleep = True
     try:
         return call(*args, **kwargs)
     finally:
-        offload.fall_asleep(asleep=False)
+        offload.falls_asleep = False

@@ -38,24 +38,22 @@ def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: 
     Asked while the MultiConnectors ask this connector. The member may have said so in an earlier
     step only.
     """
-    inner = connector
-    for outer in enclosing:
-        members = outer._connectors
-        if outer._requests_to_connector.get(request_id, len(members)) < members.index(inner):
-            return True
-        inner = outer
-    return False
+    places = _places(connector, enclosing, request_id)
+    return any(chosen is not None and chosen < own for own, chosen in places)
 
 
 def is_chosen(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
     """Whether this connector is the member that loads a request's tokens, if any does."""
-    inner = connector
+    return all(chosen == own for own, chosen in _places(connector, enclosing, request_id))
+
+
+def _places(
+    connector: Any, enclosing: Sequence[MultiConnector], request_id: str
+) -> Iterator[tuple[int, int | None]]:
+    """Yield of each MultiConnector the place of our member, and of that which loads a request."""
     for outer in enclosing:
-        chosen = outer._requests_to_connector.get(request_id)
-        if chosen is None or outer._connectors[chosen] is not inner:
-            return False
-        inner = outer
-    return True
+        yield outer._connectors.index(connector), outer._requests_to_connector.get(request_id)
+        connector = outer
 
 
 def engine_transfer(
