@@ -117,11 +117,10 @@ class CacheManager:
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
         idle = self._running.start_loads(slots)
-        if len(idle) == len(slots):
-            self._policy.hold(idle[::-1])
-        else:  # some are repeated or have other readers
-            self._policy.keep(idle)
-            self._policy.use(distinct(slots)[::-1])
+        # Some may be repeated or have other readers.
+        accessed = idle if len(idle) == len(slots) else distinct(slots)
+        self._policy.use(accessed[::-1])
+        self._policy.keep(idle)
         return slots
 
     def restore(self, keys: Sequence[Key], slots: Slots) -> None:
