@@ -88,7 +88,7 @@ def test_rate(benchmark: Any, results: list[Row], master: str, place: str, slot_
     asker = MooncakeClient(master, 0)
     asker.connect()
     segment_bytes = POOL_BYTES if place == "own" else 0
-    with StoreTier(lambda: MooncakeClient(master, segment_bytes), arena, {}) as tier:
+    with StoreTier(MooncakeClient(master, segment_bytes), arena, {}) as tier:
         keys = object_keys(tier.file_id, names)
 
         def run() -> None:

@@ -8,7 +8,7 @@ A transfer that stalls is given up after 60 s, and **goes on**: its bytes may ar
 has another block by then. So after a call that long the connection is closed, which ends its
 transfers, before the call returns.
 
-Buffers are not registered. By TCP Mooncake needs that only of memory that others address, and it
+Memory is not registered. By TCP Mooncake needs that only of memory that others address, and it
 lets everybody who reaches this process read and write what is registered.
 """
 
@@ -20,9 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.store.client import Fate, Parts, StoreClient
@@ -57,16 +54,13 @@ class MooncakeClient(StoreClient):
     def __init__(self, master: str, segment_bytes: int) -> None:
         self._master = master
         self._segment_bytes = segment_bytes
-        self._buffers: tuple[NDArray[np.uint8], ...] = ()
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._closed = False
 
-    def connect(self, buffers: Sequence[NDArray[np.uint8]] = ()) -> None:
+    def connect(self) -> None:
         """See `StoreClient`."""
         with self._changed:
-            # Kept as long as a transfer may use them.
-            self._buffers = tuple(buffers)
             self._open()
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
@@ -108,7 +102,6 @@ class MooncakeClient(StoreClient):
             session, self._session = self._session, None
         if session is not None:
             self._end(session)
-        self._buffers = ()
 
     def _transfer(
         self,
@@ -155,7 +148,7 @@ class MooncakeClient(StoreClient):
     def _call(self) -> Iterator[Session]:
         """Yield a session that is not ended meanwhile; connect if there is none."""
         with self._changed:
-            session = self._session or self._open()
+            session = self._open()
             session.calls += 1
         try:
             yield session
