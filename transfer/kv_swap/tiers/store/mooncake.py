@@ -59,12 +59,10 @@ class MooncakeClient(StoreClient):
         self._closed = False
 
     def connect(self) -> None:
-        """See `StoreClient`."""
         with self._changed:
             self._open()
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See `StoreClient`."""
         with self._call() as session:
             codes = session.store.batch_is_exist(list(keys))
         self._check_reachable(codes)
@@ -74,12 +72,10 @@ class MooncakeClient(StoreClient):
         return [code == 1 for code in codes]
 
     def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
-        """See `StoreClient`."""
         codes = self._transfer(lambda store: store.batch_put_from_multi_buffers, keys, parts)
         return [Fate.FULL if code in _FULL else self._fate(code) for code in codes]
 
     def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
-        """See `StoreClient`."""
         codes = self._transfer(lambda store: store.batch_get_into_multi_buffers, keys, parts)
         sizes = [sum(nbytes for _, nbytes in own) for own in parts]
         fates: list[Fate | TierError] = []
@@ -91,12 +87,10 @@ class MooncakeClient(StoreClient):
         return fates
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `StoreClient`."""
         with self._call() as session:
             self._check_reachable(session.store.batch_remove(list(keys), force=True))
 
     def close(self) -> None:
-        """See `StoreClient`."""
         with self._changed:
             self._closed = True
             session, self._session = self._session, None
