@@ -74,7 +74,7 @@ class Held:
     process: int = field(default_factory=os.getpid)
 
 
-def fitting_slots(arena: HostArena, layout: KVLayout) -> int:
+def slots_for(layout: KVLayout, arena: HostArena) -> int:
     """Return how many slots an arena has. Raises `LayoutError` if they do not fit the layout."""
     if arena.slot_bytes != layout.slot_bytes:
         raise LayoutError(

@@ -80,23 +80,25 @@ def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(
         assert bed.get(names).failed == ()
 
 
-def test_a_file_of_another_format_is_begun_afresh(path: Path) -> None:
-    rewrite_region(path, format=2)
-    with pytest.raises(TierError, match="its format is 2, this version has 1"):
+@pytest.mark.parametrize(
+    ("offset", "changes", "reason"),
+    [
+        (0, {"format": 2}, "its format is 2, this version has 1"),
+        (40, {}, "its first region is damaged"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(
+    path: Path, offset: int, changes: dict[str, Any], reason: str
+) -> None:
+    rewrite_region(path, **changes)
+    if offset:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(b"?")
+    with pytest.raises(TierError, match=reason):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:
-        assert bed.tier.reason == "its format is 2, this version has 1"
-        assert bed.get(NAMES).mismatches == 8
-
-
-def test_a_file_with_a_damaged_first_region_is_begun_afresh(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(40)
-        file.write(b"?")
-    with pytest.raises(TierError, match="its first region is damaged"):
-        read_description(path)
-    with TierBed(path, model="a", rank="0") as bed:
-        assert bed.tier.reason == "its first region is damaged"
+        assert bed.tier.reason == reason
         assert bed.get(NAMES).mismatches == 8
 
 

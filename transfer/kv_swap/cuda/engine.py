@@ -21,7 +21,7 @@ from kv_swap.cuda.device import device_index
 from kv_swap.cuda.dma import Copier, cut_copies
 from kv_swap.cuda.state import State, make_state, release
 from kv_swap.cuda.zero import BlockZeroer
-from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, fitting_slots
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -62,7 +62,7 @@ class CudaSwapEngine(SwapEngine):
         *,
         copy_engine_only: bool = False,
     ) -> None:
-        num_slots = fitting_slots(arena, layout)
+        num_slots = slots_for(layout, arena)
         if not arena.registered:
             raise PinnedMemoryError(
                 f"the arena of {arena.nbytes} bytes is not page-locked; make it with "

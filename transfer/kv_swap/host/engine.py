@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, fitting_slots
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, TransferError
 from kv_swap.host.packed import copy_packed
 from kv_swap.host.transfers import Transfer, WorkerState, copy_slices, cut_runs, run, stop, work
@@ -48,7 +48,7 @@ class HostSwapEngine(SwapEngine):
     _state: WorkerState
 
     def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
-        super().__init__(layout, fitting_slots(arena, layout))
+        super().__init__(layout, slots_for(layout, arena))
         self._arena_address = arena.address
         self._state = WorkerState(arena, tuple(keep_alive))
         self._packer = SlotPacker(layout) if layout.num_tiles else None
