@@ -28,7 +28,7 @@ from kv_offload.cache.disk_index import DiskIndex, index
 from kv_offload.cache.disk_index.contents import DamagedIndexError, read_index
 from kv_offload.errors import ConfigError
 from tests.support import disk_uses
-from tests.support.processes import ROOT, kill_group, start_module
+from tests.support.processes import kill_group, run_code, start_module
 
 MODEL = {"model": "llama", "dtype": "bfloat16"}
 FILES = {"0": "a1", "1": "b2"}
@@ -475,15 +475,13 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
 def seen_by_another(path: Path) -> list[bytes]:
     """Return the keys that another process reads, to which the limit of this one is none."""
     look = (
-        "import pathlib, resource, sys\n"
+        "import pathlib, resource\n"
         "from kv_offload.cache.disk_index.contents import read_index\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
-        "print(read_index(pathlib.Path(sys.argv[1])).keys)\n"
+        f"print(read_index(pathlib.Path({str(path)!r})).keys)\n"
     )
-    command = [sys.executable, "-c", look, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    found: list[bytes] = ast.literal_eval(done.stdout)
+    found: list[bytes] = ast.literal_eval(run_code(look))
     return found
 
 

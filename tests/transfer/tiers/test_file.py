@@ -19,7 +19,7 @@ from kv_swap.errors import TierError
 from kv_swap.tiers import file
 from kv_swap.tiers.region import read_description
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run_code
 from tests.support.tier_bed import ALIGNED, TierBed, named
 
 NAMES = named(8)
@@ -229,19 +229,13 @@ def test_a_filesystem_that_is_read_only_is_named(small: Path) -> None:
 
 
 def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
-    command = (
-        "ulimit -f 64; exec {} -c 'import sys; from pathlib import Path; "
-        "from tests.support.tier_bed import TierBed; TierBed(Path(sys.argv[1]))' {}"
+    code = (
+        "import resource; from pathlib import Path; from tests.support.tier_bed import TierBed; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768)); TierBed(Path({!r}))"
     )
-    done = subprocess.run(
-        ["sh", "-c", command.format(sys.executable, tmp_path / "file")],
-        cwd=ROOT,
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "File too large; raise `ulimit -f`, or use fewer slots" in done.stderr
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run_code(code.format(str(tmp_path / "file")))
+    assert "File too large; raise `ulimit -f`, or use fewer slots" in caught.value.stderr
     assert not (tmp_path / "file").exists()
 
 
