@@ -457,19 +457,24 @@ def full(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
+@contextlib.contextmanager
+def mounted(folder: Path, *how: str | Path) -> Iterator[None]:
+    if subprocess.run(["mount", *how, folder], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a filesystem, which root can")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 @pytest.fixture(params=["limit", "tmpfs"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Any]]:
     """A folder, and what makes it full for a while."""
     if request.param == "limit":
         yield tmp_path, no_file_grows
         return
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    try:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         yield tmp_path, lambda: full(tmp_path)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def seen_by_another(path: Path) -> list[bytes]:
@@ -546,15 +551,12 @@ def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
         pass
     small = tmp_path / "small"
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(small)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    try:
-        monkeypatch.setattr(tempfile, "tempdir", str(small))
-        with pytest.raises(ConfigError) as caught:
-            read_index(path)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(small))
+    with (
+        mounted(small, "-t", "tmpfs", "-o", "size=4k", "tmpfs"),
+        pytest.raises(ConfigError) as caught,
+    ):
+        read_index(path)
     assert str(caught.value) == (
         f"kv-offload: {path}: cannot be read: No space left on device. A copy of it is read, in "
         f"{small}: set TMPDIR to a folder with more room"
@@ -591,14 +593,10 @@ def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
     folder.mkdir()
     with image.open("wb") as file:
         file.truncate(32 << 20)
-    mount = ["mount", "-o", "loop", image, folder]
-    unmount = ["umount", folder]
     try:
         subprocess.run(["mkfs.ext4", "-q", image], check=True, env={"PATH": "/usr/sbin:/sbin"})
     except FileNotFoundError:
         pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a filesystem, which root can")
 
     def cut() -> None:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -606,13 +604,11 @@ def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
         os.close(descriptor)
 
     def start_again() -> None:
-        subprocess.run(unmount, check=True)
-        subprocess.run(mount, check=True)
+        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["mount", "-o", "loop", image, folder], check=True)
 
-    try:
+    with mounted(folder, "-o", "loop", image):
         yield folder, cut, start_again
-    finally:
-        subprocess.run(unmount, check=True)
 
 
 def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -> None:
