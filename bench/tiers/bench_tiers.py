@@ -188,7 +188,7 @@ def test_rate_of_a_store(
     asker = MooncakeClient(master, 0)
     asker.connect()
     segment_bytes = POOL_BYTES if place == "own" else 0
-    with StoreTier(lambda: MooncakeClient(master, segment_bytes), arena, {}) as tier:
+    with StoreTier(MooncakeClient(master, segment_bytes), arena, {}) as tier:
         keys = object_keys(tier.file_id, names_of(pairs[:, 1]))
 
         def run() -> None:

@@ -52,9 +52,8 @@ class CacheManager:
         self._running = RunningOperations(num_slots)  # those on orphans too
         self.forgotten = 0
         """Keys evicted or forgotten, and resets. Until it changes, readable keys stay readable."""
-        # What `forgotten` was after the last eviction from each slot, and after the last reset.
+        # What `forgotten` was after each slot last lost a key.
         self._forgotten_at = np.zeros(num_slots, np.int64)
-        self._reset_at = 0
 
     @property
     def reads_runs(self) -> bool:
@@ -82,7 +81,7 @@ class CacheManager:
 
         A key that was readable then is readable now. Takes some nanoseconds a slot.
         """
-        return since >= self._reset_at and not (self._forgotten_at[slots] > since).any()
+        return not (self._forgotten_at[slots] > since).any()
 
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slot of each key, -1 for a key that is not known. Changes nothing."""
@@ -117,11 +116,10 @@ class CacheManager:
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
         idle = self._running.start_loads(slots)
-        if len(idle) == len(slots):
-            self._policy.hold(idle[::-1])
-        else:  # some are repeated or have other readers
-            self._policy.keep(idle)
-            self._policy.use(distinct(slots)[::-1])
+        # Some may be repeated or have other readers.
+        accessed = idle if len(idle) == len(slots) else distinct(slots)
+        self._policy.use(accessed[::-1])
+        self._policy.keep(idle)
         return slots
 
     def restore(self, keys: Sequence[Key], slots: Slots) -> None:
@@ -284,7 +282,7 @@ class CacheManager:
         Takes the time to free the keys: 0.1 s where there are 1,000,000.
         """
         self.forgotten += 1
-        self._reset_at = self.forgotten
+        self._forgotten_at[: self._index.given_out] = self.forgotten
         self._index.clear(self._running.busy(self._index.given_out))
         self._policy.clear()
         if self.changes is not None:

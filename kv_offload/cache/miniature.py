@@ -89,12 +89,19 @@ class Miniature:
     With `store_after_uses` a key is stored when it comes for that time and has no slot.
     """
 
-    def __init__(self, policy: str, slots: int, *, store_after_uses: int = 1) -> None:
+    def __init__(
+        self,
+        policy: str,
+        slots: int,
+        *,
+        store_after_uses: int = 1,
+        uses_per_slot: float = USES_PER_SLOT,
+    ) -> None:
         """Raises `CapacityError` for fewer slots than 1."""
-        self._manager = CacheManager(make_policy(policy, slots))
+        self.manager = CacheManager(make_policy(policy, slots))
         self._store_after_uses = store_after_uses
         self._uses: OrderedDict[Key, int] = OrderedDict()
-        self._most_uses = USES_PER_SLOT * slots
+        self._most_uses = uses_per_slot * slots
 
     def serve(self, requests: Sequence[SampledRequest]) -> list[int]:
         """Serve requests; return how many keys of each hit, from its first that is looked up on.
@@ -103,7 +110,7 @@ class Miniature:
         several at once is much faster; they are taken for served in turn, but what they load is
         used before anything is stored.
         """
-        manager = self._manager
+        manager = self.manager
         numbers = iter(manager.slot_numbers([key for one in requests for key in one.keys]))
         hits: list[int] = []
         loaded: list[Key] = []
@@ -121,7 +128,7 @@ class Miniature:
             for at in (*range(first), *range(end, len(keys))):
                 if slots[at] >= 0:
                     along.append(slots[at])
-                elif self._is_used_enough(keys[at]):
+                elif self._store_after_uses == 1 or self._is_used_enough(keys[at]):
                     new[keys[at]] = None
             if len(new) > before:
                 behind = keys[end - 1] if end else None
@@ -136,15 +143,12 @@ class Miniature:
 
     def _is_used_enough(self, key: Key) -> bool:
         """Count a use of a key without a slot; say whether it is to be stored now."""
-        return self._store_after_uses == 1 or self._count_use(key) >= self._store_after_uses
-
-    def _count_use(self, key: Key) -> int:
         uses = self._uses.pop(key, 0) + 1
         self._uses[key] = uses
         if len(self._uses) > self._most_uses:
             self._uses.popitem(last=False)
-        return uses
+        return uses >= self._store_after_uses
 
     def reset(self) -> None:
         """Forget all keys."""
-        self._manager.reset()
+        self.manager.reset()

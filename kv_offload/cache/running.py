@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.slots import MisuseError, Slots
 
+WRITTEN = -1
+"""Stands for the readers of a slot that a store writes."""
+
 
 class RunningOperations:
     """Counts the loads and stores of each slot, and refuses to end one that does not run."""
@@ -17,7 +20,6 @@ class RunningOperations:
     def __init__(self, num_slots: int) -> None:
         # Zeros from the system take no memory until they are written.
         self._readers = np.zeros(num_slots, np.int32)
-        self._writing: set[int] = set()
 
     def start_loads(self, slots: Slots) -> Slots:
         """Begin one load of each slot; return the slots that had none, each once, in order."""
@@ -46,48 +48,39 @@ class RunningOperations:
 
     def start_stores(self, slots: Slots) -> None:
         """Begin a store to each slot, which has no load and no store running."""
-        self._writing.update(slots.tolist())
+        self._readers[slots] = WRITTEN
 
     def end_stores(self, slots: Slots) -> None:
         """End the store of each slot.
 
         Raises `MisuseError` for a slot that has no store running; nothing is changed.
         """
-        names = slots.tolist()
-        ended = set(names)
-        if len(ended) < len(names) or not ended <= self._writing:
+        written = self._readers[slots] == WRITTEN
+        if not written.all() or len({*slots.tolist()}) < len(slots):
             raise MisuseError(
-                f"stores to slots {sorted(names)} were completed, but only stores to "
-                f"{sorted(self._writing & ended)} run: complete every prepared store once"
+                f"stores to slots {sorted(slots.tolist())} were completed, but only stores to "
+                f"{sorted({*slots[written].tolist()})} run: complete every prepared store once"
             )
-        self._writing -= ended
+        self._readers[slots] = 0
 
     def not_written(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say for each slot that no store to it runs. -1, which is no slot, is not written."""
-        if len(slots) > len(self._writing):
-            # The slots of a prefix mostly lie together, away from those that are given out now.
-            lowest, highest = int(slots.min()), int(slots.max())
-            writing = [slot for slot in self._writing if lowest <= slot <= highest]
-        else:
-            writing = list(self._writing.intersection(slots.tolist()))
-        return ~np.isin(slots, writing) if writing else np.ones(len(slots), bool)
+        """Say for each slot that no store to it runs."""
+        not_written: NDArray[np.bool_] = self._readers[slots] != WRITTEN
+        return not_written
 
     def idle(self, slots: Slots) -> Slots:
         """Return the slots that are neither read nor written, in their order."""
-        idle: Slots = slots[self.not_written(slots) & (self._readers[slots] == 0)]
+        idle: Slots = slots[self._readers[slots] == 0]
         return idle
 
     def busy(self, count: int) -> NDArray[np.bool_]:
         """Say for each of the first `count` slots whether it is read or written."""
-        busy = self._readers[:count] > 0
-        busy[[slot for slot in self._writing if slot < count]] = True
+        busy: NDArray[np.bool_] = self._readers[:count] != 0
         return busy
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        assert (self._readers >= 0).all(), "a slot has fewer than no readers"
-        read = self._writing & {*np.flatnonzero(self._readers).tolist()}
-        assert not read, "a slot is read while it is written"
+        assert (self._readers >= WRITTEN).all(), "a slot has fewer than no readers"
 
 
 def distinct(slots: Slots) -> Slots:

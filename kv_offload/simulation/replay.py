@@ -6,14 +6,11 @@ once, and no GPU cache serves a part of it before. So the hits are those of host
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.policies import make_policy
-from kv_offload.cache.slots import Run
+from kv_offload.cache.miniature import Miniature, SampledRequest
 from kv_offload.simulation.trace import TraceRequest
 
 
@@ -42,40 +39,20 @@ class Replay:
 
     def __init__(self, policy: str, capacity: int, *, store_after_uses: int = 1) -> None:
         """Raises `CapacityError` for a capacity below 1."""
-        self.manager = CacheManager(make_policy(policy, capacity))
+        self._cache = Miniature(
+            policy, capacity, store_after_uses=store_after_uses, uses_per_slot=math.inf
+        )
         self.result = ReplayResult()
-        self._store_after_uses = store_after_uses
-        self._uses: dict[int, int] = {}
 
     def serve(self, request: TraceRequest) -> int:
         """Serve one request; return how many of its blocks were loaded."""
-        manager, keys = self.manager, list(request.hash_ids)
-        slots = manager.find(keys)
-        missing = slots < 0
-        hits = int(missing.argmax()) if missing.any() else len(keys)
-        if hits:
-            manager.complete_load(manager.prepare_load(keys[:hits]))
-        new = self._worth_storing([keys[index] for index in np.flatnonzero(missing).tolist()])
-        along = slots[hits:]
-        along = along[along >= 0]
-        if new or len(along):
-            run = Run(len(new), request.input_length, behind=keys[hits - 1] if hits else None)
-            stored, _ = manager.offer(new, [run], along)
-            manager.complete_store(stored)
-        result = self.result
-        result.blocks += len(keys)
+        sampled = SampledRequest(request.hash_ids, prompt_tokens=request.input_length)
+        (hits,) = self._cache.serve([sampled])
+        result, manager = self.result, self._cache.manager
+        result.blocks += len(request.hash_ids)
         result.hits += hits
         result.stored, result.evicted = manager.stored_slots, manager.evictions
         return hits
-
-    def _worth_storing(self, keys: list[int]) -> list[int]:
-        """Return those of keys without a slot that have come often enough."""
-        least, uses = self._store_after_uses, self._uses
-        if least == 1:
-            return keys
-        for key in keys:
-            uses[key] = uses.get(key, 0) + 1
-        return [key for key in keys if uses[key] >= least]
 
 
 def replay(

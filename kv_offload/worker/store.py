@@ -55,4 +55,4 @@ class Store:
             format_size(segment_bytes),
             self.master,
         )
-        return StoreTier(lambda: self.make_client(segment_bytes), transfer.slots(), description)
+        return StoreTier(self.make_client(segment_bytes), transfer.slots(), description)

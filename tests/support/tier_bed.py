@@ -112,7 +112,7 @@ class StoreBed(Bed):
     ) -> None:
         super().__init__(num_slots, slot_bytes)
         self.tier: StoreTier = StoreTier(
-            lambda: MooncakeClient(master, segment_bytes), self.view, description
+            MooncakeClient(master, segment_bytes), self.view, description
         )
 
 

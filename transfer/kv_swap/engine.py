@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import enum
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.errors import JobError, TransferError
+from kv_swap.errors import JobError, LayoutError, TransferError
 from kv_swap.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kv_swap.memory.arena import HostArena
 
 
 class Direction(enum.Enum):
@@ -61,6 +65,24 @@ class Completion:
     refused_rows: tuple[int, ...] = ()
 
 
+@dataclass(slots=True)
+class Held:
+    """What copies need as long as one may run. Not to be freed in a process that was forked."""
+
+    arena: HostArena | None
+    keep_alive: Sequence[object]
+    process: int = field(default_factory=os.getpid)
+
+
+def slots_for(layout: KVLayout, arena: HostArena) -> int:
+    """Return how many slots an arena has. Raises `LayoutError` if they do not fit the layout."""
+    if arena.slot_bytes != layout.slot_bytes:
+        raise LayoutError(
+            f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
+        )
+    return arena.num_slots
+
+
 class SwapEngine(ABC):
     """Copies blocks between a KV cache and a host arena, asynchronously. A context manager.
 
@@ -76,6 +98,8 @@ class SwapEngine(ABC):
     If a load `before_compute` fails, `await_loads` and `await_wave` raise it before the forward
     that reads it is queued, and `load_now` makes up for it.
     """
+
+    _state: Held
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
@@ -158,16 +182,19 @@ class SwapEngine(ABC):
         Idempotent. On timeout the memory stays alive until the last copy has ended.
         """
 
-    @abstractmethod
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
         """Keep these objects alive instead of others, and return those; no copy is in flight."""
+        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
+        return held
 
-    @abstractmethod
     def slots(self) -> NDArray[np.uint8]:
         """Return the slots of the arena, uint8 of `(num_slots, slot_bytes)`.
 
         Keeps the arena's memory alive. `JobError` on a closed engine.
         """
+        if self._state.arena is None:
+            raise JobError("the slots were asked of an engine that is closed")
+        return self._state.arena.view()
 
     @property
     def in_flight(self) -> int:

@@ -74,8 +74,8 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
     if path.exists():
         if not path.is_file():
             raise OSError(errno.EINVAL, "not a regular file")
-        database = _connect(path)
-        with _closed_on_error(database):
+        with contextlib.ExitStack() as opened:
+            database = opened.enter_context(contextlib.closing(_connect(path)))
             try:
                 found = read_contents(database, path)
                 reason = _difference(found, new)
@@ -83,15 +83,16 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
                 reason = error.args[0]
             if not reason:
                 _prepare(database)
+                opened.pop_all()
                 return database, found, ""
-        database.close()
     for suffix in SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # for this user alone
-    database = _connect(path)
-    with _closed_on_error(database):
+    with contextlib.ExitStack() as opened:
+        database = opened.enter_context(contextlib.closing(_connect(path)))
         write_new(database, new)
         _prepare(database)
+        opened.pop_all()
     return database, new, reason
 
 
@@ -120,15 +121,6 @@ def _prepare(database: sqlite3.Connection) -> None:
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("BEGIN IMMEDIATE")
     database.rollback()
-
-
-@contextlib.contextmanager
-def _closed_on_error(database: sqlite3.Connection) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        database.close()
-        raise
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ from kv_offload.cache.slots import Key, Slots
 class ARCPolicy(EvictionPolicy):
     """Two lists by recency with a ghost list each. Keeps reused prefixes through scans of new ones.
 
-    `use` and `hold` are the paper's hits. So a held slot of T1 was not released since its `add`.
+    `use` is the paper's hit, but for a held slot of T1, which was mostly not released since its
+    `add`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -132,21 +133,13 @@ class ARCPolicy(EvictionPolicy):
 
     def use(self, slots: Slots) -> None:  # the paper's case I
         for slot in slots.tolist():
-            self._hit(slot)
-
-    def hold(self, slots: Slots) -> None:
-        for slot in slots.tolist():
-            self._hit(slot)
-            self._t2.hold(slot)
-
-    def _hit(self, slot: int) -> None:
-        if slot not in self._t1:
-            self._t2.refresh(slot)
-        elif self._t1.is_held(slot):
-            self._t1.refresh(slot)
-        else:
-            self._t1.remove(slot)
-            self._t2.append(slot, held=False)
+            if slot not in self._t1:
+                self._t2.refresh(slot)
+            elif self._t1.is_held(slot):
+                self._t1.refresh(slot)
+            else:
+                self._t1.remove(slot)
+                self._t2.append(slot, held=False)
 
     def keep(self, slots: Slots) -> None:
         for slot in slots.tolist():

@@ -226,10 +226,6 @@ class AutoPolicy(EvictionPolicy):
         self._moved.append(slots)
         self._count(len(slots))
 
-    def hold(self, slots: Slots) -> None:
-        self.use(slots)
-        self._held[slots] = True
-
     def keep(self, slots: Slots) -> None:
         self._held[slots] = True
 

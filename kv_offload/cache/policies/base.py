@@ -18,7 +18,7 @@ class EvictionPolicy(ABC):
     A held slot is not evicted, because it is being written or read. A new slot is held until its
     first `release`.
 
-    `use` and `hold` make the last slot of a call the most recent. `add` and `replace` make the
+    `use` makes the last slot of a call the most recent. `add` and `replace` make the
     first one the most recent: their slots get the keys of a prefix, whose head should outlive its
     tail. `release` leaves the order alone.
 
@@ -80,10 +80,6 @@ class EvictionPolicy(ABC):
 
         Until a slot's first `release` this is the access that added it, and is not counted again.
         """
-
-    @abstractmethod
-    def hold(self, slots: Slots) -> None:
-        """Do as `use`, and keep slots that are not held from being evicted until `release`."""
 
     @abstractmethod
     def keep(self, slots: Slots) -> None:

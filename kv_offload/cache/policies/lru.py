@@ -49,7 +49,8 @@ class LRUPolicy(EvictionPolicy):
         self._first = self._unswept = self._swept = 1
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        self.hold(slots[::-1])
+        self._append(slots[::-1])
+        self._held[slots] = True
 
     def replace(self, keys: Sequence[Key]) -> Slots:
         # Sorted, so that keys that follow each other mostly get slots that do.
@@ -61,10 +62,6 @@ class LRUPolicy(EvictionPolicy):
         if self._parked:
             self._parked.difference_update(slots.tolist())
         self._append(slots)
-
-    def hold(self, slots: Slots) -> None:
-        self._append(slots)
-        self._held[slots] = True
 
     def keep(self, slots: Slots) -> None:
         self._held[slots] = True

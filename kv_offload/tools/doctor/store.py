@@ -52,13 +52,11 @@ def _check_round_trip(master: str, asker: MooncakeClient) -> Check:
     name, where = "store rate", "in memory of others"
     try:
         try:
-            rates = measure(asker, lambda: MooncakeClient(master, 0), NUM_BLOCKS, BLOCK_BYTES)
+            rates = measure(asker, MooncakeClient(master, 0), NUM_BLOCKS, BLOCK_BYTES)
         except TierError:
             # Before the first engine nobody gives memory.
             where = "in doctor's own memory, as nobody else gives any"
-            rates = measure(
-                asker, lambda: MooncakeClient(master, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES
-            )
+            rates = measure(asker, MooncakeClient(master, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:
         remedy = "Look at the engines that give memory to the store, and at the network to them."
         return Check(name, "problem", str(error), "blocks come back as they were", remedy)

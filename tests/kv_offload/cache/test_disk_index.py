@@ -28,7 +28,7 @@ from kv_offload.cache.disk_index import DiskIndex, index
 from kv_offload.cache.disk_index.contents import DamagedIndexError, read_index
 from kv_offload.errors import ConfigError
 from tests.support import disk_uses
-from tests.support.processes import ROOT, kill_group, start_module
+from tests.support.processes import kill_group, run_code, start_module
 
 MODEL = {"model": "llama", "dtype": "bfloat16"}
 FILES = {"0": "a1", "1": "b2"}
@@ -457,33 +457,36 @@ def full(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
+@contextlib.contextmanager
+def mounted(folder: Path, *how: str | Path) -> Iterator[None]:
+    if subprocess.run(["mount", *how, folder], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a filesystem, which root can")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 @pytest.fixture(params=["limit", "tmpfs"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Any]]:
     """A folder, and what makes it full for a while."""
     if request.param == "limit":
         yield tmp_path, no_file_grows
         return
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    try:
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         yield tmp_path, lambda: full(tmp_path)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def seen_by_another(path: Path) -> list[bytes]:
     """Return the keys that another process reads, to which the limit of this one is none."""
     look = (
-        "import pathlib, resource, sys\n"
+        "import pathlib, resource\n"
         "from kv_offload.cache.disk_index.contents import read_index\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
-        "print(read_index(pathlib.Path(sys.argv[1])).keys)\n"
+        f"print(read_index(pathlib.Path({str(path)!r})).keys)\n"
     )
-    command = [sys.executable, "-c", look, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    found: list[bytes] = ast.literal_eval(done.stdout)
+    found: list[bytes] = ast.literal_eval(run_code(look))
     return found
 
 
@@ -548,15 +551,12 @@ def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
         pass
     small = tmp_path / "small"
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(small)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    try:
-        monkeypatch.setattr(tempfile, "tempdir", str(small))
-        with pytest.raises(ConfigError) as caught:
-            read_index(path)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(small))
+    with (
+        mounted(small, "-t", "tmpfs", "-o", "size=4k", "tmpfs"),
+        pytest.raises(ConfigError) as caught,
+    ):
+        read_index(path)
     assert str(caught.value) == (
         f"kv-offload: {path}: cannot be read: No space left on device. A copy of it is read, in "
         f"{small}: set TMPDIR to a folder with more room"
@@ -593,14 +593,10 @@ def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
     folder.mkdir()
     with image.open("wb") as file:
         file.truncate(32 << 20)
-    mount = ["mount", "-o", "loop", image, folder]
-    unmount = ["umount", folder]
     try:
         subprocess.run(["mkfs.ext4", "-q", image], check=True, env={"PATH": "/usr/sbin:/sbin"})
     except FileNotFoundError:
         pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a filesystem, which root can")
 
     def cut() -> None:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -608,13 +604,11 @@ def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
         os.close(descriptor)
 
     def start_again() -> None:
-        subprocess.run(unmount, check=True)
-        subprocess.run(mount, check=True)
+        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["mount", "-o", "loop", image, folder], check=True)
 
-    try:
+    with mounted(folder, "-o", "loop", image):
         yield folder, cut, start_again
-    finally:
-        subprocess.run(unmount, check=True)
 
 
 def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -> None:

@@ -67,11 +67,10 @@ class LRUMachine(RuleBasedStateMachine):
         self.order += slots
 
     @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
+    def keep(self, data: st.DataObject) -> None:
         slots = self.some(data, self.known() - self.held)
-        self.policy.hold(array(slots))
-        self.take_out(slots)
-        self.order += slots
+        """Slots keep their place."""
+        self.policy.keep(array(slots))
         self.held |= {*slots}
 
     @precondition(lambda self: self.held)

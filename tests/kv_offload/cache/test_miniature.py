@@ -8,8 +8,6 @@ import pytest
 
 from kv_offload.cache.miniature import USES_PER_SLOT, Miniature, SampledRequest, sample_blocks
 from kv_offload.cache.policies import POLICIES
-from kv_offload.simulation.replay import Replay
-from kv_offload.simulation.trace import TraceRequest
 
 
 def prompt(blocks: int, source: random.Random) -> list[bytes]:
@@ -48,21 +46,6 @@ def test_a_block_of_several_hashes_is_known_by_its_last() -> None:
     assert sample_blocks(hashes, 3, 4) == sample_blocks(hashes[3::4], 3)
     assert sample_blocks(hashes[:3], 0, 4) == []
     assert sample_blocks(hashes[:9], 0) == [*range(9)]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("uses", [1, 2])
-def test_hits_are_those_of_a_replay(policy: str, uses: int) -> None:
-    source = random.Random(5)
-    miniature = Miniature(policy, 60, store_after_uses=uses)
-    replayed = Replay(policy, 60, store_after_uses=uses)
-    for at in range(400):
-        document = source.randrange(12) * 100
-        ids = range(document, document + source.randrange(1, 20))
-        tokens = 16 * len(ids)
-        (found,) = miniature.serve([SampledRequest([*ids], prompt_tokens=tokens)])
-        assert found == replayed.serve(TraceRequest(at, tokens, 1, tuple(ids)))
-    assert replayed.result.hits > 100
 
 
 def hits(miniature: Miniature, *prompts: list[bytes], first: int = 0) -> list[int]:

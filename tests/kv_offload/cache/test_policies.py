@@ -117,7 +117,8 @@ class Named:
 
     def hold(self, *keys: object) -> None:
         for key in keys:
-            self.policy.hold(slots(self.slot_of[key]))
+            self.policy.use(slots(self.slot_of[key]))
+            self.policy.keep(slots(self.slot_of[key]))
 
     def release(self, *keys: object) -> None:
         for key in keys:

@@ -40,7 +40,7 @@ class Asked(StoreClient):
     def close(self) -> None:
         self.closed = True
 
-    def connect(self, buffers: object = ()) -> None:
+    def connect(self) -> None:
         self.connects.wait(20)
         if self.error is not None:
             raise self.error

@@ -17,7 +17,7 @@ from kv_swap.tiers.record import RecordFormat, Verdict
 from kv_swap.tiers.region import read_description
 from kv_swap.tiers.verify import verify
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run_code
 from tests.support.tier_bed import ALIGNED, ODD, SECTORS, TierBed, named
 
 NAMES = named(8)
@@ -92,14 +92,14 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, slot_bytes: int, le
 
 
 LIMITED = """
-import json, resource, sys
+import json, resource
 from pathlib import Path
 from kv_swap.tiers import transfers
 from kv_swap.tiers.region import read_description
 from tests.support.tier_bed import TierBed, named
-transfers.RETRY_SECONDS = float(sys.argv[3])
-with TierBed(Path(sys.argv[1]), slot_bytes=int(sys.argv[2])) as bed:
-    content = read_description(Path(sys.argv[1]))
+path, slot_bytes, transfers.RETRY_SECONDS = {!r}, {}, {}
+with TierBed(Path(path), slot_bytes=slot_bytes) as bed:
+    content = read_description(Path(path))
     limit = content.offset(5) + 4096
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     done = bed.put(named(8))
@@ -113,15 +113,8 @@ def test_a_write_that_is_refused_fails_its_rows(
     tmp_path: Path, slot_bytes: int, retry_seconds: int
 ) -> None:
     """The file may not grow beyond the middle of a record: Linux cuts that write short."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, tmp_path / "file", str(slot_bytes), str(retry_seconds)],
-        cwd=ROOT,
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    failed, mismatches, error, unreadable = json.loads(done.stdout)
+    said = run_code(LIMITED.format(str(tmp_path / "file"), slot_bytes, retry_seconds))
+    failed, mismatches, error, unreadable = json.loads(said)
     assert (failed, mismatches) == ([5, 6, 7], 0)
     assert "File too large; raise `ulimit -f`" in error
     assert unreadable == [5, 6, 7]

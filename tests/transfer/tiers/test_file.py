@@ -19,7 +19,7 @@ from kv_swap.errors import TierError
 from kv_swap.tiers import file
 from kv_swap.tiers.region import read_description
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run_code
 from tests.support.tier_bed import ALIGNED, TierBed, named
 
 NAMES = named(8)
@@ -80,23 +80,25 @@ def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(
         assert bed.get(names).failed == ()
 
 
-def test_a_file_of_another_format_is_begun_afresh(path: Path) -> None:
-    rewrite_region(path, format=2)
-    with pytest.raises(TierError, match="its format is 2, this version has 1"):
+@pytest.mark.parametrize(
+    ("offset", "changes", "reason"),
+    [
+        (0, {"format": 2}, "its format is 2, this version has 1"),
+        (40, {}, "its first region is damaged"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(
+    path: Path, offset: int, changes: dict[str, Any], reason: str
+) -> None:
+    rewrite_region(path, **changes)
+    if offset:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(b"?")
+    with pytest.raises(TierError, match=reason):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:
-        assert bed.tier.reason == "its format is 2, this version has 1"
-        assert bed.get(NAMES).mismatches == 8
-
-
-def test_a_file_with_a_damaged_first_region_is_begun_afresh(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(40)
-        file.write(b"?")
-    with pytest.raises(TierError, match="its first region is damaged"):
-        read_description(path)
-    with TierBed(path, model="a", rank="0") as bed:
-        assert bed.tier.reason == "its first region is damaged"
+        assert bed.tier.reason == reason
         assert bed.get(NAMES).mismatches == 8
 
 
@@ -227,19 +229,13 @@ def test_a_filesystem_that_is_read_only_is_named(small: Path) -> None:
 
 
 def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
-    command = (
-        "ulimit -f 64; exec {} -c 'import sys; from pathlib import Path; "
-        "from tests.support.tier_bed import TierBed; TierBed(Path(sys.argv[1]))' {}"
+    code = (
+        "import resource; from pathlib import Path; from tests.support.tier_bed import TierBed; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768)); TierBed(Path({!r}))"
     )
-    done = subprocess.run(
-        ["sh", "-c", command.format(sys.executable, tmp_path / "file")],
-        cwd=ROOT,
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "File too large; raise `ulimit -f`, or use fewer slots" in done.stderr
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run_code(code.format(str(tmp_path / "file")))
+    assert "File too large; raise `ulimit -f`, or use fewer slots" in caught.value.stderr
     assert not (tmp_path / "file").exists()
 
 

@@ -63,7 +63,7 @@ class Raw:
     def __init__(self, master: Master) -> None:
         self.memory = np.zeros(2 * RECORD_BYTES, np.uint8)
         self.client = MooncakeClient(master.address, 0)
-        self.client.connect([self.memory])
+        self.client.connect()
 
     def parts(self, nbytes: int = RECORD_BYTES) -> Parts:
         return [(self.memory.ctypes.data, nbytes)]

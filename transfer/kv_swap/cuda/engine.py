@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index
 from kv_swap.cuda.dma import Copier, cut_copies
-from kv_swap.cuda.state import make_state, release
+from kv_swap.cuda.state import State, make_state, release
 from kv_swap.cuda.zero import BlockZeroer
-from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
-from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, slots_for
+from kv_swap.errors import CopyError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.packing.slots import SlotPacker
@@ -50,6 +50,8 @@ class CudaSwapEngine(SwapEngine):
     the layout is packed and nothing here can pack.
     """
 
+    _state: State
+
     def __init__(
         self,
         layout: KVLayout,
@@ -60,16 +62,13 @@ class CudaSwapEngine(SwapEngine):
         *,
         copy_engine_only: bool = False,
     ) -> None:
-        if arena.slot_bytes != layout.slot_bytes:
-            raise LayoutError(
-                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
-            )
+        num_slots = slots_for(layout, arena)
         if not arena.registered:
             raise PinnedMemoryError(
                 f"the arena of {arena.nbytes} bytes is not page-locked; make it with "
                 f"register=CudaRegistrar(device)"
             )
-        super().__init__(layout, arena.num_slots)
+        super().__init__(layout, num_slots)
         import torch
 
         self._cuda: Any = torch.cuda
@@ -100,7 +99,6 @@ class CudaSwapEngine(SwapEngine):
             lane.fail_unqueued()
 
     def await_loads(self) -> None:
-        """See `SwapEngine`."""
         if self.can_load_before_compute:
             self._state.lanes["before_compute"].await_all()
 
@@ -170,7 +168,6 @@ class CudaSwapEngine(SwapEngine):
         self._num_waves = len(waves)
 
     def await_wave(self, wave: int) -> None:
-        """See `SwapEngine`."""
         if self.can_load_before_compute:
             self._state.lanes["before_compute"].await_wave(wave)
 
@@ -217,18 +214,6 @@ class CudaSwapEngine(SwapEngine):
         """See `SwapEngine`; completions can still be polled. After a timeout, `poll` lets go."""
         self._closed = True
         self.wait(timeout_seconds)
-
-    def slots(self) -> NDArray[np.uint8]:
-        """See `SwapEngine`."""
-        arena = self._state.arena
-        if arena is None:
-            raise JobError("the slots were asked of an engine that is closed")
-        return arena.view()
-
-    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        """See `SwapEngine`."""
-        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
-        return held
 
     @property
     def ready_slots(self) -> int:

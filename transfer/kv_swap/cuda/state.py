@@ -15,7 +15,7 @@ from kv_swap.cuda.lane import CopyPath, Lane
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable
-from kv_swap.engine import Direction
+from kv_swap.engine import Direction, Held
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
@@ -26,14 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class State:
+class State(Held):
     """What copies in flight need. Loads are advanced first: somebody waits for them."""
 
-    lanes: dict[Direction | Literal["before_compute"], Lane]
-    wave_tables: Sequence[WaveTable]
-    arena: HostArena | None
-    keep_alive: Sequence[object]
-    process: int = field(default_factory=os.getpid)
+    lanes: dict[Direction | Literal["before_compute"], Lane] = field(default_factory=dict)
+    wave_tables: Sequence[WaveTable] = ()
 
 
 _LEAKED: list[State] = []
@@ -50,7 +47,7 @@ def make_state(
 ) -> State:
     """Compile the kernels and allocate what copies need. Synchronises. Raises `DeviceError`."""
     registrar = CudaRegistrar(device)
-    state = State({}, (), arena, tuple(keep_alive))
+    state = State(arena, tuple(keep_alive))
     families = families_of(layout, None if copy_engine_only else choose_family(device))
     kernels = [SwapKernel(layout, arena, device, family) for family in families]
     block_bytes = layout.block_bytes

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
-from kv_swap.errors import CopyError, JobError, LayoutError, TransferError
+from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, slots_for
+from kv_swap.errors import CopyError, TransferError
 from kv_swap.host.packed import copy_packed
 from kv_swap.host.transfers import Transfer, WorkerState, copy_slices, cut_runs, run, stop, work
 from kv_swap.layout import KVLayout
@@ -45,12 +45,10 @@ class HostSwapEngine(SwapEngine):
     `keep_alive` own the memory behind `layout`. Raises `LayoutError` if a slot does not fit.
     """
 
+    _state: WorkerState
+
     def __init__(self, layout: KVLayout, arena: HostArena, keep_alive: Sequence[object]) -> None:
-        if arena.slot_bytes != layout.slot_bytes:
-            raise LayoutError(
-                f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
-            )
-        super().__init__(layout, arena.num_slots)
+        super().__init__(layout, slots_for(layout, arena))
         self._arena_address = arena.address
         self._state = WorkerState(arena, tuple(keep_alive))
         self._packer = SlotPacker(layout) if layout.num_tiles else None
@@ -103,7 +101,6 @@ class HostSwapEngine(SwapEngine):
         """Do nothing: compute has returned when it is queued."""
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """See `SwapEngine`."""
         self.check_waves(waves)
         self._num_waves = len(waves)
         self._waves = [sorted(wave) for wave in waves]
@@ -182,15 +179,3 @@ class HostSwapEngine(SwapEngine):
         self._closed = True
         stop(self._state)
         self._thread.join(timeout_seconds)
-
-    def slots(self) -> NDArray[np.uint8]:
-        """See `SwapEngine`."""
-        arena = self._state.arena
-        if arena is None:
-            raise JobError("the slots were asked of an engine that is closed")
-        return arena.view()
-
-    def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        """See `SwapEngine`."""
-        held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
-        return held

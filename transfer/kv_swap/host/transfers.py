@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.engine import Completion, Direction
+from kv_swap.engine import Completion, Direction, Held
 from kv_swap.errors import CopyError
 from kv_swap.layout import Region
-from kv_swap.memory.arena import HostArena
 
 Run = tuple[int, int, int]
 """Destination address, source address, bytes."""
@@ -55,20 +54,17 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class WorkerState:
-    """What the worker needs. `condition` guards everything but `arena` and `keep_alive`.
+class WorkerState(Held):
+    """What the worker needs. `condition` guards everything but what it holds.
 
     Its lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
     """
 
-    arena: HostArena | None
-    keep_alive: Sequence[object]
     condition: threading.Condition = field(default_factory=threading.Condition)
     loads: deque[Transfer] = field(default_factory=deque)
     stores: deque[Transfer] = field(default_factory=deque)
     done: list[Completion] = field(default_factory=list)
     stopping: bool = False
-    process: int = field(default_factory=os.getpid)
 
 
 def stop(state: WorkerState) -> None:

@@ -1,6 +1,6 @@
 """Tiers below host memory: slots of the arena go there and come back, asynchronously.
 
-engine.py     the interface: jobs, completions, what may be relied upon
+engine.py     a tier: jobs, completions, what may be relied upon
 disk.py       the engine for a file on a disk
 file.py       opens that file: its lock, its space, direct I/O
 region.py     what that file says of itself, and its format
@@ -9,7 +9,6 @@ transfers.py  records between the file and the arena, on one thread
 store/        the engine for a store that many engines share
 mover.py      what the threads of either need: something that moves rows
 workers.py    the threads: jobs in, completions out
-threaded.py   a tier that has such threads
 verify.py     looks at records in place, without an engine
 probe.py      what a disk gives without an engine
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_swap.tiers.engine import TierEngine
 from kv_swap.tiers.file import open_file
-from kv_swap.tiers.threaded import ThreadedTier
 from kv_swap.tiers.transfers import NUM_THREADS, Transfers, chunk_slots
 
 
-class DiskTier(ThreadedTier):
+class DiskTier(TierEngine):
     """Moves slots between an arena and a file, which it makes, or goes on with.
 
     `path` is the file. `arena` is a view of a `HostArena`, uint8 of `(slots, slot_bytes)`, which

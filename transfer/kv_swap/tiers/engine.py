@@ -1,17 +1,22 @@
-"""The interface of a tier: what a job is, what completes it, what may be relied upon."""
+"""A tier: what a job is, what completes it, what may be relied upon. Threads: `workers.py`."""
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.errors import JobError, TierError
+from kv_swap.tiers.workers import Task, start, stop
+
+if TYPE_CHECKING:
+    from kv_swap.tiers.mover import Mover
 
 MAX_NAME_BYTES = 1024
 """Of one block, in every tier."""
@@ -66,11 +71,14 @@ class TierCompletion:
     error: TierError | None
 
 
-class TierEngine(ABC):
+class TierEngine:
     """Copies slots between a host arena and a tier, asynchronously. A context manager.
 
     One thread calls all methods. None blocks but `wait` and `close`. `num_slots` of a tier without
-    slots is a bound that no job reaches.
+    slots is a bound that no job reaches. `arena_shape` is `(slots, slot_bytes)`.
+
+    Each of the `movers` of a direction has a thread. A job is cut into chunks of at most
+    `chunk_slots`. `release` is called by the last thread to end: the tier is in nobody's use then.
 
     Who may touch what. From `submit` until `poll` returns the completion, the copy reads the arena
     slots of a demotion: the caller lets nobody write them. It writes those of a promotion, also if
@@ -83,31 +91,71 @@ class TierEngine(ABC):
     file_id: str
     """What is kept there is found again by whoever has the same one."""
 
-    def __init__(self, num_slots: int, arena_slots: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        arena_shape: tuple[int, int],
+        movers: Mapping[TierDirection, Sequence[Mover]],
+        chunk_slots: int,
+        release: Callable[[], None],
+    ) -> None:
         self.num_slots = num_slots
-        self.arena_slots = arena_slots
+        self.arena_slots, self._slot_bytes = arena_shape
         self._undelivered = 0
         self._closed = False
+        self._state, self._threads = start(movers, chunk_slots, release)
+        self._stop = weakref.finalize(self, stop, self._state)
 
-    @abstractmethod
     def submit(self, job: TierJob) -> None:
         """Queue a job. Raises `JobError` and copies nothing if `check_job` refuses it."""
+        self.check_job(job)
+        self._undelivered += 1
+        task = Task(job.job_id, job.direction, job.pairs.copy(), tuple(job.names))
+        self._state.lanes[job.direction].queue.put(task)
 
-    @abstractmethod
     def poll(self) -> list[TierCompletion]:
-        """Return jobs that ended since the last call, each exactly once."""
+        """Return jobs that ended since the last call, each exactly once, the first to end first."""
+        completions = []
+        while self._state.done:
+            completions.append(self._completion(self._state.done.popleft()))
+        self._undelivered -= len(completions)
+        return completions
 
-    @abstractmethod
+    def _completion(self, task: Task) -> TierCompletion:
+        outcome, rows = task.outcome, len(task.pairs)
+        error = outcome.error
+        if len(outcome.failed) == rows:
+            error = error or outcome.rejection
+        return TierCompletion(
+            task.job_id,
+            task.direction,
+            tuple(sorted(outcome.failed)),
+            outcome.mismatches,
+            (rows - len(outcome.failed) - outcome.unmoved) * self._slot_bytes,
+            task.seconds,
+            error,
+        )
+
     def wait(self, timeout_seconds: float) -> bool:
         """Block until every submitted job has ended; False on timeout. Consumes no completion."""
+        state = self._state
+        with state.ended:
+            return state.ended.wait_for(
+                lambda: len(state.done) == self._undelivered, timeout_seconds
+            )
 
-    @abstractmethod
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Give up what has not begun, wait for what has, and let go of the arena. Idempotent.
 
         What was given up completes with all its rows failed; completions can still be polled. A
         copy that hangs is left alone at the timeout: it keeps its thread, the tier and the arena.
+        Another engine can have the tier once all threads have ended.
         """
+        self._closed = True
+        self._stop()
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def in_flight(self) -> int:

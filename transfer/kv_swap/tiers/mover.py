@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.engine import TierDirection
+
+if TYPE_CHECKING:
+    from kv_swap.tiers.engine import TierDirection
 
 
 class Row(NamedTuple):
@@ -40,6 +42,14 @@ class Outcome:
         """Note that a row could not be moved."""
         self.failed.append(row.number)
         self.error = self.error or error
+
+    def add(self, other: Outcome) -> None:
+        """Note how other rows of the same job fared."""
+        self.failed += other.failed
+        self.mismatches += other.mismatches
+        self.unmoved += other.unmoved
+        self.error = self.error or other.error
+        self.rejection = self.rejection or other.rejection
 
 
 class Mover(ABC):

@@ -12,9 +12,11 @@ I/O is tried. Numbers are little-endian:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,7 +113,14 @@ def fitting_slots(nbytes: int, slot_bytes: int) -> int:
 
 
 def read_description(path: Path) -> FileDescription:
-    """Return what the file of a tier says of itself, also while an engine uses it.
+    """Return what the file of a tier says of itself, as `open_described` does."""
+    with open_described(path) as (_, found):
+        return found
+
+
+@contextlib.contextmanager
+def open_described(path: Path) -> Iterator[tuple[int, FileDescription]]:
+    """Open the file of a tier to read, also while an engine uses it, and what it says of itself.
 
     Raises `TierError` if it cannot be read, is not a tier's, is damaged, or has another format.
     """
@@ -121,8 +130,8 @@ def read_description(path: Path) -> FileDescription:
         raise TierError(f"cannot open {path}: {explain(error)}") from error
     try:
         found = read_region(fd, path)
+        if isinstance(found, str):
+            raise TierError(f"{path} cannot be used: {found}; an engine would begin it afresh")
+        yield fd, found
     finally:
         os.close(fd)
-    if isinstance(found, str):
-        raise TierError(f"{path} cannot be used: {found}; an engine would begin it afresh")
-    return found

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES, Verdict
-from kv_swap.tiers.region import read_description
+from kv_swap.tiers.region import open_described
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +30,10 @@ def verify(
     """Read the records of `slots`, one after the other, and say what they are.
 
     `names` has the blocks that are expected, by slot; in other slots any is a match. Raises
-    `TierError` as `read_description` does, and for a slot that the file does not have.
+    `TierError` as `open_described` does, and for a slot that the file does not have.
     """
-    content = read_description(path)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise TierError(f"cannot open {path}: {explain(error)}") from error
-    record_bytes = content.records.record_bytes
-    try:
+    with open_described(path) as (fd, content):
+        record_bytes = content.records.record_bytes
         for slot in slots:
             if not 0 <= slot < content.num_slots:
                 raise TierError(
@@ -58,5 +52,3 @@ def verify(
             data = memoryview(record)[PAGE_BYTES : PAGE_BYTES + content.slot_bytes]
             name = None if names is None else names.get(slot)
             yield SlotState(slot, *content.records.verify(record[:PAGE_BYTES], data, name))
-    finally:
-        os.close(fd)

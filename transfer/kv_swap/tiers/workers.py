@@ -20,13 +20,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.engine import TierCompletion, TierDirection
 from kv_swap.tiers.mover import Mover, Outcome, Row
+
+if TYPE_CHECKING:
+    from kv_swap.tiers.engine import TierDirection
 
 
 @dataclass(slots=True)
@@ -40,11 +43,8 @@ class Task:
     submitted: float = field(default_factory=time.perf_counter)
     chunks_left: int = 0
     started: float = 0.0
-    failed: list[int] = field(default_factory=list)
-    mismatches: int = 0
-    unmoved: int = 0
-    error: TierError | None = None
-    rejection: TierError | None = None
+    seconds: float = 0.0
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 @dataclass(slots=True)
@@ -92,11 +92,10 @@ class WorkerState:
     `gone` is when the tier did not answer last, and the error.
     """
 
-    slot_bytes: int
     lanes: dict[TierDirection, Lane]
     release: Callable[[], None]
     ended: threading.Condition = field(default_factory=threading.Condition)
-    done: deque[TierCompletion] = field(default_factory=deque)
+    done: deque[Task] = field(default_factory=deque)
     running: int = 0
     stopping: bool = False
     gone: tuple[float, TierError] | None = None
@@ -104,13 +103,12 @@ class WorkerState:
 
 def start(
     movers: Mapping[TierDirection, Sequence[Mover]],
-    slot_bytes: int,
     chunk_slots: int,
     release: Callable[[], None],
 ) -> tuple[WorkerState, list[threading.Thread]]:
     """Start a thread for each mover. The last one to end calls `release`."""
     lanes = {way: Lane(len(own), chunk_slots) for way, own in movers.items()}
-    state = WorkerState(slot_bytes, lanes, release)
+    state = WorkerState(lanes, release)
     threads = [
         threading.Thread(
             target=_work, args=(state, lanes[way], mover), name=f"kv-swap-{way.value}", daemon=True
@@ -160,29 +158,14 @@ def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outco
 
 
 def _note(state: WorkerState, task: Task, outcome: Outcome) -> None:
-    """Add how a chunk fared to its job, and complete the job with its last chunk."""
+    """Add how a chunk fared to its job, which is done with its last chunk."""
     with state.ended:
         if outcome.gone and outcome.error is not None:
             state.gone = time.perf_counter(), outcome.error
-        task.failed += outcome.failed
-        task.mismatches += outcome.mismatches
-        task.unmoved += outcome.unmoved
-        task.error = task.error or outcome.error
-        task.rejection = task.rejection or outcome.rejection
+        task.outcome.add(outcome)
         task.chunks_left -= 1
         if task.chunks_left:
             return
-        if len(task.failed) == len(task.pairs):
-            task.error = task.error or task.rejection
-        state.done.append(
-            TierCompletion(
-                task.job_id,
-                task.direction,
-                tuple(sorted(task.failed)),
-                task.mismatches,
-                (len(task.pairs) - len(task.failed) - task.unmoved) * state.slot_bytes,
-                time.perf_counter() - task.started,
-                task.error,
-            )
-        )
+        task.seconds = time.perf_counter() - task.started
+        state.done.append(task)
         state.ended.notify_all()

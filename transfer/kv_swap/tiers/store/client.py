@@ -6,9 +6,6 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kv_swap.errors import TierError
 
 Parts = Sequence[tuple[int, int]]
@@ -37,11 +34,10 @@ class StoreClient(ABC):
     """
 
     @abstractmethod
-    def connect(self, buffers: Sequence[NDArray[np.uint8]] = ()) -> None:
-        """Connect, and prepare to read and write these buffers without a copy.
+    def connect(self) -> None:
+        """Connect, as any other call does if that has not been done. May take seconds.
 
-        May take seconds. The client keeps the buffers until `close` has returned. Who only asks
-        needs none. Raises `TierError`; then it can be called again.
+        Raises `TierError`; then it can be called again.
         """
 
     @abstractmethod
@@ -68,7 +64,7 @@ class StoreClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for calls in other threads, disconnect, and let go of the buffers. Idempotent.
+        """Wait for calls in other threads, and disconnect for good. Idempotent.
 
         What this process gave the store in memory goes with it.
         """

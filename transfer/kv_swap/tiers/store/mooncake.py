@@ -8,7 +8,7 @@ A transfer that stalls is given up after 60 s, and **goes on**: its bytes may ar
 has another block by then. So after a call that long the connection is closed, which ends its
 transfers, before the call returns.
 
-Buffers are not registered. By TCP Mooncake needs that only of memory that others address, and it
+Memory is not registered. By TCP Mooncake needs that only of memory that others address, and it
 lets everybody who reaches this process read and write what is registered.
 """
 
@@ -20,9 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.store.client import Fate, Parts, StoreClient
@@ -57,20 +54,15 @@ class MooncakeClient(StoreClient):
     def __init__(self, master: str, segment_bytes: int) -> None:
         self._master = master
         self._segment_bytes = segment_bytes
-        self._buffers: tuple[NDArray[np.uint8], ...] = ()
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._closed = False
 
-    def connect(self, buffers: Sequence[NDArray[np.uint8]] = ()) -> None:
-        """See `StoreClient`."""
+    def connect(self) -> None:
         with self._changed:
-            # Kept as long as a transfer may use them.
-            self._buffers = tuple(buffers)
             self._open()
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See `StoreClient`."""
         with self._call() as session:
             codes = session.store.batch_is_exist(list(keys))
         self._check_reachable(codes)
@@ -80,12 +72,10 @@ class MooncakeClient(StoreClient):
         return [code == 1 for code in codes]
 
     def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
-        """See `StoreClient`."""
         codes = self._transfer(lambda store: store.batch_put_from_multi_buffers, keys, parts)
         return [Fate.FULL if code in _FULL else self._fate(code) for code in codes]
 
     def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
-        """See `StoreClient`."""
         codes = self._transfer(lambda store: store.batch_get_into_multi_buffers, keys, parts)
         sizes = [sum(nbytes for _, nbytes in own) for own in parts]
         fates: list[Fate | TierError] = []
@@ -97,18 +87,15 @@ class MooncakeClient(StoreClient):
         return fates
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `StoreClient`."""
         with self._call() as session:
             self._check_reachable(session.store.batch_remove(list(keys), force=True))
 
     def close(self) -> None:
-        """See `StoreClient`."""
         with self._changed:
             self._closed = True
             session, self._session = self._session, None
         if session is not None:
             self._end(session)
-        self._buffers = ()
 
     def _transfer(
         self,
@@ -155,7 +142,7 @@ class MooncakeClient(StoreClient):
     def _call(self) -> Iterator[Session]:
         """Yield a session that is not ended meanwhile; connect if there is none."""
         with self._changed:
-            session = self._session or self._open()
+            session = self._open()
             session.calls += 1
         try:
             yield session

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 from kv_swap.errors import TierError
@@ -35,15 +36,15 @@ _FATAL = 3
 """Of glog's levels; each failing key of each call would be a line on stderr."""
 
 
+@dataclass(slots=True, eq=False)
 class Session:
     """A connection: Mooncake's object, the port that names it, and the calls it has in hand."""
 
-    def __init__(self, store: Any, port: socket.socket) -> None:
-        self.store = store
-        self.port = port
-        self.calls = 0
-        self.ending = False
-        self.ended = False
+    store: Any
+    port: socket.socket
+    calls: int = 0
+    ending: bool = False
+    ended: bool = False
 
 
 def is_installed() -> bool:

@@ -7,7 +7,7 @@ reads and writes slots in the arena, and header pages in memory of the thread's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +27,11 @@ _FULL = TierError(
 
 
 class StoreMover(Mover):
-    """The transfers of one thread; it owns memory for the headers of a chunk.
-
-    `client` returns the connection, which may have to be made, and raises `TierError`.
-    """
+    """The transfers of one thread; it owns memory for the headers of a chunk."""
 
     def __init__(
         self,
-        client: Callable[[], StoreClient],
+        client: StoreClient,
         arena: NDArray[np.uint8],
         file_id: str,
         chunk_slots: int,
@@ -43,24 +40,23 @@ class StoreMover(Mover):
         self._arena = arena
         self._file_id = file_id
         self._records = RecordFormat(bytes.fromhex(file_id), arena.shape[1])
-        self.headers = HostArena(chunk_slots, PAGE_BYTES, register=None).view()
+        self._headers = HostArena(chunk_slots, PAGE_BYTES, register=None).view()
 
     def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
         """See `Mover`. One call for all rows; tier slots mean nothing."""
         keys = object_keys(self._file_id, [row.name for row in rows])
         try:
-            client = self._client()
             if direction is TierDirection.DEMOTE:
-                return self._put(client, rows, keys)
-            return self._get(client, rows, keys)
+                return self._put(rows, keys)
+            return self._get(rows, keys)
         except TierError as error:
             # Another one, without a traceback: that would hold the arena.
             again = TierError(str(error))
             return Outcome([row.number for row in rows], error=again, gone=True)
 
-    def _put(self, client: StoreClient, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
+    def _put(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
         """Store what nobody has stored yet. Reads arena slots twice: checksum, then network."""
-        there = client.exist(keys)
+        there = self._client.exist(keys)
         outcome = Outcome(unmoved=sum(there))
         new = [index for index, is_there in enumerate(there) if not is_there]
         if not new:
@@ -69,18 +65,18 @@ class StoreMover(Mover):
         for page, index in enumerate(new):
             data = self._arena[rows[index].arena_slot]
             header = self._records.header(rows[index].name, data.data)
-            self.headers[page] = np.frombuffer(header, np.uint8)
+            self._headers[page] = np.frombuffer(header, np.uint8)
             parts.append(self._parts(page, rows[index]))
-        fates = client.put([keys[index] for index in new], parts)
+        fates = self._client.put([keys[index] for index in new], parts)
         for index, fate in zip(new, fates, strict=True):
             if fate is not Fate.DONE:
                 _reject(outcome, rows[index], _FULL if fate is Fate.FULL else fate)
         return outcome
 
-    def _get(self, client: StoreClient, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
+    def _get(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
         """Read objects, and remove those that are not what their names say."""
         outcome = Outcome()
-        fates = client.get(keys, [self._parts(page, row) for page, row in enumerate(rows)])
+        fates = self._client.get(keys, [self._parts(page, row) for page, row in enumerate(rows)])
         wrong = []
         for page, (row, key, fate) in enumerate(zip(rows, keys, fates, strict=True)):
             if fate is Fate.OTHER or (fate is Fate.DONE and not self._matches(page, row)):
@@ -92,16 +88,16 @@ class StoreMover(Mover):
         if wrong:
             # Else it would be found again and again, and never be written anew.
             with contextlib.suppress(TierError):  # what has come is right, also if this fails
-                client.remove(wrong)
+                self._client.remove(wrong)
         return outcome
 
     def _parts(self, page: int, row: Row) -> Parts:
-        header, slot = self.headers[page], self._arena[row.arena_slot]
+        header, slot = self._headers[page], self._arena[row.arena_slot]
         return [(header.ctypes.data, header.nbytes), (slot.ctypes.data, slot.nbytes)]
 
     def _matches(self, page: int, row: Row) -> bool:
         data = self._arena[row.arena_slot].data
-        return self._records.verify(self.headers[page], data, row.name)[0] is Verdict.MATCH
+        return self._records.verify(self._headers[page], data, row.name)[0] is Verdict.MATCH
 
 
 def _reject(outcome: Outcome, row: Row, fate: Fate | TierError) -> None:

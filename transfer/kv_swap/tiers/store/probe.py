@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,7 @@ class StoreRates:
 
 
 def measure(
-    asker: StoreClient, make_client: Callable[[], StoreClient], num_blocks: int, block_bytes: int
+    asker: StoreClient, client: StoreClient, num_blocks: int, block_bytes: int
 ) -> StoreRates:
     """Store blocks under names of this call alone, and read them back, each verified.
 
@@ -42,7 +41,7 @@ def measure(
     memory = HostArena(num_blocks, block_bytes, register=None).view()
     memory[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8).reshape(memory.shape)
     names = [secrets.token_bytes(16) for _ in range(num_blocks)]
-    with StoreTier(make_client, memory, {"probe": secrets.token_hex(8)}) as tier:
+    with StoreTier(client, memory, {"probe": secrets.token_hex(8)}) as tier:
         _run(tier, TierDirection.PROMOTE, [0], names[:1])  # connects, and finds nothing
         put = _run(tier, TierDirection.DEMOTE, list(range(num_blocks)), names)
         stored = [slot for slot in range(num_blocks) if slot not in put.failed]
