@@ -4,12 +4,11 @@ A protection keeps wrong tokens, leaks, hangs or crashes away: a pin, a wait, a 
 two calls. `python -m tests.breaks` takes them out one by one, in a copy of the tree. The breaks
 stand in one TOML file for each package:
 
-    [[break]]
+    [["kv_offload/scheduler/stores/jobs.py"]]
     protects = "What holds thanks to it, and does not without it, in one sentence."
-    file = "kv_offload/scheduler/stores/jobs.py"
     old = '''text that occurs exactly once in the file'''
-    new = '''what stands there instead'''
-    tests = ["pytest's arguments: the fewest tests that notice, in seconds"]
+    new = '''what stands there instead'''   # nothing if left out
+    tests = "pytest's arguments: the fewest tests that notice, in seconds"
     hangs = true   # only where a test that does not end is what tells; false if left out
 
 - `breaks`: reads these files, and says whether a break still fits the product.

@@ -49,9 +49,9 @@ class Copy:
         self.folder = folder
         self._warm = warm
         self._output = folder.with_name("output.txt")
-        self._unbroken: dict[tuple[str, ...], Outcome] = {}
+        self._unbroken: dict[str, Outcome] = {}
 
-    def unbroken(self, tests: tuple[str, ...]) -> Outcome:
+    def unbroken(self, tests: str) -> Outcome:
         """Run tests on the product as it is; once, however often asked."""
         if tests not in self._unbroken:
             self._unbroken[tests] = self._run(tests, LIMIT_SECONDS)
@@ -74,10 +74,10 @@ class Copy:
         # Python tells by size and by second whether what it has compiled is of this text.
         Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
-    def _run(self, tests: tuple[str, ...], limit_seconds: float) -> Outcome:
+    def _run(self, tests: str, limit_seconds: float) -> Outcome:
         began = time.monotonic()
         job = {
-            "arguments": ["-x", "-q", *tests],
+            "arguments": ["-x", "-q", *tests.split()],
             "limit_seconds": limit_seconds,
             "output": str(self._output),
         }

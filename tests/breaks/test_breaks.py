@@ -23,7 +23,7 @@ def test_breaks_fit_the_product(file: Path) -> None:
 def one(tmp_path: Path) -> Break:
     (tmp_path / "product.py").write_text("def f(x):\n    if x:\n        wait()\n    return x\n")
     (tmp_path / "test_product.py").write_text("def test_f():\n    pass\n")
-    return Break("It waits.", "product.py", "wait()", "pass", ("test_product.py::test_f",))
+    return Break("It waits.", "product.py", "wait()", "test_product.py::test_f", "pass")
 
 
 def test_a_break_that_fits_has_no_problems(one: Break, tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_a_break_that_fits_has_no_problems(one: Break, tmp_path: Path) -> None:
         ({"old": "x", "new": "y"}, "`old` occurs 3 times"),
         ({"new": "wait()"}, "`new` changes nothing"),
         ({"new": "else"}, "does not compile"),
-        ({"tests": ("-k", "f")}, "names no test file"),
-        ({"tests": ("test_gone.py",)}, "test_gone.py does not exist"),
-        ({"tests": ("test_product.py::test_g[1]",)}, "has no test test_g"),
+        ({"tests": "-k f"}, "names no test file"),
+        ({"tests": "test_gone.py"}, "test_gone.py does not exist"),
+        ({"tests": "test_product.py::test_g[1]"}, "has no test test_g"),
     ],
 )
 def test_a_break_that_does_not_fit_says_why(
