@@ -175,15 +175,15 @@ def shut_down(llm: Any) -> None:
     core = llm.llm_engine.engine_core
     if hasattr(core, "resources"):  # it has processes
         for process in core.resources.engine_manager.processes:
-            process.terminate = _terminate_and_wake(core, process)
+            process.join = _wake_until_it_ends(core, process)
     # vLLM also kills a core that ends just now, and fails when a child of it is gone before it is
     # named. `kill_group` ends whatever that leaves.
     with contextlib.suppress(psutil.NoSuchProcess):
         core.shutdown(timeout=END_SECONDS)
 
 
-def _terminate_and_wake(core: Any, process: Any) -> Callable[[], None]:
-    """Return a `terminate` that also puts a request into the core's queue, which wakes the core.
+def _wake_until_it_ends(core: Any, process: Any) -> Callable[[float], None]:
+    """Return a `join` that puts a request into the core's queue each second, which wakes the core.
 
     Python runs a signal's handler between two instructions of the main thread. When SIGTERM comes,
     that thread may have looked for signals, but not be asleep in `Queue.get` yet. Then it sleeps,
@@ -193,13 +193,18 @@ def _terminate_and_wake(core: Any, process: Any) -> Callable[[], None]:
     A second SIGTERM would wake it too, but kills a core that has heard the first and is cleaning
     up.
     """
-    terminate = process.terminate
+    from vllm.v1.engine.exceptions import EngineDeadError
 
-    def tell() -> None:
-        terminate()
-        core.abort_requests(["a request that nobody made"])
+    join = process.join
 
-    return tell
+    def wake(seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while process.is_alive() and (left := ends - time.monotonic()) > 0:
+            with contextlib.suppress(EngineDeadError):  # it has ended just now
+                core.abort_requests(["a request that nobody made"])
+            join(min(left, 1.0))
+
+    return wake
 
 
 @contextlib.contextmanager
