@@ -125,11 +125,11 @@ class TieredScheduler(OffloadScheduler):
         """
         if super().has_pending_work:
             return True
-        writes = self._tier.may_write and (
-            (self._demotions.has_more and self._is_patient)
-            or self._jobs.oldest_move_sent is not None
-        )
-        return writes and not self.is_to_rest()
+        tier = self._tier
+        # While an answer is late nothing is written, but it comes soon, or that it does not.
+        begins = (tier.may_write or tier.is_asked) and self._demotions.has_more and self._is_patient
+        writes = tier.may_write and self._jobs.oldest_move_sent is not None
+        return (begins or writes) and not self.is_to_rest()
 
     @property
     def _is_patient(self) -> bool:

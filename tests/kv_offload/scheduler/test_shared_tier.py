@@ -140,15 +140,35 @@ def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
     second.add("b", PROMPT, 2)
     second.step(2)
     now[0] += shared_tier.PATIENCE_SECONDS + 0.01
-    second.run()
+    second.step(12, copies=True)
     assert second.totals["late_lookups"] == 1
     assert second.totals["hit_tokens"] == 0
     assert second.offload.gauges()["tier_usable"] == 0
-    second.answer("c", OTHER)
+    second.add("c", OTHER, 2)
+    second.step(12, copies=True)
     assert len(directory.asked) == 1
     directory.stuck = False
     directory.answer()
     assert second.offload.gauges()["tier_usable"] == 1
+
+
+def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(
+    make: Any, now: list[float]
+) -> None:
+    """An engine that nobody asks would else not write it before the next request."""
+    engine = make()
+    engine.directory.stuck = True
+    engine.add("a", PROMPT, 2)
+    engine.step(2)
+    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+    engine.step(12, copies=True)
+    assert not engine.scheduler.get_num_unfinished_requests()
+    assert engine.totals["demoted_slots"] == 0
+    assert engine.scheduler.has_requests(), "it goes on stepping"
+    engine.directory.stuck = False
+    engine.directory.answer()
+    engine.run()
+    assert engine.totals["demoted_slots"] == FULL_BLOCKS
 
 
 def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: list[float]) -> None:
