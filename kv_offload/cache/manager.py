@@ -96,6 +96,7 @@ class CacheManager:
         return self._readable(self._index.find(keys))
 
     def _readable(self, slots: Slots) -> NDArray[np.bool_]:
+        # -1, which is no slot, finds what is known of the last one.
         return self._running.not_written(slots) & (slots >= 0)
 
     def readable_slots(self) -> dict[Key, int]:
