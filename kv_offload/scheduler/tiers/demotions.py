@@ -36,7 +36,7 @@ class Demotions:
     """Writes what is in host memory to the tier, in the order in which it was stored or loaded.
 
     So what nobody has used for longest is written first, and what is about to be evicted is mostly
-    below by then. All of it is written in the end, as far as the rate allows: a restart finds it.
+    below by then. All that is worth a write is written in the end, as far as the rate allows.
     What was loaded is looked at again: the tier counts that as a use, or gets it once more.
     """
 
@@ -114,10 +114,12 @@ class Demotions:
     def _demote(self, slots: Slots) -> None:
         """Plan a job for those of the slots that hold something that the tier has not.
 
-        What the policy does not find worth a write comes again once it is used again.
+        What the policy does not find worth a write comes again once it is used again. It is not
+        asked where the tier is shared: what came once here may come next to another engine.
         """
         host, tier = self._host, self._tier
-        slots = slots[host.worth_keeping(slots)]
+        if not tier.is_shared:
+            slots = slots[host.worth_keeping(slots)]
         found: list[tuple[Any, int]] = [
             (key, slot)
             for key, slot in zip(host.readable_keys(slots), slots.tolist(), strict=True)

@@ -116,7 +116,7 @@ class Promotions:
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         wait.looked = now
-        if self._tier.must_be_asked and not wait.asked:
+        if self._tier.is_shared and not wait.asked:
             wait.asked = True
             wait.question = self._ask(tracked, wait)
             if self._is_asking(wait):

@@ -101,7 +101,7 @@ class SharedTier(Tier):
     before, and what they store must not be served here.
     """
 
-    must_be_asked = True
+    is_shared = True
 
     def __init__(self, open_directory: DirectoryOpener) -> None:
         super().__init__("store")

@@ -69,8 +69,9 @@ class Tier(ABC):
     its *place*, the number by which the ranks find it beside its name.
     """
 
-    must_be_asked = False
-    """Whether `readable` knows only what `ask` has brought."""
+    is_shared = False
+    """Whether other engines use it, too: `readable` knows only what `ask` has brought then, and the
+    uses that the policy of this engine has seen say little of how often a block is read."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.scheduler.tiers import scheduler, shared_tier, tier
 from kv_offload.scheduler.tiers.shared_tier import SHARED_GENERATION, RecentKeys
 from tests.support.manual_tier import STORE, ManualDirectory, ManualStore, manual_store
@@ -80,6 +82,19 @@ def test_what_one_engine_has_stored_another_one_loads(make: Any, ranks: int) -> 
     second.answer("b")
     assert second.totals["promoted_slots"] == FULL_BLOCKS
     assert second.totals["hit_tokens"] == FULL_BLOCKS * 4
+
+
+def test_what_came_once_is_shared_though_its_engine_expects_no_further_use(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that learns knows the uses of its own engine alone."""
+    first, second = make(plugin={"eviction_policy": "auto"}), make()
+    monkeypatch.setattr(
+        AutoPolicy, "worth_keeping", lambda policy, slots: np.zeros(len(slots), bool)
+    )
+    first.answer("a")
+    second.answer("b")
+    assert second.totals["promoted_slots"] == FULL_BLOCKS
 
 
 def test_what_one_rank_lacks_is_not_there(make: Any) -> None:
