@@ -30,7 +30,7 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "not_worth_it": "Slots not stored because eviction_policy auto expects more hits from what "
     "they would displace.",
     "no_budget": "Slots not stored: too many waited already, host memory was emptied while they "
-    "waited, or the engine came to rest and could not pin their blocks.",
+    "waited, stores were paused, or the engine came to rest and could not pin their blocks.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
     "unpackable": "Slots not stored because their block does not fit a packed slot (pack_kv).",

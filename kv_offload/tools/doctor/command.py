@@ -38,7 +38,8 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--store",
         metavar="MASTER",
-        help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB",
+        help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB (default: the "
+        "configuration's store_master)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
@@ -73,8 +74,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if path is not None:
         checks = disk.check_disk(path, traced, measures=not arguments.no_measure)
         sections = {**sections, "Disk": [*checks]}
-    if arguments.store is not None:
-        found = store.check_store(arguments.store, os.environ, measures=not arguments.no_measure)
+    master = arguments.store
+    if master is None and traced is not None:
+        master = traced.config.store_master
+    if master is not None:
+        found = store.check_store(master, os.environ, measures=not arguments.no_measure)
         sections = {**sections, "Store": [*found]}
     title = f"kv-offload {__version__} doctor"
     if arguments.json:

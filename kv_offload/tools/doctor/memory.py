@@ -54,7 +54,8 @@ def check_free(traced: TracedConfig) -> Check:
         return Check(name, "problem", error.args[0])
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     needed_bytes = traced.config.host_bytes * traced.replicas + headroom_bytes(traced.host)
-    needed = f"{format_size(needed_bytes)}: cpu_bytes and what must stay free"
+    sizes = "cpu_bytes, store_bytes" if traced.config.store_bytes else "cpu_bytes"
+    needed = f"{format_size(needed_bytes)}: {sizes} and what must stay free"
     try:
         warning = check_available(traced, lambda mine: [mine])
     except CapacityError:

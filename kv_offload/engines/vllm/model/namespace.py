@@ -4,7 +4,7 @@ A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter
 0.32 its path, too). All else that makes the bytes what they are is described here.
 
 Nobody looks into an adapter's files, so of an engine with LoRA no other process uses anything
-(`start.disk`), and one that is replaced under its name needs a reset of the prefix cache.
+(`start.contents`), and one that is replaced under its name needs a reset of the prefix cache.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ to a request:
 - *Loads of an earlier owner.* vLLM keeps their blocks until the load was reported.
 - *Zeroing after a failed load.* The rank queues it itself, and its later loads wait for it.
 - *Resets.* They drain all copies, and free at once what steps in flight use. Before that each rank
-  has its later loads wait for those steps (`drain.blocks_freed_at_once`).
+  has its later loads wait for those steps (`reset_prefix_cache.blocks_freed_at_once`).
 - *Padding of graphs and warm-up.* It writes nothing, or the null block, which is never given out.
 
 Two things break the first rule. A draft model may write KV after the output of its step was copied.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,9 +75,17 @@ def test_keys_are_the_same_elsewhere_with_a_seed(environ: dict[str, str], state:
     assert checks(f"127.0.0.1:{free_port()}", environ)["store keys"].state == state
 
 
-def test_the_command_has_a_section(command: Command) -> None:
+@pytest.mark.parametrize("in_file", [False, True])
+def test_the_command_has_a_section(command: Command, tmp_path: Path, in_file: bool) -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
-    done = command("doctor", "--json", "--no-measure", "--store", address)
+    words = ["--store", address]
+    if in_file:
+        file = tmp_path / "kv-offload.yaml"
+        file.write_text(
+            f"cpu_bytes: 1GiB\nstore: mooncake\nstore_master: {address}\nstore_bytes: 0\n"
+        )
+        words = [str(file)]
+    done = command("doctor", "--json", "--no-measure", *words)
     assert done.status == 1
-    assert address in done.out
+    assert f"cannot reach the store at {address}" in done.out
