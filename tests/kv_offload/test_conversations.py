@@ -16,7 +16,12 @@ from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.loads import mode
 from tests.support import simulated_engine
 from tests.support.conversations import Conversations, Talk
-from tests.support.simulated_engine import Clock, SimulatedEngine
+from tests.support.simulated_engine import (
+    LINK_BYTES_PER_SECOND,
+    TOKEN_BYTES,
+    Clock,
+    SimulatedEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -145,6 +150,31 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(
     monkeypatch.setattr(mode, "BUSY_SECONDS", 1.0)
     all_synchronous, _ = hold(clock, users, "ours")
     assert np.percentile(all_synchronous.between_tokens, 95) > 2 * limit
+
+
+def test_prompts_that_all_hit_keep_the_link_busy(clock: Clock) -> None:
+    """The GPU cache has room for a quarter of them, so loads begin where others have ended."""
+    count, tokens = 48, 4096
+    engine = SimulatedEngine(
+        clock,
+        groups=(CacheGroup(0, BLOCK_TOKENS),),
+        blocks=count * tokens // BLOCK_TOKENS // 4,
+        slots=count * tokens // BLOCK_TOKENS + 64,
+        max_model_len=tokens + BLOCK_TOKENS,
+        max_num_batched_tokens=16384,
+        max_num_seqs=64,
+    )
+    prompts = np.random.default_rng(0).integers(10, 30000, (count, tokens)).tolist()
+    for turn in range(2):
+        began = clock.now
+        engine.totals.clear()
+        for number, prompt in enumerate(prompts):
+            engine.ask(f"{turn} {number}", prompt, 1)
+        while engine.scheduler.requests:
+            engine.pass_step()
+    link = count * tokens * TOKEN_BYTES / LINK_BYTES_PER_SECOND
+    assert engine.totals["hit_tokens"] > 0.99 * count * tokens
+    assert clock.now - began < 1.1 * link
 
 
 @pytest.mark.slow
