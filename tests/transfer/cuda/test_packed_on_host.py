@@ -58,6 +58,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 shutil.copy(file, folder)
     options = [option for option in compile_options(PACKED) if option.startswith(("-D", "-std"))]
     options += ["-O2", "-w", "-shared", "-fPIC", "-include", "cuda.h"]
+    # As some distributions compile everything.
+    options += ["-D_FORTIFY_SOURCE=3", "-D_GLIBCXX_ASSERTIONS"]
     command = ["g++", *options, "-o", "kernels.so", "swap_packed.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "kernels.so"))

@@ -4,6 +4,9 @@
 // this thread's own. The CTAs of a launch run one after the other.
 #pragma once
 
+// Some compilers define it, as Ubuntu's. The C library then aborts at a jump to another stack.
+#undef _FORTIFY_SOURCE
+
 #include <setjmp.h>
 #include <ucontext.h>
 
