@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 from kv_swap.tiers.region import read_description
+from rich.progress import Progress
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config.disk_folder import INDEX_FILE, rank_file, replica_folder
+from kv_offload.errors import ConfigError
+from kv_offload.tools.tier.read import read_folder
 from tests.kv_offload.tools.conftest import Command
 from tests.support.commands import Terminal
 from tests.support.tier_bed import TierBed
@@ -120,6 +123,21 @@ def test_an_engine_goes_on_meanwhile(tmp_path: Path, shown: Run, as_json: Run) -
     disk.close()
     (found,) = as_json(tmp_path, "--verify")
     assert (found["in_use"], found["ranks"][0]["verified"]["match"]) == (False, 2)
+
+
+@pytest.mark.parametrize("gone", ["rank-1.kv", "replica-1"])
+def test_what_goes_while_the_rest_is_verified_is_said(folder: Path, gone: str) -> None:
+    Disk(replica_folder(folder, 1)).close()
+
+    class Removing(Progress):
+        def track(self, *args: Any, **options: Any) -> Iterator[Any]:
+            for item in super().track(*args, **options):
+                if (folder / gone).exists():
+                    (folder / gone).rename(folder.parent / "gone")
+                yield item
+
+    with Removing(disable=True) as progress, pytest.raises(ConfigError, match="folder again"):
+        read_folder(folder, progress)
 
 
 def test_what_a_reset_leaves_is_said(tmp_path: Path, shown: Run) -> None:
