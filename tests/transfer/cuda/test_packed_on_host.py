@@ -1,12 +1,14 @@
 """The kernels that pack, compiled for a CPU, against the NumPy packer, byte for byte, both ways.
 
-This shows what they compute and that their threads do not wait for each other; not that copies of
-theirs cannot overtake one another, nor how fast they are: tests/gpu/test_packed.py.
+This shows what they compute, that their threads do not wait for each other, and that a copy is
+waited for before its memory is used again; not what fences do, nor how fast the kernels are:
+tests/gpu/test_packed.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,7 +46,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++, which compiles the kernels for a CPU")
     folder = tmp_path_factory.mktemp("kernels")
@@ -63,6 +65,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     command = ["g++", *options, "-o", "kernels.so", "swap_packed.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+@pytest.fixture(params=[False, True], ids=["copies at once", "copies late"])
+def kernels(compiled: Any, request: pytest.FixtureRequest) -> Any:
+    return functools.partial(compiled.launch, int(request.param))
 
 
 class Bed:
@@ -102,7 +109,7 @@ class Bed:
         write_list(listed, pairs)
         table, _ = cut_packed_tiles(self.layout, [range(len(self.layout.regions))])
         columns = columns_table(self.layout)
-        failed = self._kernels.launch(
+        failed = self._kernels(
             int(direction is STORE),
             shape.ctas,
             shape.threads,
@@ -114,7 +121,7 @@ class Bed:
             ctypes.c_void_p(columns.ctypes.data),
             self.layout.pool_entries,
         )
-        assert not failed, "threads wait for each other"
+        assert not failed, "threads wait for each other, or not for their copies"
         return listed[STATUS_OFFSET_BYTES : STATUS_OFFSET_BYTES + len(pairs)] != 0
 
     def check(self) -> int:

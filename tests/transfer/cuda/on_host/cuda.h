@@ -12,8 +12,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -47,11 +49,43 @@ struct Index {
   unsigned x;
 };
 
+inline bool late = false;  // whether copies are made as late as they may be
+
+using Copy = std::function<void()>;
+
+// Copies of a thread, which it waits for by groups.
+class Groups {
+ public:
+  void add(Copy copy) {
+    if (late) {
+      groups_.back().push_back(std::move(copy));
+    } else {
+      copy();
+    }
+  }
+
+  void commit() { groups_.emplace_back(); }
+
+  // Makes all copies but those of the last groups that were committed.
+  void wait(size_t pending) {
+    while (groups_.size() - 1 > pending) {
+      for (const Copy& copy : groups_.front()) copy();
+      groups_.pop_front();
+    }
+  }
+
+  bool is_empty() const { return groups_.size() == 1 && groups_.front().empty(); }
+
+ private:
+  std::deque<std::vector<Copy>> groups_{1};
+};
+
 struct Fiber {
   Index index;
   ucontext_t start;
   jmp_buf place;  // jumps are ten times as fast as swapcontext, which calls the kernel
   std::unique_ptr<char[]> stack;
+  Groups drains, fetches;
   bool started = false;
   bool ended = false;
 };
@@ -74,6 +108,7 @@ struct Cta {
   Fiber* current = nullptr;
   jmp_buf scheduler;
   std::function<void()> kernel;
+  std::vector<Copy> late_copies;  // to shared memory
   bool moved = false;  // whether any fiber came further in this round
 };
 
@@ -124,7 +159,7 @@ inline void begin() {
   give_way();
 }
 
-// Returns false if all threads wait for each other.
+// Returns false if all threads wait for each other, or if one ends with copies under way.
 inline bool launch(unsigned ctas, unsigned threads, std::function<void()> kernel) {
   for (unsigned index = 0; index < ctas; ++index) {
     Cta own;
@@ -152,8 +187,15 @@ inline bool launch(unsigned ctas, unsigned threads, std::function<void()> kernel
         if (!fiber.ended) go_on(fiber);
       }
       backwards = !backwards;
+      if (!own.moved && !own.late_copies.empty()) {
+        const Copy copy = std::move(own.late_copies.back());
+        own.late_copies.pop_back();
+        copy();
+      }
     } while (own.moved);
-    const auto ended = [](const Fiber& fiber) { return fiber.ended; };
+    const auto ended = [](const Fiber& fiber) {
+      return fiber.ended && fiber.drains.is_empty() && fiber.fetches.is_empty();
+    };
     if (!std::all_of(own.fibers.begin(), own.fibers.end(), ended)) return false;
   }
   return true;
