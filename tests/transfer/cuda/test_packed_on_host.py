@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kv_swap.cuda.kernel_families import PACKED
-from kv_swap.cuda.swap import (
-    LIST_BYTES,
-    STATUS_OFFSET_BYTES,
-    compile_options,
-    source_directory,
-    write_list,
-)
+from kv_swap.cuda.swap import LIST_BYTES, STATUS_OFFSET_BYTES, write_list
 from kv_swap.cuda.tiles import columns_table, cut_packed_tiles
 from kv_swap.engine import Direction
 from kv_swap.layout import Packing
@@ -31,6 +22,7 @@ from kv_swap.packing.format import TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 from numpy.typing import NDArray
 
+from tests.support.kernels_on_host import compile_kernels
 from tests.support.packed_kv import (
     hostile_tiles,
     normal_tiles,
@@ -47,24 +39,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("there is no g++, which compiles the kernels for a CPU")
-    folder = tmp_path_factory.mktemp("kernels")
-    for source in (
-        source_directory(),
-        source_directory() / "include",
-        Path(__file__).parent / "on_host",
-    ):
-        for file in source.iterdir():
-            if file.is_file():
-                shutil.copy(file, folder)
-    options = [option for option in compile_options(PACKED) if option.startswith(("-D", "-std"))]
-    options += ["-O2", "-w", "-shared", "-fPIC", "-include", "cuda.h"]
-    # As some distributions compile everything.
-    options += ["-D_FORTIFY_SOURCE=3", "-D_GLIBCXX_ASSERTIONS"]
-    command = ["g++", *options, "-o", "kernels.so", "swap_packed.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    return compile_kernels(PACKED, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(params=[False, True], ids=["copies at once", "copies late"])

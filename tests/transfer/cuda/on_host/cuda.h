@@ -40,6 +40,7 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -97,7 +98,7 @@ struct Meeting {
 
 struct Warp {
   Meeting meeting;
-  unsigned values[2][32];  // of this meeting and of the last
+  unsigned long long values[2][32];  // of this meeting and of the last
 };
 
 struct Cta {
@@ -143,10 +144,10 @@ inline void meet(Meeting& meeting, unsigned count) {
 }
 
 // What the lanes of a warp have brought.
-inline const unsigned* exchange(unsigned value) {
+inline const unsigned long long* exchange(unsigned long long value) {
   const unsigned thread = cta->current->index.x;
   Warp& warp = cta->warps[thread / 32];
-  unsigned* values = warp.values[warp.meeting.number % 2];
+  unsigned long long* values = warp.values[warp.meeting.number % 2];
   values[thread % 32] = value;
   meet(warp.meeting, 32);
   return values;
@@ -208,14 +209,15 @@ inline void __syncthreads() {
 }
 inline void __syncwarp() { on_host::exchange(0); }
 inline unsigned __ballot_sync(unsigned, bool value) {
-  const unsigned* values = on_host::exchange(value);
+  const unsigned long long* values = on_host::exchange(value);
   unsigned mask = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) mask |= values[lane] << lane;
+  for (unsigned lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned>(values[lane]) << lane;
   return mask;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
-inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) {
-  return on_host::exchange(value)[lane];
+template <typename T>
+T __shfl_sync(unsigned, T value, unsigned lane) {
+  return static_cast<T>(on_host::exchange(value)[lane]);
 }
 inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
