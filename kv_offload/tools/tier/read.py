@@ -129,7 +129,7 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
 
 def _verify(rank: RankFile, index: DiskContents | None, progress: Progress) -> dict[str, int]:
     verified = {verdict.value: 0 for verdict in Verdict}
-    names = {} if index is None or rank.slot_bytes is None else index.names()
+    names = index.names() if index is not None and rank.belongs_to_index else {}
     states = verify(rank.file, sorted(names), names) if names else ()
     for state in progress.track(states, len(names), description=rank.file.name):
         verified[state.verdict.value] += 1

@@ -166,13 +166,13 @@ def test_replicas_have_folders_of_their_own(tmp_path: Path, shown: Run, as_json:
 def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     rank_file(folder, 0).write_bytes(b"mine")
     rank_file(folder, 1).unlink()
-    with TierBed(rank_file(folder, 1), NUM_SLOTS):
-        pass  # begun afresh, as by an engine whose index was lost
+    with TierBed(rank_file(folder, 1), NUM_SLOTS - 3):
+        pass  # begun afresh, as by an engine with another disk_bytes, which was killed then
     text = shown(folder, "--verify")
     assert "rank 0      " in text
     assert "no tier has made it" in text
     assert "not the file that the index is of: nothing in it is found" in text
-    assert "verified: 5 empty" in text
+    assert text.count("verified: nothing to read") == 2
     (folder / INDEX_FILE).write_bytes(b"no database at all")
     text = shown(folder, "--verify")
     assert f"index       {folder / INDEX_FILE}: cannot be used: file is not a database." in text
