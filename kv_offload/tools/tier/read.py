@@ -39,7 +39,7 @@ class Replica:
 
     folder: Path
     in_use: bool | None
-    """By an engine; None where that cannot be looked at."""
+    """By an engine, before or after all was verified; None where that cannot be looked at."""
     problem: str
     description: dict[str, str] | None
     slots: int | None
@@ -79,10 +79,7 @@ def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
 
 def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     path, index, problem = folder / INDEX_FILE, None, ""
-    try:
-        in_use: bool | None = is_in_use(path)
-    except OSError:
-        in_use = None
+    in_use = _is_in_use(path)
     try:
         index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
@@ -91,6 +88,7 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     if progress is not None:
         # An engine may make all of them anew in the minutes that this takes.
         ranks = [replace(rank, verified=_verify(rank, index, progress)) for rank in ranks]
+        in_use = in_use or _is_in_use(path)
     used = [] if index is None else index.used.tolist()
     return Replica(
         folder=folder,
@@ -105,6 +103,13 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
         was_reset=index is not None and index.was_reset,
         ranks=ranks,
     )
+
+
+def _is_in_use(index: Path) -> bool | None:
+    try:
+        return is_in_use(index)
+    except OSError:
+        return None
 
 
 def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:

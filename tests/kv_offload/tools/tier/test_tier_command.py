@@ -125,19 +125,42 @@ def test_an_engine_goes_on_meanwhile(tmp_path: Path, shown: Run, as_json: Run) -
     assert (found["in_use"], found["ranks"][0]["verified"]["match"]) == (False, 2)
 
 
+class Meanwhile(Progress):
+    """Shows nothing, and calls something before each block that was verified."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__(disable=True)
+        self._happens = happens
+
+    def track(self, *args: Any, **options: Any) -> Iterator[Any]:
+        for item in super().track(*args, **options):
+            self._happens()
+            yield item
+
+
 @pytest.mark.parametrize("gone", ["rank-1.kv", "replica-1"])
 def test_what_goes_while_the_rest_is_verified_is_said(folder: Path, gone: str) -> None:
     Disk(replica_folder(folder, 1)).close()
 
-    class Removing(Progress):
-        def track(self, *args: Any, **options: Any) -> Iterator[Any]:
-            for item in super().track(*args, **options):
-                if (folder / gone).exists():
-                    (folder / gone).rename(folder.parent / "gone")
-                yield item
+    def remove() -> None:
+        if (folder / gone).exists():
+            (folder / gone).rename(folder.parent / "gone")
 
-    with Removing(disable=True) as progress, pytest.raises(ConfigError, match="folder again"):
+    with Meanwhile(remove) as progress, pytest.raises(ConfigError, match="folder again"):
         read_folder(folder, progress)
+
+
+def test_an_engine_that_starts_while_its_disk_is_verified_uses_it(folder: Path) -> None:
+    engines: list[Disk] = []
+
+    def start() -> None:
+        if not engines:
+            engines.append(Disk(folder))
+
+    with Meanwhile(start) as progress:
+        (replica,) = read_folder(folder, progress)
+    engines[0].close()
+    assert replica.in_use, "what it writes meanwhile would be taken for damage"
 
 
 def test_what_a_reset_leaves_is_said(tmp_path: Path, shown: Run) -> None:
