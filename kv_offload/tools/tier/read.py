@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kv_swap.errors import TierError
@@ -39,7 +39,7 @@ class Replica:
 
     folder: Path
     in_use: bool | None
-    """By an engine; None where that cannot be looked at."""
+    """By an engine, before or after all was verified; None where that cannot be looked at."""
     problem: str
     description: dict[str, str] | None
     slots: int | None
@@ -71,21 +71,24 @@ def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
             f"{path}: has no {INDEX_FILE} and no file of a rank, nor has a folder of a replica in "
             "it. Give the folder that an engine has as its disk_path"
         )
-    return [_read_replica(folder, progress) for folder in folders]
+    try:
+        return [_read_replica(folder, progress) for folder in folders]
+    except (OSError, TierError) as error:
+        raise ConfigError(f"{error}; look at the folder again") from error
 
 
 def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     path, index, problem = folder / INDEX_FILE, None, ""
-    try:
-        in_use: bool | None = is_in_use(path)
-    except OSError:
-        in_use = None
+    in_use = _is_in_use(path)
     try:
         index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
         problem = error.args[0]
-    files = find_ranks(folder).items()
-    ranks = [_read_rank(rank, file, index, progress) for rank, file in files]
+    ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
+    if progress is not None:
+        # An engine may make all of them anew in the minutes that this takes.
+        ranks = [replace(rank, verified=_verify(rank, index, progress)) for rank in ranks]
+        in_use = in_use or _is_in_use(path)
     used = [] if index is None else index.used.tolist()
     return Replica(
         folder=folder,
@@ -102,32 +105,37 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     )
 
 
-def _read_rank(
-    rank: int, file: Path, index: DiskContents | None, progress: Progress | None
-) -> RankFile:
+def _is_in_use(index: Path) -> bool | None:
+    try:
+        return is_in_use(index)
+    except OSError:
+        return None
+
+
+def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
+    file_bytes = file.stat().st_blocks * 512
     content, problem = None, ""
     try:
         content = read_description(file)
     except TierError as error:
         problem = str(error)
-    verified = None
-    if progress is not None:
-        verified = {verdict.value: 0 for verdict in Verdict}
-        names = {} if index is None or content is None else index.names()
-        states = verify(file, sorted(names), names) if names else ()
-        try:
-            for state in progress.track(states, len(names), description=file.name):
-                verified[state.verdict.value] += 1
-        except TierError as error:
-            raise ConfigError(f"{error}; look at the folder again") from error
     return RankFile(
         rank=rank,
         file=file,
-        file_bytes=file.stat().st_blocks * 512,
+        file_bytes=file_bytes,
         slot_bytes=None if content is None else content.slot_bytes,
         belongs_to_index=index is not None
         and content is not None
         and index.files.get(str(rank)) == content.file_id,
         problem=problem,
-        verified=verified,
+        verified=None,
     )
+
+
+def _verify(rank: RankFile, index: DiskContents | None, progress: Progress) -> dict[str, int]:
+    verified = {verdict.value: 0 for verdict in Verdict}
+    names = index.names() if index is not None and rank.belongs_to_index else {}
+    states = verify(rank.file, sorted(names), names) if names else ()
+    for state in progress.track(states, len(names), description=rank.file.name):
+        verified[state.verdict.value] += 1
+    return verified

@@ -1,27 +1,20 @@
 """The kernels that pack, compiled for a CPU, against the NumPy packer, byte for byte, both ways.
 
-This shows what they compute and that their threads do not wait for each other; not that copies of
-theirs cannot overtake one another, nor how fast they are: tests/gpu/test_packed.py.
+This shows what they compute, that their threads do not wait for each other, and that a copy is
+waited for before its memory is used again; not what fences do, nor how fast the kernels are:
+tests/gpu/test_packed.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from kv_swap.cuda.kernel_families import PACKED
-from kv_swap.cuda.swap import (
-    LIST_BYTES,
-    STATUS_OFFSET_BYTES,
-    compile_options,
-    source_directory,
-    write_list,
-)
+from kv_swap.cuda.swap import LIST_BYTES, STATUS_OFFSET_BYTES, write_list
 from kv_swap.cuda.tiles import columns_table, cut_packed_tiles
 from kv_swap.engine import Direction
 from kv_swap.layout import Packing
@@ -29,6 +22,7 @@ from kv_swap.packing.format import TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
 from numpy.typing import NDArray
 
+from tests.support.kernels_on_host import compile_kernels
 from tests.support.packed_kv import (
     hostile_tiles,
     normal_tiles,
@@ -44,23 +38,13 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("there is no g++, which compiles the kernels for a CPU")
-    folder = tmp_path_factory.mktemp("kernels")
-    for source in (
-        source_directory(),
-        source_directory() / "include",
-        Path(__file__).parent / "on_host",
-    ):
-        for file in source.iterdir():
-            if file.is_file():
-                shutil.copy(file, folder)
-    options = [option for option in compile_options(PACKED) if option.startswith(("-D", "-std"))]
-    options += ["-O2", "-w", "-shared", "-fPIC", "-include", "cuda.h"]
-    command = ["g++", *options, "-o", "kernels.so", "swap_packed.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compile_kernels(PACKED, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=[False, True], ids=["copies at once", "copies late"])
+def kernels(compiled: Any, request: pytest.FixtureRequest) -> Any:
+    return functools.partial(compiled.launch, int(request.param))
 
 
 class Bed:
@@ -100,7 +84,7 @@ class Bed:
         write_list(listed, pairs)
         table, _ = cut_packed_tiles(self.layout, [range(len(self.layout.regions))])
         columns = columns_table(self.layout)
-        failed = self._kernels.launch(
+        failed = self._kernels(
             int(direction is STORE),
             shape.ctas,
             shape.threads,
@@ -112,7 +96,7 @@ class Bed:
             ctypes.c_void_p(columns.ctypes.data),
             self.layout.pool_entries,
         )
-        assert not failed, "threads wait for each other"
+        assert not failed, "threads wait for each other, or not for their copies"
         return listed[STATUS_OFFSET_BYTES : STATUS_OFFSET_BYTES + len(pairs)] != 0
 
     def check(self) -> int:

@@ -1,4 +1,6 @@
-// As csrc/include/bulk.cuh, on a CPU. A copy is done once it is issued.
+// As csrc/include/bulk.cuh, on a CPU. Copies are made when they are issued, or, if `on_host::late`, as
+// late as they may be: those that leave shared memory and those of 16 bytes once they are waited for,
+// and others, the last that was issued first, when no thread comes further without them.
 #pragma once
 
 #include "swap.cuh"
@@ -58,31 +60,43 @@ inline void wait_barrier(u32 barrier, u32 parity) {
 }
 
 inline void bulk_to_shared(u32 destination, u64 source, u32 num_bytes, u32 barrier) {
-  std::memcpy(at_shared(destination), reinterpret_cast<const void*>(source), num_bytes);
-  at_barrier(barrier).missing_bytes -= static_cast<int>(num_bytes);
-  end_phase(at_barrier(barrier));
+  const auto copy = [=] {
+    std::memcpy(at_shared(destination), reinterpret_cast<const void*>(source), num_bytes);
+    at_barrier(barrier).missing_bytes -= static_cast<int>(num_bytes);
+    end_phase(at_barrier(barrier));
+  };
+  if (on_host::late) {
+    on_host::cta->late_copies.push_back(copy);
+  } else {
+    copy();
+  }
 }
 
 inline void bulk_from_shared(u64 destination, u32 source, u32 num_bytes) {
-  std::memcpy(reinterpret_cast<void*>(destination), at_shared(source), num_bytes);
+  on_host::cta->current->drains.add(
+      [=] { std::memcpy(reinterpret_cast<void*>(destination), at_shared(source), num_bytes); });
 }
 
-inline void commit_drain() {}
+inline void commit_drain() { on_host::cta->current->drains.commit(); }
 
 template <int kPending>
-void wait_drained() {}
+void wait_drained() {
+  on_host::cta->current->drains.wait(kPending);
+}
 
-inline void wait_written() {}
+inline void wait_written() { on_host::cta->current->drains.wait(0); }
 
 inline void fence_for_bulk_copies() {}
 
 inline void fetch_16_bytes(u32 destination, const void* source) {
-  std::memcpy(at_shared(destination), source, 16);
+  on_host::cta->current->fetches.add([=] { std::memcpy(at_shared(destination), source, 16); });
 }
 
-inline void commit_fetch() {}
+inline void commit_fetch() { on_host::cta->current->fetches.commit(); }
 
 template <int kPending>
-void wait_fetched() {}
+void wait_fetched() {
+  on_host::cta->current->fetches.wait(kPending);
+}
 
 }  // namespace kv_swap

@@ -4,13 +4,18 @@
 // this thread's own. The CTAs of a launch run one after the other.
 #pragma once
 
+// Some compilers define it, as Ubuntu's. The C library then aborts at a jump to another stack.
+#undef _FORTIFY_SOURCE
+
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -35,6 +40,7 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -44,11 +50,43 @@ struct Index {
   unsigned x;
 };
 
+inline bool late = false;  // whether copies are made as late as they may be
+
+using Copy = std::function<void()>;
+
+// Copies of a thread, which it waits for by groups.
+class Groups {
+ public:
+  void add(Copy copy) {
+    if (late) {
+      groups_.back().push_back(std::move(copy));
+    } else {
+      copy();
+    }
+  }
+
+  void commit() { groups_.emplace_back(); }
+
+  // Makes all copies but those of the last groups that were committed.
+  void wait(size_t pending) {
+    while (groups_.size() - 1 > pending) {
+      for (const Copy& copy : groups_.front()) copy();
+      groups_.pop_front();
+    }
+  }
+
+  bool is_empty() const { return groups_.size() == 1 && groups_.front().empty(); }
+
+ private:
+  std::deque<std::vector<Copy>> groups_{1};
+};
+
 struct Fiber {
   Index index;
   ucontext_t start;
   jmp_buf place;  // jumps are ten times as fast as swapcontext, which calls the kernel
   std::unique_ptr<char[]> stack;
+  Groups drains, fetches;
   bool started = false;
   bool ended = false;
 };
@@ -60,7 +98,7 @@ struct Meeting {
 
 struct Warp {
   Meeting meeting;
-  unsigned values[2][32];  // of this meeting and of the last
+  unsigned long long values[2][32];  // of this meeting and of the last
 };
 
 struct Cta {
@@ -71,6 +109,7 @@ struct Cta {
   Fiber* current = nullptr;
   jmp_buf scheduler;
   std::function<void()> kernel;
+  std::vector<Copy> late_copies;  // to shared memory
   bool moved = false;  // whether any fiber came further in this round
 };
 
@@ -105,10 +144,10 @@ inline void meet(Meeting& meeting, unsigned count) {
 }
 
 // What the lanes of a warp have brought.
-inline const unsigned* exchange(unsigned value) {
+inline const unsigned long long* exchange(unsigned long long value) {
   const unsigned thread = cta->current->index.x;
   Warp& warp = cta->warps[thread / 32];
-  unsigned* values = warp.values[warp.meeting.number % 2];
+  unsigned long long* values = warp.values[warp.meeting.number % 2];
   values[thread % 32] = value;
   meet(warp.meeting, 32);
   return values;
@@ -121,7 +160,7 @@ inline void begin() {
   give_way();
 }
 
-// Returns false if all threads wait for each other.
+// Returns false if all threads wait for each other, or if one ends with copies under way.
 inline bool launch(unsigned ctas, unsigned threads, std::function<void()> kernel) {
   for (unsigned index = 0; index < ctas; ++index) {
     Cta own;
@@ -149,8 +188,15 @@ inline bool launch(unsigned ctas, unsigned threads, std::function<void()> kernel
         if (!fiber.ended) go_on(fiber);
       }
       backwards = !backwards;
+      if (!own.moved && !own.late_copies.empty()) {
+        const Copy copy = std::move(own.late_copies.back());
+        own.late_copies.pop_back();
+        copy();
+      }
     } while (own.moved);
-    const auto ended = [](const Fiber& fiber) { return fiber.ended; };
+    const auto ended = [](const Fiber& fiber) {
+      return fiber.ended && fiber.drains.is_empty() && fiber.fetches.is_empty();
+    };
     if (!std::all_of(own.fibers.begin(), own.fibers.end(), ended)) return false;
   }
   return true;
@@ -163,14 +209,15 @@ inline void __syncthreads() {
 }
 inline void __syncwarp() { on_host::exchange(0); }
 inline unsigned __ballot_sync(unsigned, bool value) {
-  const unsigned* values = on_host::exchange(value);
+  const unsigned long long* values = on_host::exchange(value);
   unsigned mask = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) mask |= values[lane] << lane;
+  for (unsigned lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned>(values[lane]) << lane;
   return mask;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
-inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) {
-  return on_host::exchange(value)[lane];
+template <typename T>
+T __shfl_sync(unsigned, T value, unsigned lane) {
+  return static_cast<T>(on_host::exchange(value)[lane]);
 }
 inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
