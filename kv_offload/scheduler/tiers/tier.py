@@ -185,14 +185,18 @@ class Tier(ABC):
             )
         self._is_stuck = stuck
 
-    def copied(self, move: Move) -> None:
-        """Hear how a copy ended; of one that failed the ranks' logs say why."""
+    def copied(self, move: Move) -> float:
+        """Hear how a copy ended; of one that failed the ranks' logs say why.
+
+        Returns for how many seconds nothing is written, if such a pause begins now, else 0.
+        """
         if move.outcome is Outcome.OK:
             (self._reads if move.promotes else self._writes).went_well()
         elif move.promotes:
             self.read_failed()
         else:
-            self.write_failed()
+            return self.write_failed()
+        return 0.0
 
     def read_failed(self) -> None:
         """Read nothing for a while, because a read or a question failed."""
@@ -204,10 +208,13 @@ class Tier(ABC):
                 self._reads.begin(),
             )
 
-    def write_failed(self) -> None:
-        """Write nothing for a while. If nothing is read either, that has been told already."""
+    def write_failed(self) -> float:
+        """Write nothing for a while; return for how many seconds from now, 0 if that has begun.
+
+        If nothing is read either, that has been told already.
+        """
         if not self._writes.is_over:
-            return
+            return 0.0
         seconds = self._writes.begin()
         if self._reads.is_over:
             logger.warning(
@@ -215,3 +222,4 @@ class Tier(ABC):
                 self.what,
                 seconds,
             )
+        return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -247,6 +248,40 @@ def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
     ask(engine, "d", prompt=[7] * 9)
     engine.run()
     assert engine.totals["demoted_slots"] > 0
+
+
+def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
+    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would else write what has come in the pause with its next request only."""
+    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 2.0)
+    woken = threading.Event()
+    engine.offload.wake = woken.set
+    engine.disk.faults["error"] = 1
+    ask(engine, "a", prompt=[9] * 9)
+    engine.run()
+    engine.totals.clear()
+    ask(engine, "b", prompt=[8] * 9)
+    engine.run()
+    assert engine.totals["demoted_slots"] == 0
+    assert not engine.scheduler.has_requests(), "it rests"
+    assert woken.wait(20)
+    assert engine.scheduler.has_requests()
+    engine.run()
+    assert engine.totals["demoted_slots"] == 2
+
+
+def test_an_engine_that_has_ended_is_not_woken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 60.0)
+    engine = make()
+    engine.offload.wake = pytest.fail
+    engine.disk.faults["error"] = 1
+    ask(engine, "a", prompt=[9] * 9)
+    engine.run()
+    (alarm,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    engine.connector.shutdown()
+    alarm.join(10)
+    assert not alarm.is_alive()
 
 
 def test_a_bad_place_fails_one_write_and_no_further_one(
