@@ -145,6 +145,9 @@ class SharedTier(Tier):
     def ask(self, keys: Sequence[bytes]) -> Question | None:
         """Ask the store for what is not known of these keys."""
         assert self._directory is not None, "the tier is not open"
+        self._hear_late_answer()
+        if not self.may_read:
+            return None
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
@@ -165,6 +168,18 @@ class SharedTier(Tier):
             self.read_failed()
         elif generation == self._generation:  # else there was a reset meanwhile
             self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
+
+    def next_step(self, oldest: Iterable[Move], now: float) -> None:
+        """See `Tier`."""
+        super().next_step(oldest, now)
+        self._hear_late_answer()
+
+    def _hear_late_answer(self) -> None:
+        """See whether an answer has failed that its request has not waited for."""
+        if self._is_late and self._last_answer is not None and self._last_answer.is_done:
+            self._is_late = False
+            if self._last_answer.found is None:
+                self.read_failed()
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
         """Write what is not known to be there. The ranks look before they send it."""
