@@ -134,6 +134,16 @@ class SharedTier(Tier):
         return super()._is_ready and not (self._is_late and self.is_asked)
 
     @property
+    def may_read(self) -> bool:
+        """See `Tier`: not once a late answer has failed, until `next_step` makes that a pause."""
+        return super().may_read and not self._late_answer_failed
+
+    @property
+    def _late_answer_failed(self) -> bool:
+        answer = self._last_answer
+        return self._is_late and answer is not None and answer.is_done and answer.found is None
+
+    @property
     def generation(self) -> bytes:
         """See `Tier`."""
         return self._generation
@@ -145,9 +155,6 @@ class SharedTier(Tier):
     def ask(self, keys: Sequence[bytes]) -> Question | None:
         """Ask the store for what is not known of these keys."""
         assert self._directory is not None, "the tier is not open"
-        self._hear_late_answer()
-        if not self.may_read:
-            return None
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
@@ -172,13 +179,9 @@ class SharedTier(Tier):
     def next_step(self, oldest: Iterable[Move], now: float) -> None:
         """See `Tier`."""
         super().next_step(oldest, now)
-        self._hear_late_answer()
-
-    def _hear_late_answer(self) -> None:
-        """See whether an answer has failed that its request has not waited for."""
-        if self._is_late and self._last_answer is not None and self._last_answer.is_done:
-            self._is_late = False
-            if self._last_answer.found is None:
+        if self._is_late and not self.is_asked:
+            failed, self._is_late = self._late_answer_failed, False
+            if failed:
                 self.read_failed()
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
