@@ -136,8 +136,9 @@ class TieredScheduler(OffloadScheduler):
         tier = self._tier
         # While an answer is late nothing is written, but it comes soon, or that it does not.
         begins = (tier.may_write or tier.is_asked) and self._demotions.has_more and self._is_patient
-        writes = tier.may_write and self._jobs.oldest_move_sent is not None
-        return (begins or writes) and not self.is_to_rest()
+        # Also after an error: the others that are under way end, and are to be heard of.
+        ends = self._jobs.oldest_move_sent is not None and not tier.is_stuck
+        return (begins or ends) and not self.is_to_rest()
 
     @property
     def _is_patient(self) -> bool:

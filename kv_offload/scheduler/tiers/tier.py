@@ -76,7 +76,8 @@ class Tier(ABC):
         self.what = what
         self._reads = Pause()
         self._writes = Pause()
-        self._is_stuck = False
+        self.is_stuck = False
+        """Whether a copy hangs, so that there is no saying when it ends."""
         # By direction, the oldest copy under way, and since when no older one is.
         self._oldest: dict[bool, tuple[Move, float]] = {}
 
@@ -150,7 +151,7 @@ class Tier(ABC):
     @property
     def _is_ready(self) -> bool:
         """Whether it is open, and answers."""
-        return self.is_open and not self._is_stuck
+        return self.is_open and not self.is_stuck
 
     @property
     def may_read(self) -> bool:
@@ -175,7 +176,7 @@ class Tier(ABC):
             before, since = known.get(move.promotes, (move, move.sent_after))
             self._oldest[move.promotes] = move, since if move is before else now
         stuck = any(now - since > STUCK_SECONDS for _, since in self._oldest.values())
-        if stuck and not self._is_stuck:
+        if stuck and not self.is_stuck:
             logger.warning(
                 "kv-offload: a copy to or from the %s has not ended in %.0f s. The %s is not "
                 "used until it has; prompts are computed meanwhile",
@@ -183,7 +184,7 @@ class Tier(ABC):
                 STUCK_SECONDS,
                 self.what,
             )
-        self._is_stuck = stuck
+        self.is_stuck = stuck
 
     def copied(self, move: Move) -> float:
         """Hear how a copy ended; of one that failed the ranks' logs say why.

@@ -397,6 +397,35 @@ def begin_writes(
     return writes
 
 
+def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the index lacks what went well, and errors that are heard of later are a new pause."""
+    writes = begin_writes(engine, monkeypatch)
+    known = engine.offload.gauges()["tier_slots_in_use"] - writes
+    engine.disk.faults["error"] = 2
+    engine.disk.run()
+    engine.step(2)
+    assert not engine.offload._tier.may_write
+    assert engine.scheduler.has_requests(), "it goes on stepping"
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["lost_tier_slots"] == 2
+    assert engine.totals["demoted_slots"] == writes - 2
+    assert len(engine.offload._tier.manager.readable_slots()) == known + writes - 2
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    assert engine.offload._tier.may_write, "they were one outage"
+
+
+def test_an_idle_engine_rests_though_a_write_hangs(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_writes(engine, monkeypatch)
+    step_for(engine, now, tier.STUCK_SECONDS + 1)
+    assert engine.running(TierDirection.DEMOTE)
+    assert not engine.scheduler.has_requests()
+
+
 def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_other_ends(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
