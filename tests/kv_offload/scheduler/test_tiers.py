@@ -251,10 +251,10 @@ def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
 
 
 def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
-    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would else write what has come in the pause with its next request only."""
-    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 2.0)
+    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 0.1)
     woken = threading.Event()
     engine.offload.wake = woken.set
     engine.disk.faults["error"] = 1
@@ -266,6 +266,7 @@ def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
     assert engine.totals["demoted_slots"] == 0
     assert not engine.scheduler.has_requests(), "it rests"
     assert woken.wait(20)
+    now[0] += tier.FIRST_PAUSE_SECONDS
     assert engine.scheduler.has_requests()
     engine.run()
     assert engine.totals["demoted_slots"] == 2
