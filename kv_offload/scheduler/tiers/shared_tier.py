@@ -13,7 +13,7 @@ from kv_offload.cache.slots import Slots
 from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.jobs import Move
-from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.tiers.tier import FIRST_PAUSE_SECONDS, Tier
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -140,8 +140,11 @@ class SharedTier(Tier):
 
     @property
     def _late_answer_failed(self) -> bool:
+        """Whether it did, and not so long ago that a pause would be over."""
         answer = self._last_answer
-        return self._is_late and answer is not None and answer.is_done and answer.found is None
+        if not self._is_late or answer is None or not answer.is_done or answer.found is not None:
+            return False
+        return time.monotonic() - answer.answered < FIRST_PAUSE_SECONDS
 
     @property
     def generation(self) -> bytes:

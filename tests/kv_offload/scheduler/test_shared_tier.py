@@ -182,6 +182,23 @@ def test_an_answer_that_fails_late_is_a_read_that_failed(
     assert len(engine.directory.asked) == 2
 
 
+def test_a_late_answer_that_failed_long_ago_says_nothing(make: Any, now: list[float]) -> None:
+    """An engine that rests hears of it with its next request, and the store may be back since."""
+    first, second = make(), make()
+    first.answer("a")
+    second.directory.stuck = True
+    second.add("b", [9] * 9, 2)
+    second.step(2)
+    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+    second.step(12, copies=True)
+    second.directory.stuck, second.directory.fails = False, True
+    second.directory.answer()
+    second.directory.fails = False
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    second.answer("c")
+    assert second.totals["promoted_slots"] == FULL_BLOCKS
+
+
 def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(
     make: Any, now: list[float]
 ) -> None:
