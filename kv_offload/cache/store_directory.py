@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -28,6 +29,8 @@ class StoreAnswer:
         self.names = names
         self.found: Sequence[bool] | None = None
         """For each name, in order, whether all of its parts are there; None if it failed."""
+        self.answered = 0.0
+        """When it was answered, on the monotonic clock."""
         self._done = threading.Event()
 
     @property
@@ -38,6 +41,7 @@ class StoreAnswer:
     def set(self, found: Sequence[bool] | None) -> None:
         """Answer, or say that it failed."""
         self.found = found
+        self.answered = time.monotonic()
         self._done.set()
 
 

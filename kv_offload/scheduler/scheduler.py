@@ -129,6 +129,8 @@ class OffloadScheduler:
         manager.limit_slots(0)
         self.is_to_rest: Callable[[], bool] = lambda: False
         """Whether the engine is to come to rest soon: its user has paused it, or it ends."""
+        self.wake: Callable[[], None] | None = None
+        """Has an engine that rests look again for work, from any thread; None if it cannot."""
         self._idle_loaded: set[str] = set()
         self.stranded: set[str] = set()
         """Loaded requests that two steps have not run, though nothing else is under way.

@@ -24,7 +24,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     refusal,
 )
-from tests.support.processes import stay, staying
+from tests.support.processes import run_module, stay, staying
 
 pytestmark = pytest.mark.usefixtures("fixed_hashes")
 
@@ -125,6 +125,15 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["late_promotions"] > 0
         monkeypatch.setattr(os, "preadv", read)
+
+
+def test_an_idle_engine_writes_after_a_pause_what_came_in_it(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """The engine core sleeps in a process of its own; no request wakes it."""
+    arguments = {"disk_path": str(tmp_path / "disk")}
+    run = run_module("tests.engine.idle_run", model_folder, "qwen3", arguments, forks=True)
+    assert run["written"] >= run["blocks"] > 0
 
 
 def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,6 +157,7 @@ class ManualAnswer:
         self.names = names
         self.is_done = False
         self.found: list[bool] | None = None
+        self.answered = 0.0
 
 
 class ManualDirectory:
@@ -178,7 +180,7 @@ class ManualDirectory:
         """Answer all that was asked."""
         for answer in () if self.stuck else self.asked:
             if not answer.is_done:
-                answer.is_done = True
+                answer.is_done, answer.answered = True, time.monotonic()
                 if not self.fails:
                     parts = self.parts
                     answer.found = [all(name in part for part in parts) for name in answer.names]

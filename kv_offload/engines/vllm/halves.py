@@ -47,6 +47,26 @@ def find_engine_state() -> Callable[[], bool]:
     return is_to_rest
 
 
+def find_waker() -> Callable[[], None] | None:
+    """Return what has the core of the engine that is being built look for work, if it waits.
+
+    Any thread may call it. None for a core that is no process: its caller steps it, nobody waits.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+
+    found = next((caller for caller in callers() if isinstance(caller, EngineCoreProc)), None)
+    if found is None:
+        return None
+    reference = weakref.ref(found)
+
+    def wake() -> None:
+        if (core := reference()) is not None:
+            core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    return wake
+
+
 def _is_of_core(caller: Any) -> bool:
     """Whether it is vLLM's scheduler, whose state is not there yet, or its engine core."""
     from vllm.v1.core.sched.interface import SchedulerInterface

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,8 @@ class TieredScheduler(OffloadScheduler):
         self._tiers_of_ranks: dict[int, TierCapacity] = {}
         self._idle_since: float | None = None
         """When the first step was that computes nothing, on the monotonic clock."""
+        self._alarm: threading.Timer | None = None
+        """Wakes the engine when a pause of writes is over."""
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class TieredScheduler(OffloadScheduler):
 
     def _end_move(self, move: Move) -> None:
         failed = move.failed
-        self._tier.copied(move)
+        pause_seconds = self._tier.copied(move)
         part = self._promotions if move.promotes else self._demotions
         part.ended(move, failed)
         if move.promotes:  # a request that did not wait may have wished to retain it
@@ -109,6 +112,11 @@ class TieredScheduler(OffloadScheduler):
         name = "promoted" if move.promotes else "demoted"
         self._statistics.count(f"{name}_slots", int(len(failed) - failed.sum()))
         self._statistics.count("lost_tier_slots", int(failed.sum()))
+        # An engine that rests by then would leave what has come to the next request.
+        if pause_seconds and self.wake is not None:
+            self._alarm = threading.Timer(pause_seconds, self.wake)
+            self._alarm.daemon = True
+            self._alarm.start()
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         super()._learn(report)
@@ -128,8 +136,9 @@ class TieredScheduler(OffloadScheduler):
         tier = self._tier
         # While an answer is late nothing is written, but it comes soon, or that it does not.
         begins = (tier.may_write or tier.is_asked) and self._demotions.has_more and self._is_patient
-        writes = tier.may_write and self._jobs.oldest_move_sent is not None
-        return (begins or writes) and not self.is_to_rest()
+        # Also after an error: the others that are under way end, and are to be heard of.
+        ends = self._jobs.oldest_move_sent is not None and not tier.is_stuck
+        return (begins or ends) and not self.is_to_rest()
 
     @property
     def _is_patient(self) -> bool:
@@ -157,6 +166,8 @@ class TieredScheduler(OffloadScheduler):
     def close(self) -> None:
         """End what the tier runs beside the engine."""
         super().close()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._tier.close(CLOSE_SECONDS)
 
     # -- figures -------------------------------------------------------------------------------

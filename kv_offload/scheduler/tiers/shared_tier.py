@@ -13,7 +13,7 @@ from kv_offload.cache.slots import Slots
 from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.jobs import Move
-from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.tiers.tier import FIRST_PAUSE_SECONDS, Tier
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -134,6 +134,19 @@ class SharedTier(Tier):
         return super()._is_ready and not (self._is_late and self.is_asked)
 
     @property
+    def may_read(self) -> bool:
+        """See `Tier`: not once a late answer has failed, until `next_step` makes that a pause."""
+        return super().may_read and not self._late_answer_failed
+
+    @property
+    def _late_answer_failed(self) -> bool:
+        """Whether it did, and not so long ago that a pause would be over."""
+        answer = self._last_answer
+        if not self._is_late or answer is None or not answer.is_done or answer.found is not None:
+            return False
+        return time.monotonic() - answer.answered < FIRST_PAUSE_SECONDS
+
+    @property
     def generation(self) -> bytes:
         """See `Tier`."""
         return self._generation
@@ -165,6 +178,14 @@ class SharedTier(Tier):
             self.read_failed()
         elif generation == self._generation:  # else there was a reset meanwhile
             self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
+
+    def next_step(self, oldest: Iterable[Move], now: float) -> None:
+        """See `Tier`."""
+        super().next_step(oldest, now)
+        if self._is_late and not self.is_asked:
+            failed, self._is_late = self._late_answer_failed, False
+            if failed:
+                self.read_failed()
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
         """Write what is not known to be there. The ranks look before they send it."""

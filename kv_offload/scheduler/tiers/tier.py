@@ -77,7 +77,8 @@ class Tier(ABC):
         self.what = what
         self._reads = Pause()
         self._writes = Pause()
-        self._is_stuck = False
+        self.is_stuck = False
+        """Whether a copy hangs, so that there is no saying when it ends."""
         # By direction, the oldest copy under way, and since when no older one is.
         self._oldest: dict[bool, tuple[Move, float]] = {}
 
@@ -151,7 +152,7 @@ class Tier(ABC):
     @property
     def _is_ready(self) -> bool:
         """Whether it is open, and answers."""
-        return self.is_open and not self._is_stuck
+        return self.is_open and not self.is_stuck
 
     @property
     def may_read(self) -> bool:
@@ -176,7 +177,7 @@ class Tier(ABC):
             before, since = known.get(move.promotes, (move, move.sent_after))
             self._oldest[move.promotes] = move, since if move is before else now
         stuck = any(now - since > STUCK_SECONDS for _, since in self._oldest.values())
-        if stuck and not self._is_stuck:
+        if stuck and not self.is_stuck:
             logger.warning(
                 "kv-offload: a copy to or from the %s has not ended in %.0f s. The %s is not "
                 "used until it has; prompts are computed meanwhile",
@@ -184,16 +185,20 @@ class Tier(ABC):
                 STUCK_SECONDS,
                 self.what,
             )
-        self._is_stuck = stuck
+        self.is_stuck = stuck
 
-    def copied(self, move: Move) -> None:
-        """Hear how a copy ended; of one that failed the ranks' logs say why."""
+    def copied(self, move: Move) -> float:
+        """Hear how a copy ended; of one that failed the ranks' logs say why.
+
+        Returns for how many seconds nothing is written, if such a pause begins now, else 0.
+        """
         if move.outcome is Outcome.OK:
             (self._reads if move.promotes else self._writes).went_well()
         elif move.promotes:
             self.read_failed()
         else:
-            self.write_failed()
+            return self.write_failed()
+        return 0.0
 
     def read_failed(self) -> None:
         """Read nothing for a while, because a read or a question failed."""
@@ -205,10 +210,13 @@ class Tier(ABC):
                 self._reads.begin(),
             )
 
-    def write_failed(self) -> None:
-        """Write nothing for a while. If nothing is read either, that has been told already."""
+    def write_failed(self) -> float:
+        """Write nothing for a while; return for how many seconds from now, 0 if that has begun.
+
+        If nothing is read either, that has been told already.
+        """
         if not self._writes.is_over:
-            return
+            return 0.0
         seconds = self._writes.begin()
         if self._reads.is_over:
             logger.warning(
@@ -216,3 +224,4 @@ class Tier(ABC):
                 self.what,
                 seconds,
             )
+        return seconds

@@ -167,6 +167,53 @@ def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
     assert second.offload.gauges()["tier_usable"] == 1
 
 
+@pytest.mark.parametrize("steps_idle", [True, False])
+def test_an_answer_that_fails_late_is_a_read_that_failed(
+    make: Any, now: list[float], steps_idle: bool
+) -> None:
+    """A master that hangs answers after seconds. Else it would be asked, and waited for, again."""
+    engine = make()
+    engine.directory.stuck = True
+    engine.add("a", PROMPT, 2)
+    engine.step(2)
+    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+    engine.step(12, copies=True)
+    assert "a" in engine.ended
+    engine.directory.stuck, engine.directory.fails = False, True
+    engine.directory.answer()
+    if steps_idle:
+        engine.step(2)
+        assert engine.offload.gauges()["tier_usable"] == 0
+    engine.directory.stuck = True
+    engine.add("b", OTHER, 2)
+    engine.step(4)
+    assert "b" in engine.answers, "it waits for no other answer"
+    engine.directory.stuck, engine.directory.fails = False, False
+    engine.run()
+    assert engine.offload.gauges()["tier_usable"] == 0
+    assert len(engine.directory.asked) == 1
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    engine.answer("c", [9] * 9)
+    assert len(engine.directory.asked) == 2
+
+
+def test_a_late_answer_that_failed_long_ago_says_nothing(make: Any, now: list[float]) -> None:
+    """An engine that rests hears of it with its next request, and the store may be back since."""
+    first, second = make(), make()
+    first.answer("a")
+    second.directory.stuck = True
+    second.add("b", [9] * 9, 2)
+    second.step(2)
+    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+    second.step(12, copies=True)
+    second.directory.stuck, second.directory.fails = False, True
+    second.directory.answer()
+    second.directory.fails = False
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    second.answer("c")
+    assert second.totals["promoted_slots"] == FULL_BLOCKS
+
+
 def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(
     make: Any, now: list[float]
 ) -> None:

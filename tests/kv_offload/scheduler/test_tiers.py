@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -249,6 +250,41 @@ def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
     assert engine.totals["demoted_slots"] > 0
 
 
+def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would else write what has come in the pause with its next request only."""
+    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 0.1)
+    woken = threading.Event()
+    engine.offload.wake = woken.set
+    engine.disk.faults["error"] = 1
+    ask(engine, "a", prompt=[9] * 9)
+    engine.run()
+    engine.totals.clear()
+    ask(engine, "b", prompt=[8] * 9)
+    engine.run()
+    assert engine.totals["demoted_slots"] == 0
+    assert not engine.scheduler.has_requests(), "it rests"
+    assert woken.wait(20)
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    assert engine.scheduler.has_requests()
+    engine.run()
+    assert engine.totals["demoted_slots"] == 2
+
+
+def test_an_engine_that_has_ended_is_not_woken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 60.0)
+    engine = make()
+    engine.offload.wake = pytest.fail
+    engine.disk.faults["error"] = 1
+    ask(engine, "a", prompt=[9] * 9)
+    engine.run()
+    (alarm,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    engine.connector.shutdown()
+    alarm.join(10)
+    assert not alarm.is_alive()
+
+
 def test_a_bad_place_fails_one_write_and_no_further_one(
     now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,6 +396,35 @@ def begin_writes(
     writes = len(engine.disk.submitted)
     assert writes == len(engine.running(TierDirection.DEMOTE)) == at_once
     return writes
+
+
+def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the index lacks what went well, and errors that are heard of later are a new pause."""
+    writes = begin_writes(engine, monkeypatch)
+    known = engine.offload.gauges()["tier_slots_in_use"] - writes
+    engine.disk.faults["error"] = 2
+    engine.disk.run()
+    engine.step(2)
+    assert not engine.offload._tier.may_write
+    assert engine.scheduler.has_requests(), "it goes on stepping"
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["lost_tier_slots"] == 2
+    assert engine.totals["demoted_slots"] == writes - 2
+    assert len(engine.offload._tier.manager.readable_slots()) == known + writes - 2
+    now[0] += tier.FIRST_PAUSE_SECONDS
+    assert engine.offload._tier.may_write, "they were one outage"
+
+
+def test_an_idle_engine_rests_though_a_write_hangs(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_writes(engine, monkeypatch)
+    step_for(engine, now, tier.STUCK_SECONDS + 1)
+    assert engine.running(TierDirection.DEMOTE)
+    assert not engine.scheduler.has_requests()
 
 
 def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_other_ends(

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.halves import find_engine_state
+from kv_offload.engines.vllm.halves import find_engine_state, find_waker
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
 from kv_offload.engines.vllm.start.members import is_brought, is_chosen
@@ -55,6 +55,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _events: EventMaker
     _pool_is_logged = False
     _is_to_rest: Callable[[], bool] | None = None
+    _wake: Callable[[], None] | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -85,11 +86,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Build the scheduler's half: the block sizes are final now."""
         self._pool = gpu_block_pool
         if self._is_to_rest is None:  # else ranks hold fewer slots
-            self._is_to_rest = find_engine_state()
+            self._is_to_rest, self._wake = find_engine_state(), find_waker()
         self.offload_scheduler = self._make_scheduler(
             gpu_block_pool, self._num_slots, self._slot_bytes
         )
         self.offload_scheduler.is_to_rest = self._is_to_rest
+        self.offload_scheduler.wake = self._wake
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
