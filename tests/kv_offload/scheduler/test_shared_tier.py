@@ -46,6 +46,14 @@ class StoreEngine(PlayedEngine):
         self.add(name, prompt, 2)
         self.run()
 
+    def answer_late(self, now: list[float], name: str, prompt: list[int] = PROMPT) -> None:
+        """As `answer`, while the store says nothing for longer than a request waits."""
+        self.directory.stuck = True
+        self.add(name, prompt, 2)
+        self.step(2)
+        now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+        self.step(12, copies=True)
+
     def forget(self) -> None:
         """Leave the store as the only place with anything."""
         self.offload.manager.reset()
@@ -151,11 +159,7 @@ def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
     first, second = make(), make()
     first.answer("a")
     directory = second.directory
-    directory.stuck = True
-    second.add("b", PROMPT, 2)
-    second.step(2)
-    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
-    second.step(12, copies=True)
+    second.answer_late(now, "b")
     assert second.totals["late_lookups"] == 1
     assert second.totals["hit_tokens"] == 0
     assert second.offload.gauges()["tier_usable"] == 0
@@ -173,11 +177,7 @@ def test_an_answer_that_fails_late_is_a_read_that_failed(
 ) -> None:
     """A master that hangs answers after seconds. Else it would be asked, and waited for, again."""
     engine = make()
-    engine.directory.stuck = True
-    engine.add("a", PROMPT, 2)
-    engine.step(2)
-    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
-    engine.step(12, copies=True)
+    engine.answer_late(now, "a")
     assert "a" in engine.ended
     engine.directory.stuck, engine.directory.fails = False, True
     engine.directory.answer()
@@ -201,11 +201,7 @@ def test_a_late_answer_that_failed_long_ago_says_nothing(make: Any, now: list[fl
     """An engine that rests hears of it with its next request, and the store may be back since."""
     first, second = make(), make()
     first.answer("a")
-    second.directory.stuck = True
-    second.add("b", [9] * 9, 2)
-    second.step(2)
-    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
-    second.step(12, copies=True)
+    second.answer_late(now, "b", [9] * 9)
     second.directory.stuck, second.directory.fails = False, True
     second.directory.answer()
     second.directory.fails = False
@@ -219,11 +215,7 @@ def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(
 ) -> None:
     """An engine that nobody asks would else not write it before the next request."""
     engine = make()
-    engine.directory.stuck = True
-    engine.add("a", PROMPT, 2)
-    engine.step(2)
-    now[0] += shared_tier.PATIENCE_SECONDS + 0.01
-    engine.step(12, copies=True)
+    engine.answer_late(now, "a")
     assert not engine.scheduler.get_num_unfinished_requests()
     assert engine.totals["demoted_slots"] == 0
     assert engine.scheduler.has_requests(), "it goes on stepping"

@@ -1,6 +1,6 @@
-// As csrc/include/bulk.cuh, on a CPU. Copies are made when they are issued, or, if `on_host::late`, as
-// late as they may be: those that leave shared memory and those of 16 bytes once they are waited for,
-// and others, the last that was issued first, when no thread comes further without them.
+// As csrc/include/bulk.cuh, on a CPU. Copies are made when they are issued, or, if `on_host::late`,
+// as late as they may be: those that leave shared memory and those of 16 bytes once they are waited
+// for, and others, the last that was issued first, when no thread comes further without them.
 #pragma once
 
 #include "swap.cuh"
