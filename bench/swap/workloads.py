@@ -19,6 +19,7 @@ class Workload:
     def __init__(self, torch: Any, name: str, step: Callable[[], None], steps: int) -> None:
         self.name = name
         self._torch = torch
+        self._step = step  # the graph reads the tensors that it holds
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
             for _ in range(3):
