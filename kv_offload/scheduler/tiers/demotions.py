@@ -15,7 +15,7 @@ from kv_offload.cache.slots import Slots
 from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.tiers.tier import Tier
 
-JOB_BYTES = 16 << 20
+JOB_BYTES = 64 << 20
 """Of a job, on each rank: each ends for itself, so this is how soon slots are let go of."""
 
 MAX_RUNNING_SHARE = 8
@@ -87,7 +87,7 @@ class Demotions:
         most_running = max(1, self._host.usable_slots // MAX_RUNNING_SHARE)
         looks = MAX_LOOKS
         while self._waiting and looks > 0:
-            room = min(self._job_slots, int(self._saved_slots), most_running - self.running_slots)
+            room = min(int(self._saved_slots), most_running - self.running_slots)
             if room < 1:
                 return
             slots = self._take(min(room, looks))
@@ -112,7 +112,10 @@ class Demotions:
         return slots
 
     def _demote(self, slots: Slots) -> None:
-        """Plan a job for those of the slots that hold something that the tier has not.
+        """Plan jobs for those of the slots that hold something that the tier has not.
+
+        Both managers are asked once for all of them: a step that asked for each job took 6 ms where
+        a slot has 2 MiB.
 
         What the policy does not find worth a write comes again once it is used again. It is not
         asked where the tier is shared: what came once here may come next to another engine.
@@ -131,8 +134,16 @@ class Demotions:
         keys = [found[row][0] for row in rows]
         held = np.array([found[row][1] for row in rows], np.int32)
         host.prepare_copy(held)
-        move = Move([], held, keys=keys, tier_slots=places, generation=tier.generation)
-        self._jobs.plan_move(move)
+        for first in range(0, len(held), self._job_slots):
+            part = slice(first, first + self._job_slots)
+            move = Move(
+                [],
+                held[part],
+                keys=keys[part],
+                tier_slots=places[part],
+                generation=tier.generation,
+            )
+            self._jobs.plan_move(move)
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 

@@ -228,13 +228,19 @@ class Promotions:
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
+        keys = keys[: len(slots)]
+        places = self._tier.begin_read(keys) if keys else along[:0]
         moves, generation = set(), self._tier.generation
         for first in range(0, len(slots), self._job_slots):
-            part = slots[first : first + self._job_slots]
-            read = keys[first : first + len(part)]
-            places = self._tier.begin_read(read)
+            part = slice(first, first + self._job_slots)
+            read = keys[part]
             move = Move(
-                [], part, keys=read, tier_slots=places, generation=generation, promotes=True
+                [],
+                slots[part],
+                keys=read,
+                tier_slots=places[part],
+                generation=generation,
+                promotes=True,
             )
             self._jobs.plan_move(move)
             self._coming.update(dict.fromkeys(read, move))

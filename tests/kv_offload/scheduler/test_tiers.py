@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -396,6 +397,27 @@ def begin_writes(
     writes = len(engine.disk.submitted)
     assert writes == len(engine.running(TierDirection.DEMOTE)) == at_once
     return writes
+
+
+def test_all_jobs_of_a_plan_are_asked_for_at_once(
+    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask takes as long for one slot as for a hundred, and a job has few slots of 2 MiB."""
+    disk = engine.offload._demotions._tier
+    written, read = Mock(wraps=disk.begin_write), Mock(wraps=disk.begin_read)
+    monkeypatch.setattr(disk, "begin_write", written)
+    monkeypatch.setattr(disk, "begin_read", read)
+    assert begin_writes(engine, monkeypatch) == FULL_BLOCKS
+    asked = [len(call.args[0]) for call in written.call_args_list]
+    assert asked == [FULL_BLOCKS - 1, 1]  # the last one was stored later
+    engine.disk.stuck = False
+    engine.rest()
+    engine.forget()
+    monkeypatch.setattr(engine.offload._promotions, "_job_slots", 1)
+    engine.disk.stuck = True
+    ask(engine, "read")
+    assert len(engine.disk.submitted) == FULL_BLOCKS
+    read.assert_called_once()
 
 
 def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(

@@ -35,8 +35,8 @@ class TierDirection(enum.Enum):
 class TierJob:
     """Copy whole slots, one direction.
 
-    A tier that finds blocks by name, such as a store, has no slots: there `pairs` has the rows'
-    numbers in their place, which mean nothing.
+    A tier that finds blocks by name, such as a store, has no slots: there `pairs` has numbers in
+    their place, each once, which mean nothing.
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: the slot in the arena and the slot in the tier.
     `names` has n names of 1 to `MAX_NAME_BYTES` bytes: what each block is called. A demotion writes
