@@ -16,7 +16,8 @@ from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.tiers.tier import Tier
 
 JOB_BYTES = 64 << 20
-"""Of a job, on each rank: each ends for itself, so this is how soon slots are let go of."""
+"""Of a job, on each rank. Slots are let go of at its end, so the sooner the smaller it is; but a
+step pays for each end."""
 
 MAX_RUNNING_SHARE = 8
 """One of so many slots of host memory, at most, is held by demotions at a time."""
