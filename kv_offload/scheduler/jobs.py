@@ -171,11 +171,33 @@ class Jobs:
         planned, self._loads = self._loads, []
         return tuple(replace(load, job_id=self._send(job)) for job, load in planned)
 
-    def plan_move(self, move: Move) -> None:
-        """Plan a move; both managers hold its slots."""
-        pairs = np.stack((move.slots, move.tier_slots), axis=1)
-        names = [move.generation + key for key in move.keys]
-        self._moves.append((move, MoveJob(move.job_id, move.promotes, pairs, names)))
+    def plan_moves(
+        self,
+        keys: list[bytes],
+        slots: Slots,
+        tier_slots: Slots,
+        generation: bytes,
+        *,
+        promotes: bool,
+        job_slots: int,
+    ) -> list[Move]:
+        """Plan to move what both managers hold; return the jobs, of `job_slots` at most each."""
+        moves = []
+        for first in range(0, len(keys), job_slots):
+            part = slice(first, first + job_slots)
+            move = Move(
+                [],
+                slots[part],
+                promotes=promotes,
+                keys=keys[part],
+                tier_slots=tier_slots[part],
+                generation=generation,
+            )
+            pairs = np.stack((move.slots, move.tier_slots), axis=1)
+            names = [generation + key for key in move.keys]
+            self._moves.append((move, MoveJob(move.job_id, promotes, pairs, names)))
+            moves.append(move)
+        return moves
 
     def send_moves(self) -> tuple[MoveJob, ...]:
         """Return the moves planned since the last call."""

@@ -135,16 +135,9 @@ class Demotions:
         keys = [found[row][0] for row in rows]
         held = np.array([found[row][1] for row in rows], np.int32)
         host.prepare_copy(held)
-        for first in range(0, len(held), self._job_slots):
-            part = slice(first, first + self._job_slots)
-            move = Move(
-                [],
-                held[part],
-                keys=keys[part],
-                tier_slots=places[part],
-                generation=tier.generation,
-            )
-            self._jobs.plan_move(move)
+        self._jobs.plan_moves(
+            keys, held, places, tier.generation, promotes=False, job_slots=self._job_slots
+        )
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 

@@ -228,26 +228,22 @@ class Promotions:
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
+        if not len(slots):
+            return set()
         keys = keys[: len(slots)]
-        places = self._tier.begin_read(keys) if keys else along[:0]
-        moves, generation = set(), self._tier.generation
-        for first in range(0, len(slots), self._job_slots):
-            part = slice(first, first + self._job_slots)
-            read = keys[part]
-            move = Move(
-                [],
-                slots[part],
-                keys=read,
-                tier_slots=places[part],
-                generation=generation,
-                promotes=True,
-            )
-            self._jobs.plan_move(move)
-            self._coming.update(dict.fromkeys(read, move))
+        moves = self._jobs.plan_moves(
+            keys,
+            slots,
+            self._tier.begin_read(keys),
+            self._tier.generation,
+            promotes=True,
+            job_slots=self._job_slots,
+        )
+        for move in moves:
+            self._coming.update(dict.fromkeys(move.keys, move))
             self._waiting_for[move] = []
-            moves.add(move)
         self.running_slots += len(slots)
-        return moves
+        return set(moves)
 
     def ended(self, move: Move, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a read; `failed` says which slots hold garbage."""
