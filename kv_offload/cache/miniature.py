@@ -18,6 +18,7 @@ import numpy as np
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
+from kv_offload.cache.running import distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, Run
 
 RUN_SHARE = 4
@@ -113,7 +114,7 @@ class Miniature:
         manager = self.manager
         numbers = iter(manager.slot_numbers([key for one in requests for key in one.keys]))
         hits: list[int] = []
-        loaded: list[Key] = []
+        used: list[int] = []
         new: dict[Key, None] = {}
         runs: list[Run] = []
         along: list[int] = []
@@ -123,7 +124,7 @@ class Miniature:
             while end < len(keys) and (slots[end] >= 0 or keys[end] in new):
                 end += 1
             hits.append(end - first)
-            loaded += [keys[at] for at in range(first, end) if slots[at] >= 0]
+            used += [slot for slot in slots[first:end] if slot >= 0]
             before = len(new)
             for at in (*range(first), *range(end, len(keys))):
                 if slots[at] >= 0:
@@ -133,8 +134,8 @@ class Miniature:
             if len(new) > before:
                 behind = keys[end - 1] if end else None
                 runs.append(Run(len(new) - before, prompt_tokens, behind=behind))
-        if loaded:
-            manager.complete_load(manager.prepare_load(loaded))
+        if used:
+            manager.use(distinct(np.array(used, np.int32))[::-1])
         if new or along:
             known = np.array(along, np.int32) if along else NO_SLOTS
             stored, _ = manager.offer([*new], runs, known)

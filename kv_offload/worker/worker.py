@@ -281,21 +281,20 @@ class OffloadWorker:
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what this step reports; None where nothing has happened."""
-        ready, weights = self._jobs.ready_slots, self._count_weight_loads()
-        report = RankReport(
-            jobs=dict(self._jobs.ended),
-            failed_rows=dict(self._jobs.failed_rows),
-            cut_short=self._cut_short,
-            load_bytes_per_second=self._jobs.speeds.take_load_speed(),
-            store_bytes_per_second=self._jobs.speeds.take_store_speed(),
-            promote_bytes_per_second=self._moves.take_speed(),
-            ready_slots=ready if ready > self._told_ready_slots else None,
-            weight_loads=weights if weights > self._told_weight_loads else None,
+        jobs, ready, weights = self._jobs, self._jobs.ready_slots, self._count_weight_loads()
+        news = (
+            self._cut_short,
+            jobs.speeds.take_load_speed(),
+            jobs.speeds.take_store_speed(),
+            self._moves.take_speed(),
+            ready if ready > self._told_ready_slots else None,
+            weights if weights > self._told_weight_loads else None,
         )
-        if report == RankReport():
+        if not jobs.ended and news.count(None) == len(news):
             return None  # as in most steps
         self._cut_short = None
         self._told_ready_slots, self._told_weight_loads = ready, weights
+        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), *news)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_losses(self) -> OffloadWorkerMetadata:
