@@ -188,6 +188,8 @@ class Retention:
 
     def expire(self) -> None:
         """Let go of slots whose time is over, a bounded number at a time."""
+        if not self._leases:
+            return  # as in most steps
         now, left = self._clock(), RELEASED_PER_STEP
         while left:
             lease = self._soonest.first()

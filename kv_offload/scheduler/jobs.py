@@ -168,6 +168,8 @@ class Jobs:
 
     def send_loads(self) -> tuple[LoadJob, ...]:
         """Return the loads planned since the last call."""
+        if not self._loads:
+            return ()
         planned, self._loads = self._loads, []
         return tuple(replace(load, job_id=self._send(job)) for job, load in planned)
 
@@ -201,6 +203,8 @@ class Jobs:
 
     def send_moves(self) -> tuple[MoveJob, ...]:
         """Return the moves planned since the last call."""
+        if not self._moves:
+            return ()
         planned, self._moves = self._moves, []
         return tuple(replace(sent, job_id=self._send(move)) for move, sent in planned)
 

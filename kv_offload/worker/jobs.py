@@ -47,6 +47,8 @@ class RankJobs:
         for job_id in plan.known:
             self.ended.pop(job_id, None)
             self.failed_rows.pop(job_id, None)
+        if plan.next_job_id <= self._next_job_id:
+            return  # as in most steps
         jobs: tuple[StoreJob | LoadJob | MoveJob, ...] = (*plan.stores, *plan.loads, *plan.moves)
         here = {job.job_id for job in jobs}
         for job_id in range(self._next_job_id, plan.next_job_id):
