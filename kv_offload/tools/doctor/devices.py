@@ -23,8 +23,8 @@ LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 GIB = 1 << 30
 
 ENOUGH = 0.6
-"""Part of a link that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.76
-(bench/results/h200/swap.json); guests of a hypervisor reach less."""
+"""Part of a link that copies should reach. An H100 on PCIe 5.0 x16 reaches 0.73 to 0.81
+(bench/results/h100/swap.json); guests of a hypervisor reach less."""
 
 
 def may_have_gpu(machine: Machine, torch: Torch | None) -> bool:
