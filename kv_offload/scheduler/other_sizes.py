@@ -23,13 +23,13 @@ from kv_offload.scheduler.statistics import Statistics
 MINIATURE_SLOTS = 2048
 """Slots of the largest miniature, at most. The others have as small a share of their slots.
 
-On the conversation trace of Mooncake, with 1,000 to 40,000 slots, estimates were within 1.0 points
-of a replay at each size, as with twice as many; with half as many within 1.9 (November 2026)."""
+On the conversation trace of Mooncake, with 1,000 to 40,000 slots of host memory, estimates of eight
+tries were within 1.0 points of a replay at each size. With twice as many slots here they were no
+better, with half as many within 1.9 points (November 2026)."""
 
 PART_KEYS, MAX_NOTED_REQUESTS = 16, 64
-"""Sampled keys, and requests, of which one is enough for a turn of each miniature. One of `lru`
-takes 26 us for 16 keys and 23 for 8, with which estimates were no better (November 2026).
-"""
+"""Sampled keys, and requests, of which one is enough for a turn of each miniature. A turn of `lru`
+takes 26 us for 16 keys and 23 for 8, with which estimates were no better (November 2026)."""
 
 PARTS_OF_REQUEST, MOST_PART_KEYS = 16, 64
 """Into how many parts a long prompt is cut, unless a part has so many keys. With parts of 8 keys a
