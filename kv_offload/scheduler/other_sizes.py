@@ -32,8 +32,8 @@ PART_KEYS, MAX_NOTED_REQUESTS = 16, 64
 takes 26 us for 16 keys and 23 for 8, with which estimates were no better (November 2026)."""
 
 PARTS_OF_REQUEST, MOST_PART_KEYS = 16, 64
-"""Into how many parts a long prompt is cut, unless a part has so many keys. With parts of 8 keys a
-prompt of 100,000 tokens beside 4,000 slots made 780 turns, and one of its steps 11 ms longer."""
+"""Into how many parts a prompt of many sampled keys is cut, unless a part has so many. A prompt of
+780 turns made one of its steps 11 ms longer (November 2026)."""
 
 SHARE_OF_WAITING = 32
 """One of so many turns that wait is served besides, so that a queue does not grow without end."""

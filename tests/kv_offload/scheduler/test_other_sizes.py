@@ -126,7 +126,7 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[Min
 @pytest.mark.parametrize("idle", [False, True], ids=["others run", "it runs alone"])
 def test_a_long_prompt_makes_no_step_long(idle: bool, served: list[Miniature]) -> None:
     """100,000 tokens, a quarter of which are sampled, ended after a few tokens."""
-    estimate, statistics = make_estimate("auto", 4000)
+    estimate, statistics = make_estimate("auto", 2000)
     source = random.Random(3)
     hashes = [source.randbytes(32) for _ in range(6250)]
     tokens = len(hashes) * BLOCK_TOKENS
