@@ -282,7 +282,7 @@ class OffloadWorker:
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what this step reports; None where nothing has happened."""
         jobs, ready, weights = self._jobs, self._jobs.ready_slots, self._count_weight_loads()
-        news = (
+        news = (  # in the order of the fields of `RankReport`
             self._cut_short,
             jobs.speeds.take_load_speed(),
             jobs.speeds.take_store_speed(),
