@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,25 +16,24 @@ from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
     Outcome,
-    StoreJob,
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.jobs import Job, Jobs
 from kv_offload.scheduler.loads.admissions import Admissions
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
-from kv_offload.scheduler.losses import computed_with
 from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.recovery import tainted_requests
 from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.trace_recorder import TraceRecorder
+from kv_offload.scheduler.transfers import Kind, Transfer, TransferTable
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ class OffloadScheduler:
         self._slot_bytes = slot_bytes
         self._block_bytes = block_bytes = block_bytes or slot_bytes
         self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
-        self._jobs = jobs = Jobs(manager, pool, num_ranks)
+        self._transfers = transfers = TransferTable(manager, pool, num_ranks)
         self._statistics = statistics = Statistics(manager, self.gauges)
         self._requests = requests = RequestTable(statistics)
         shares = config.max_retained_share, config.max_retained_share_per_salt
@@ -94,7 +92,7 @@ class OffloadScheduler:
         self._lookups = Lookups(prefixes, manager)
         self._other_sizes = OtherSizes(config, prefixes, num_slots, self._statistics)
         mode = config.load_or_recompute
-        self._choice = LoadChoice(mode, block_bytes, self.watch, jobs.queue)
+        self._choice = LoadChoice(mode, block_bytes, self.watch, transfers.load_queue)
         self._mode = LoadMode(block_bytes, self.watch, overlaps=loads_overlap)
         self._admissions = Admissions(
             requests,
@@ -103,7 +101,7 @@ class OffloadScheduler:
             self._lookups,
             self._choice,
             self._mode,
-            jobs,
+            transfers,
             statistics,
             retention,
             self._other_sizes,
@@ -115,7 +113,7 @@ class OffloadScheduler:
             prefixes,
             manager,
             pool,
-            jobs,
+            transfers,
             statistics,
             retention,
             block_bytes,
@@ -139,7 +137,7 @@ class OffloadScheduler:
         # What ranks have told and the engine has not been told.
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
-        self._lost_loads: list[Job] = []
+        self._lost_loads: list[Transfer] = []
         self._step_is_lost = False
 
     # -- requests ------------------------------------------------------------------------------
@@ -208,41 +206,35 @@ class OffloadScheduler:
     def plan_step(self, output: StepOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before.
 
-        If it raises, `plan_without_stores` must follow: the engine counts on the loads, and the
-        step has begun.
+        If it raises, `plan_after_error` must follow: the engine counts on the loads, and the step
+        has begun.
         """
-        self._jobs.step_time.next_step()
+        self._transfers.step_time.next_step()
         self._mode.next_step()
         self._retention.expire()
         idle = not output.num_scheduled_tokens and self._is_still
         load_seconds = self._choice.queued_seconds()
         self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
-        loaded = self.loaded_requests() if idle and not self._jobs.pinned_blocks else set()
+        loaded = self.loaded_requests() if idle and not self._transfers.pinned_blocks else set()
         self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
-        return self._begin_step(output, self._jobs.send_stores())
+        return self._begin_step(output)
 
-    def plan_without_stores(self, output: StepOutput) -> OffloadMetadata:
-        """Return the plan of a step for which `plan_step` failed."""
+    def plan_after_error(self, output: StepOutput) -> OffloadMetadata:
+        """Return the plan of a step for which `plan_step` has raised: what was planned so far."""
         self.stranded = set()
-        return self._begin_step(output, ())
+        return self._begin_step(output)
 
-    def _begin_step(self, output: StepOutput, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
-        # Last, and nothing here raises: what has been taken must be sent.
-        jobs = self._jobs
-        self.watch.begin(output, loads=jobs.running_loads > 0, waits=jobs.plans_synchronous)
-        return self._make_plan(stores)
-
-    def _make_plan(self, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
-        jobs = self._jobs
-        moves = jobs.send_moves()
-        loads = jobs.send_loads()
-        known, admissions = jobs.take_known(), self._requests.admissions
-        return OffloadMetadata(stores, loads, jobs.next_job_id, known, admissions, moves)
+    def _begin_step(self, output: StepOutput) -> OffloadMetadata:
+        # Last, and nothing here raises: what was planned must be sent.
+        transfers = self._transfers
+        loads, waits = transfers.num_loads > 0, transfers.plans_synchronous_load
+        self.watch.begin(output, loads=loads, waits=waits)
+        return transfers.seal(self._requests.admissions)
 
     @property
     def _is_still(self) -> bool:
         """Whether no step that computes something is under way, and no load."""
-        return not self._jobs.running_loads and not any(
+        return not self._transfers.num_loads and not any(
             tracked.request.num_in_flight_tokens
             for tracked in self._requests
             if tracked.cursor is not None
@@ -260,16 +252,16 @@ class OffloadScheduler:
         To hear of a job again changes nothing. What they computed wrongly cannot be readable yet: a
         store ends in a later step than the forward whose KV it copies.
         """
-        ended, lost = self._jobs.hear(report.ranks)
+        ended, lost = self._transfers.apply_reports(report.ranks)
         for told in report.ranks.values():
             if told.cut_short is not None:
                 self.watch.forget()
                 self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
         self._lost_loads += lost
         if self._lost_loads or self._step_is_lost:
-            self._jobs.distrust_stores(ended)
-        for job in ended:
-            self._survive(self._end_job, job)
+            self._transfers.invalidate_pending_stores(ended)
+        for transfer in ended:
+            self._survive(self._end, transfer)
         self._survive(self._learn, report)
 
     def _survive(self, take: Callable[[Any], None], part: Any) -> None:
@@ -280,26 +272,35 @@ class OffloadScheduler:
             self._statistics.count("hook_errors", 1)
             logger.exception("kv-offload: an error in a part of a report. Please report this")
 
-    def _end_job(self, job: Job) -> None:
-        """End a job that every rank has ended."""
-        ok = job.outcome is Outcome.OK
-        if job.request is not None and not job.synchronous:
-            job.request.load_ended(ok=ok)
-            self._loaded.add(job.request.request_id)
+    def _end(self, transfer: Transfer) -> None:
+        """Act on the end of a transfer on all ranks."""
+        if transfer.kind is Kind.STORE:
+            self._end_store(transfer)
+        else:
+            self._end_load(transfer)
+
+    def _end_load(self, load: Transfer) -> None:
+        assert load.request is not None
+        if not load.synchronous:
+            ok = load.outcome is Outcome.OK
+            load.request.load_ended(ok=ok)
+            self._loaded.add(load.request.request_id)
             if not ok:
-                self._failed.add(job.request.request_id)
+                self._failed.add(load.request.request_id)
                 self._statistics.count("failed_loads", 1)
-        if job.is_store and ok:
+        self._transfers.end_load(load)
+        self._spans.load_ended(load)
+
+    def _end_store(self, store: Transfer) -> None:
+        if store.outcome is Outcome.OK:
             refused: Sequence[Any] = ()
-            if job.failed_rows:
-                refused = self.manager.keys_of(job.slots[job.failed])
-            self._stores.stored(len(job.slots), refused)
-        elif job.is_store:
-            self._statistics.skipped("copy_failed", len(job.slots))
-        self._jobs.release(job)
-        self._spans.ended(job)
-        if job.is_store:
-            self._retention.stored(job.slots)
+            if store.failed_rows:
+                refused = self.manager.keys_of(store.slots[store.failed])
+            self._stores.stored(len(store.slots), refused)
+        else:
+            self._statistics.skipped("copy_failed", len(store.slots))
+        self._transfers.end_store(store)
+        self._retention.stored(store.slots)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
@@ -345,8 +346,8 @@ class OffloadScheduler:
         step_is_lost, self._step_is_lost = self._step_is_lost, False
         if not loads and not step_is_lost:
             return None
-        self._jobs.distrust_stores()  # also what was planned since the loss was heard of
-        lost = computed_with(self._requests, loads) if loads else set()
+        self._transfers.invalidate_pending_stores()  # also those planned since the report
+        lost = tainted_requests(self._requests, loads) if loads else set()
         if step_is_lost:
             lost |= {tracked for tracked in self._requests if tracked.cursor is not None}
         # An aborted request has left the table, where another may have its name by now.
@@ -358,25 +359,25 @@ class OffloadScheduler:
 
     def others_load_failed(self) -> None:
         """Let nothing become readable that may hold what another connector failed to load."""
-        self._jobs.distrust_stores()
+        self._transfers.invalidate_pending_stores()
 
     # -- between steps -------------------------------------------------------------------------
 
     def plan_drain(self) -> OffloadMetadata:
         """Return the plan with which ranks end all copies, between two steps."""
-        return self._make_plan(self._jobs.send_stores())
+        return self._transfers.seal(self._requests.admissions)
 
     def give_up_stores(self) -> int:
         """Release the blocks of the stores that have not ended; return how many these are."""
-        return self._jobs.give_up_stores()
+        return self._transfers.give_up_stores()
 
     def loading_requests(self) -> set[str]:
         """Return the requests, also ended ones, of asynchronous loads that have not ended."""
-        return self._jobs.loading_requests()
+        return self._transfers.loading_requests()
 
     def abandoned_requests(self) -> set[str]:
         """Return those of them that have ended: the engine holds their blocks."""
-        return {name for name in self._jobs.loading_requests() if self._requests.get(name) is None}
+        return {name for name in self.loading_requests() if self._requests.get(name) is None}
 
     def waiting_requests(self) -> set[str]:
         """Return the requests that may wait for a load of ours, or for their turn after it."""
@@ -389,26 +390,28 @@ class OffloadScheduler:
     @property
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping: for a job, for routers, or for its figures."""
-        jobs, leftovers, announcer = self._jobs, self._stores.leftovers, self._announcer
+        transfers, leftovers, announcer = self._transfers, self._stores.leftovers, self._announcer
         if announcer is not None and announcer.has_more:
             return True
         if self._other_sizes.has_turns and not self._requests.admitted:
             return True
-        return jobs.pinned_blocks > 0 or leftovers.slots > 0 or jobs.awaits_synchronous
+        if transfers.pinned_blocks or leftovers.slots:
+            return True
+        return transfers.awaits_synchronous_load
 
     @property
     def awaits_ranks(self) -> bool:
         """Whether some rank has not told of the end of a job."""
-        return self._jobs.any_running
+        return self._transfers.any_running
 
     @property
     def has_pending_stores(self) -> bool:
         """Whether a store pins GPU blocks."""
-        return self._jobs.pinned_blocks > 0
+        return self._transfers.pinned_blocks > 0
 
     def pinned_blocks(self) -> set[int]:
         """Return the GPU blocks that stores pin."""
-        return set(self._jobs.pinned())
+        return set(self._transfers.pinned())
 
     @property
     def num_requests(self) -> int:
@@ -418,7 +421,7 @@ class OffloadScheduler:
     @property
     def holds_idle_blocks(self) -> bool:
         """Whether a store alone keeps some GPU block from being free."""
-        return self._jobs.holds_idle_blocks
+        return self._transfers.holds_idle_blocks
 
     # -- host memory ---------------------------------------------------------------------------
 
@@ -530,17 +533,17 @@ class OffloadScheduler:
 
     def gauges(self) -> dict[str, float]:
         """Return what the gauges of `kv_offload.metrics` are now."""
-        sent = self._jobs.oldest_sent
+        transfers = self._transfers
         return {
             "slots": self.manager.usable_slots,
             "slots_in_use": self.manager.slots_in_use,
             "pool_slots": self.manager.num_slots,
             "slot_bytes": self._slot_bytes,
             "block_bytes": self._block_bytes,
-            "running_loads": self._jobs.running_loads,
-            "running_stores": self._jobs.running_stores,
-            "oldest_copy_seconds": 0.0 if sent is None else time.monotonic() - sent,
-            "pinned_blocks": self._jobs.pinned_blocks,
+            "running_loads": transfers.num_loads,
+            "running_stores": len(transfers.running(Kind.STORE)),
+            "oldest_copy_seconds": transfers.oldest_age_seconds(Kind.STORE, Kind.LOAD),
+            "pinned_blocks": transfers.pinned_blocks,
             "waiting_slots": self._stores.leftovers.slots,
             "retained_slots": self._retention.slots,
             "stores_paused": float(self._stores.paused),
@@ -551,10 +554,10 @@ class OffloadScheduler:
         """Raise `AssertionError` where the state contradicts itself; tests call it each step."""
         self._requests.check_integrity()
         self._lookups.check_integrity()
-        self._jobs.check_integrity()
+        self._transfers.check_integrity()
         self.manager.check_integrity()
         self._retention.check_integrity()
         loading = self.loading_requests()
         for tracked in self._requests:
-            planned = self._jobs.has_planned_load(tracked)
+            planned = self._transfers.plans_load_of(tracked)
             assert tracked.phase is not Phase.LOADING or planned or tracked.request_id in loading

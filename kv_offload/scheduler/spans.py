@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kv_offload.engine import Request
 from kv_offload.messages import Outcome
-from kv_offload.scheduler.jobs import Job
 from kv_offload.scheduler.request import Answer, TrackedRequest
+from kv_offload.scheduler.transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +67,19 @@ class Spans:
             attributes["kv_offload.recomputed_tokens"] = answer.declined_tokens
         self._tell(Span("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes))
 
-    def ended(self, job: Job) -> None:
-        """Hear that every rank has ended a job; only those of requests are told."""
-        if job.request is None or self._report is None:
+    def load_ended(self, load: Transfer) -> None:
+        """Report the span of a load that every rank has ended."""
+        if load.request is None or self._report is None:
             return
         end_ns = time.time_ns()
         attributes: dict[str, int | bool | str] = {
-            "kv_offload.slots": len(job.slots),
-            "kv_offload.synchronous": job.synchronous,
-            "kv_offload.outcome": job.outcome.name.lower(),
+            "kv_offload.slots": len(load.slots),
+            "kv_offload.synchronous": load.synchronous,
+            "kv_offload.outcome": load.outcome.name.lower(),
         }
-        start_ns = end_ns - round((time.monotonic() - job.sent) * 1e9)
-        ok = job.outcome is Outcome.OK
-        request = job.request.request
+        start_ns = end_ns - round((time.monotonic() - load.sent) * 1e9)
+        ok = load.outcome is Outcome.OK
+        request = load.request.request
         self._tell(Span("kv_offload.load", request, start_ns, end_ns, attributes, ok))
 
     def _tell(self, span: Span) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
-from kv_offload.scheduler.jobs import Jobs
+from kv_offload.scheduler.transfers import TransferTable
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.played_cases import (
     FULL,
@@ -147,14 +147,14 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(
 
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores take no reference on the blocks that they read."""
-    pin = Jobs.pin
+    plan_store = TransferTable.plan_store
 
-    def pin_nothing(jobs: Jobs, slots: Any, blocks: list[int]) -> None:
+    def pin_nothing(transfers: TransferTable, slots: Any, blocks: list[int]) -> None:
         with mock.patch.object(BlockPool, "touch"):
-            pin(jobs, slots, blocks)
+            plan_store(transfers, slots, blocks)
 
-    monkeypatch.setattr(Jobs, "pin", pin_nothing)
-    monkeypatch.setattr(Jobs, "_unpin", lambda jobs, store: None)
+    monkeypatch.setattr(TransferTable, "plan_store", pin_nothing)
+    monkeypatch.setattr(TransferTable, "_unpin", lambda transfers, store: None)
 
 
 def finish_and_reuse(engine: PlayedEngine) -> None:

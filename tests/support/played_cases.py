@@ -94,7 +94,7 @@ def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[
 
 def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
     """Return an engine whose steps are timed by this clock."""
-    with mock.patch("kv_offload.scheduler.jobs.StepTime", return_value=StepTime(clock)):
+    with mock.patch("kv_offload.scheduler.transfers.StepTime", return_value=StepTime(clock)):
         return PlayedEngine(**arguments)
 
 

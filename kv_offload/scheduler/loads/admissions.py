@@ -10,13 +10,13 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.retention import Retention
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
-from kv_offload.scheduler.jobs import Jobs
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.request import Answer, Phase, RequestTable, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.transfers import TransferTable
 
 
 @dataclass(eq=False, repr=False)
@@ -29,7 +29,7 @@ class Admissions:
     _lookups: Lookups
     _choice: LoadChoice
     _mode: LoadMode
-    _jobs: Jobs
+    _transfers: TransferTable
     _statistics: Statistics
     _retention: Retention
     _other_sizes: OtherSizes
@@ -145,7 +145,7 @@ class Admissions:
         if tracked.wishes.keep is not None:
             self._retention.keep(slots, tracked.wishes.keep)
         tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)
-        self._jobs.plan_load(
+        self._transfers.plan_load(
             tracked,
             blocks,
             slots,
@@ -166,7 +166,7 @@ class Admissions:
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those of requests that may have wrong KV, whatever has failed.
             self._requests.admit(tracked, blocks.get_block_ids())
-        if not num_external_tokens or answer is None or self._jobs.has_planned_load(tracked):
+        if not num_external_tokens or answer is None or self._transfers.plans_load_of(tracked):
             return
         start = answer.start_tokens
         ids = [
@@ -176,4 +176,4 @@ class Admissions:
         ]
         synchronous = answer.synchronous
         tracked.load_planned(start, start + num_external_tokens, synchronous=synchronous)
-        self._jobs.plan_load(tracked, ids, NO_SLOTS, synchronous=synchronous)
+        self._transfers.plan_load(tracked, ids, NO_SLOTS, synchronous=synchronous)

@@ -17,7 +17,6 @@ from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool, RunningRequests, StepOutput
 from kv_offload.scheduler.events.announcer import Announcer
-from kv_offload.scheduler.jobs import Jobs
 from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.budget import StoreBudget
@@ -25,6 +24,7 @@ from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
+from kv_offload.scheduler.transfers import TransferTable
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class StorePlanner:
 
     A block is examined in a step that schedules its request and at whose end its tokens are
     computed, or after its request has ended with its tokens computed. If it is chosen it is pinned
-    (`Jobs.pin`). The block's own request does not write it either, since only full blocks of known
-    tokens are examined.
+    (`TransferTable.plan_store`). The block's own request does not write it either, since only full
+    blocks of known tokens are examined.
 
     A running request is looked at when it gets a block, and as long as it has more to store than
     was examined. So a block that it filled in an earlier step waits for the next one: the request
@@ -64,7 +64,7 @@ class StorePlanner:
         prefixes: PrefixMap,
         manager: CacheManager,
         pool: BlockPool,
-        jobs: Jobs,
+        transfers: TransferTable,
         statistics: Statistics,
         retention: Retention,
         block_bytes: int,
@@ -75,10 +75,11 @@ class StorePlanner:
         self._retention = retention
         self._manager = manager
         self._pool = pool
-        self._jobs = jobs
+        self._transfers = transfers
         self._statistics = statistics
         self._announcer = announcer
-        self.budget = StoreBudget(block_bytes, config.max_pinned_share, requests, jobs.step_time)
+        share = config.max_pinned_share
+        self.budget = StoreBudget(block_bytes, share, requests, transfers.step_time)
         prompt_only = config.store_blocks == "prompt"
         self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
         self._refusals = Refusals()
@@ -111,7 +112,7 @@ class StorePlanner:
         self._grown_blocks = self._follow(output)
         self._pin_chosen()
         self._manager.catch_up()
-        self.leftovers.forget_chosen(resting=idle and not self._jobs.pinned_blocks)
+        self.leftovers.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:
         """Take in a step; return how many blocks requests have got in it that ran before."""
@@ -255,10 +256,10 @@ class StorePlanner:
 
         0 while a store that was given up has not ended: what is sent now stands behind it.
         """
-        if self._jobs.stores_given_up:
+        if self._transfers.any_unpinned_early:
             return 0
         free_blocks = self._pool.get_num_free_blocks() + soon_free_blocks
-        return self.budget.slots_left(self._jobs.pinned_blocks, free_blocks)
+        return self.budget.slots_left(self._transfers.pinned_blocks, free_blocks)
 
     def _pin_chosen(self, soon_free_blocks: int = 0) -> None:
         """Choose from the candidates, take slots for what is new and pin the blocks that got one.
@@ -293,7 +294,7 @@ class StorePlanner:
         self._statistics.skipped("pool_busy", len(blocks) - taken)
         if taken:
             self.budget.count_planned(taken)
-            self._jobs.pin(stored, blocks[:taken])
+            self._transfers.plan_store(stored, blocks[:taken])
             if self._announcer is not None:
                 slot_of = dict(zip(new, stored.tolist(), strict=False))
                 self._announcer.remember_stores(spans, keys, slot_of)
@@ -318,7 +319,7 @@ class StorePlanner:
 
     def _give_up_late(self) -> None:
         """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""
-        late = self._jobs.give_up_stores(self._jobs.step_time.seconds - MAX_STORE_SECONDS)
+        late = self._transfers.give_up_stores(self._transfers.step_time.seconds - MAX_STORE_SECONDS)
         if late:
             logger.error(
                 "kv-offload: gave up %d stores that did not end in %.0f s, and released their GPU "

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import Slots
-from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.transfers import Kind, Transfer, TransferTable
 
 JOB_BYTES = 64 << 20
 """Of a job, on each rank. Slots are let go of at its end, so the sooner the smaller it is; but a
@@ -42,14 +42,19 @@ class Demotions:
     """
 
     def __init__(
-        self, host: CacheManager, tier: Tier, jobs: Jobs, slot_bytes: int, bytes_per_second: float
+        self,
+        host: CacheManager,
+        tier: Tier,
+        transfers: TransferTable,
+        slot_bytes: int,
+        bytes_per_second: float,
     ) -> None:
         """`slot_bytes` are those of a slot on one rank, `bytes_per_second` is the bound there."""
         self.sharing_ranks = 1
         """How many ranks write each slot once between them."""
         self._host = host
         self._tier = tier
-        self._jobs = jobs
+        self._transfers = transfers
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
         self._rank_slots_per_second = bytes_per_second / slot_bytes
         self._saved_slots = 0.0
@@ -135,13 +140,13 @@ class Demotions:
         keys = [found[row][0] for row in rows]
         held = np.array([found[row][1] for row in rows], np.int32)
         host.prepare_copy(held)
-        self._jobs.plan_moves(
-            keys, held, places, tier.generation, promotes=False, job_slots=self._job_slots
+        self._transfers.plan_tier_copy(
+            Kind.DEMOTE, keys, held, places, tier.generation, max_slots=self._job_slots
         )
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 
-    def ended(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def ended(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a demotion; `failed` says which slots are not in the tier."""
         self.running_slots -= len(move.slots)
         self._host.complete_load(move.slots)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.scheduler.events.announcer import Announcer
-from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
 from kv_offload.scheduler.request import TrackedRequest
@@ -21,6 +20,7 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.tiers.shared_tier import Question
 from kv_offload.scheduler.tiers.tier import Tier
 from kv_offload.scheduler.timing import CopyRate
+from kv_offload.scheduler.transfers import Kind, Transfer, TransferTable
 
 JOB_BYTES = 64 << 20
 """Of a job, on each rank: what came of a long prompt before its time was over can be loaded."""
@@ -51,7 +51,7 @@ class Wait:
     until: float | None = None
     asked: bool = False
     question: Question | None = None
-    moves: set[Move] = field(default_factory=set)
+    moves: set[Transfer] = field(default_factory=set)
     """What is read for it, and has not ended."""
 
 
@@ -67,7 +67,7 @@ class Promotions:
         prefixes: PrefixMap,
         host: CacheManager,
         tier: Tier,
-        jobs: Jobs,
+        transfers: TransferTable,
         choice: LoadChoice,
         statistics: Statistics,
         slot_bytes: int,
@@ -76,14 +76,14 @@ class Promotions:
         self._prefixes = prefixes
         self._host = host
         self._tier = tier
-        self._jobs = jobs
+        self._transfers = transfers
         self._choice = choice
         self._statistics = statistics
         self._slot_bytes = slot_bytes
         self._announcer = announcer
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
-        self._waiting_for: dict[Move, list[Wait]] = {}
-        self._coming: dict[SlotKey, Move] = {}
+        self._waiting_for: dict[Transfer, list[Wait]] = {}
+        self._coming: dict[SlotKey, Transfer] = {}
         self.rate = CopyRate()
         """Of reads."""
         self.running_slots = 0
@@ -223,7 +223,7 @@ class Promotions:
         self.rate.count_hit(computed=True)
         return False
 
-    def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> set[Move]:
+    def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> set[Transfer]:
         """Begin to read the first of `keys`, as many as host memory has room for."""
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
@@ -231,13 +231,13 @@ class Promotions:
         if not len(slots):
             return set()
         keys = keys[: len(slots)]
-        moves = self._jobs.plan_moves(
+        moves = self._transfers.plan_tier_copy(
+            Kind.PROMOTE,
             keys,
             slots,
             self._tier.begin_read(keys),
             self._tier.generation,
-            promotes=True,
-            job_slots=self._job_slots,
+            max_slots=self._job_slots,
         )
         for move in moves:
             self._coming.update(dict.fromkeys(move.keys, move))
@@ -245,7 +245,7 @@ class Promotions:
         self.running_slots += len(slots)
         return set(moves)
 
-    def ended(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def ended(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a read; `failed` says which slots hold garbage."""
         self.running_slots -= len(move.slots)
         for wait in self._waiting_for.pop(move):

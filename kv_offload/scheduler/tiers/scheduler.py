@@ -14,11 +14,11 @@ from kv_offload.messages import (
     TierCapacity,
     WorkerCapacity,
 )
-from kv_offload.scheduler.jobs import Job, Move
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.scheduler.tiers.demotions import Demotions
 from kv_offload.scheduler.tiers.promotions import Promotions
 from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.transfers import Kind, Transfer
 
 IDLE_SECONDS = 60.0
 """An engine that nobody has asked for so long begins no more writes to a tier."""
@@ -28,6 +28,8 @@ GIVE_WAY_SECONDS = 0.0005
 
 An engine with nothing to compute steps in a tight loop. It lets go of Python's lock often, but
 never long enough for another thread to wake up and take it: a read of 20 ms ended after 4 s."""
+
+TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 
 CLOSE_SECONDS = 5.0
 """Bound of the wait for the tier's threads at the end."""
@@ -55,15 +57,15 @@ class TieredScheduler(OffloadScheduler):
         """
         super().__init__(*arguments, **more)
         self._other_sizes.with_tier = True
-        host, jobs = self.manager, self._jobs
+        host, transfers = self.manager, self._transfers
         self._tier = tier = make_tier()
         self._keep_on_reset = keep_on_reset
-        self._demotions = Demotions(host, tier, jobs, self._slot_bytes, write_rate)
+        self._demotions = Demotions(host, tier, transfers, self._slot_bytes, write_rate)
         self._promotions = Promotions(
             self._prefixes,
             host,
             tier,
-            jobs,
+            transfers,
             self._choice,
             self._statistics,
             self._slot_bytes,
@@ -81,10 +83,11 @@ class TieredScheduler(OffloadScheduler):
     def plan_step(self, output: StepOutput) -> OffloadMetadata:
         """Plan a step, with what is written to the tier in it."""
         if not output.num_scheduled_tokens and (
-            self._tier.is_asked or self._jobs.oldest_move_sent is not None
+            self._tier.is_asked or self._oldest_copy is not None
         ):
             time.sleep(GIVE_WAY_SECONDS)
-        self._tier.next_step(self._jobs.oldest_moves, self._jobs.step_time.seconds)
+        oldest = [self._transfers.oldest(kind) for kind in TIER_KINDS]
+        self._tier.next_step(filter(None, oldest), self._transfers.step_time.seconds)
         if output.num_scheduled_tokens:
             self._idle_since = None
         elif self._idle_since is None:
@@ -95,21 +98,22 @@ class TieredScheduler(OffloadScheduler):
 
     # -- reports -------------------------------------------------------------------------------
 
-    def _end_job(self, job: Job) -> None:
-        if isinstance(job, Move):
-            self._end_move(job)
+    def _end(self, transfer: Transfer) -> None:
+        if transfer.kind in TIER_KINDS:
+            self._end_tier_copy(transfer)
             return
-        super()._end_job(job)
-        self._demotions.offer(job.slots)
+        super()._end(transfer)
+        self._demotions.offer(transfer.slots)
 
-    def _end_move(self, move: Move) -> None:
+    def _end_tier_copy(self, move: Transfer) -> None:
         failed = move.failed
         pause_seconds = self._tier.copied(move)
-        part = self._promotions if move.promotes else self._demotions
+        promoted = move.kind is Kind.PROMOTE
+        part = self._promotions if promoted else self._demotions
         part.ended(move, failed)
-        if move.promotes:  # a request that did not wait may have wished to retain it
+        if promoted:  # a request that did not wait may have wished to retain it
             self._retention.stored(move.slots)
-        name = "promoted" if move.promotes else "demoted"
+        name = "promoted" if promoted else "demoted"
         self._statistics.count(f"{name}_slots", int(len(failed) - failed.sum()))
         self._statistics.count("lost_tier_slots", int(failed.sum()))
         # An engine that rests by then would leave what has come to the next request.
@@ -137,8 +141,13 @@ class TieredScheduler(OffloadScheduler):
         # While an answer is late nothing is written, but it comes soon, or that it does not.
         begins = (tier.may_write or tier.is_asked) and self._demotions.has_more and self._is_patient
         # Also after an error: the others that are under way end, and are to be heard of.
-        ends = self._jobs.oldest_move_sent is not None and not tier.is_stuck
+        ends = self._oldest_copy is not None and not tier.is_stuck
         return (begins or ends) and not self.is_to_rest()
+
+    @property
+    def _oldest_copy(self) -> Transfer | None:
+        """The oldest copy to or from the tier that some rank has not ended."""
+        return self._transfers.oldest(*TIER_KINDS)
 
     @property
     def _is_patient(self) -> bool:
@@ -174,7 +183,6 @@ class TieredScheduler(OffloadScheduler):
 
     def gauges(self) -> dict[str, float]:
         """Return what the gauges of `kv_offload.metrics` are now, those of the tier too."""
-        sent = self._jobs.oldest_move_sent
         tier = self._tier
         return {
             **super().gauges(),
@@ -182,7 +190,7 @@ class TieredScheduler(OffloadScheduler):
             "tier_usable": float(tier.may_read),
             "promoting_slots": self._promotions.running_slots,
             "demoting_slots": self._demotions.running_slots,
-            "oldest_move_seconds": 0.0 if sent is None else time.monotonic() - sent,
+            "oldest_move_seconds": self._transfers.oldest_age_seconds(*TIER_KINDS),
             "promote_bytes_per_second": self._promotions.rate.measured_bytes_per_second or 0.0,
         }
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import Slots
 from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
-from kv_offload.scheduler.jobs import Move
 from kv_offload.scheduler.tiers.tier import FIRST_PAUSE_SECONDS, Tier
+from kv_offload.scheduler.transfers import Transfer
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -179,7 +179,7 @@ class SharedTier(Tier):
         elif generation == self._generation:  # else there was a reset meanwhile
             self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
 
-    def next_step(self, oldest: Iterable[Move], now: float) -> None:
+    def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         """See `Tier`."""
         super().next_step(oldest, now)
         if self._is_late and not self.is_asked:
@@ -192,7 +192,7 @@ class SharedTier(Tier):
         rows = np.flatnonzero(~self._known.has(keys)).tolist()
         return rows, np.arange(len(rows), dtype=np.int32)
 
-    def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """See `Tier`."""
         if move.generation == self._generation:
             self._known.add(key for key, bad in zip(move.keys, failed, strict=True) if not bad)
@@ -201,7 +201,7 @@ class SharedTier(Tier):
         """See `Tier`. The store finds blocks by their names alone."""
         return np.arange(len(keys), dtype=np.int32)
 
-    def end_read(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """See `Tier`."""
         self._known.discard(key for key, bad in zip(move.keys, failed, strict=True) if bad)
 

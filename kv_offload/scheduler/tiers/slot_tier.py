@@ -14,8 +14,8 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.messages import Outcome, TierCapacity
-from kv_offload.scheduler.jobs import Move
 from kv_offload.scheduler.tiers.tier import Tier
+from kv_offload.scheduler.transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class SlotTier(Tier):
             self.index.remove(given)
         return new[: len(given)], given
 
-    def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """See `Tier`."""
         # Before a reset the keys were these; after it nothing is known by them.
         known = self.manager.find(move.keys) == move.tier_slots
@@ -116,7 +116,7 @@ class SlotTier(Tier):
         """Hold the slots of keys against eviction."""
         return self.manager.prepare_load(keys)
 
-    def end_read(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """Forget what was found to be something else, or could not be read."""
         self.manager.complete_load(move.tier_slots)
         # After a reset nothing is known by these keys, or what was written since.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
-from kv_offload.scheduler.jobs import Move
+from kv_offload.scheduler.transfers import Kind, Transfer
 
 if TYPE_CHECKING:
     from kv_offload.scheduler.tiers.shared_tier import Question
@@ -79,8 +79,8 @@ class Tier(ABC):
         self._writes = Pause()
         self.is_stuck = False
         """Whether a copy hangs, so that there is no saying when it ends."""
-        # By direction, the oldest copy under way, and since when no older one is.
-        self._oldest: dict[bool, tuple[Move, float]] = {}
+        # By kind, the oldest copy under way, and since when no older one is.
+        self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
     @property
     @abstractmethod
@@ -116,7 +116,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def end_write(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a write; `failed` says which of its keys the tier has not."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Tier(ABC):
         """Return the places of keys that are readable."""
 
     @abstractmethod
-    def end_read(self, move: Move, failed: NDArray[np.bool_]) -> None:
+    def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a read; `failed` says which of its keys were not what they should."""
 
     @abstractmethod
@@ -164,18 +164,18 @@ class Tier(ABC):
         """Whether it may be written now."""
         return self._is_ready and self._writes.is_over
 
-    def next_step(self, oldest: Iterable[Move], now: float) -> None:
+    def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         """See whether a copy hangs; `oldest` has the oldest one under way of each direction.
 
-        `now` is what `Jobs.step_time` says.
+        `now` is what `StepTime` says.
 
         Ranks begin the copies of a direction in order. So one that waits for its turn does not
         hang: a disk that is written faster than it can write is still read.
         """
         known, self._oldest = self._oldest, {}
         for move in oldest:
-            before, since = known.get(move.promotes, (move, move.sent_after))
-            self._oldest[move.promotes] = move, since if move is before else now
+            before, since = known.get(move.kind, (move, move.sent_after))
+            self._oldest[move.kind] = move, since if move is before else now
         stuck = any(now - since > STUCK_SECONDS for _, since in self._oldest.values())
         if stuck and not self.is_stuck:
             logger.warning(
@@ -187,14 +187,14 @@ class Tier(ABC):
             )
         self.is_stuck = stuck
 
-    def copied(self, move: Move) -> float:
+    def copied(self, move: Transfer) -> float:
         """Hear how a copy ended; of one that failed the ranks' logs say why.
 
         Returns for how many seconds nothing is written, if such a pause begins now, else 0.
         """
         if move.outcome is Outcome.OK:
-            (self._reads if move.promotes else self._writes).went_well()
-        elif move.promotes:
+            (self._reads if move.kind is Kind.PROMOTE else self._writes).went_well()
+        elif move.kind is Kind.PROMOTE:
             self.read_failed()
         else:
             return self.write_failed()

@@ -13,9 +13,10 @@ from kv_swap.tiers.engine import TierDirection, TierJob
 from kv_swap.tiers.region import read_description
 
 from kv_offload.cache.disk_index import DiskIndex
+from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
-from kv_offload.scheduler.jobs import Move
 from kv_offload.scheduler.tiers.slot_tier import SlotTier
+from kv_offload.scheduler.transfers import Kind, Transfer
 
 NUM_SLOTS = 4
 LIMIT_SECONDS = 20.0
@@ -27,18 +28,22 @@ def start(folder: Path, num_slots: int = NUM_SLOTS) -> SlotTier:
     return below
 
 
-def begin(below: SlotTier, *keys: bytes) -> Move:
+def copy(kind: Kind, keys: list[bytes], places: Slots) -> Transfer:
+    return Transfer(0, kind, np.zeros(len(keys), np.int32), keys=keys, tier_slots=places)
+
+
+def begin(below: SlotTier, *keys: bytes) -> Transfer:
     """Begin to write keys that the disk has not."""
     rows, places = below.begin_write(keys)
     assert len(rows) == len(keys)
-    return Move([], np.zeros(len(keys), np.int32), keys=[*keys], tier_slots=places)
+    return copy(Kind.DEMOTE, [*keys], places)
 
 
-def end(below: SlotTier, move: Move, *, ok: bool = True) -> None:
+def end(below: SlotTier, move: Transfer, *, ok: bool = True) -> None:
     below.end_write(move, np.full(len(move.keys), not ok))
 
 
-def fail(move: Move, *rows: int) -> np.ndarray:
+def fail(move: Transfer, *rows: int) -> np.ndarray:
     """Have an error fail some rows of a move, or all of them."""
     move.outcome = Outcome.FAILED
     failed = np.zeros(len(move.keys), bool)
@@ -108,7 +113,7 @@ def test_a_place_that_cannot_be_read_is_not_written_again(tmp_path: Path) -> Non
     below = start(tmp_path, 100)
     end(below, begin(below, b"a", b"b"))
     keys = [b"a", b"b"]
-    both = [Move([], np.zeros(2, np.int32), keys=keys, tier_slots=below.begin_read(keys))] * 2
+    both = [copy(Kind.PROMOTE, keys, below.begin_read(keys))] * 2
     below.begin_read(keys)  # once more, since host memory was emptied
     for move in both:
         below.end_read(move, fail(move, 0))
@@ -121,7 +126,7 @@ def test_a_place_that_cannot_be_read_is_not_written_again(tmp_path: Path) -> Non
 def test_a_place_with_another_block_is_used_again(tmp_path: Path) -> None:
     below = start(tmp_path, 100)
     end(below, begin(below, b"a"))
-    move = Move([], np.zeros(1, np.int32), keys=[b"a"], tier_slots=below.begin_read([b"a"]))
+    move = copy(Kind.PROMOTE, [b"a"], below.begin_read([b"a"]))
     below.end_read(move, np.ones(1, bool))
     assert aside(below) == 0
     assert begin(below, b"b").tier_slots.tolist() == move.tier_slots.tolist()

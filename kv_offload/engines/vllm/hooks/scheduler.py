@@ -117,7 +117,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @survives(
         lambda self, scheduler_output: ConnectorMetadata(
-            **vars(self.offload_scheduler.plan_without_stores(scheduler_output))
+            **vars(self.offload_scheduler.plan_after_error(scheduler_output))
         )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
