@@ -66,6 +66,7 @@ class TieredScheduler(OffloadScheduler):
             host,
             tier,
             transfers,
+            self._lookups,
             self._choice,
             self._statistics,
             self._slot_bytes,
