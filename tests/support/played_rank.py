@@ -99,17 +99,11 @@ class PlayedRank:
         In a step without a forward it returns nothing where there is nothing to report.
         """
         connector, report = self.connector, KVConnectorOutput()
-        newer = vllm_version() >= (0, 32)
-        if output.num_scheduled_tokens or newer:
-            connector.wait_for_save()
-        if newer:
-            results = connector.get_transfer_results(output.finished_req_ids)
-            report.finished_sending = results.finished_sending
-            report.finished_recving = results.finished_recving
-            report.failed_recving = results.failed_recving
-        else:
-            finished = connector.get_finished(output.finished_req_ids)
-            report.finished_sending, report.finished_recving = finished
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        report.finished_sending = results.finished_sending
+        report.finished_recving = results.finished_recving
+        report.failed_recving = results.failed_recving
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_stats = connector.get_kv_connector_stats()
         report.kv_connector_worker_meta = connector.build_connector_worker_meta()
