@@ -26,8 +26,6 @@ from tests.engine.harness import (
 )
 from tests.support.processes import run_module, stay, staying
 
-pytestmark = pytest.mark.usefixtures("fixed_hashes")
-
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
 

@@ -21,11 +21,6 @@ CONFIG = OffloadConfig(cpu_bytes=1)
 KV_CACHE = make_kv_cache_config([CacheGroup(0, 4)], 8)
 
 
-@pytest.fixture(autouse=True)
-def _fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
 def find(folder: Path, *, engine: dict[str, Any] | None = None, **options: Any) -> Disk:
     vllm_config = make_vllm_config({"cpu_bytes": "1MiB"})
     for name, value in (engine or {}).items():

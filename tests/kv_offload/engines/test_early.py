@@ -99,7 +99,6 @@ def test_a_disk_or_a_trace_that_no_model_could_use(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine would find it out after it has loaded the weights and captured its graphs."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 draws its hashes without it
     file = tmp_path / "file"
     file.write_text("a line")
     size = {"disk_bytes": "64MiB"}
