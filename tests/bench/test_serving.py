@@ -94,7 +94,7 @@ def test_a_connector_that_keeps_the_copies_of_all_ranks_has_room_for_the_prompts
 def test_every_connector_is_asked_for_the_same_host_memory() -> None:
     asked = {}
     for name in list(CONNECTORS)[1:]:
-        config = EngineSettings(SMALL, name, options={"eviction_policy": "arc"}).transfer_config
+        config = EngineSettings(SMALL, name, options={"eviction_policy": "lru"}).transfer_config
         assert config is not None
         extra = config["kv_connector_extra_config"]
         asked[name] = extra.get("cpu_bytes", extra.get("cpu_bytes_to_use"))

@@ -86,7 +86,6 @@ class StorePlanner:
             prefixes,
             pool,
             statistics,
-            config.store_after_uses,
             self._refusals.keys,
             tells_runs=manager.reads_runs,
         )

@@ -48,7 +48,7 @@ def test_actors_of_ray_are_given_the_variable_that_names_the_file(
 ) -> None:
     """They get a part of the environment only, and would run with the defaults, unsaid."""
     file = tmp_path / "kv-offload.yaml"
-    file.write_text("eviction_policy: arc\n")
+    file.write_text("eviction_policy: lru\n")
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "OTHER")
     make_vllm_config({}, transfer_config=place)
     assert "KV_OFFLOAD_CONFIG_FILE" not in get_env_vars_to_copy()
@@ -80,7 +80,7 @@ def with_package(patch: pytest.MonkeyPatch, package: str, *, installed: bool) ->
 @pytest.mark.parametrize(
     ("plugin", "remedy"),
     [
-        ({"eviction_polcy": "arc"}, "Did you mean eviction_policy?"),
+        ({"eviction_polcy": "lru"}, "Did you mean eviction_policy?"),
         ({"transfer_engine": "cuda"}, "use 'auto' or 'host'"),
         ({"cpu_bytes": 5000}, "Did you mean 5000MiB or 5000B?"),
     ],
@@ -91,7 +91,7 @@ def test_a_wrong_key_or_value(place: Any, plugin: dict[str, Any], remedy: str) -
 
 @both_places
 def test_what_is_right_is_not_refused(place: Any) -> None:
-    make_vllm_config({"eviction_policy": "arc"}, transfer_config=place)
+    make_vllm_config({"eviction_policy": "lru"}, transfer_config=place)
 
 
 @both_places
@@ -210,7 +210,7 @@ def test_a_trace_is_looked_at_where_the_scheduler_is(tmp_path: Path) -> None:
 OTHER = KVTransferConfig(
     kv_connector="OffloadingConnector",
     kv_role="kv_both",
-    kv_connector_extra_config={"eviction_polcy": "arc"},
+    kv_connector_extra_config={"eviction_polcy": "lru"},
 )
 
 
