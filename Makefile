@@ -8,7 +8,7 @@
 # make site    the documentation as web pages, in .site/html
 #
 # Nothing is needed but Linux, Python 3.11 or newer with pip, and make. Each target makes the
-# environment that it needs in this folder (.venv, .venv-0.28.0, .venv-wheel), once. Where PYTHON has
+# environment that it needs in this folder (.venv, .venv-0.31.0, .venv-wheel), once. Where PYTHON has
 # CUDA and vLLM already, `make demo` uses those and installs nothing.
 #
 #     make demo PYTHON=python3.12 ARGUMENTS=--verbose
@@ -17,7 +17,7 @@
 #     make test-all ENGINES=0.32.0 TESTS=tests/engine
 
 PYTHON ?= python3
-ENGINES ?= 0.32.0 0.28.0
+ENGINES ?= 0.32.0 0.31.0
 TESTS ?= tests
 ARGUMENTS ?=
 
@@ -40,7 +40,7 @@ test:
 	  $(pytest) $(at_a_time) -m "not slow" --durations=10 $(TESTS)
 
 # The first engine runs everything; the others what depends on vLLM's version and is not slow, with
-# short soaks. ENGINES=0.28.0 runs everything on that one.
+# short soaks. ENGINES=0.31.0 runs everything on that one.
 # The benches run once, unmeasured: that they still work is all that this shows.
 test-all:
 	@SOAK_SECONDS=$${SOAK_SECONDS:-90} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-60} \

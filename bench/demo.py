@@ -154,8 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if options.verbose else "ERROR")
     # One process: no waiting for a second one to start, and the counters can be read.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # What is on a disk is found by hashes, which vLLM 0.28 draws anew in each process without this.
-    os.environ.setdefault("PYTHONHASHSEED", "0")
     if not options.verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.disable(logging.WARNING)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 Kind = Literal["counter", "gauge", "histogram"]
 SkipReason = Literal[
     "moved_on",
-    "used_too_little",
     "not_worth_it",
     "no_budget",
     "pool_busy",
@@ -25,8 +24,6 @@ SkipReason = Literal[
 
 SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
-    "used_too_little": "Slots not stored because their prefix was used less often than "
-    "store_after_uses asks.",
     "not_worth_it": "Slots not stored because eviction_policy auto expects more hits from what "
     "they would displace.",
     "no_budget": "Slots not stored: too many waited already, host memory was emptied while they "

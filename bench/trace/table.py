@@ -11,7 +11,6 @@ from kv_offload.simulation.bounds import belady, infinite
 from kv_offload.simulation.replay import ReplayResult, replay
 from kv_offload.simulation.trace import TraceRequest
 
-SECOND_USE = "lru, stored at the second use"
 BELADY = "belady"
 INFINITE = "infinite memory"
 
@@ -24,7 +23,6 @@ def _of_policy(name: str) -> Cell:
 
 ROWS: Mapping[str, Cell] = {
     **{name: _of_policy(name) for name in POLICIES},
-    SECOND_USE: lambda requests, capacity: replay(requests, "lru", capacity, store_after_uses=2),
     BELADY: belady,
     INFINITE: lambda requests, capacity: infinite(requests),
 }

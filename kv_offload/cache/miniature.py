@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,9 +26,6 @@ RUN_SHARE = 4
 On the conversation trace of Mooncake (FAST'25) errors of the estimate were 1.3 points at most with
 runs as long as all before them, since requests that part within a run are sampled alike; 0.9 with
 a quarter, in four samples at each of five sizes (November 2026)."""
-
-USES_PER_SLOT = 16
-"""Keys without a slot whose uses are counted, for each slot."""
 
 
 def sample_blocks(hashes: Sequence[bytes], rarity_bits: int, step: int = 1) -> list[int]:
@@ -85,24 +81,11 @@ class SampledRequest(NamedTuple):
 
 
 class Miniature:
-    """A cache of `slots` slots that is given sampled keys, and stores and loads nothing.
+    """A cache of `slots` slots that is given sampled keys, and stores and loads nothing."""
 
-    With `store_after_uses` a key is stored when it comes for that time and has no slot.
-    """
-
-    def __init__(
-        self,
-        policy: str,
-        slots: int,
-        *,
-        store_after_uses: int = 1,
-        uses_per_slot: float = USES_PER_SLOT,
-    ) -> None:
+    def __init__(self, policy: str, slots: int) -> None:
         """Raises `CapacityError` for fewer slots than 1."""
         self.manager = CacheManager(make_policy(policy, slots))
-        self._store_after_uses = store_after_uses
-        self._uses: OrderedDict[Key, int] = OrderedDict()
-        self._most_uses = uses_per_slot * slots
 
     def serve(self, requests: Sequence[SampledRequest]) -> list[int]:
         """Serve requests; return how many keys of each hit, from its first that is looked up on.
@@ -129,7 +112,7 @@ class Miniature:
             for at in (*range(first), *range(end, len(keys))):
                 if slots[at] >= 0:
                     along.append(slots[at])
-                elif self._store_after_uses == 1 or self._is_used_enough(keys[at]):
+                else:
                     new[keys[at]] = None
             if len(new) > before:
                 behind = keys[end - 1] if end else None
@@ -141,14 +124,6 @@ class Miniature:
             stored, _ = manager.offer([*new], runs, known)
             manager.complete_store(stored)
         return hits
-
-    def _is_used_enough(self, key: Key) -> bool:
-        """Count a use of a key without a slot; say whether it is to be stored now."""
-        uses = self._uses.pop(key, 0) + 1
-        self._uses[key] = uses
-        if len(self._uses) > self._most_uses:
-            self._uses.popitem(last=False)
-        return uses >= self._store_after_uses
 
     def reset(self) -> None:
         """Forget all keys."""

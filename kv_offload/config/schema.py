@@ -49,22 +49,13 @@ class OffloadConfig:
         ),
     ]
     eviction_policy: Annotated[
-        Literal["auto", "lru", "arc"],
+        Literal["auto", "lru"],
         _says("Which blocks leave host memory first when it is full."),
     ] = "auto"
     store_blocks: Annotated[
         Literal["all", "prompt"],
         _says("What is copied to host memory: all blocks, or only those of the prompt."),
     ] = "all"
-    store_after_uses: Annotated[
-        int,
-        _says(
-            "How often a prefix must have been computed or reused before it is stored.",
-            "an integer of at least 1",
-            ge=1,
-            le=MAX_INT,
-        ),
-    ] = 1
     transfer_engine: Annotated[
         Literal["auto", "host", "cuda", "dma"],
         _says(

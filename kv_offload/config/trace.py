@@ -173,6 +173,9 @@ def _written(value: Any, text: str | None) -> str:
 
 def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
     key, source, value = SCHEMA.get(name), given.source, given.value
+    removed, remedy = _REMOVED.get(name, (None, ""))
+    if remedy and (removed is None or removed == value):
+        raise ConfigError(f"{source}: {name}: {given.shown}: was removed: {remedy}.")
     if key is None:
         shown = _written(name, None)
         raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
@@ -220,6 +223,20 @@ def _check_tiers(config: OffloadConfig, given: Mapping[str, Given]) -> None:
             "or disk_path and disk_bytes."
         )
 
+
+_REMOVED: Mapping[str, tuple[str | None, str]] = {
+    "eviction_policy": (
+        "arc",
+        "use auto, the default, which keeps reused prefixes through scans of new ones too, or lru",
+    ),
+    "store_after_uses": (
+        None,
+        "remove the key. eviction_policy: auto, the default, prefers prefixes that are used again; "
+        "to write less to a disk, lower disk_write_rate",
+    ),
+}
+"""What earlier versions had: by key, the value that was removed (None for the whole key), and what
+to do now."""
 
 _TIERS = {
     "disk": {

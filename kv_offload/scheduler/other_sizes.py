@@ -85,7 +85,6 @@ class OtherSizes:
             name: Miniature(
                 config.eviction_policy,
                 max(1, round(factor * num_slots) >> self._rarity_bits),
-                store_after_uses=config.store_after_uses,
             )
             for name, factor in OTHER_SIZES.items()
             if prefixes.serves_whole_requests and len(prefixes.groups) == 1

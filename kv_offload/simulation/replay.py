@@ -6,7 +6,6 @@ once, and no GPU cache serves a part of it before. So the hits are those of host
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,16 +31,11 @@ class ReplayResult:
 
 
 class Replay:
-    """One cache of `capacity` blocks, which requests go through one after the other.
+    """One cache of `capacity` blocks, which requests go through one after the other."""
 
-    With `store_after_uses` a block is stored when it comes for that time and is not stored.
-    """
-
-    def __init__(self, policy: str, capacity: int, *, store_after_uses: int = 1) -> None:
+    def __init__(self, policy: str, capacity: int) -> None:
         """Raises `CapacityError` for a capacity below 1."""
-        self._cache = Miniature(
-            policy, capacity, store_after_uses=store_after_uses, uses_per_slot=math.inf
-        )
+        self._cache = Miniature(policy, capacity)
         self.result = ReplayResult()
 
     def serve(self, request: TraceRequest) -> int:
@@ -55,11 +49,9 @@ class Replay:
         return hits
 
 
-def replay(
-    requests: Iterable[TraceRequest], policy: str, capacity: int, *, store_after_uses: int = 1
-) -> ReplayResult:
+def replay(requests: Iterable[TraceRequest], policy: str, capacity: int) -> ReplayResult:
     """Replay a whole trace, and return what it counted. Raises `CapacityError`."""
-    cache = Replay(policy, capacity, store_after_uses=store_after_uses)
+    cache = Replay(policy, capacity)
     for request in requests:
         cache.serve(request)
     return cache.result

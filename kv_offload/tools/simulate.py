@@ -14,7 +14,6 @@ from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.simulation.bounds import infinite
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest, read_trace
-from kv_offload.tools.arguments import add_count
 from kv_offload.tools.output import draw, make_console, make_table
 from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_size
 
@@ -43,7 +42,6 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         default=",".join(POLICIES),
         help="values of eviction_policy (default: %(default)s)",
     )
-    add_count(parser, "--store-after-uses", of="as in the configuration")
     add_shape(parser)
     parser.set_defaults(run=_run)
 
@@ -75,10 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"tokens, which takes {format_size(size.block_bytes)}: give more"
             )
         slots = min(blocks, endless.stored + 1)  # with more, the same hits
-        ratios = [
-            replay(requests, policy, slots, store_after_uses=arguments.store_after_uses).hit_ratio
-            for policy in policies
-        ]
+        ratios = [replay(requests, policy, slots).hit_ratio for policy in policies]
         table.add_row(format_size(cpu_bytes), f"{blocks:,}", *map(_percent, ratios))
     table.add_row("endless", f"{endless.stored:,}", *[_percent(endless.hit_ratio)] * len(policies))
     print(

@@ -88,12 +88,6 @@ def forks(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have keys mean the same in every process: vLLM 0.28 draws its seed without this."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
-@pytest.fixture
 def cached_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engines of this process cache prefixes of latents, until the test ends."""
     name = "check_and_update_config"

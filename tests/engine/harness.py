@@ -19,8 +19,6 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
-from kv_offload.engines.vllm.model.layout import kv_tensors
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.processes import shut_down
 from tests.support.small_models import write_draft_head, write_model
@@ -29,9 +27,11 @@ from tests.support.totals import counted_stats
 PATIENCE_SECONDS = 120
 """After which an engine is taken to be stuck."""
 
-needs_latent_attention = pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM's CPU engine cannot run latent attention"
-)
+
+def _tensors_of(layer: Any) -> list[Any]:
+    """Return the KV tensors of a layer of the model: one with states views its page as several."""
+    cache = getattr(layer, "kv_cache", [])
+    return [*cache] if isinstance(cache, (list, tuple)) else [cache]
 
 
 def prompts_with_shared_prefix(
@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def kv_tensors(self) -> list[Any]:
-        """Every tensor that the engine registered; a layer with states has several."""
+        """Every tensor that the engine registered."""
         return list(self.rank.transfer._state.keep_alive)
 
     @property
@@ -227,8 +227,7 @@ class Engine:
         watched = {
             f"{name}, {index}": weakref.ref(tensor)
             for name, layer in layers.items()
-            for index, tensor in enumerate(kv_tensors({name: getattr(layer, "kv_cache", None)}))
-            if tensor is not None
+            for index, tensor in enumerate(_tensors_of(layer))
         }
         assert watched
         return watched

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from vllm import LLM
 
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import rank_calls
 from tests.engine.harness import all_differ, engine_settings, greedy
 from tests.support.inputs import Tokens, random_tokens, transfer_config
@@ -71,13 +70,13 @@ def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, packs: bool =
         assert all(mine != other for mine, other in blocks), "digests tell ranks apart"
     block_bytes = sum(rank["block_bytes"] for rank in told)
     blocks = len(loaded[0]["blocks"])
-    if (metrics := result["metrics"]) is not None:
-        assert metrics["slots"] == min(rank["slots"] for rank in told)
-        assert metrics["loaded_bytes"] == blocks * block_bytes
-        assert metrics["stored_bytes"] >= blocks * block_bytes // sharing
-        assert metrics["hit_tokens"] == sum(tokens - 1 for tokens in result["prompt_tokens"])
-        assert metrics.get("failed_loads", 0) == 0
-        assert (metrics.get("sampled_tiles", 0) > 0) is packs
+    metrics = result["metrics"]
+    assert metrics["slots"] == min(rank["slots"] for rank in told)
+    assert metrics["loaded_bytes"] == blocks * block_bytes
+    assert metrics["stored_bytes"] >= blocks * block_bytes // sharing
+    assert metrics["hit_tokens"] == sum(tokens - 1 for tokens in result["prompt_tokens"])
+    assert metrics.get("failed_loads", 0) == 0
+    assert (metrics.get("sampled_tiles", 0) > 0) is packs
     assert all_differ(result["corrupted"]["tokens"], computed["tokens"])
     if "after_sleep" in result:
         # Sleeping empties host memory, since the engine may wake up with other weights.
@@ -134,9 +133,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     llm.collective_rpc(rank_calls.poison)
     result["reloaded"] = answers(llm)
     result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
-    result["metrics"] = None
-    if vllm_version() >= (0, 28):  # before, `LLM` drops what steps without a token report
-        result["metrics"] = figures(llm)
+    result["metrics"] = figures(llm)
     llm.reset_prefix_cache()
     # Of ranks that share memory only the first touches it: the others must see that.
     shared = result["ranks"][0]["sharing"]

@@ -26,7 +26,7 @@ from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.factory import create_engine
 from kv_swap.host import transfers
 
-from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
+from kv_offload.engines.vllm.versions import bytes_per_block
 from kv_offload.messages import LoadJob, OffloadMetadata
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import (
@@ -304,14 +304,8 @@ class Soak:
             self.happened["answered"] += 1
             self.happened["same"] += answer == question.answer[:tokens]
         if self._steps_since_finish > PATIENCE_STEPS and self.live:
-            # vLLM 0.26 to 0.31 can leave a request waiting behind one that does not fit.
-            if vllm_version() >= (0, 32):
-                late = time.monotonic() - self._last_finish
-                assert late < PATIENCE_SECONDS, f"nothing ends: {self.live.keys()}"
-                return
-            self.happened["starved"] += 1
-            for request_id in sorted(self.live):
-                self.abort(request_id)
+            late = time.monotonic() - self._last_finish
+            assert late < PATIENCE_SECONDS, f"nothing ends: {self.live.keys()}"
 
     def finish(self) -> None:
         while self.live:

@@ -26,8 +26,6 @@ from tests.engine.harness import (
 )
 from tests.support.processes import run_module, stay, staying
 
-pytestmark = pytest.mark.usefixtures("fixed_hashes")
-
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
 
@@ -64,7 +62,7 @@ def test_what_was_on_disk_serves_after_kill_9(model_folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "plugin"), [("qwen3", {}), ("gemma3", {"eviction_policy": "arc"})]
+    ("kind", "plugin"), [("qwen3", {}), ("gemma3", {"eviction_policy": "lru"})]
 )
 def test_the_disk_serves_what_host_memory_forgot(
     model_folder: Path, tmp_path: Path, kind: str, plugin: dict[str, Any]

@@ -22,7 +22,7 @@ PROMPTS = [*prompts_with_shared_prefix(seed=7), random_tokens(3 * BLOCK_TOKENS, 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_a_failed_load_is_recomputed(model_folder: Path, copies: Copies, kind: str) -> None:
-    """With one cache group and with two: the second has no hook below vLLM 0.32."""
+    """With one cache group and with two."""
     expected = plain_answers(model_folder, PROMPTS, kind)
     with offloading(model_folder, kind) as ours:
         ours.generate(PROMPTS)

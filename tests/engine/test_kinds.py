@@ -6,30 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine.harness import all_differ, engine, offloading, prompts_with_shared_prefix
 
 PROMPTS = prompts_with_shared_prefix(shared=500, tails=(21, 25, 40, 85), seed=3)
-HAS_AMX = torch.cpu._is_amx_tile_supported()
-NEWER = vllm_version() >= (0, 32)
 KINDS = [
     pytest.param("llama4", {}, id="chunks"),
     pytest.param(
         "qwen3_next",
         {"dtype": "bfloat16", "enable_prefix_caching": True},
         id="gated delta nets",
-        marks=pytest.mark.skipif(not NEWER, reason="this vLLM's CPU kernels refuse its states"),
-    ),
-    pytest.param(
-        "falcon_h1",
-        # With AMX vLLM's kernels know no other type; without it the default of these tests will do.
-        {"enable_prefix_caching": True, **({"dtype": "bfloat16"} if HAS_AMX else {})},
-        id="Mamba 2",
-        marks=pytest.mark.skipif(
-            vllm_version() != (0, 28), reason="this vLLM's CPU kernels fail on it"
-        ),
     ),
 ]
 

@@ -18,7 +18,6 @@ from tests.engine.harness import (
     Tokens,
     all_differ,
     engine,
-    needs_latent_attention,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
@@ -92,7 +91,6 @@ def test_packed_blocks_serve_as_they_were(
         assert ours.blocks_loaded() > 0
 
 
-@needs_latent_attention
 @pytest.mark.usefixtures("cached_latents")
 def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
@@ -147,7 +145,6 @@ def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.M
         assert careless.reload(PROMPTS, one_by_one=True) != plain
 
 
-@pytest.mark.usefixtures("fixed_hashes")
 def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: Path) -> None:
     """An engine that does not pack finds nothing there."""
     plain = expected(model_folder)
@@ -191,7 +188,6 @@ def test_ranks_find_packed_slots_on_their_disks_after_a_restart(
     run = run_module(
         *("tests.engine.restart_run", model_folder, "qwen3", arguments),
         forks=True,
-        PYTHONHASHSEED="0",
     )
     restart_run.check(run, ranks=2)
 

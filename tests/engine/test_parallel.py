@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.engine import killed_rank_run, pressure_run, replica_run
-from tests.engine.harness import needs_latent_attention
 from tests.engine.multiprocess_run import PIPELINE, check
 from tests.support.latents import LATENT
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
@@ -37,7 +35,6 @@ def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partit
     check(run_module(ROUND_TRIP, model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
-@needs_latent_attention
 def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, forks: bool) -> None:
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
     result = run_module(ROUND_TRIP, model_folder, "deepseek_v2", arguments, forks=forks)
@@ -46,7 +43,7 @@ def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, f
 
 def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
     """Replicas of a model with experts step together, with dummy batches; others do not."""
-    case = ("qwen3", {}) if vllm_version() < (0, 32) else ("deepseek_v2", LATENT)
+    case = ("deepseek_v2", LATENT)
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))
 
 
@@ -57,7 +54,7 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
         result = run_module(
             *("tests.engine.replica_run", model_folder, "qwen3", {"store": master.address}),
             forks=True,
-            **{**environment(), **PATIENT, "PYTHONHASHSEED": "0"},
+            **{**environment(), **PATIENT},
         )
     replica_run.check_shared(result)
 
@@ -74,13 +71,7 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: An
     pressure_run.check(run)
 
 
-@pytest.mark.parametrize(
-    "sharing",
-    [
-        pytest.param(False, marks=pytest.mark.slow),
-        pytest.param(True, marks=needs_latent_attention),
-    ],
-)
+@pytest.mark.parametrize("sharing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_that_is_killed_while_it_copies(model_folder: Path, sharing: bool) -> None:
     """The engine ends with an error; nothing stays behind, of memory that ranks share either."""
     kind, more = ("deepseek_v2", LATENT) if sharing else ("qwen3", {})

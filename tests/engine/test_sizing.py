@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 
-from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.tools.sizing.model import read_model
 from kv_offload.tools.sizing.slots import SlotSize, slot_size
 from tests.engine.harness import BLOCK_TOKENS, engine, random_tokens
-from tests.support.configurations import RETENTION
 from tests.support.latents import LATENT
 
 BLOCKS = 8
 
 
-since_0_32 = pytest.mark.skipif(
-    vllm_version() < (0, 32),
-    reason="this vLLM's CPU engine does not run it, or not with its blocks",
-)
 STATES = {
     "dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096,
     # Which vLLM chooses by itself on a CPU with AVX-512 for bfloat16.
@@ -33,11 +27,11 @@ STATES = {
     ("kind", "groups", "arguments"),
     [
         ("qwen3", 1, {}),
-        pytest.param("mistral", 1, {}, marks=since_0_32),
+        ("mistral", 1, {}),
         ("gemma3", 2, {}),
         ("llama4", 2, {}),
-        pytest.param("deepseek_v2", 1, LATENT, marks=since_0_32),
-        pytest.param("qwen3_next", 2, STATES, marks=since_0_32),
+        ("deepseek_v2", 1, LATENT),
+        ("qwen3_next", 2, STATES),
     ],
 )
 @pytest.mark.usefixtures("cached_latents")
@@ -47,7 +41,6 @@ def test_heads_windows_chunks_latents_and_states(
     assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
 
 
-@since_0_32
 def test_states_of_mamba_2(model_folder: Path) -> None:
     """Its CPU kernels cannot compute them, so only the slot is compared."""
     kind = "granitemoehybrid"
@@ -89,11 +82,8 @@ def check(
         running.generate([random_tokens(BLOCKS * size.block_tokens + 1, seed=1)], max_tokens=1)
         running.settle()
         running.reset_gpu_cache()
-        if getattr(running.core.vllm_config.cache_config, RETENTION, None) == 0:
-            stored_bytes = size.prompt_bytes
-            stored_bytes += 0 if size.keeps_ends_only else BLOCKS * size.block_bytes
-        else:
-            stored_bytes = BLOCKS * size.block_tokens * size.windowed_token_bytes
+        stored_bytes = size.prompt_bytes
+        stored_bytes += 0 if size.keeps_ends_only else BLOCKS * size.block_bytes
         assert running.totals["stored_bytes"] == stored_bytes
         assert running.totals["skipped_moved_on"] == 0, "what vLLM does not keep is not missed"
         return sum(size.groups.values())

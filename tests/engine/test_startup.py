@@ -5,14 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
 from kv_offload.errors import ConfigError, UnsupportedError
 from tests.engine.harness import refusal
 from tests.support.small_models import write_model
 
 
-@pytest.mark.usefixtures("fixed_hashes")
 def test_a_wrong_setting_is_refused_before_weights_are_read(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -26,8 +26,6 @@ from tests.support.mooncake import PATIENT, Master, Peer, environment, require_m
 from tests.support.patience import be_patient, wait_for_answers
 from tests.support.processes import print_result, run_module, stay, staying
 
-pytestmark = pytest.mark.usefixtures("fixed_hashes")
-
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
 MANY = [random_tokens(1920, seed=100 + number) for number in range(10)]

@@ -20,7 +20,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import SpeculativeConfig
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step
 from tests.support.played_cases import (
     FULL,
@@ -220,9 +219,6 @@ def test_a_hit_drops_the_last_block_that_matches(
     engine.check_rest()
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
-)
 @both_ways
 @pytest.mark.parametrize("known", [True, False], ids=["known", "any group's"])
 def test_a_window_that_vllm_names_where_prompts_end_is_served(
@@ -239,9 +235,6 @@ def test_a_window_that_vllm_names_where_prompts_end_is_served(
     engine.check_rest()
 
 
-@pytest.mark.skipif(
-    not hasattr(SpeculativeConfig, "use_eagle_block_drop"), reason="this vLLM always drops a block"
-)
 @both_ways
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 @pytest.mark.parametrize(

@@ -561,7 +561,7 @@ def test_a_store_that_never_ends_does_not_keep_others_waiting(
     assert stood_still > 0, "the stores must be in the way first"
     assert [len(engine.answers[name]) for name in ("gone", "a", "b")] == [1, 30, 30]
     engine.finish_steps()
-    while pinned(engine) and time.monotonic() < until:  # before 0.32 nobody waited for them
+    while pinned(engine) and time.monotonic() < until:
         engine.step()
     assert not pinned(engine)
     assert engine.offload.manager.readable_slots() == {}

@@ -158,9 +158,8 @@ ENGINES = st.fixed_dictionaries(
         "events": st.booleans(),
         "plugin": st.fixed_dictionaries(
             {
-                "eviction_policy": st.sampled_from(("auto", "lru", "arc")),
+                "eviction_policy": st.sampled_from(("auto", "lru")),
                 "store_blocks": st.sampled_from(("all", "all", "prompt")),
-                "store_after_uses": st.sampled_from((1, 1, 1, 2)),
                 "max_pinned_share": st.sampled_from((0.2, 0.8, 1.0)),
                 "on_load_failure": st.sampled_from(("recompute", "recompute", "fail")),
             }

@@ -10,7 +10,6 @@ import pytest
 from kv_swap.engine import Direction
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.played_cases import (
     FULL,
     PROMPT,
@@ -58,8 +57,6 @@ def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
     number: int, async_scheduling: bool, drafts: int
 ) -> None:
     """The token may fill a block, which may be known by it; and drafts may be behind it."""
-    if drafts and async_scheduling and vllm_version() < (0, 31):
-        pytest.skip("this vLLM schedules more tokens of such a session than there are")
     engine = PlayedEngine(async_scheduling=async_scheduling, drafts=drafts, blocks=60)
     prompt = [1, 0, 1, 1, 0]
     (dropped,) = engine.serve("answer", prompt, number) and engine.answers["answer"][-1:]
@@ -73,7 +70,6 @@ def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
     engine.check_rest()
 
 
-@pytest.mark.skipif(vllm_version() < (0, 31), reason="this vLLM holds up the session by itself")
 @both_ways
 def test_what_was_loaded_gives_way_to_a_session_that_keeps_its_blocks(
     async_scheduling: bool,

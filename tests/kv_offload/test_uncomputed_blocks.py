@@ -18,7 +18,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.v1.outputs import DraftTokenIds
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
 from tests.support.played_cases import FULL, OTHER, PROMPT, STATE, WINDOW, both_ways, wrong_bytes
@@ -50,7 +49,7 @@ def preempt_what_the_step_has_scheduled(
     )
     engine.scheduler.scheduler_reserve_full_isl = False
     low = engine.add("low", LONG, max_tokens=3, priority=1)
-    while low.num_computed_tokens < 16:  # at once from 0.32, where only others set a limit
+    while low.num_computed_tokens < 16:
         engine.step(copies=True)
     engine.add("high", OTHER[:8], max_tokens=2)
     for _ in range(3):
@@ -80,8 +79,6 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(
     monkeypatch: pytest.MonkeyPatch, groups: Sequence[CacheGroup], blocks: int
 ) -> None:
     """The control. With states the request's next look-up ends before these blocks."""
-    if WINDOW in groups and not vllm_version() >= (0, 32):
-        pytest.skip("with this vLLM nobody is served these blocks here")
     monkeypatch.setattr(
         "kv_offload.engines.vllm.patches.mends._named_uncomputed", lambda *_: iter(())
     )

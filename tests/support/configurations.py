@@ -34,13 +34,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.inputs import transfer_config as ours
 
 Options = dict[str, Any]
 
 RETENTION = "prefix_cache_retention_interval"
-"""vLLM's setting for windows; 0, its default since 0.32, keeps them only where a prompt ends."""
+"""vLLM's setting for windows; 0, its default, keeps them only where a prompt ends."""
 
 PAGE_WORDS = 8
 """Words of 8 bytes in a block of a group, whatever its tokens: vLLM makes pages equal."""
@@ -231,7 +230,6 @@ def make_vllm_config(
         scheduling_policy=scheduling_policy,
         long_prefill_token_threshold=long_prefill_token_threshold,
         data_parallel_size=replicas,
-        **({} if vllm_version() >= (0, 32) else {"disable_cascade_attn": True}),
         speculative_config=speculative if drafts else None,
         kv_transfer_config=transfer_config(plugin),
         kv_events_config=KVEventsConfig(True, "null") if events else None,

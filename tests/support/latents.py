@@ -1,4 +1,4 @@
-"""Latent attention on vLLM's CPU engine, which runs it from 0.32 on."""
+"""Latent attention on vLLM's CPU engine."""
 
 from __future__ import annotations
 

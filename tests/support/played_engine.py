@@ -346,9 +346,8 @@ class PlayedEngine:
         if scheduler_stats is None:
             return
         stats = scheduler_stats.kv_connector_stats or {}
-        # Inside a MultiConnector: up to 0.31 an object, then a dictionary.
         ours = stats.get(CONNECTOR, {} if isinstance(self.connector, MultiConnector) else stats)
-        for name, value in getattr(ours, "data", ours).items():
+        for name, value in ours.items():
             if KINDS[name] == "counter":
                 self.totals[name] += value
             elif KINDS[name] == "gauge":

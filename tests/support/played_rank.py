@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import PAGE_WORDS
 from tests.support.manual_copies import manual_copies
 from tests.support.manual_tier import manual_tiers
@@ -59,7 +58,7 @@ class PlayedRank:
             spec = group.kv_cache_spec
             rows = 1 if isinstance(spec, MambaSpec) else spec.block_size
             tensor = self.memory.view(len(self.memory), rows, -1)
-            caches[group.layer_names[0]] = self._cache_of(spec, tensor)
+            caches[group.layer_names[0]] = tensor
             self.kv.append(tensor.numpy())
         with (
             manual_copies(can_load_before_compute=synchronous_loads) as made,
@@ -77,14 +76,6 @@ class PlayedRank:
     def execute_model(self, scheduler_output: Any) -> None:
         """Stand for the model runner; `begin` and `end` are called instead."""
 
-    @staticmethod
-    def _cache_of(spec: Any, tensor: torch.Tensor) -> Any:
-        """Return what this vLLM registers for a layer: up to 0.31, a list of its states."""
-        if not isinstance(spec, MambaSpec) or vllm_version() >= (0, 32):
-            return tensor
-        first = tensor[:, 0, : PAGE_WORDS // 4].view(torch.int32)
-        return [first, tensor[:, 0, PAGE_WORDS // 4 : -PAGE_WORDS // 4].unflatten(1, (-1, 2))]
-
     def begin(self, output: Any) -> None:
         metadata = output.kv_connector_metadata
         self.connector.handle_preemptions(metadata)
@@ -99,17 +90,11 @@ class PlayedRank:
         In a step without a forward it returns nothing where there is nothing to report.
         """
         connector, report = self.connector, KVConnectorOutput()
-        newer = vllm_version() >= (0, 32)
-        if output.num_scheduled_tokens or newer:
-            connector.wait_for_save()
-        if newer:
-            results = connector.get_transfer_results(output.finished_req_ids)
-            report.finished_sending = results.finished_sending
-            report.finished_recving = results.finished_recving
-            report.failed_recving = results.failed_recving
-        else:
-            finished = connector.get_finished(output.finished_req_ids)
-            report.finished_sending, report.finished_recving = finished
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        report.finished_sending = results.finished_sending
+        report.finished_recving = results.finished_recving
+        report.failed_recving = results.failed_recving
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_stats = connector.get_kv_connector_stats()
         report.kv_connector_worker_meta = connector.build_connector_worker_meta()

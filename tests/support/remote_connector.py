@@ -92,7 +92,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles; `failing` makes its next loads fail, after they wrote garbage.
 
     Once it is `unreachable` it says that it has received what it was only to tell the sender of, as
-    Nixl's does up to vLLM 0.29; up to 0.31 Mooncake's always does.
+    Mooncake's always does in vLLM 0.31.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

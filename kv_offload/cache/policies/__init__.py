@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kv_offload.cache.policies.arc import ARCPolicy
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.policies.lru import LRUPolicy
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy, "auto": AutoPolicy}
+POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUPolicy, "auto": AutoPolicy}
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:

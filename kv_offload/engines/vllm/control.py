@@ -1,6 +1,6 @@
 """Routes on vLLM's API server with which an operator empties host memory and pauses stores.
 
-vLLM loads this endpoint plugin (0.28 and later) only if `VLLM_PLUGINS` names it. It guards paths
+vLLM loads this endpoint plugin only if `VLLM_PLUGINS` names it. It guards paths
 below `/v1` with `--api-key`; without a key these routes refuse all calls.
 """
 
@@ -16,7 +16,7 @@ from fastapi.requests import Request
 from kv_offload.engines.vllm.actions import PAUSE_STORES, RESUME_STORES
 
 PREFIX = "/v1/kv-offload"
-"""vLLM asks for its key below `/v1`, from 0.28 to 0.33."""
+"""vLLM asks for its key below `/v1`."""
 
 
 class ControlRoutes:

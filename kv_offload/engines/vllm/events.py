@@ -1,4 +1,4 @@
-"""What vLLM's KV events say of host memory, in the form of the vLLM that runs."""
+"""vLLM's KV events about host memory."""
 
 from __future__ import annotations
 
@@ -53,27 +53,19 @@ def describe_blocks(
     return said
 
 
-def _untagged(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """Return what blocks have beyond their tokens as vLLM publishes it. From 0.32 hashes tag it."""
-    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    return keys if untag is None else untag(keys)
-
-
 class EventMaker:
-    """Makes vLLM's events of announcements. Fields that this vLLM does not have are left out."""
+    """Makes vLLM's events of announcements."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        stored, removed = (set(kind.__struct_fields__) for kind in (BlockStored, BlockRemoved))
-        self._said_fields = stored & {"lora_id", "lora_name", "extra_keys"}
-        # What all events of a cache group say, by group.
-        self._of_stored: list[dict[str, Any]] = []
-        self._of_removed: list[dict[str, Any]] = []
-        for group_idx, group in enumerate(kv_cache_config.kv_cache_groups):
-            common = {"medium": MEDIUM, "group_idx": group_idx, "locality": "LOCAL"}
-            kind = _kind_of(group.kv_cache_spec) if "kv_cache_spec_kind" in stored else {}
-            of_stored = {**common, **kind}
-            self._of_stored.append({k: v for k, v in of_stored.items() if k in stored})
-            self._of_removed.append({k: v for k, v in common.items() if k in removed})
+        # Fields that all events of a cache group share, by group.
+        self._of_removed: list[dict[str, Any]] = [
+            {"medium": MEDIUM, "group_idx": group_idx, "locality": "LOCAL"}
+            for group_idx in range(len(kv_cache_config.kv_cache_groups))
+        ]
+        self._of_stored = [
+            common | _kind_of(group.kv_cache_spec)
+            for common, group in zip(self._of_removed, kv_cache_config.kv_cache_groups, strict=True)
+        ]
 
     def make(self, announcements: Iterable[Announcement]) -> list[KVCacheEvent]:
         """Return an event for each announcement, in order."""
@@ -86,17 +78,14 @@ class EventMaker:
         group, parent = blocks.group, blocks.parent
         said: Sequence[Said] = [one or NOTHING for one in blocks.said]
         lora_id, lora_name, _ = said[0]
-        values = {
-            "lora_id": lora_id,
-            "lora_name": lora_name,
-            "extra_keys": _untagged([keys for _, _, keys in said]),
-        }
         return BlockStored(
             block_hashes=_external(blocks.hashes),
             parent_block_hash=None if parent is None else _external([parent])[0],
             token_ids=blocks.tokens,
             block_size=group.block_tokens,
-            **{name: values[name] for name in self._said_fields},
+            lora_id=lora_id,
+            lora_name=lora_name,
+            extra_keys=kv_cache_utils.to_event_extra_keys([keys for _, _, keys in said]),
             **self._of_stored[group.group_id],
         )
 

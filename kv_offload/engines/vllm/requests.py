@@ -31,16 +31,15 @@ def keep_at(request: Any, shared_tokens: int) -> None:
     """Have vLLM name the windows and states at the end of a prefix that a request shares.
 
     So it does itself where its own cache has the rest of the prefix. Otherwise it names them at the
-    end of a prompt alone (from 0.32 on, unless it is told to name more).
+    end of a prompt alone, unless it is told to name more.
     """
-    if shared_tokens > getattr(request, "shared_prefix_boundary", shared_tokens):
-        request.shared_prefix_boundary = shared_tokens
+    request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared_tokens)
 
 
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have vLLM free requests once their loads have ended, and schedule them as ones without any.
 
-    So it does with `failed_recving_kv_req_ids` that have no computed tokens (0.26 to 0.33).
+    So it does with `failed_recving_kv_req_ids` that have no computed tokens (0.31 to 0.33).
     """
     for request_id in request_ids:
         _forget_load(engine_scheduler, request_id)
@@ -69,10 +68,10 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
         engine_scheduler.kv_cache_manager.free(request)
-    # From 0.31 on requests that hold blocks have a queue of their own. vLLM goes through it first,
-    # and stops at one that finds no room: one without blocks would hold up those that free some,
-    # such as sessions whose prompts grow.
-    holding: Any = getattr(engine_scheduler, "kv_holding_waiting", ())
+    # Requests that hold blocks have a separate queue. vLLM goes through it first, and stops at one
+    # that finds no room: one without blocks would hold up those that free some, such as sessions
+    # whose prompts grow.
+    holding = engine_scheduler.kv_holding_waiting
     moved = [request for request in holding if request.request_id in request_ids]
     if moved:
         holding.remove_requests(moved)
@@ -83,9 +82,8 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     """Have loaded requests give their blocks back where they keep each other from running.
 
     vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
-    too little. Up to 0.28 at least, with priorities, a request that finds no room holds up those
-    behind it, also those that were loaded. One that vLLM has tried to run keeps its blocks, since
-    it is tried again first; alone it does not. Otherwise all could load and give back for ever.
+    too little. A loaded request that vLLM has tried to run keeps its blocks, since it is tried
+    again first, unless it is the only one; otherwise all of them could load and give back forever.
     """
     from vllm.v1.core.sched.interface import PauseState
 

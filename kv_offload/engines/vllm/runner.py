@@ -12,7 +12,6 @@ from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,
     describe_unpacked,
-    kv_tensors,
     layer_regions,
 )
 from kv_offload.engines.vllm.patches import EXECUTE_MODEL, LOAD_WEIGHTS
@@ -58,7 +57,7 @@ class VLLMRank:
         layout = describe_kv_caches(kv_caches, self._kv_cache_config, packs=self._packs)
         if self._packs and not any(region.packing for region in layout.regions):
             logger.warning("kv-offload: %s", describe_unpacked(kv_caches, layout))
-        return KVCaches(layout, kv_tensors(kv_caches), layer_regions(kv_caches, layout))
+        return KVCaches(layout, [*kv_caches.values()], layer_regions(kv_caches, layout))
 
     def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
         """Return a digest of where in a slot each value of a block is; see `model.layout`."""

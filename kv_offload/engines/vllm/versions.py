@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and what they name or count in different ways."""
+"""The supported versions of vLLM, and what they name or count in different ways."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_offload.errors import UnsupportedError
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-OLDEST, NEWEST = (0, 26), (0, 33)
+OLDEST, NEWEST = (0, 31), (0, 33)
 """Minor versions whose connector interface this plugin was written against and tested with."""
 
 
@@ -21,8 +21,9 @@ def check_version(version: str) -> tuple[int, int]:
         major, minor = -1, -1
     if not OLDEST <= (major, minor) <= NEWEST:
         raise UnsupportedError(
-            f"works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is "
-            f"{version!r}; install a vLLM in that range or a kv-offload that supports yours"
+            f"works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is {version!r}; what it "
+            "relies on in vLLM's scheduler differs between versions: install a vLLM in that range "
+            "or a kv-offload that supports yours"
         )
     return major, minor
 
@@ -51,37 +52,31 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
 def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes of one block over all tensors of this rank.
 
-    From vLLM 0.29, and in packed layouts before, all tensors lie in one allocation of `size` bytes.
+    All tensors are places in one allocation, whose size each of them gives.
     """
-    tensors = kv_cache_config.kv_cache_tensors
-    shared = hasattr(tensors[0], "layers") or getattr(tensors[0], "block_stride", 0) > 0
-    total = tensors[0].size if shared else sum(tensor.size for tensor in tensors)
-    return int(total) // int(kv_cache_config.num_blocks)
+    return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
 
 
 def host_hit_source() -> Any:
-    """Return the engine's label for hits in host memory; None before vLLM had such labels."""
+    """Return the engine's label for hits in host memory; None with vLLM 0.31, which has none."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return None
-    return getattr(CacheHitSource, "HOST", None)
+    return CacheHitSource.HOST
 
 
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
-    """Whether vLLM accepts embeddings in place of images because of `kv_role`, as from 0.30 on.
+    """Return whether vLLM accepts embeddings in place of images because of `kv_role`.
 
-    It turns `enable_mm_embeds` on, and does not tell whether the user had.
+    It turns `enable_mm_embeds` on, and does not say whether the user had.
     """
-    from vllm.config import VllmConfig
-
     inputs = vllm_config.model_config.multimodal_config
     encoders = vllm_config.ec_transfer_config
     return (
-        not hasattr(VllmConfig, "_resolve_allow_missing_mm_embeddings")
-        and transfer_config.is_kv_consumer
+        transfer_config.is_kv_consumer
         and inputs is not None
         and inputs.enable_mm_embeds
-        and getattr(inputs, "allow_missing_mm_embeddings", False)
+        and inputs.allow_missing_mm_embeddings
         and not (encoders is not None and encoders.is_ec_consumer)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +10,6 @@ from kv_offload.cache.slots import Run
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import Span
-
-TRACKED_PREFIXES = 1 << 20
-"""Keys whose uses are counted for `store_after_uses`; the least recently used are forgotten."""
 
 
 @dataclass(slots=True)
@@ -33,7 +29,7 @@ class Chosen:
 
 @dataclass(eq=False, repr=False)
 class StoreChoice:
-    """Chooses blocks that host memory does not have, that are valid, and that are used enough.
+    """Chooses blocks that host memory does not have and that are valid.
 
     A block is valid while the pool knows it under exactly the key that it is expected to have:
     requests have their hashes before the KV exists, and remembered ids go stale when a window moves
@@ -46,11 +42,9 @@ class StoreChoice:
     _prefixes: PrefixMap
     _pool: BlockPool
     _statistics: Statistics
-    _store_after_uses: int
     _refused: Collection[SlotKey]
     tells_runs: bool
     """Whether somebody reads the runs of what is chosen."""
-    _uses: OrderedDict[SlotKey, int] = field(default_factory=OrderedDict)
 
     def choose(
         self,
@@ -68,11 +62,11 @@ class StoreChoice:
         new, pool_blocks = chosen.new, self._pool.blocks
         behind_key = self._prefixes.behind_slot_key
         # A span of one slot is what decodes have; most of these are chosen without further ado.
-        single, tells_runs = self._store_after_uses == 1, self.tells_runs
+        tells_runs = self.tells_runs
         at = 0
         for span in spans:
             cursor, position, first, last = span
-            if single and last - first == 1 and slots[at] < 0 < chosen.slots_left:
+            if last - first == 1 and slots[at] < 0 < chosen.slots_left:
                 key, block = keys[at], cursor.block_ids[position][first]
                 valid = pool_blocks[block].block_hash == key + behind_key[position]
                 if valid and key not in new and key not in self._refused:
@@ -108,7 +102,6 @@ class StoreChoice:
             unknown = [index for index in unknown if keys[index] not in self._refused]
         passed = len(keys)
         gone: list[int] = []
-        used_too_little = 0
         if unknown:
             start = first + unknown[0]
             expected = self._prefixes.pool_keys(cursor.request.block_hashes, group, start, last)
@@ -121,7 +114,6 @@ class StoreChoice:
             if (
                 all_valid
                 and len(new) == len(unknown)
-                and self._store_after_uses == 1
                 and (not chosen.new or chosen.new.keys().isdisjoint(new))
             ):
                 # What is mostly met: of the rest of a prompt nothing is known, and all is valid.
@@ -142,14 +134,10 @@ class StoreChoice:
             elif chosen.slots_left <= 0:
                 passed = index
                 break
-            elif self._store_after_uses > 1 and self._count_use(key) < self._store_after_uses:
-                used_too_little += 1
             else:
                 chosen.slots_left -= 1
                 chosen.new[key] = None
                 chosen.blocks.append(blocks[at])
-        if used_too_little:
-            self._statistics.skipped("used_too_little", used_too_little)
         if gone:  # what the engine never names was not lost
             prompt_tokens = cursor.request.num_prompt_tokens
             moved_on = self._prefixes.count_named(group, gone, prompt_tokens)
@@ -157,13 +145,6 @@ class StoreChoice:
         if num_unknown < len(slots):
             chosen.along += [slot for slot in slots[:passed] if slot >= 0]
         return passed
-
-    def _count_use(self, key: SlotKey) -> int:
-        """Add one use of a key, that it was computed or reused; return how many it has."""
-        uses = self._uses[key] = self._uses.pop(key, 0) + 1
-        if len(self._uses) > TRACKED_PREFIXES:
-            self._uses.popitem(last=False)
-        return uses
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
         """Say of which requests new keys are; what these wish to retain must be stored."""

@@ -87,7 +87,6 @@ class StorePlanner:
             prefixes,
             pool,
             statistics,
-            config.store_after_uses,
             self._refusals.keys,
             tells_runs=manager.reads_runs,
         )

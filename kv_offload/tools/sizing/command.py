@@ -175,15 +175,11 @@ def _notes(size: SlotSize) -> Iterator[str]:
     if size.state_bytes:
         yield (
             f"A block has {size.block_tokens} tokens, so that it has room for a state, which takes "
-            f"{size.state_bytes:,} bytes of a layer on a rank. vLLM 0.32 keeps one state of a "
-            "prompt, at its last full block, and hits end there. vLLM 0.28 keeps more: one for "
-            "each chunk of a prefill, and one wherever an answer fills a block."
+            f"{size.state_bytes:,} bytes of a layer on a rank. vLLM keeps one state of a prompt, "
+            "at its last full block, and hits end there."
         )
     if "window" in size.groups:
-        yield (
-            "vLLM 0.32 keeps windows only where a prompt ends, and hits end there. vLLM 0.28 keeps "
-            f"those of all tokens: {size.windowed_token_bytes:,} bytes per token."
-        )
+        yield "vLLM keeps windows only where a prompt ends, and hits end there."
     ranks = size.tensor_parallel_size
     if ranks > 1 and size.model.latent:
         yield f"The {ranks} ranks hold equal bytes and keep them once."

@@ -31,8 +31,7 @@ SCALE_BYTES = 4
 class SlotSize:
     """What one slot of one rank holds, a block of one cache group, and what tokens need of slots.
 
-    From 0.32 vLLM keeps windows and states only where a prompt ends, unless a retention interval is
-    set; in 0.28 it keeps the windows of all tokens, and more states.
+    vLLM keeps windows and states only where a prompt ends, unless a retention interval is set.
     """
 
     model: Model
@@ -101,12 +100,6 @@ class SlotSize:
         return self.block_bytes // self.block_tokens
 
     @property
-    def windowed_token_bytes(self) -> int:
-        """Bytes of a token, over all ranks, where windows of all tokens are kept; no states."""
-        groups = sum(self.groups.values()) - self.groups.get("state", 0)
-        return self.token_bytes // self.block_slots * groups
-
-    @property
     def prompt_bytes(self) -> int:
         """Bytes of windows and states where one prompt ends, over all ranks, at most."""
         window_blocks = -(-(self.model.window_tokens - 1) // self.block_tokens)
@@ -139,7 +132,7 @@ def slot_size(
         # The cache's type is that of attention alone. A model of 32 bits keeps states of 32 bits.
         of_model = CACHE_DTYPES["float32" if cache_dtype == "float32" else "auto"]
         state_bytes = model.state.rank_bytes(tensor_parallel_size, of_model)
-        # As `_align_hybrid_block_size` in vLLM 0.32 does it.
+        # As `_align_hybrid_block_size` in vLLM does it.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     return SlotSize(
         model=model,

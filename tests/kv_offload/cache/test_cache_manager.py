@@ -198,16 +198,6 @@ def test_a_key_that_one_load_names_twice_is_held_until_it_has_ended_twice() -> N
     assert manager.slots_in_use == 0
 
 
-def test_arc_counts_a_load_beside_another_one_as_reuse_of_what_that_does_not_read() -> None:
-    manager = make_manager("arc", 3)
-    store(manager, A, B, C)
-    manager.prepare_load([A])
-    use(manager, A, B)
-    store(manager, D)
-    store(manager, b"e")
-    assert manager.readable([A, B, C, D]).tolist() == [True, True, False, False]
-
-
 # -- slots ---------------------------------------------------------------------------------------
 
 

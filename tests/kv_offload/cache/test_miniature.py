@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_offload.cache.miniature import USES_PER_SLOT, Miniature, SampledRequest, sample_blocks
+from kv_offload.cache.miniature import Miniature, SampledRequest, sample_blocks
 from kv_offload.cache.policies import POLICIES
 
 
@@ -80,10 +80,3 @@ def test_together_requests_have_about_the_hits_that_they_have_one_by_one(policy:
     found = sum(sum(together.serve(requests[at : at + 3])) for at in range(0, len(requests), 3))
     expected = sum(sum(single.serve([request])) for request in requests)
     assert found == pytest.approx(expected, rel=0.03)
-
-
-def test_uses_of_few_keys_are_remembered() -> None:
-    miniature = Miniature("lru", 1, store_after_uses=2)
-    assert hits(miniature, [b"first"]) == [0]
-    hits(miniature, [b"%d" % key for key in range(USES_PER_SLOT)])
-    assert [hits(miniature, [b"first"]) for _ in range(3)] == [[0], [0], [1]]

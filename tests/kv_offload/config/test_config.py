@@ -53,8 +53,7 @@ def write(tmp_path):
     [
         ("cpu_bytes", 1 << 20, 1 << 20),
         ("cpu_bytes", "0.4%", 64 * GIB * 4 // 1000),
-        ("eviction_policy", "arc", "arc"),
-        ("store_after_uses", 1000, 1000),
+        ("eviction_policy", "lru", "lru"),
         ("max_pinned_share", 0.01, 0.01),
         ("max_pinned_share", 1, 1.0),
         ("keep_on_sleep", True, True),
@@ -66,6 +65,20 @@ def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expect
     for extra_config in ({key: value}, {"config_file": write(json.dumps({key: value}))}):
         assert load(extra_config) == dataclasses.replace(DEFAULTS, **{key: expected})
     assert load({"config_file": write("# nothing\n")}) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("eviction_policy", "arc", "use auto, the default, which keeps reused prefixes through"),
+        ("store_after_uses", 2, "remove the key. eviction_policy: auto, the default, prefers"),
+    ],
+)
+def test_what_was_removed_is_refused_with_what_to_use(write, key, value, remedy):
+    file = write(json.dumps({key: value}))
+    for source, extra_config in ((INLINE, {key: value}), (file, {"config_file": file})):
+        message = refusal(extra_config)
+        assert message.startswith(f"{source}: {key}: {value!r}: was removed: {remedy}")
 
 
 BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for hardly one block."
@@ -81,10 +94,8 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("cpu_bytes", None, "must be bytes, a size"),
         ("cpu_bytes", [1], "must be bytes, a size"),
         ("cpu_bytes", 2**70, "must be 9223372036854775807 at most"),
-        ("eviction_policy", "lfu", "must be auto, lru or arc"),
-        ("eviction_policy", "\ud800", "must be auto, lru or arc"),
-        ("store_after_uses", 0, "must be an integer of at least 1"),
-        ("store_after_uses", "4", "must be an integer"),
+        ("eviction_policy", "lfu", "must be auto or lru"),
+        ("eviction_policy", "\ud800", "must be auto or lru"),
         ("max_pinned_share", 0.0099, "must be a number from 0.01 to 1; with less, too few blocks"),
         ("max_pinned_share", 1.01, "must be a number from 0.01 to 1"),
         ("keep_on_sleep", "yes", "must be true or false"),
@@ -172,7 +183,7 @@ DIGITS = "f" * 5000
     ("content", "problem"),
     [
         ("max_pinned_share: .nan", "max_pinned_share"),
-        (f"store_after_uses: '{'x' * 100_000}'", "store_after_uses: 'xxx"),
+        (f"max_pinned_share: '{'x' * 100_000}'", "max_pinned_share: 'xxx"),
         (f"- &a0 [x]\n{LISTS}", "the top level is [["),
         (f"? {'x' * 500}\n: 1", "xxx: 1: unknown key"),
         ('"\\e[2J": 1', r"\x1b[2J: 1: unknown key"),
@@ -190,10 +201,10 @@ def test_a_strange_file_is_refused_in_short_and_without_escapes(write, content, 
 @pytest.mark.parametrize(
     ("content", "shown"),
     [
-        ("store_after_uses: 1_0.50", "store_after_uses: 1_0.50: must be"),
+        ("max_pinned_share: 1_0.50", "max_pinned_share: 1_0.50: must be"),
         ("eviction_policy: no", "eviction_policy: no: must be"),
         ("cpu_bytes: 0x1000000000", "cpu_bytes: 0x1000000000: asks for 64 GiB"),
-        ("store_after_uses: 1e3", "store_after_uses: '1e3': must be"),
+        ("max_pinned_share: 1e3", "max_pinned_share: '1e3': must be"),
         ("cpu_byte: &a 0x10", "cpu_byte: 0x10: unknown key"),
         ("<<: {max_pinned_share: 1.50}", "max_pinned_share: 1.50: must be"),
     ],
@@ -257,31 +268,31 @@ def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(wri
     assert message.startswith(f"{file}: max_pinned_share: 1.5")
     file = write("cpu_bytes: 1TiB")
     assert load({"config_file": file, "cpu_bytes": "1GiB"}).cpu_bytes == GIB
-    file = write("store_after_uses: 2\nstore_blocks: prompt\ncpu_bytes: 1GiB")
-    traced = trace_config({"config_file": file, "store_after_uses": 4}, {}, host=HOST)
+    file = write("max_pinned_share: 0.2\nstore_blocks: prompt\ncpu_bytes: 1GiB")
+    traced = trace_config({"config_file": file, "max_pinned_share": 0.4}, {}, host=HOST)
     assert traced.config == dataclasses.replace(
-        DEFAULTS, store_after_uses=4, store_blocks="prompt", cpu_bytes=GIB
+        DEFAULTS, max_pinned_share=0.4, store_blocks="prompt", cpu_bytes=GIB
     )
     assert traced.file == Path(file)
     assert set(traced.given) == set(SCHEMA)
-    assert traced.given["store_after_uses"] == (INLINE, 4, "4")
+    assert traced.given["max_pinned_share"] == (INLINE, 0.4, "0.4")
     assert traced.given["cpu_bytes"] == (file, "1GiB", "1GiB")
     assert traced.given["eviction_policy"] == (DEFAULT, "auto", "auto")
 
 
 def test_the_file_of_a_command_wins_over_the_named_one_and_that_over_the_environment(write):
-    named, other = write("store_after_uses: 2"), write("store_after_uses: 3", name="other.yaml")
+    named, other = write("max_pinned_share: 0.2"), write("max_pinned_share: 0.3", name="other.yaml")
     environ = {"KV_OFFLOAD_CONFIG_FILE": other}
-    assert load({"config_file": named}, environ).store_after_uses == 2
-    assert load({}, environ).store_after_uses == 3
-    assert load({"store_after_uses": 4}, environ).store_after_uses == 4
+    assert load({"config_file": named}, environ).max_pinned_share == 0.2
+    assert load({}, environ).max_pinned_share == 0.3
+    assert load({"max_pinned_share": 0.4}, environ).max_pinned_share == 0.4
     assert load({}, {"KV_OFFLOAD_CONFIG_FILE": ""}) == DEFAULTS
     traced = trace_config({"config_file": other}, environ, file=named, host=HOST)
-    assert traced.given["store_after_uses"].source == named
+    assert traced.given["max_pinned_share"].source == named
 
 
 def test_paths_may_be_relative_or_start_at_home(write, tmp_path, monkeypatch):
-    write("store_after_uses: 2")
+    write("max_pinned_share: 0.2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in ("~/kv.yaml", "kv.yaml"):
@@ -305,7 +316,7 @@ def test_a_variable_named_after_a_key_is_refused():
 def test_a_variable_that_nobody_reads_is_a_warning_and_those_of_others_are_none(write):
     """Kubernetes tells every container of its services; one may be named `kv-offload`."""
     environ = {
-        "KV_OFFLOAD_CONFIG_FILE": write("store_after_uses: 2"),
+        "KV_OFFLOAD_CONFIG_FILE": write("max_pinned_share: 0.2"),
         "KV_OFFLOAD_SERVICE_HOST": "10.0.0.1",
         "KV_OFFLOAD_SERVICE_PORT_HTTP": "8000",
         "KV_OFFLOAD_PORT": "tcp://10.0.0.1:8000",
@@ -316,7 +327,7 @@ def test_a_variable_that_nobody_reads_is_a_warning_and_those_of_others_are_none(
         "KV_OFFLOAD_CONFIG": "/srv/kv.yaml",
     }
     traced = trace_config({}, environ, host=HOST)
-    assert traced.config.store_after_uses == 2
+    assert traced.config.max_pinned_share == 0.2
     (warning,) = traced.warnings
     assert warning.startswith(
         "environment: KV_OFFLOAD_CONFIG is not read: the plugin reads KV_OFFLOAD_CONFIG_FILE only."
@@ -362,9 +373,9 @@ def test_what_is_no_path_and_standard_input_are_no_file(monkeypatch, tmp_path, w
     assert refusal({"config_file": "-"}) == (
         f"{INLINE}: config_file: '-': {reason}. {READABLE} For a file of this name write ./-"
     )
-    write("store_after_uses: 2", name="-")
+    write("max_pinned_share: 0.2", name="-")
     monkeypatch.chdir(tmp_path)
-    assert load({"config_file": "./-"}).store_after_uses == 2
+    assert load({"config_file": "./-"}).max_pinned_share == 0.2
 
 
 NO_SPACE = "write `cpu_bytes: 1GiB`, with a space after the colon"
@@ -380,8 +391,8 @@ NO_SPACE = "write `cpu_bytes: 1GiB`, with a space after the colon"
         ("a: !!bool x", 1, 4, "'x' is not a valid bool"),
         ("a: !!map x", 1, 4, "expected a mapping node, but found scalar"),
         ("a: " + "1" * 5000, 1, 4, "is not a valid int"),
-        ("store_after_uses: 010", 1, 19, "'010' means 8 in YAML: write the number that you mean"),
-        ("store_after_uses: 1:30", 1, 19, "'1:30' means 90 in YAML"),
+        ("max_pinned_share: 010", 1, 19, "'010' means 8 in YAML: write the number that you mean"),
+        ("max_pinned_share: 1:30", 1, 19, "'1:30' means 90 in YAML"),
         ("a: {b: 1}\na: {c: 2}", 2, 1, "a: a mapping: this key was given before, in line 1"),
         ("{store_blocks: all, 'store_blocks': all}", 1, 21, "was given before, in line 1"),
         ("[" * 3000, 1, 1, "nested too deeply"),
@@ -389,8 +400,8 @@ NO_SPACE = "write `cpu_bytes: 1GiB`, with a space after the colon"
         (b"a: 1\nb: \xff", 2, 4, "byte 0xff is not UTF-8"),
         ("- a\n- b", 1, 1, "the top level is ['a', 'b'], but it must be a mapping"),
         ("# mine\r\ncpu_bytes:1GiB  # all of it\r\n", 2, 1, NO_SPACE),
-        ("cpu_bytes=1GiB\neviction_policy=arc", 1, 1, NO_SPACE),
-        ("eviction_policy: arc\ncpu_bytes:1GiB\nstore_blocks: all", 2, 1, NO_SPACE),
+        ("cpu_bytes=1GiB\neviction_policy=lru", 1, 1, NO_SPACE),
+        ("eviction_policy: lru\ncpu_bytes:1GiB\nstore_blocks: all", 2, 1, NO_SPACE),
     ],
 )
 def test_malformed_files_are_refused_with_line_and_column(write, content, line, column, problem):
@@ -421,14 +432,16 @@ def test_any_content_is_a_configuration_or_a_refusal(tmp_path_factory, content):
 
 
 def test_describe_is_one_line_with_every_key_as_it_was_written(write):
-    file = write("\ufeff# größer\nkeep_on_sleep: no\nstore_after_uses: 0x1f\nmax_pinned_share: 1")
+    file = write(
+        "\ufeff# größer\nkeep_on_sleep: no\ndisk_write_rate: 0x40000000\nmax_pinned_share: 1"
+    )
     traced = trace_config({"config_file": file, "cpu_bytes": "12.5%"}, {}, host=HOST)
-    assert traced.config.store_after_uses == 31
+    assert traced.config.disk_write_rate == GIB
     assert traced.describe() == (
-        "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, store_after_uses=0x1f, "
+        "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, "
         "transfer_engine=auto, pack_kv=false, max_pinned_share=1, max_retained_share=0.25, "
         "max_retained_share_per_salt=0.25, load_or_recompute=measured, keep_on_sleep=no, "
-        "on_load_failure=recompute, disk_path=null, disk_bytes=null, disk_write_rate=1GiB, "
+        "on_load_failure=recompute, disk_path=null, disk_bytes=null, disk_write_rate=0x40000000, "
         "disk_restart=true, disk_keep_on_reset=false, store=null, store_master=null, "
         "store_bytes=null, store_write_rate=1GiB, store_keep_on_reset=false, record_trace=null, "
         "record_trace_bytes=256MiB"
@@ -466,7 +479,7 @@ def test_the_documented_errors_are_real(write, tmp_path):
     contents = [
         "max_pinned_share: 80%",
         "cpu_bytes: 64",
-        "evict_policy: arc",
+        "evict_policy: lru",
         "cpu_bytes: 8GiB\ncpu_bytes: 16GiB",
     ]
     for error, content in zip(errors, contents, strict=True):

@@ -21,11 +21,6 @@ CONFIG = OffloadConfig(cpu_bytes=1)
 KV_CACHE = make_kv_cache_config([CacheGroup(0, 4)], 8)
 
 
-@pytest.fixture(autouse=True)
-def _fixed_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
 def find(folder: Path, *, engine: dict[str, Any] | None = None, **options: Any) -> Disk:
     vllm_config = make_vllm_config({"cpu_bytes": "1MiB"})
     for name, value in (engine or {}).items():
@@ -93,17 +88,6 @@ def test_hashes_that_another_process_draws_anew_are_refused(
     with pytest.raises(ConfigError, match=r"serve no other process: so it is.*disk_restart: false"):
         find(tmp_path)
     assert find(tmp_path, disk_restart=False)
-
-
-def test_scales_that_each_process_computes_are_refused(tmp_path: Path) -> None:
-    """Up to vLLM 0.27; nothing tells which scales another process has found."""
-    engine = {"cache_config.calculate_kv_scales": True, "cache_config.cache_dtype": "fp8"}
-    refused = r"serve no other process: .*remove --calculate-kv-scales.*disk_restart: false"
-    with pytest.raises(ConfigError, match=refused):
-        find(tmp_path, engine=engine)
-    assert find(tmp_path, engine=engine, disk_restart=False)
-    for unscaled in ("auto", "fp8_per_token_head"):
-        assert find(tmp_path, engine={**engine, "cache_config.cache_dtype": unscaled})
 
 
 def test_ranks_divide_the_disk_and_share_as_they_share_memory(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""KV caches as vLLM's own functions plan and allocate them, stored and loaded by the host engine.
-
-Which layouts exist depends on the vLLM that is installed: up to 0.31 a tensor per layer or one
-packed allocation, from 0.32 on one allocation under a `KVCacheLayout`.
-"""
+"""Store and load KV caches that vLLM itself has planned and allocated, with the host engine."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ import pytest
 import torch
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.factory import create_engine
-from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import (
@@ -26,22 +21,21 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,
     describe_unpacked,
-    kv_tensors,
 )
-from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
+from kv_offload.engines.vllm.versions import bytes_per_block
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
 from tests.support.planning import SCALED, attention_spec, get_kv_cache_config_from_groups
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-NEWER = vllm_version() >= (0, 29)
-LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] if NEWER else ["a layer each"]
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NUM_BLOCKS = 7
 POISON = 0x55
 
@@ -91,12 +85,12 @@ class Built:
         return rows.contiguous().view(torch.uint8).numpy().tobytes()
 
     def contents(self, block: int) -> list[bytes]:
-        return [self.block(tensor, block) for tensor in kv_tensors(self.caches)]
+        return [self.block(tensor, block) for tensor in self.caches.values()]
 
     def storages(self) -> Iterator[torch.Tensor]:
         """Yield every allocation once, as bytes."""
         seen = set()
-        for tensor in kv_tensors(self.caches):
+        for tensor in self.caches.values():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
@@ -107,51 +101,16 @@ def build(
     groups: list[KVCacheGroupSpec],
     layout: str,
     kernel_tokens: int | None = None,
-    dtype: str = "auto",
 ) -> Built:
     """Plan and allocate a KV cache with vLLM's own functions."""
     vllm_config = make_vllm_config({})
     vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
-    if NEWER:
-        vllm_config.cache_config.kv_cache_layout = layout
+    vllm_config.cache_config.kv_cache_layout = layout
     config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 24)
     assert config.num_blocks == NUM_BLOCKS
     kernel_sizes = [kernel_tokens or g.kv_cache_spec.block_size for g in groups]
-    if NEWER:
-        from vllm.v1.worker.utils import allocate_kv_cache
-
-        resolved = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        return Built(config, allocate_kv_cache(config, torch.device("cpu"), resolved, kernel_sizes))
-    from vllm.v1.worker.gpu.attn_utils import _allocate_kv_cache, _reshape_kv_cache
-
-    raw = _allocate_kv_cache(config, {}, torch.device("cpu"))
-    attention_groups = [
-        SimpleNamespace(
-            kv_cache_group_id=group_id,
-            kv_cache_spec=getattr(g.kv_cache_spec, "kv_cache_specs", {}).get(name, g.kv_cache_spec),
-            backend=LatentBackend if "latent" in name else TritonAttentionBackend,
-            layer_names=[name],
-        )
-        for group_id, g in enumerate(groups)
-        for name in g.layer_names
-    ]
-    with set_current_vllm_config(vllm_config):
-        caches = _reshape_kv_cache(attention_groups, raw, dtype, kernel_sizes, {}, config)
-    return Built(config, caches)
-
-
-class LatentBackend:
-    """The shape that vLLM's backends of latent attention share; they need a GPU to be imported."""
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str
-    ) -> tuple[int, ...]:
-        return num_blocks, block_size, head_size
-
-    @staticmethod
-    def get_kv_cache_block_dim(*_shape: Any, **_more: Any) -> int:
-        return 0
+    resolved = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    return Built(config, allocate_kv_cache(config, torch.device("cpu"), resolved, kernel_sizes))
 
 
 def round_trip(
@@ -169,7 +128,7 @@ def round_trip(
         storage.copy_(torch.randint(0, 256, storage.shape, generator=generator, dtype=torch.uint8))
     stored = {source: built.contents(source) for source, _ in moves}
     engine = create_engine(
-        "host", layout, 4, device=torch.device("cpu"), keep_alive=kv_tensors(built.caches)
+        "host", layout, 4, device=torch.device("cpu"), keep_alive=[*built.caches.values()]
     )
     try:
         pairs = np.array([(source, slot) for slot, (source, _) in enumerate(moves)], np.int32)
@@ -211,7 +170,6 @@ def test_blocks_come_back_as_they_were_stored(kind: str, tokens: int, layout: st
     round_trip(build(groups_of(kind, tokens), layout))
 
 
-@pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with heads outermost")
 def test_states_over_attention_with_heads_outermost_are_refused() -> None:
     """A block's state would lie over the keys and values of two other blocks."""
     built = build(groups_of("states", 32), "LHBNC")
@@ -223,11 +181,10 @@ def test_states_over_attention_with_heads_outermost_are_refused() -> None:
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name[0] != "B" and name[1] != "H"])
 def test_kernel_blocks_that_are_smaller_than_the_managers(layout: str, kernel_tokens: int) -> None:
     built = build(groups_of("dense", 64), layout, kernel_tokens)
-    assert {t.shape[0] for t in kv_tensors(built.caches)} == {NUM_BLOCKS * 64 // kernel_tokens}
+    assert {t.shape[0] for t in built.caches.values()} == {NUM_BLOCKS * 64 // kernel_tokens}
     round_trip(built)
 
 
-@pytest.mark.skipif(not NEWER, reason="this vLLM has no layout with blocks outermost")
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
 def test_blocks_outermost_are_one_region_over_all_layers(layout: str) -> None:
     built = build(groups_of("dense", 32), layout)
@@ -239,34 +196,13 @@ def test_blocks_outermost_are_one_region_over_all_layers(layout: str) -> None:
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) -> None:
     """The views of the scales are vLLM's own; they lie between the keys and the values."""
-    built = build([group("scaled", 2, attention_spec(32, **SCALED[name]))], layout, dtype=name)
+    built = build([group("scaled", 2, attention_spec(32, **SCALED[name]))], layout)
     for cache in built.caches.values():
         implementation = SimpleNamespace(_k_scale_cache=None)
         TritonAttentionImpl._ensure_scale_caches(implementation, cache)
         scales = implementation._k_scale_cache, implementation._v_scale_cache
         assert [tuple(s.shape) for s in scales] == [(NUM_BLOCKS, 32, 2)] * 2
         assert all(cache.data_ptr() <= s.data_ptr() and (s == 1.0).all() for s in scales)
-    round_trip(built)
-
-
-@pytest.mark.skipif(NEWER, reason="this vLLM has layouts instead")
-def test_packed_layers_have_strides_beyond_their_pages() -> None:
-    """As vLLM packs models of several page sizes: all layers of a block lie together."""
-    built = build(groups_of("dense", 32), "")
-    page_bytes = built.config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
-    stride = 3 * page_bytes + 512
-    backing = torch.zeros(NUM_BLOCKS * stride, dtype=torch.int8)
-    from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
-
-    shape = TritonAttentionBackend.get_kv_cache_shape(NUM_BLOCKS, 32, 2, 32)
-    spec = built.config.kv_cache_groups[0].kv_cache_spec
-    for index, name in enumerate(built.caches):
-        built.caches[name] = _reshape_attention_kv_cache(
-            backing, spec, shape, (0, 1, 2, 3), NUM_BLOCKS, (index * page_bytes, stride)
-        )
-    layout = describe_kv_caches(built.caches, built.config)
-    (region,) = layout.regions
-    assert (region.page_bytes, region.block_stride_bytes) == (3 * page_bytes, stride)
     round_trip(built)
 
 
@@ -301,7 +237,7 @@ def channels_of_columns(built: Built, heads: int, tokens: int) -> dict[int, set[
         cache = built.caches[name]
         page = cache[:1]
         channel = torch.zeros_like(page, dtype=torch.int64)
-        token_dim = -2 if NEWER else -3
+        token_dim = -2
         for dim in range(1, page.dim()):
             if dim - page.dim() != token_dim:
                 shape = [-1 if at == dim else 1 for at in range(page.dim())]

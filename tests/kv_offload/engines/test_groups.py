@@ -17,11 +17,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.model.groups import cache_groups, ranks_with_equal_bytes
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
-
-NAMES_HEADS = "is_eagle_group" in KVCacheGroupSpec.__dataclass_fields__
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -43,7 +40,6 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
     assert cache_groups(config, drops_last_block=True) == of_head
 
 
-@pytest.mark.skipif(not NAMES_HEADS, reason="this vLLM names no group of a head")
 def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof() -> None:
     groups = (dataclasses.replace(FULL, sees_next_token=True), WINDOW)
     config = make_kv_cache_config(groups, 40)
@@ -51,9 +47,6 @@ def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof() -> None:
     assert cache_groups(config) == (FULL, WINDOW)
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
-)
 def test_windows_of_which_vllm_names_some_blocks() -> None:
     groups = (FULL, dataclasses.replace(WINDOW, retention_tokens=0))
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
@@ -63,7 +56,7 @@ def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
     config = make_kv_cache_config((CacheGroup(0, 8), CacheGroup(1, 4)), 40)
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 8))
     whole = SimpleNamespace(block_size=4, dcp_sharded=False)
-    config.kv_cache_groups[1] = SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=whole)
+    config.kv_cache_groups[1] = KVCacheGroupSpec(["layer.1"], whole)
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
 
 
@@ -114,16 +107,13 @@ def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group: CacheGroup) ->
 # -- ranks with equal bytes ---------------------------------------------------------------------
 
 
-SHARDED = "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__
-
-
 def latent(**more: Any) -> MLAAttentionSpec:
     return MLAAttentionSpec(
         block_size=16,
         num_kv_heads=1,
         head_size=576,
         dtype=torch.bfloat16,
-        **({"max_tp_shards": 1, **more} if SHARDED else more),
+        **{"max_tp_shards": 1, **more},
     )
 
 
@@ -150,6 +140,5 @@ def test_ranks_that_may_differ_share_nothing() -> None:
     assert equal_ranks(latent(), spec_of()) == 1
     assert equal_ranks(latent(), decode_context=2) == 1
     assert equal_ranks() == 1
-    if SHARDED:
-        assert equal_ranks(latent(max_tp_shards=None)) == 1
-        assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1
+    assert equal_ranks(latent(max_tp_shards=None)) == 1
+    assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1

@@ -9,7 +9,7 @@ from kv_swap.layout import KVLayout
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.model.layout import describe_kv_caches, kv_tensors, layer_regions
+from kv_offload.engines.vllm.model.layout import describe_kv_caches, layer_regions
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_kv_cache_config, set_layers
 
@@ -70,14 +70,6 @@ def test_where_the_blocks_are(shape: tuple[int, ...], expected: list[tuple[int, 
     assert regions(layout, tensor) == expected
 
 
-def states(page_bytes: int = PAGE_BYTES, padding: int = 64) -> tuple[torch.Tensor, list[Any]]:
-    """Return pages of a convolution's state and a recurrent one, as vLLM up to 0.31 views them."""
-    storage = cache(BLOCKS, (page_bytes + padding) // 4)
-    convolution = storage[:, :24].unflatten(1, (3, 8))
-    rest = storage[:, 24 : page_bytes // 4]
-    return storage, [convolution, rest.view(torch.bfloat16).unflatten(1, (2, -1))]
-
-
 def state_config(page_bytes: int) -> Any:
     made = config()
     spec = MambaSpec(
@@ -91,22 +83,11 @@ def state_config(page_bytes: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_the_states_of_a_layer_share_padded_pages(kind: type) -> None:
-    storage, views = states(padding=64)
-    page_bytes = PAGE_BYTES + 64
-    layout = describe_kv_caches({"layer": kind(views)}, state_config(page_bytes))
-    assert regions(layout, storage) == [(0, page_bytes, page_bytes)]
-    assert kv_tensors({"layer": kind(views)}) == views
-
-
 def test_states_are_not_packed() -> None:
-    """Neither a list of them nor a tensor of bfloat16 numbers: what it holds is no KV."""
-    listed = {"layer": states(padding=64)[1]}
-    tensor = {"layer": torch.zeros(BLOCKS, TOKENS, 1 << 13, dtype=torch.bfloat16)}
-    for caches, page_bytes in ((listed, PAGE_BYTES + 64), (tensor, TOKENS << 14)):
-        layout = describe_kv_caches(caches, state_config(page_bytes), packs=True)
-        assert [region.packing for region in layout.regions] == [None]
+    """Not even a tensor of bfloat16 numbers: what it holds is no KV."""
+    caches = {"layer": torch.zeros(BLOCKS, TOKENS, 1 << 13, dtype=torch.bfloat16)}
+    layout = describe_kv_caches(caches, state_config(TOKENS << 14), packs=True)
+    assert [region.packing for region in layout.regions] == [None]
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -148,17 +129,6 @@ REFUSED = {
 @pytest.mark.parametrize(("caches", "problem"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_copied_exactly(caches: dict[str, Any], problem: str) -> None:
     assert refusal(caches, config()).startswith(f"kv-offload: {problem}")
-
-
-def test_states_that_do_not_share_their_pages() -> None:
-    storage, views = states()
-    page_bytes = PAGE_BYTES + 64
-    apart = [cache(BLOCKS, 3, 8), cache(BLOCKS, 128)]
-    other_stride = [views[0], storage.view(BLOCKS * 2, -1)[:BLOCKS, 24:32]]
-    too_few = [views[0], views[1][:-1]]
-    for wrong in (apart, views[::-1], other_stride, too_few):
-        assert "do not lie in" in refusal({"layer": wrong}, state_config(page_bytes))
-    assert "do not lie in" in refusal({"layer": views}, state_config(PAGE_BYTES - 16))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -314,13 +314,13 @@ def test_options_of_others_beside_the_members_are_left_alone(warned: list[str]) 
         config["kv_connector_extra_config"] |= {
             "cpu_bytes": "64MiB",
             "cpu_bytes_to_use": 1 << 30,
-            "eviction_policy": "arc",
+            "eviction_policy": "lru",
         }
         return config
 
     build(outside)
     (message,) = warned
-    assert message.startswith("kv-offload: eviction_policy: 'arc' stands beside connectors in the ")
+    assert message.startswith("kv-offload: eviction_policy: 'lru' stands beside connectors in the ")
 
 
 @pytest.mark.parametrize("deep", [False, True])

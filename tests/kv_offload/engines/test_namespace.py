@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.model.namespace import describe, reproducible_hashes
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support import block_hashes
 from tests.support.configurations import make_kv_cache_config, make_vllm_config, set_layers
 from tests.support.played_cases import FULL, WINDOW
@@ -111,16 +110,15 @@ def test_what_changes_several_things(engine: Any) -> None:
 
 def test_what_becomes_of_an_image_or_video_counts(engine: Any) -> None:
     """Its hash, which is in the key, is that of its data."""
-    engine.vllm.model_config.multimodal_config = inputs = MultiModalConfig()
+    engine.vllm.model_config.multimodal_config = MultiModalConfig()
     for name, value in (
         ("mm_processor_kwargs", {"max_pixels": 1024}),
         ("media_io_kwargs", {"video": {"num_frames": 8}}),
         ("video_pruning_rate", 0.5),
         ("video_pruning_method", "another"),
     ):
-        if hasattr(inputs, name):
-            change = setting(f"model_config.multimodal_config.{name}", value)
-            assert changed(engine, change) == {"inputs"}, name
+        change = setting(f"model_config.multimodal_config.{name}", value)
+        assert changed(engine, change) == {"inputs"}, name
 
 
 def test_drafts_of_a_model_count_and_those_of_the_text_do_not(engine: Any) -> None:
@@ -218,7 +216,11 @@ def test_weights_of_a_repository_are_known_by_its_commit(
     model.model = "some/model:Q4_K_M"
     assert describe(engine.vllm, engine.cache)["commit"] == "b" * 40
     drafts = SimpleNamespace(
-        method="eagle", draft_model_config=copy.copy(model), use_eagle=lambda: True
+        method="eagle",
+        draft_model_config=copy.copy(model),
+        draft_load_config=None,
+        use_eagle=lambda: True,
+        use_eagle_block_drop=lambda: True,
     )
     model.model, engine.vllm.speculative_config = str(tmp_path), drafts
     assert changed(engine, lambda _: download("c" * 40)) == {"draft_commit", "weights"}
@@ -269,7 +271,7 @@ def test_keys_of_two_processes_are_equal_exactly_if_they_are_said_to_be() -> Non
         assert len(keys) == 5
         assert (keys == other[case][0]) == (problem is None), case
     free = {case for case, (_, problem) in one.items() if problem is None and "None" in case}
-    assert free == ({"sha256 None", "sha256_cbor None"} if vllm_version() >= (0, 29) else set())
+    assert free == {"sha256 None", "sha256_cbor None"}
 
 
 def test_why_hashes_are_not_reproducible_is_said_with_the_remedy(
@@ -280,7 +282,7 @@ def test_why_hashes_are_not_reproducible_is_said_with_the_remedy(
     said = reproducible_hashes(engine.vllm)
     assert said is not None
     assert said.startswith("with prefix_caching_hash_algo 'xxhash' and without PYTHONHASHSEED")
-    assert ("algo to sha256" in said) == (vllm_version() >= (0, 29))
+    assert "algo to sha256" in said
     assert changed(engine, lambda _: None) == {"hash_seed"}, "no two descriptions are equal"
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert reproducible_hashes(engine.vllm) is None

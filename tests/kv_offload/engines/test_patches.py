@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import importlib
 import logging
@@ -13,25 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.halves import connectors_in
 from kv_offload.engines.vllm.patches import PATCHES, install_for_scheduler
 from kv_offload.engines.vllm.patches import patch as mechanics
 from kv_offload.engines.vllm.patches.patch import MARK, Patch, Setup, log_new
-from kv_offload.engines.vllm.versions import NEWEST, OLDEST, dotted, vllm_version
+from kv_offload.engines.vllm.versions import OLDEST, vllm_version
 from tests.support.configurations import ours
-from tests.support.played_cases import FULL, PROMPT, STATE, WINDOW, tables
+from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-CLASSES = [p for p in PATCHES if p.where != "rank" and p.versions[0] <= vllm_version()]
+CLASSES = [patch for patch in PATCHES if patch.where != "rank"]
 
 
 def named(method: str) -> Patch:
@@ -48,8 +44,6 @@ def setup(**more: Any) -> Setup:
     options = {
         "version": vllm_version(),
         "config": OffloadConfig(cpu_bytes=1),
-        "holds_state": False,
-        "is_member": False,
     }
     return Setup(**{**options, **more})
 
@@ -70,11 +64,7 @@ def test_every_patch_is_documented() -> None:
     assert len({patch.target for patch in PATCHES}) == len(PATCHES)
     assert [target for target, *_ in rows] == [f"`{p.target.rpartition(':')[2]}`" for p in PATCHES]
     for patch, (_, condition, *reasons) in zip(PATCHES, rows, strict=True):
-        versions, _, when = condition.partition("; ")
-        every = patch.versions == (OLDEST, NEWEST)
-        ends = dict.fromkeys(map(dotted, patch.versions))
-        assert versions == ("all" if every else " to ".join(ends))
-        assert bool(when) == (patch.needed is not None)
+        assert (condition != "always") == (patch.needed is not None)
         assert [reason[-1:] for reason in reasons] == [".", ".", "."]
 
 
@@ -89,7 +79,6 @@ ALWAYS = {
     "collective_rpc",
     "update_from_output",
     "_preempt_request",
-    "_update_request_as_session",
 }
 
 
@@ -97,16 +86,10 @@ ALWAYS = {
     ("more", "found"),
     [
         ({"version": (0, 33)}, set()),
-        ({"version": (0, 33), "is_member": True, "holds_state": True}, set()),
-        ({"version": (0, 31), "is_member": True}, {"observe"}),
-        ({"version": (0, 28), "holds_state": True}, set()),
-        ({"version": (0, 27), "holds_state": True}, {"get_computed_blocks_for_connector"}),
-        ({"version": (0, 26), "holds_state": True}, {"schedule"}),
+        ({"version": (0, 32)}, {"_update_request_as_session"}),
+        ({"version": (0, 31)}, {"_update_request_as_session"}),
         (
-            {
-                "version": (0, 31),
-                "config": OffloadConfig(cpu_bytes=1, on_load_failure="fail", keep_on_sleep=True),
-            },
+            {"version": (0, 33), "config": OffloadConfig(cpu_bytes=1, keep_on_sleep=True)},
             {"sleep"},
         ),
     ],
@@ -155,35 +138,38 @@ def test_a_second_call_replaces_nothing_and_logs_nothing(
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_wrappers_of_other_plugins_stay(ours_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours takes local hits that all groups have."""
+    """Ours drops the hashes of what a session has not computed."""
     told: list[Any] = []
 
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
         told.append("vLLM")
-        return self.has_mamba_layers, args, kwargs
+        return session.block_hashes, args, kwargs
 
     def other() -> None:
-        original = Scheduler.schedule
+        original = Scheduler._update_request_as_session
 
         @functools.wraps(original)
-        def schedule(*args: Any, **kwargs: Any) -> Any:
+        def update(*args: Any, **kwargs: Any) -> Any:
             told.append("other")
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(Scheduler, "schedule", schedule)
+        monkeypatch.setattr(Scheduler, "_update_request_as_session", update)
 
     def plugin() -> None:
-        install_for_scheduler(setup(version=OLDEST, holds_state=True))
+        install_for_scheduler(setup(version=OLDEST))
 
-    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    monkeypatch.setattr(Scheduler, "_update_request_as_session", update)
     for install in (plugin, other) if ours_first else (other, plugin):
         install()
-    with_both = Scheduler.schedule
+    with_both = Scheduler._update_request_as_session
     plugin()
-    assert Scheduler.schedule is with_both, "ours is found below another that names what it wraps"
+    assert Scheduler._update_request_as_session is with_both, (
+        "ours is found below another that names what it wraps"
+    )
     scheduler = object.__new__(Scheduler)
-    scheduler.has_mamba_layers = True
-    assert scheduler.schedule(True, more=1) == (False, (True,), {"more": 1})
+    scheduler.hash_block_size = 4
+    session = SimpleNamespace(num_computed_tokens=9, num_tokens=7, block_hashes=["a", "b"])
+    assert scheduler._update_request_as_session(session, 1, more=2) == (["a"], (1,), {"more": 2})
     assert told == ["other", "vLLM"]
 
 
@@ -235,43 +221,3 @@ def test_a_reset_passes_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     for core in (PlayedEngine().core, without_plugin):
         assert core.reset_prefix_cache(True, connector=True) == (True, True)
         assert core.reset_prefix_cache() == (False, False)
-
-
-# -- the others --------------------------------------------------------------------------------
-
-
-def test_figures_of_members_arrive_as_dictionaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    observe = named("observe").wrap(lambda self, figures, engine_idx: (figures, engine_idx))
-    sent = {"a": KVConnectorStats(data={"x": 1}), "b": {"data": {"y": 2}}}
-    assert observe(None, sent, 3) == ({"a": {"data": {"x": 1}}, "b": {"data": {"y": 2}}}, 3)
-
-
-# -- local hits --------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(vllm_version() < (0, 27), reason="this vLLM has no such look-up")
-@pytest.mark.usefixtures("restored")
-@pytest.mark.parametrize("patched", [True, False])
-def test_vllm_0_27_takes_local_hits_that_all_groups_have(
-    patched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks every connector as newer ones ask those that bring what other groups lack."""
-    monkeypatch.setattr(KVOffloadConnector, "supports_divergent_local_hybrid_hits", True)
-    engine = PlayedEngine((FULL, WINDOW, dataclasses.replace(STATE, group_id=2)))
-    request, had = engine.add("a", PROMPT, 2), set()
-    while not request.num_output_tokens:
-        engine.step()
-        full, *others = tables(engine, request)
-        had.update(*others)
-    engine.run()
-    # The window of a hit in host memory begins in a block that the engine has for full attention.
-    had -= {engine.pool.null_block.block_id}
-    engine.scheduler.kv_cache_manager.evict_blocks({full[4], *had})
-    if patched:
-        install_for_scheduler(setup(version=(0, 27), holds_state=True))
-    engine.add("b", PROMPT, 1)
-    with contextlib.nullcontext() if patched else pytest.raises(AssertionError, match="wrong KV"):
-        engine.run()
-    if patched:
-        assert engine.totals["hit_tokens"] == 20
-        engine.check_rest()

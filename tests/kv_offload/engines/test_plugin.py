@@ -50,7 +50,7 @@ def test_a_vllm_of_another_shape_goes_on_without_the_plugin(
     register()
     (told,) = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert told[0] == "ERROR"
-    assert told[1].startswith("kv-offload: works with vLLM 0.26 to 0.33, this is '0.40.1'; ")
+    assert told[1].startswith("kv-offload: works with vLLM 0.31 to 0.33, this is '0.40.1'; ")
 
 
 @pytest.mark.parametrize("name", ["kv_offload", "kv_swap"])

@@ -39,11 +39,8 @@ def start_replica(front_end: Any, rank: int, *, dense: bool = True) -> Any:
     parallel.data_parallel_rank_local = parallel.data_parallel_index = rank
     if not dense:
         parallel.data_parallel_rank = rank
-    elif hasattr(parallel, "reconfigure_for_independent_dp_rank"):
-        parallel.reconfigure_for_independent_dp_rank()
     else:
-        parallel.data_parallel_size = parallel.data_parallel_size_local = 1
-        parallel.data_parallel_rank = 0
+        parallel.reconfigure_for_independent_dp_rank()
     return config
 
 

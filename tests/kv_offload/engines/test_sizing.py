@@ -48,8 +48,7 @@ def slot_bytes(layers: dict[str, int], cache_dtype: str) -> tuple[int, int]:
 @pytest.fixture
 def vllm_config() -> Any:
     made = make_vllm_config({})
-    if vllm_version() >= (0, 29):
-        made.cache_config.kv_cache_layout = "LBHNC"
+    made.cache_config.kv_cache_layout = "LBHNC"
     return made
 
 

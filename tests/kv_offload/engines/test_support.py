@@ -98,17 +98,15 @@ ROLE = "kv_transfer_config.kv_role"
 BACKEND = "parallel_config.distributed_executor_backend"
 WORLD, DCP = "parallel_config.world_size", "parallel_config.decode_context_parallel_size"
 PCP = "parallel_config.prefill_context_parallel_size"
-NO_CASCADE = {"model_config": SimpleNamespace(disable_cascade_attn=True)}
-CASCADE = {"model_config": SimpleNamespace(disable_cascade_attn=False)}
+CASCADE = {"model_config.disable_cascade_attn": False}
 OLD, NEW = {"version": (0, 31)}, {"version": (0, 32)}
 
 
-def experts(returned: bool) -> SimpleNamespace:
-    return SimpleNamespace(enable_return_routed_experts=returned, disable_cascade_attn=True)
+EXPERTS = "aux_output_config.enable_return_routed_experts"
 
 
 def diffusion(*, async_scheduling: bool) -> dict[str, Any]:
-    model = SimpleNamespace(is_diffusion=True, disable_cascade_attn=True)
+    model = SimpleNamespace(is_diffusion=True, disable_cascade_attn=True, runner_type="generate")
     return {"model_config": model, "scheduler_config.async_scheduling": async_scheduling}
 
 
@@ -119,7 +117,7 @@ SERVED: dict[str, dict[str, Any]] = {
             [(FULL, WINDOW), (CacheGroup(0, 4, 9),), (FULL, CHUNKS), (FULL, STATE)]
         )
     },
-    **{f"vLLM {v}": {"version": v, **NO_CASCADE} for v in ((0, 26), (0, 28), (0, 31), (0, 33))},
+    **{f"vLLM {version}": {"version": version} for version in ((0, 31), (0, 32), (0, 33))},
     **{f"cache of {dtype}": {"cache_config.cache_dtype": dtype} for dtype in sorted(CACHE_DTYPES)},
     "kv_producer": {ROLE: "kv_producer"},
     "latent attention": {"layers": {"layer.0": spec_like(MLAAttentionSpec)}},
@@ -136,9 +134,9 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "one rank of an external launcher": {BACKEND: "external_launcher"},
     "cascade attention of 0.32": {**CASCADE, **NEW},
-    "failing requests": {"fail": True, **NO_CASCADE, **OLD},
-    "failing requests of two groups": {"fail": True, "groups": (FULL, WINDOW), **NEW},
-    "experts that are not returned": {"aux_output_config": experts(False)},
+    "failing requests": {"fail": True},
+    "failing requests of two groups": {"fail": True, "groups": (FULL, WINDOW)},
+    "experts that are not returned": {EXPERTS: False},
     "a diffusion model": diffusion(async_scheduling=False),
 }
 
@@ -147,15 +145,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {ROLE: "kv_consumer"},
         "kv_role is 'kv_consumer': set it to 'kv_both'*",
     ),
-    # vLLM 0.26 and 0.28 have the setting in the first place, 0.32 in the second.
-    **{
-        f"experts of tokens that were not computed, {part}": (
-            {part: experts(True)},
-            "enable_return_routed_experts is on, and vLLM has the experts only*"
-            "remove --enable-return-routed-experts",
-        )
-        for part in ("model_config", "aux_output_config")
-    },
+    "experts of tokens that were not computed": (
+        {EXPERTS: True},
+        "enable_return_routed_experts is on, and vLLM has the experts only*"
+        "remove --enable-return-routed-experts",
+    ),
     "no prefix caching": (
         {"cache_config.enable_prefix_caching": False},
         "prefix caching is off, *remove --no-enable-prefix-caching*",
@@ -259,17 +253,14 @@ def test_what_is_refused(settings: dict[str, Any], problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "runner", "minor", "served"),
-    [(1, 1, 32, True), (2, 1, 32, False), (2, 2, 29, False), (2, 2, 30, True)],
+    ("stages", "runner", "served"), [(1, 1, True), (2, 1, False), (2, 2, True)]
 )
 def test_stages_of_a_pooling_model(
-    stages: int, runner: int, minor: int, served: bool, monkeypatch: pytest.MonkeyPatch
+    stages: int, runner: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of runner V1 only the last stage reports to vLLM, which then ends the engine."""
     engine = Engine(
-        model_config=SimpleNamespace(runner_type="pooling", disable_cascade_attn=True),
-        version=(0, minor),
-        **{"parallel_config.pipeline_parallel_size": stages},
+        **{"model_config.runner_type": "pooling", "parallel_config.pipeline_parallel_size": stages}
     )
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
     if served:
@@ -314,8 +305,8 @@ def test_no_connector_is_built_for_an_engine_that_cannot_be_served() -> None:
 def test_the_settings_are_where_they_are_looked_for() -> None:
     engine = Engine()
     assert engine.vllm.model_config.runner_type == "generate"
-    parts = (getattr(engine.vllm, name, None) for name in ("model_config", "aux_output_config"))
-    assert any(hasattr(part, "enable_return_routed_experts") for part in parts)
+    assert not engine.vllm.aux_output_config.enable_return_routed_experts
+    assert not engine.vllm.model_config.is_diffusion
     assert all(has_draft_head(Engine(**speculative(method)).vllm) for method in DRAFT_HEADS)
     assert not has_draft_head(Engine(drafts=2).vllm)
 
@@ -344,7 +335,7 @@ def test_encoder_only_layers_beside_a_decoder_are_left_out() -> None:
 def test_a_role_that_opens_embeddings_is_named(
     role: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to vLLM 0.29 no role touches the setting; later nobody can tell whose it is."""
+    """vLLM does not say whether the role or the user has set it."""
     said: list[str] = []
     monkeypatch.setattr(log.logger, "warning", lambda text, *args: said.append(text % args))
     engine = Engine(**{ROLE: f"kv_{role}"})
@@ -353,10 +344,9 @@ def test_a_role_that_opens_embeddings_is_named(
     assert said == [], "a model of text alone"
     inputs = MultiModalConfig(enable_mm_embeds=asked)
     engine.vllm.model_config.multimodal_config = inputs
-    for resolve in ("_resolve_mm_embedding_inputs", "_resolve_allow_missing_mm_embeddings"):
-        getattr(engine.vllm, resolve, lambda: None)()
-    opened = role == "both" and engine.version >= (0, 30)
-    assert inputs.enable_mm_embeds == (asked or opened), "a vLLM between: does the role open them?"
+    engine.vllm._resolve_mm_embedding_inputs()
+    opened = role == "both"
+    assert inputs.enable_mm_embeds == (asked or opened)
     log.log_warnings(traced, engine.vllm, ())
     assert len(said) == opened
     for message in said:

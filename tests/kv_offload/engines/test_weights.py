@@ -214,7 +214,7 @@ def test_a_weight_update_drops_what_waits_to_be_stored() -> None:
 
 def watch() -> None:
     config = OffloadConfig(cpu_bytes=1, keep_on_sleep=True)
-    install_for_scheduler(Setup(vllm_version(), config, holds_state=False, is_member=False))
+    install_for_scheduler(Setup(vllm_version(), config))
 
 
 def test_a_core_that_is_being_built_may_call_its_workers() -> None:

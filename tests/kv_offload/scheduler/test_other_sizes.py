@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 def make_estimate(policy: str, slots: int) -> tuple[OtherSizes, Statistics]:
     """Return the estimates beside host memory of so many slots, and what they count in."""
     statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
-    config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all", store_after_uses=1)
+    config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all")
     prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
     return OtherSizes(config, prefixes, slots, statistics), statistics
 

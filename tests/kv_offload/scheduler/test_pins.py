@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-NEWER = vllm_version() >= (0, 32)
 
 
 def storing(**arguments: object) -> PlayedEngine:
@@ -29,7 +26,6 @@ def storing(**arguments: object) -> PlayedEngine:
 # -- what they keep others from ----------------------------------------------------------------
 
 
-@pytest.mark.skipif(not NEWER, reason="this vLLM does not ask whether blocks are about to be free")
 def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)
     engine = storing(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})

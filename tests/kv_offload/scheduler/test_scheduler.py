@@ -14,7 +14,6 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.versions import vllm_version
 from tests.support.played_cases import (
     BLOCK,
     CHUNKS,
@@ -131,9 +130,6 @@ def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
     engine.check_rest()
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
-)
 @both_ways
 @pytest.mark.parametrize("full", [(), (FULL,)], ids=["windows alone", "mixed"])
 def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(
@@ -158,9 +154,6 @@ SHARED = [1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1]
 """Four blocks."""
 
 
-@pytest.mark.skipif(
-    vllm_version() < (0, 32), reason="this vLLM names all blocks of a window by default"
-)
 @both_ways
 @both_runners
 @pytest.mark.parametrize("kind", [WINDOW, STATE], ids=["window", "state"])
@@ -191,7 +184,7 @@ def test_an_answer_that_is_shared_with_nobody_takes_no_window() -> None:
     session = engine.add("next", [*text, 1, 0, 1, 1, 0], max_tokens=1)
     engine.run()
     assert engine.totals["hit_tokens"] == 20
-    assert not getattr(session, "shared_prefix_boundary", 0)
+    assert session.shared_prefix_boundary == 0
 
 
 def test_replicas_share_nothing() -> None:
@@ -263,7 +256,7 @@ def test_no_state_is_stored_before_its_block_is_full() -> None:
 
 
 def test_attention_without_its_state_is_no_local_hit() -> None:
-    """vLLM 0.26 and 0.27 would count it with a connector, and compute from no state."""
+    """Counted as one, it would have the engine compute from no state."""
     engine = PlayedEngine((FULL, STATE))
     engine.serve("first", PROMPT, max_tokens=1)
     states = [

@@ -20,13 +20,11 @@ from tests.support.played_cases import (
     PROMPT,
     blocks,
     ends_of,
-    narrow,
     pinned,
     slow,
     stored_blocks,
 )
 from tests.support.played_engine import PlayedEngine
-from tests.support.played_model import Tokens
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -217,53 +215,6 @@ def test_a_block_that_has_become_another_groups_is_not_stored() -> None:
 
 
 # -- what is worth storing ---------------------------------------------------------------------
-
-
-def test_blocks_are_stored_when_their_prefix_is_used_again() -> None:
-    """Each block for itself."""
-    engine = PlayedEngine(plugin={"store_after_uses": 2})
-    for prompt, stored, too_little in ((PROMPT[:9], 0, 2), (PROMPT, 2, 5), (PROMPT, 5, 5)):
-        engine.serve("a", prompt, max_tokens=1)
-        assert engine.totals["stored_bytes"] == blocks(stored)
-        assert skipped(engine) == {"used_too_little": too_little}
-    engine.check_rest()
-
-
-def test_a_block_that_no_pin_was_left_for_is_not_counted_as_used() -> None:
-    """However often its turn comes."""
-    engine = PlayedEngine(plugin={"store_after_uses": 2}, max_num_batched_tokens=64)
-    for _ in range(2):
-        engine.add("first", SHORT[0], max_tokens=1)
-        engine.step(2)
-    narrow(engine, 1)
-    assert len(pinned(engine)) == 1
-    engine.add("a", PROMPT[:17], max_tokens=5)
-    engine.step(5)
-    assert skipped(engine) == {"used_too_little": 1}
-    engine.run()
-    assert skipped(engine) == {"used_too_little": 1 + 5}
-    assert engine.totals["stored_bytes"] == blocks(1)
-    engine.check_rest()
-
-
-def test_uses_are_remembered_for_a_bounded_number_of_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The least recently used one is forgotten, not the oldest."""
-    monkeypatch.setattr("kv_offload.scheduler.stores.choice.TRACKED_PREFIXES", 2)
-    engine = PlayedEngine(plugin={"store_after_uses": 3})
-    a, b, c = SHORT[:3]
-
-    def stored(*prompts: Tokens) -> list[float]:
-        before = engine.totals["stored_slots"]
-        counts = []
-        for prompt in prompts:
-            engine.serve("a", prompt, max_tokens=1)
-            counts.append(engine.totals["stored_slots"] - before)
-        return counts
-
-    assert stored(a, b, a, c, a) == [0, 0, 0, 0, 1]
-    assert stored(b, b, b) == [0, 0, 1]
 
 
 def test_a_prefix_that_is_computed_once_more_outlives_one_that_was_stored_since() -> None:

@@ -27,12 +27,6 @@ def test_a_hit_ends_at_the_first_block_that_is_missing() -> None:
     assert cache.result == ReplayResult(blocks=11, hits=5, stored=6, evicted=2)
 
 
-def test_a_block_stored_at_its_second_use_serves_the_third() -> None:
-    cache = Replay("lru", 4, store_after_uses=2)
-    assert [cache.serve(one) for one in trace([1, 2], [1, 2, 3], [1, 2, 3])] == [0, 0, 2]
-    assert cache.result.stored == 3
-
-
 def test_a_trace_of_nothing_has_no_hits() -> None:
     assert replay([], "lru", 1).hit_ratio == 0
     assert replay(trace([]), "lru", 1) == ReplayResult()

@@ -30,13 +30,13 @@ def transfer_config(output):
 def test_a_file_gives_values_sources_and_the_argument(tmp_path, command, monkeypatch):
     file = tmp_path / "kv.yaml"
     disk = "disk_path: kv\ndisk_bytes: 2MB\n"
-    file.write_text(f"cpu_bytes: 0x100000\neviction_policy: arc\nkeep_on_sleep: yes\n{disk}")
+    file.write_text(f"cpu_bytes: 0x100000\neviction_policy: lru\nkeep_on_sleep: yes\n{disk}")
     status, output, _ = command("config", "kv.yaml")
     assert status == 0
     lines = output.splitlines()
     assert lines[0] == f"# Effective configuration; file: '{file}'"
     assert lines[1] == "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB"
-    assert lines[2] == "eviction_policy: arc  # file"
+    assert lines[2] == "eviction_policy: lru  # file"
     assert {"store_blocks: all  # default", "keep_on_sleep: yes  # file"} <= set(lines)
     assert f"disk_path: {tmp_path}/kv  # file" in lines
     assert "disk_bytes: 2000000  # file, 2MB is 1.91 MiB" in lines
@@ -85,7 +85,7 @@ def test_awkward_paths_survive_the_shell(tmp_path, command, name):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("kv.yaml", "evict_policy: arc", "{}/kv.yaml: evict_policy: 'arc': unknown key. Did you"),
+        ("kv.yaml", "evict_policy: lru", "{}/kv.yaml: evict_policy: 'lru': unknown key. Did you"),
         ("kv.yaml", "cpu_bytes: 100%", "{}/kv.yaml: cpu_bytes: '100%': asks for"),
         ("kv.yaml", "a: [", "{}/kv.yaml, line 1, column 5"),
         ("-", "", "'-': standard input is not read, "),
@@ -116,15 +116,15 @@ def test_a_wrong_file_starts_no_server(tmp_path, shell):
         script = SERVE.format(command=COMMAND, serve=f'{PYTHON} -c "{PRINT_LAST}"')
         return run_in_shell(tmp_path, script, shell)
 
-    (tmp_path / "kv-offload.yaml").write_text("eviction_polcy: arc\n")
+    (tmp_path / "kv-offload.yaml").write_text("eviction_polcy: lru\n")
     done = serve()
     assert (done.returncode, done.stdout) == (2, "")
     assert "Did you mean eviction_policy?" in done.stderr
-    (tmp_path / "kv-offload.yaml").write_text("eviction_policy: arc\n")
+    (tmp_path / "kv-offload.yaml").write_text("eviction_policy: lru\n")
     done = serve()
     assert done.returncode == 0, "the control"
     extra_config = json.loads(done.stdout)["kv_connector_extra_config"]
-    assert trace_config(extra_config, {}).config.eviction_policy == "arc"
+    assert trace_config(extra_config, {}).config.eviction_policy == "lru"
 
 
 @pytest.mark.parametrize("arguments", ["", "configure", "config a b"])

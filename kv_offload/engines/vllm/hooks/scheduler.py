@@ -185,7 +185,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return scheduler.has_pending_work or not scheduler.has_told
 
     def has_pending_block_frees(self) -> bool:
-        """Let the engine wait for a store rather than preempt a request. From vLLM 0.32."""
+        """Let the engine wait for a store rather than preempt a request."""
         return self.offload_scheduler.holds_idle_blocks
 
     def reset_cache(self) -> bool:

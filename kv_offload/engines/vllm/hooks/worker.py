@@ -119,7 +119,8 @@ class WorkerHooks(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
         """Have the forward wait for its loads. This hook comes after zeroing, just before it.
 
-        `start_load_kv` would not do: from vLLM 0.32 it is called after the forward was launched.
+        `start_load_kv` would not do: vLLM calls it after the forward was launched, unless the step
+        has synchronous loads.
         """
         super().bind_connector_metadata(connector_metadata)
         self.offload_worker.start_kv_transfers(connector_metadata)
@@ -153,10 +154,10 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self, _: self._end_step_anyhow())
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        """Queue this step's stores if `wait_for_save` was skipped; take in what ended.
+        """Queue this step's stores unless `wait_for_save` has; take in what ended.
 
-        vLLM 0.26 and 0.28 do not call `wait_for_save` in a step without a forward. The scheduler's
-        half names requests to vLLM.
+        With a draft model vLLM calls `wait_for_save` later, after the drafts; after an error there
+        the stores would be lost. The scheduler's half names requests to vLLM.
         """
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())

@@ -32,11 +32,10 @@ def has_draft_head(vllm_config: VllmConfig) -> bool:
 def drops_last_block(vllm_config: VllmConfig) -> bool:
     """Whether a hit ends a block before the last one that matches, which a draft head reads.
 
-    Not with `disable_eagle_block_drop`, from vLLM 0.30 on: then vLLM keeps no window behind the end
-    of a hit, and the user has the head draft with KV that another token may have followed.
+    Not with `disable_eagle_block_drop`: then vLLM keeps no window after the end of a hit, and the
+    user has the head draft with KV that another token may have followed.
     """
-    drops = getattr(vllm_config.speculative_config, "use_eagle_block_drop", lambda: True)
-    return has_draft_head(vllm_config) and drops()
+    return has_draft_head(vllm_config) and vllm_config.speculative_config.use_eagle_block_drop()
 
 
 def cache_groups(
@@ -49,17 +48,15 @@ def cache_groups(
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
     context parallelism alone every rank holds them all. Where vLLM drops a block for a draft head
-    and does not tell which groups hold its layers, all of them count as such; so they do for vLLM.
-    From 0.32 the configuration says which blocks of a window vLLM names.
+    and does not say which groups hold its layers, all of them count as such; so they do for vLLM.
     """
     specs = layer_specs(kv_cache_config)
-    retention_tokens = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    of_head = [getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups]
+    retention_tokens = kv_cache_config.prefix_cache_retention_interval
+    of_head = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         members = [specs[name] for name in group.layer_names] or _specs_of_other_stages(group)
-        # From vLLM 0.32 a spec says whether its tokens are split; before, all attention is.
-        split = all(getattr(spec, "dcp_sharded", True) for spec in members)
+        split = all(spec.dcp_sharded for spec in members)
         ranks = decode_context_parallel_size if split else 1
         rule = _reading_rule(members)
         if "window_tokens" in rule:
@@ -97,12 +94,9 @@ def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheCon
     """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
 
     `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
-    tokens of its own. From vLLM 0.32 a spec says over how many ranks it is split, if it knows.
+    other tokens. A spec says over how many ranks it is split, if it knows.
     """
     specs = layer_specs(kv_cache_config).values()
-    whole = all(
-        type(spec).__name__ == LATENT_SPEC and getattr(spec, "max_tp_shards", 1) == 1
-        for spec in specs
-    )
+    whole = all(type(spec).__name__ == LATENT_SPEC and spec.max_tp_shards == 1 for spec in specs)
     equal = specs and whole and parallel.decode_context_parallel_size == 1
     return int(parallel.tensor_parallel_size) if equal else 1

@@ -44,11 +44,11 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
         "config": digest(config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        # How weights are quantized while they are loaded; of newer versions.
-        "quantization_config": digest(getattr(model, "quantization_config", None)),
+        # How weights are quantized while they are loaded.
+        "quantization_config": digest(model.quantization_config),
         "max_model_len": str(model.max_model_len),  # chooses the factors of some position codes
         "implementation": str(model.model_impl),
-        "classes": digest(getattr(model, "model_class_overrides", None)),  # of newer versions
+        "classes": digest(model.model_class_overrides),
         "inputs": "text" if inputs is None else _describe_inputs(inputs),
     }
 
@@ -56,8 +56,8 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
 def _find_commit(model: str, revision: str | None, download_dir: str | None) -> str | None:
     """Return which commit of a repository was loaded; None for a folder, and where it is given.
 
-    From version 5 on transformers does not note it in the configuration. vLLM 0.32 asks for it
-    first, and has it in the revision. Else the cache knows which one was loaded last.
+    vLLM 0.32 and 0.33 ask for it first, and have it in the revision. Else the cache knows which one
+    was loaded last; transformers 5 does not note it in the configuration.
     """
     from huggingface_hub import constants
 
@@ -75,8 +75,8 @@ def _find_commit(model: str, revision: str | None, download_dir: str | None) -> 
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:
     """Describe what becomes of an image: its hash, which is in the key, is that of its data."""
-    # Videos that are pruned in another way have the same tokens at first; of newer versions.
-    pruning = [getattr(inputs, f"video_pruning_{name}", None) for name in ("rate", "method")]
+    # Videos that are pruned in another way have the same tokens at first.
+    pruning = [inputs.video_pruning_rate, inputs.video_pruning_method]
     kwargs = [inputs.mm_processor_kwargs, inputs.media_io_kwargs]
     return digest([inputs.compute_hash(), *kwargs, *pruning])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.errors import LayoutError
@@ -12,21 +12,13 @@ from kv_swap.packing.format import FORMAT_VERSION, GROUP_VALUES, TILE_BYTES
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm.model.groups import STATE_SPEC
 from kv_offload.engines.vllm.model.identity import digest
-from kv_offload.engines.vllm.versions import layer_specs, vllm_version
+from kv_offload.engines.vllm.versions import layer_specs
 from kv_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-def kv_tensors(kv_caches: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return every tensor that the engine registered: a layer with states may have several."""
-    found: list[torch.Tensor] = []
-    for cache in kv_caches.values():
-        found += cache if isinstance(cache, (list, tuple)) else [cache]
-    return found
 
 
 def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, frozenset[int]]:
@@ -48,7 +40,7 @@ def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, f
 def describe_kv_caches(
     kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, *, packs: bool = False
 ) -> KVLayout:
-    """Return the layout of the registered tensors: one per layer, or a list of a layer's states.
+    """Return the layout of the registered tensors, one per layer.
 
     With `packs` slots hold packed what can be packed.
 
@@ -71,8 +63,6 @@ def describe_kv_caches(
 
 
 def _describe(name: str, cache: Any, num_blocks: int, page_bytes: int) -> TensorDescription:
-    if isinstance(cache, (list, tuple)) and cache:
-        return _describe_states(name, cache, num_blocks, page_bytes)
     if not getattr(cache, "shape", None):
         raise _unknown(name, cache)
     dim = block_dim(name, tuple(cache.shape), num_blocks)
@@ -83,35 +73,6 @@ def _unknown(name: str, cache: Any) -> LayoutError:
     return LayoutError(
         f"layer {name}: its KV cache is a {type(cache).__name__} that kv-offload does not know"
     )
-
-
-def _describe_states(
-    name: str, states: Sequence[torch.Tensor], num_blocks: int, page_bytes: int
-) -> TensorDescription:
-    """Describe a layer with several states per block, each a view into the same pages.
-
-    Up to vLLM 0.31 runner V1 registers them so. The first begins where the page does, which may be
-    padded. It is copied whole, as `(num_blocks, page_bytes)` bytes.
-    """
-    address = states[0].data_ptr()
-    strides = {state.stride(0) * state.element_size() for state in states}
-    ends = [state.data_ptr() - address + _block_span_bytes(state) for state in states]
-    inside = all(state.data_ptr() >= address for state in states) and max(ends) <= page_bytes
-    if len(strides) > 1 or not inside or {state.shape[0] for state in states} != {num_blocks}:
-        shapes = [tuple(state.shape) for state in states]
-        raise LayoutError(
-            f"layer {name}: its states of shapes {shapes} do not lie in {num_blocks} pages of "
-            f"{page_bytes} bytes"
-        )
-    shape, strides_bytes = (num_blocks, page_bytes), (strides.pop(), 1)
-    return TensorDescription(name, address, shape, strides_bytes, 1, 0, page_bytes)
-
-
-def _block_span_bytes(state: torch.Tensor) -> int:
-    """Return the bytes from the first to behind the last of one block of a state."""
-    dims = zip(state.shape[1:], state.stride()[1:], strict=True)
-    last: int = sum((size - 1) * stride for size, stride in dims)
-    return (1 + last) * int(state.element_size())
 
 
 def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
@@ -147,8 +108,8 @@ def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int)
     """Return how the channels of one layer repeat in its page; None if no token begins a group.
 
     Values of a channel, of one head of K or V, are alike over the tokens, so they are packed
-    together. The tokens' dimension is known by its size. The heads' may have the same: from vLLM
-    0.29 it comes before, until then behind. A wrong answer takes room, and is exact.
+    together. The tokens' dimension is known by its size. The heads' may have the same, and comes
+    before it. A wrong answer takes room, and is exact.
     """
     block = block_dim(name, tuple(cache.shape), num_blocks)
     tokens = block_tokens * num_blocks // cache.shape[block]
@@ -159,13 +120,13 @@ def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int)
     ]
     if not strides:
         return None
-    period = strides[-1 if vllm_version() >= (0, 29) else 0] // GROUP_VALUES
+    period = strides[-1] // GROUP_VALUES
     return Packing(period, period * tokens)
 
 
 def describe_unpacked(kv_caches: Mapping[str, Any], layout: KVLayout) -> str:
     """Say why nothing is packed, with the remedy."""
-    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in kv_tensors(kv_caches)})
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in kv_caches.values()})
     largest = max(region.page_bytes for region in layout.regions)
     return (
         f"pack_kv is true, but nothing is packed: that needs bfloat16 KV of attention with pages "
@@ -195,11 +156,10 @@ def describe_pages(
     for name, cache in kv_caches.items():
         backend = getattr(layers.get(name), "get_attn_backend", None)
         found.append((name, backend and backend().__qualname__))
-        for tensor in kv_tensors({name: cache}):
-            offsets = [tensor.data_ptr() - region.address for region in layout.regions]
-            inside = zip(offsets, layout.regions, strict=True)
-            where = [o if 0 <= o < region.page_bytes else None for o, region in inside]
-            found.append((where, str(tensor.dtype), *_page_dims(name, tensor, layout.num_blocks)))
+        offsets = [cache.data_ptr() - region.address for region in layout.regions]
+        inside = zip(offsets, layout.regions, strict=True)
+        where = [o if 0 <= o < region.page_bytes else None for o, region in inside]
+        found.append((where, str(cache.dtype), *_page_dims(name, cache, layout.num_blocks)))
     return digest(found)
 
 

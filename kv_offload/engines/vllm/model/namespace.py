@@ -1,7 +1,7 @@
 """What a block's key and bytes mean, so that what another process kept is used only if it fits.
 
 A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (from vLLM
-0.32 its path, too). All else that makes the bytes what they are is described here.
+0.32 its path, too). Everything else that makes the bytes what they are is described here.
 
 Nobody looks into an adapter's files, so of an engine with LoRA no other process uses anything
 (`start.contents`), and one that is replaced under its name needs a reset of the prefix cache.
@@ -9,7 +9,6 @@ Nobody looks into an adapter's files, so of an engine with LoRA no other process
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,10 +39,6 @@ CPU_FLAGS = ("flags", "Features")
 DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
 """Methods without a draft model: the KV is that of the model alone."""
 
-RESOLVE_SEED = "resolve_none_hash_seed"
-"""vLLM's function that has a fixed seed for hashes that nobody can turn round. Without it, as in
-0.28, each process draws a seed unless `PYTHONHASHSEED` is set."""
-
 
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
     """Return by name all that must be equal for a block of another process to be of use here.
@@ -63,7 +58,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
     )
     draft, loading = {}, vllm_config.load_config
     if method not in ("none", *DRAFTS_OF_TEXT):
-        of_loading = getattr(speculative, "draft_load_config", None) or loading
+        of_loading = speculative.draft_load_config or loading
         of_draft = describe_model(speculative.draft_model_config, of_loading.download_dir)
         draft = {"draft": method, **{f"draft_{name}": value for name, value in of_draft.items()}}
     return {
@@ -76,11 +71,11 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         "lora": "off" if vllm_config.lora_config is None else "on",
         "attention": vllm_config.attention_config.compute_hash()[:16],
         "cache_dtype": str(cache.cache_dtype),
-        "cache_layout": str(getattr(cache, "kv_cache_layout", None)),  # from vLLM 0.29
+        "cache_layout": str(cache.kv_cache_layout),
         "groups": "; ".join(map(str, groups)),
         "layers": digest(sorted((n, repr(s)) for n, s in layer_specs(kv_cache_config).items())),
         "block_bytes": str(bytes_per_block(kv_cache_config)),
-        **{name: str(getattr(parallel, name, None)) for name in PARALLEL},
+        **{name: str(getattr(parallel, name)) for name in PARALLEL},
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": _hash_seed(vllm_config) or f"drawn, {secrets.token_hex(16)}",
     }
@@ -101,33 +96,12 @@ def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
     """Return None if a key means the same in another process, else why not and what to do."""
     if _hash_seed(vllm_config) is not None:
         return None
-    from vllm.v1.core import kv_cache_utils
-
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    remedy = "set the environment variable PYTHONHASHSEED to a number, the same one at every start"
-    if hasattr(kv_cache_utils, RESOLVE_SEED):
-        remedy += ", or --prefix-caching-hash-algo to sha256"
-    else:
-        remedy += ", or install a vLLM that needs none for sha256, such as 0.29"
     return (
-        f"with prefix_caching_hash_algo {algorithm!r} and without PYTHONHASHSEED this vLLM draws "
-        f"the hashes of blocks anew in each process, so that nothing is found again: {remedy}"
-    )
-
-
-def reproducible_scales(vllm_config: VllmConfig) -> str | None:
-    """Return None if bytes mean the same in another process, else why not and what to do.
-
-    Up to vLLM 0.27 a process may compute the scales of fp8 KV itself, which are in no page.
-    """
-    cache = vllm_config.cache_config
-    computed = getattr(cache, "calculate_kv_scales", False)
-    dtype = str(cache.cache_dtype)
-    if not computed or not dtype.startswith("fp8") or dtype.endswith("per_token_head"):
-        return None
-    return (
-        "with calculate_kv_scales each process has scales of its own, from the first tokens that "
-        "it computes: remove --calculate-kv-scales"
+        f"with prefix_caching_hash_algo {algorithm!r} and without PYTHONHASHSEED vLLM draws a seed "
+        "for the hashes of blocks in each process, so that nothing is found again: set the "
+        "environment variable PYTHONHASHSEED to a number, the same one at every start, or "
+        "--prefix-caching-hash-algo to sha256"
     )
 
 
@@ -136,9 +110,7 @@ def _hash_seed(vllm_config: VllmConfig) -> str | None:
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
-    resolve = getattr(kv_cache_utils, RESOLVE_SEED, None)
-    if resolve is None:
-        return os.environ.get("PYTHONHASHSEED")
+    resolve = kv_cache_utils.resolve_none_hash_seed
     function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     first, second = resolve(function), resolve(function)
     return str(first) if first == second else None

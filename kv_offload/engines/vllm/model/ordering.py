@@ -7,7 +7,7 @@ to a request:
 
 - *The forwards of the request that had it.* With several steps in flight and a connector that may
   load, vLLM keeps the blocks of requests that finished, were aborted or were preempted until it has
-  the output of every step that was planned by then (`defer_block_free`, 0.26 to 0.33).
+  the output of every step that was planned by then (`defer_block_free`).
 - *Forwards that read it before a window or a chunk moved on.* vLLM frees such blocks by the tokens
   whose output it has, not by those that are planned (`remove_skipped_blocks`).
 - *Zeroing and copy-on-write of earlier steps.* They touch blocks of requests that those steps run,

@@ -9,9 +9,6 @@ import sys
 
 from kv_offload.engines.vllm.patches.mends import (
     forget_what_a_part_dropped,
-    observe_dictionaries,
-    take_a_hit_of_all_groups,
-    take_the_shortest_hit,
     unname_uncomputed,
 )
 from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
@@ -20,7 +17,6 @@ from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
 from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
 from kv_offload.engines.vllm.start.command_line import check_settings
-from kv_offload.engines.vllm.versions import OLDEST
 
 EXECUTE_MODEL = Patch("model runner.execute_model", tell_first, "rank")
 LOAD_WEIGHTS = Patch("model.load_weights", tell_first, "rank")
@@ -39,25 +35,7 @@ PATCHES = (
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
         forget_what_a_part_dropped,
-    ),
-    Patch(
-        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-        take_the_shortest_hit,
-        versions=(OLDEST, (0, 26)),
-        needed=lambda setup: setup.holds_state,
-    ),
-    Patch(
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks_for_connector",
-        take_a_hit_of_all_groups,
-        versions=((0, 27), (0, 27)),
-        needed=lambda setup: setup.holds_state,
-    ),
-    Patch(
-        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
-        "MultiKVConnectorPromMetrics.observe",
-        observe_dictionaries,
-        versions=(OLDEST, (0, 31)),
-        needed=lambda setup: setup.is_member,
+        needed=lambda setup: setup.version < (0, 33),
     ),
     EXECUTE_MODEL,
     LOAD_WEIGHTS,
@@ -74,7 +52,5 @@ def install_in_process() -> None:
 def install_for_scheduler(setup: Setup) -> None:
     """Patch what this engine and configuration need; a second call replaces nothing."""
     for patch in PATCHES:
-        oldest, newest = patch.versions
-        needed = patch.needed is None or patch.needed(setup)
-        if patch.where == "scheduler" and oldest <= setup.version <= newest and needed:
+        if patch.where == "scheduler" and (patch.needed is None or patch.needed(setup)):
             patch.install_on_class()

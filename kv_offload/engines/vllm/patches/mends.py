@@ -40,41 +40,10 @@ def forget_what_a_part_dropped(
 ) -> Any:
     """Run around `Scheduler._update_request_as_session`: what was dropped has no KV and no hash.
 
-    A session goes on where it has computed, and drops the last token of an answer. Up to 0.31 a
+    A session continues where it has computed, and drops the last token of an answer. In 0.31 a
     block that the token filled keeps its hash, by which others then get the KV of what came in its
-    place. Of drafts that were accepted behind the end of an answer the KV counts as computed.
+    place. In 0.31 and 0.32 drafts that were accepted after the end of an answer count as computed.
     """
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
     return original(self, session, *args, **kwargs)
-
-
-def take_the_shortest_hit(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Run around `Scheduler.schedule`: of hits of several groups the shortest counts.
-
-    With states vLLM 0.26 takes the longest.
-    """
-    self.has_mamba_layers = False  # read nowhere else once the scheduler has been built
-    return original(self, *args, **kwargs)
-
-
-def take_a_hit_of_all_groups(
-    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Run around `KVCacheManager.get_computed_blocks_for_connector`: a hit is one of all groups.
-
-    With states vLLM 0.27 takes that of full attention where the connector has tokens behind it.
-    Ours brings the state, but not what a window reads before these tokens.
-    """
-    return *self.get_computed_blocks(request, *args, **kwargs), False
-
-
-def observe_dictionaries(
-    original: Callable[..., Any], self: Any, transfer_stats_data: Any, engine_idx: int = 0
-) -> Any:
-    """Run around `MultiKVConnectorPromMetrics.observe`: up to 0.31 figures may come as objects."""
-    figures = transfer_stats_data.items()
-    as_sent = {k: v if isinstance(v, dict) else {"data": v.data} for k, v in figures}
-    return original(self, as_sent, engine_idx)

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kv_offload.engines.vllm.versions import NEWEST, OLDEST
-
 if TYPE_CHECKING:
     from kv_offload.config import OffloadConfig
 
@@ -36,10 +34,6 @@ class Setup:
 
     version: Version
     config: OffloadConfig
-    holds_state: bool
-    """Whether the model has layers with states (Mamba, gated delta nets)."""
-    is_member: bool
-    """Whether the connector is inside a MultiConnector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,6 @@ class Patch:
     where: Literal["process", "front end", "scheduler", "rank"] = "scheduler"
     """Wrapped in every process, where an engine with our connector is configured, where a scheduler
     is built, or on one object of a rank."""
-    versions: tuple[Version, Version] = (OLDEST, NEWEST)
     needed: Callable[[Setup], bool] | None = None
     """Whether an engine needs the patch; None where all do."""
 

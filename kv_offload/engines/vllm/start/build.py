@@ -72,8 +72,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
-    holds_state = any(group.holds_state for group in engine.cache_groups)
-    install_for_scheduler(Setup(engine.version, config, holds_state, is_member=bool(enclosing)))
+    install_for_scheduler(Setup(engine.version, config))
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
     # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing

@@ -33,8 +33,7 @@ def check_contents(
     """
     has_lora = vllm_config.lora_config is not None
     is_shared = not private and not has_lora
-    hashes, scales = namespace.reproducible_hashes, namespace.reproducible_scales
-    if is_shared and (problem := hashes(vllm_config) or scales(vllm_config)):
+    if is_shared and (problem := namespace.reproducible_hashes(vllm_config)):
         raise ConfigError(
             f"{key}: what is kept there could serve no other process: {problem}{remedy}"
         )

@@ -70,7 +70,7 @@ def replica_index(vllm_config: VllmConfig) -> int:
     """Return which data-parallel replica this is; the folder of each is its own."""
     parallel = vllm_config.parallel_config
     # Of a dense model each replica is told that it is the only one, but for this.
-    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+    return int(parallel.data_parallel_index)
 
 
 def with_disk(

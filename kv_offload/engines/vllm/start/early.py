@@ -61,7 +61,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         store.check_store(config, own)
         if config.store is not None and not mooncake_session.is_installed():
             raise UnsupportedError(f"store: {config.store}: {mooncake_session.NOT_INSTALLED}")
-        if not getattr(parallel, "node_rank_within_dp", 0):  # else the scheduler is elsewhere
+        if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
             trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)
         if transfer_kind(config, device) != "host":

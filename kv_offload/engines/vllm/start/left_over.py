@@ -1,8 +1,8 @@
-"""Ends the connector of an engine that is gone, before another engine of the process is built.
+"""Ends the connector of an engine that failed to start, before the process builds another engine.
 
 vLLM has one connector in a process, and gives it to each engine there. It leaves the connector of
-an engine that failed to start, and up to 0.30 also that of one which was deleted. The next engine
-would get it, with the settings, the KV cache and the host memory of the one before.
+an engine that failed to start. The next engine would get it, with the settings, the KV cache and
+the host memory of the one before.
 """
 
 from __future__ import annotations

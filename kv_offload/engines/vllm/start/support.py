@@ -22,7 +22,7 @@ CACHE_DTYPES = {
 """Cache types whose pages carry all that is needed to read them back.
 
 With one scale per tensor the scales are the layer's own and never change. With one per token and
-head they lie in the page, between keys and values (0.26 to 0.33). The first forward sets them to 1,
+head they are in the page, between keys and values. The first forward sets them to 1,
 and nothing can be loaded before it: only forwards fill host memory."""
 
 ROLES = frozenset({"kv_both", "kv_producer"})
@@ -77,14 +77,14 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             "ever become readable: start one process, with 'mp' or 'ray'"
         )
     stages = parallel.pipeline_parallel_size
-    pools = getattr(vllm_config.model_config, "runner_type", None) == "pooling"
-    # From 0.30 on each stage of runner V2 reports; of runner V1 only the last, in all versions.
-    if pools and stages > 1 and not (version >= (0, 30) and vllm_config.use_v2_model_runner):
+    pools = vllm_config.model_config.runner_type == "pooling"
+    # Each stage of runner V2 reports; of runner V1 only the last.
+    if pools and stages > 1 and not vllm_config.use_v2_model_runner:
         yield (
             f"pipeline_parallel_size is {stages} with a pooling model, whose first request ends "
-            "this vLLM's engine if it has any connector: set it to 1"
+            "an engine with runner V1 if it has any connector: set it to 1"
         )
-    if getattr(parallel, "enable_fault_tolerance", False):  # from vLLM 0.27
+    if parallel.enable_fault_tolerance:
         yield (
             "enable_fault_tolerance is on, with which vLLM goes on after an error and tells nobody "
             "which blocks were not computed, so that they would be kept and served: remove "
@@ -100,16 +100,13 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             f"kv_cache_dtype is {cache.cache_dtype!r}: supported are "
             f"{', '.join(sorted(CACHE_DTYPES))}"
         )
-    # Up to vLLM 0.28 `model_config` has this setting, in 0.32 `aux_output_config`.
-    parts = (getattr(vllm_config, part, None) for part in ("model_config", "aux_output_config"))
-    if any(getattr(part, "enable_return_routed_experts", False) for part in parts):
+    if vllm_config.aux_output_config.enable_return_routed_experts:
         yield (
             "enable_return_routed_experts is on, and vLLM has the experts only of tokens that this "
             "engine computed, not of those that host memory brings back: remove "
             "--enable-return-routed-experts"
         )
-    diffuses = getattr(vllm_config.model_config, "is_diffusion", False)
-    if diffuses and vllm_config.scheduler_config.async_scheduling:
+    if vllm_config.model_config.is_diffusion and vllm_config.scheduler_config.async_scheduling:
         yield (
             "the model is a diffusion model, and with asynchronous scheduling vLLM names blocks of "
             "a canvas that it only reads (diffusion_read_only) and does not compute: set "
@@ -126,7 +123,7 @@ def _model_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """Yield what of the model's KV cache stands in the way."""
     if not kv_cache_config.kv_cache_groups:
         yield "the model has no KV cache"
-    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+    if kv_cache_config.hisparse_host_num_blocks is not None:
         yield "a second block pool in host memory (HiSparse) has ids of its own"
     specs = layer_specs(kv_cache_config).values()
     for kind in sorted({type(spec).__name__ for spec in specs} - SPECS):

