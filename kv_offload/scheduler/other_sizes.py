@@ -71,10 +71,16 @@ class OtherSizes:
     """
 
     def __init__(
-        self, config: OffloadConfig, prefixes: PrefixMap, num_slots: int, statistics: Statistics
+        self,
+        config: OffloadConfig,
+        prefixes: PrefixMap,
+        num_slots: int,
+        statistics: Statistics,
+        *,
+        with_tier: bool = False,
     ) -> None:
-        self.with_tier = False
-        """Whether hits of a tier count among what is found: then miniatures alone are believed."""
+        # Hits of a tier count among what is found: then only the miniatures are believed.
+        self._with_tier = with_tier
         self._prompt_only = config.store_blocks == "prompt"
         self._statistics = statistics
         largest = max(OTHER_SIZES.values()) * num_slots
@@ -176,7 +182,7 @@ class OtherSizes:
 
     def _tell(self) -> None:
         """Count what the estimates have grown by."""
-        found = 0 if self.with_tier else self._found - self._sampled.get("same", 0)
+        found = 0 if self._with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
             # What falls for a while is made up for later: a counter only grows.
             estimate = min(found + sampled, self._looked_up)

@@ -27,7 +27,7 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.wishes import NO_WISHES, Wishes, read_wishes
 
 if TYPE_CHECKING:
-    from kv_offload.scheduler.tiers.promotions import Wait
+    from kv_offload.tiers.promoter import Wait
 
 logger = logging.getLogger(__name__)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.policies import make_policy
-from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
-from kv_offload.cache.retention import Retention
 from kv_offload.config import OffloadConfig
-from kv_offload.engine import AllocatedBlocks, BlockPool, Request, StepOutput
+from kv_offload.engine import AllocatedBlocks, Request, StepOutput
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
@@ -19,7 +17,8 @@ from kv_offload.messages import (
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
-from kv_offload.scheduler.events.announcer import Announcement, Announcer
+from kv_offload.scheduler.core import Core, EngineFacts, SlotFacts
+from kv_offload.scheduler.events.announcer import Announcement
 from kv_offload.scheduler.events.records import Describe
 from kv_offload.scheduler.loads.admissions import Admissions
 from kv_offload.scheduler.loads.choice import LoadChoice
@@ -27,13 +26,12 @@ from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.recovery import tainted_requests
-from kv_offload.scheduler.request import Phase, RequestTable, TrackedRequest
+from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
-from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.trace_recorder import TraceRecorder
-from kv_offload.scheduler.transfers import Kind, Transfer, TransferTable
+from kv_offload.scheduler.transfers import Kind, Transfer
+from kv_offload.tiers.lower import ActiveTier, LowerTier, NoTier, TierSpec
 
 logger = logging.getLogger(__name__)
 
@@ -41,94 +39,68 @@ RECORD_SECONDS = 5.0
 """Bound of the wait for what is still to be recorded at the end."""
 
 
+@dataclass(frozen=True)
+class Observers:
+    """Parts that are told what happened, for those that are on.
+
+    - `describe`: makes the records of KV events, for routers.
+    - `recorder`: writes a trace of requests that end. It is closed with the scheduler.
+    - `report_span`: takes spans of look-ups and loads.
+    """
+
+    describe: Describe | None = None
+    recorder: TraceRecorder | None = None
+    report_span: ReportSpan | None = None
+
+
+NO_OBSERVERS = Observers()
+
+
 class OffloadScheduler:
     """Lives on the engine's one scheduling thread. Hooks call its methods, and none of its parts.
 
-    Built when the block sizes and the number of slots are final: `num_slots` is what the smallest
-    rank holds. No slot is used before `take_capacities` has heard of all ranks. `slot_bytes` is
-    what a slot takes on one rank, and `block_bytes` what its block takes on the GPU, if that is
-    more: speeds of loads and stores are in bytes of blocks. `loads_overlap` says that a load runs
-    while the steps under way compute. With `describe` routers are told what becomes readable and
-    what is forgotten (`take_announcements`). A `recorder` hears of requests that end; it is closed
-    with the scheduler's half. `report_span` is told of look-ups and loads.
+    Built when the block sizes and the number of slots are final. No slot is used before
+    `take_capacities` has been called for every rank.
 
-    A job lives from its plan until every rank has ended it. Ranks may be asked at any time, and may
-    tell of a job twice. What the engine has to do then waits until it is taken: `take_lost`,
-    `take_failed` and `take_loaded` return each request once.
+    Ranks may report at any time, and may report a transfer twice. What the engine has to do then
+    waits until it is taken: `take_lost`, `take_failed` and `take_loaded` return each request once.
     """
 
     def __init__(
         self,
         config: OffloadConfig,
-        groups: Sequence[CacheGroup],
-        pool: BlockPool,
-        num_slots: int,
-        slot_bytes: int,
-        num_ranks: int,
-        make_key: KeyMaker,
-        *,
-        block_bytes: int | None = None,
-        loads_overlap: bool = False,
-        describe: Describe | None = None,
-        recorder: TraceRecorder | None = None,
-        report_span: ReportSpan | None = None,
+        engine: EngineFacts,
+        slots: SlotFacts,
+        tier: TierSpec | None = None,
+        observers: Observers = NO_OBSERVERS,
     ) -> None:
         self.config = config
-        self.loads_overlap = loads_overlap
-        self._num_ranks = num_ranks
-        self._slot_bytes = slot_bytes
-        self._block_bytes = block_bytes = block_bytes or slot_bytes
-        self.manager = manager = CacheManager(make_policy(config.eviction_policy, num_slots))
-        self._transfers = transfers = TransferTable(manager, pool, num_ranks)
-        self._statistics = statistics = Statistics(manager, self.gauges)
-        self._requests = requests = RequestTable(statistics)
-        shares = config.max_retained_share, config.max_retained_share_per_salt
-        self._retention = retention = Retention(manager, *shares, statistics.count)
-        self.watch = StepWatch()
-        self._prefixes = prefixes = PrefixMap(groups, pool.hash_block_size, make_key)
-        self._announcer = Announcer(manager, prefixes, describe) if describe else None
-        self._recorder, self._hash_block_tokens = recorder, pool.hash_block_size
-        self._spans = Spans(report_span)
-        self._lookups = Lookups(prefixes, manager)
-        self._other_sizes = OtherSizes(config, prefixes, num_slots, self._statistics)
-        mode = config.load_or_recompute
-        self._choice = LoadChoice(mode, block_bytes, self.watch, transfers.load_queue)
-        self._mode = LoadMode(block_bytes, self.watch, overlaps=loads_overlap)
+        self._engine, self._slots = engine, slots
+        core = Core(config, engine, slots, observers.describe, self.gauges)
+        self.manager, self.watch = core.manager, core.watch
+        self._transfers, self._requests = core.transfers, core.requests
+        self._statistics, self._retention = core.statistics, core.retention
+        self._announcer, self._recorder = core.announcer, observers.recorder
+        self._spans = Spans(observers.report_span)
+        self._lookups = Lookups(core.prefixes, core.manager)
+        mode, block_bytes = config.load_or_recompute, slots.block_bytes
+        self._choice = LoadChoice(mode, block_bytes, self.watch, self._transfers.load_queue)
+        self._mode = LoadMode(block_bytes, self.watch, overlaps=engine.loads_overlap)
+        self.tier: LowerTier = NoTier()
+        if tier is not None:
+            self.tier = ActiveTier(core, self._lookups, self._choice, tier)
+        self._other_sizes = OtherSizes(
+            config, core.prefixes, slots.num_slots, core.statistics, with_tier=self.tier.exists
+        )
         self._admissions = Admissions(
-            requests,
-            prefixes,
-            manager,
-            self._lookups,
-            self._choice,
-            self._mode,
-            transfers,
-            statistics,
-            retention,
-            self._other_sizes,
-            pool.null_block.block_id,
+            core, self._lookups, self._choice, self._mode, self.tier, self._other_sizes
         )
-        self._stores = StorePlanner(
-            config,
-            requests,
-            prefixes,
-            manager,
-            pool,
-            transfers,
-            statistics,
-            retention,
-            block_bytes,
-            self._announcer,
-        )
+        self._stores = StorePlanner(core)
         self._ready_slots: dict[int, int] = {}
         self._weight_loads: dict[int, int] = {}
         self._weights_changed = False
-        self.falls_asleep = False
-        """Set while the engine resets everything for a sleep that host memory is to outlive."""
-        manager.limit_slots(0)
-        self.is_to_rest: Callable[[], bool] = lambda: False
-        """Whether the engine is to come to rest soon: its user has paused it, or it ends."""
-        self.wake: Callable[[], None] | None = None
-        """Has an engine that rests look again for work, from any thread; None if it cannot."""
+        self._keeps_over_resets = False
+        self.manager.limit_slots(0)
         self._idle_loaded: set[str] = set()
         self.stranded: set[str] = set()
         """Loaded requests that two steps have not run, though nothing else is under way.
@@ -188,7 +160,7 @@ class OffloadScheduler:
         end_tokens = min(request.num_computed_tokens, request.num_tokens)
         self._other_sizes.ended(request, end_tokens)
         if self._recorder is not None:
-            self._recorder.record(request, self._hash_block_tokens)
+            self._recorder.record(request, self._engine.pool.hash_block_size)
         self._stores.request_ends(tracked.cursor, block_ids, end_tokens)
 
     def forget(self, request_id: str) -> None:
@@ -212,6 +184,7 @@ class OffloadScheduler:
         self._transfers.step_time.next_step()
         self._mode.next_step()
         self._retention.expire()
+        self.tier.advance(computes=bool(output.num_scheduled_tokens))
         idle = not output.num_scheduled_tokens and self._is_still
         load_seconds = self._choice.queued_seconds()
         self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
@@ -277,8 +250,12 @@ class OffloadScheduler:
         """Act on the end of a transfer on all ranks."""
         if transfer.kind is Kind.STORE:
             self._end_store(transfer)
-        else:
+            self.tier.slots_used(transfer.slots)
+        elif transfer.kind is Kind.LOAD:
             self._end_load(transfer)
+            self.tier.slots_used(transfer.slots)
+        else:
+            self.tier.end(transfer)
 
     def _end_load(self, load: Transfer) -> None:
         assert load.request is not None
@@ -306,6 +283,7 @@ class OffloadScheduler:
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
         self.watch.load_rate.hear(told)
+        self.tier.learn(report)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
@@ -398,7 +376,7 @@ class OffloadScheduler:
             return True
         if transfers.pinned_blocks or leftovers.slots:
             return True
-        return transfers.awaits_synchronous_load
+        return transfers.awaits_synchronous_load or self.tier.has_pending_work
 
     @property
     def awaits_ranks(self) -> bool:
@@ -431,6 +409,7 @@ class OffloadScheduler:
         if not all(rank.synchronous_loads for rank in capacities):
             self.allows_synchronous_loads = False
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
+        self.tier.take_capacities(capacities)
 
     @property
     def allows_synchronous_loads(self) -> bool:
@@ -449,7 +428,7 @@ class OffloadScheduler:
         """
         for rank, slots in ready_slots.items():
             self._ready_slots[rank] = max(slots, self._ready_slots.get(rank, 0))
-        known = len(self._ready_slots) == self._num_ranks
+        known = len(self._ready_slots) == self._engine.num_ranks
         usable = min(self._ready_slots.values()) if known else 0
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
@@ -463,21 +442,21 @@ class OffloadScheduler:
         self.manager.reset()
         self._other_sizes.reset()
         self._stores.forget(weights_changed=weights_changed)
-        return held
+        return self.tier.clear(weights_changed=weights_changed) or held
 
     def reset(self) -> None:
-        """Empty host memory, unless the engine `falls_asleep`."""
-        if not self.falls_asleep:
+        """Empty host memory, except within `kept_over_resets`."""
+        if not self._keeps_over_resets:
             self._forget_all(weights_changed=False)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no later process can find what was forgotten, without `settle`."""
-        return True
-
-    def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
-        """See `Tier.settle`: between two steps, before the caller hears that all is forgotten."""
-        return True
+    @contextlib.contextmanager
+    def kept_over_resets(self) -> Iterator[None]:
+        """Keep host memory while the engine resets its caches in order to sleep."""
+        self._keeps_over_resets = True
+        try:
+            yield
+        finally:
+            self._keeps_over_resets = False
 
     def pause_stores(self, *, paused: bool) -> None:
         """Store nothing new until stores are resumed."""
@@ -517,6 +496,7 @@ class OffloadScheduler:
         """Hear that the engine ends."""
         if self._recorder is not None:
             self._recorder.close(RECORD_SECONDS)
+        self.tier.close()
 
     def take_announcements(self) -> list[Announcement]:
         """Return what routers are to be told now of host memory; called in every step."""
@@ -548,8 +528,8 @@ class OffloadScheduler:
             "slots": self.manager.usable_slots,
             "slots_in_use": self.manager.slots_in_use,
             "pool_slots": self.manager.num_slots,
-            "slot_bytes": self._slot_bytes,
-            "block_bytes": self._block_bytes,
+            "slot_bytes": self._slots.slot_bytes,
+            "block_bytes": self._slots.block_bytes,
             "running_loads": transfers.num_loads,
             "running_stores": len(transfers.running(Kind.STORE)),
             "oldest_copy_seconds": transfers.oldest_age_seconds(Kind.STORE, Kind.LOAD),
@@ -558,6 +538,7 @@ class OffloadScheduler:
             "retained_slots": self._retention.slots,
             "stores_paused": float(self._stores.paused),
             **self.watch.gauges(),
+            **self.tier.gauges(),
         }
 
     def check_integrity(self) -> None:
@@ -567,6 +548,7 @@ class OffloadScheduler:
         self._transfers.check_integrity()
         self.manager.check_integrity()
         self._retention.check_integrity()
+        self.tier.check_integrity()
         loading = self.loading_requests()
         for tracked in self._requests:
             planned = self._transfers.plans_load_of(tracked)

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm import LLM
 
-from kv_offload.scheduler.tiers import promotions
+from kv_offload.tiers import promoter
 from tests.engine import rank_calls
 from tests.engine.harness import PATIENCE_SECONDS, all_differ, engine_settings, greedy
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
@@ -54,7 +54,7 @@ def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     # However busy the machine is. The engines' processes, which are forked, have it from here.
-    promotions.MIN_WAIT_SECONDS = promotions.MAX_WAIT_SECONDS = 60.0
+    promoter.MIN_WAIT_SECONDS = promoter.MAX_WAIT_SECONDS = 60.0
     plugin, prompt_tokens = arguments.pop("plugin"), arguments.pop("prompt_tokens")
     settings = engine_settings(Path(models), kind, disable_log_stats=False, **arguments)
     prompts: list[Tokens] = [random_tokens(count, seed=count) for count in prompt_tokens]

@@ -14,7 +14,7 @@ from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.region import FIRST_REGION_BYTES
 
 from kv_offload.errors import ConfigError
-from kv_offload.scheduler.tiers import promotions
+from kv_offload.tiers import promoter
 from tests.engine.harness import (
     BLOCK_TOKENS,
     all_differ,
@@ -108,8 +108,8 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(
 ) -> None:
     """Reads take a hundred times as long as a request waits at most."""
     expected = plain_answers(model_folder, PROMPTS)
-    monkeypatch.setattr(promotions, "MAX_WAIT_SECONDS", 0.02)
-    monkeypatch.setattr(promotions, "MIN_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(promoter, "MAX_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(promoter, "MIN_WAIT_SECONDS", 0.02)
     read = os.preadv
 
     def read_slowly(*arguments: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.scheduler.tiers import tier
+from kv_offload.tiers import base
 from tests.engine.harness import (
     BLOCK_TOKENS,
     all_differ,
@@ -120,8 +120,8 @@ def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
     model_folder: Path, master: Master, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The master is killed, then it hangs; then the process hangs that has the blocks."""
-    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 0.5)
-    monkeypatch.setattr(tier, "LONGEST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(base, "LONGEST_PAUSE_SECONDS", 0.5)
     with (
         Peer(master.address, count=1) as peer,
         offloading(model_folder, plugin=store(master.address, 0)) as ours,

@@ -15,3 +15,11 @@ def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     """Whether an only rank of a played engine is asked what has ended, besides reporting it."""
     monkeypatch.setattr("tests.support.played_engine.PlayedEngine.beside", request.param)
     return bool(request.param)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the monotonic clock, in an only element; it stands until the test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now

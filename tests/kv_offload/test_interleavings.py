@@ -77,13 +77,13 @@ TEXTS = [
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 IMPATIENCE = {
-    "promotions.MAX_WAIT_SECONDS": 0.003,
-    "promotions.MIN_WAIT_SECONDS": 0.003,
-    "tier.STUCK_SECONDS": 0.005,
-    "tier.FIRST_PAUSE_SECONDS": 0.002,
-    "tier.LONGEST_PAUSE_SECONDS": 0.004,
-    "shared_tier.PATIENCE_SECONDS": 0.003,
-    "slot_tier.SET_ASIDE_SHARE": 3,
+    "promoter.MAX_WAIT_SECONDS": 0.003,
+    "promoter.MIN_WAIT_SECONDS": 0.003,
+    "base.STUCK_SECONDS": 0.005,
+    "base.FIRST_PAUSE_SECONDS": 0.002,
+    "base.LONGEST_PAUSE_SECONDS": 0.004,
+    "remote.PATIENCE_SECONDS": 0.003,
+    "disk.SET_ASIDE_SHARE": 3,
 }
 """A step takes microseconds here, and a disk that hangs is to outlast the engine's patience. Of a
 small disk some slots are set aside, too."""
@@ -211,9 +211,7 @@ class Interleavings(RuleBasedStateMachine):
                 arguments["plugin"] |= {"disk_path": folder, "disk_bytes": nbytes}
                 arguments["plugin"]["disk_restart"] = False
             for name, seconds in (IMPATIENCE if not waits else {}).items():
-                self.cleanup.enter_context(
-                    mock.patch(f"kv_offload.scheduler.tiers.{name}", seconds)
-                )
+                self.cleanup.enter_context(mock.patch(f"kv_offload.tiers.{name}", seconds))
         if late or any(group.holds_state for group in arguments["groups"]):
             arguments["drafts"] = 0
         make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.scheduler.tiers import promotions, shared_tier
+from kv_offload.tiers import promotions, shared_tier
 
 SECONDS = 60.0
 

@@ -421,7 +421,7 @@ class PlayedEngine:
 
         for rank, played in enumerate(self.ranks):
             for name, content in () if played.tier is None else played.tier.records.values():
-                prefix = self.offload._tier.generation
+                prefix = self.offload.tier.tier.generation
                 if name.startswith(prefix) and name.removeprefix(prefix) in self.known:
                     names, group_id = self.known[name.removeprefix(prefix)]
                     own = names[self.model.is_own(rank, np.arange(len(names)))]

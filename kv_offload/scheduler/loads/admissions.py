@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.cache.retention import Retention
+from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
+from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.other_sizes import OtherSizes
-from kv_offload.scheduler.request import Answer, Phase, RequestTable, TrackedRequest
-from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.transfers import TransferTable
+from kv_offload.scheduler.request import Answer, Phase, TrackedRequest
+from kv_offload.tiers.lower import LowerTier
 
 
-@dataclass(eq=False, repr=False)
 class Admissions:
     """Follows a request from its first look-up until it is scheduled."""
 
-    _requests: RequestTable
-    _prefixes: PrefixMap
-    _manager: CacheManager
-    _lookups: Lookups
-    _choice: LoadChoice
-    _mode: LoadMode
-    _transfers: TransferTable
-    _statistics: Statistics
-    _retention: Retention
-    _other_sizes: OtherSizes
-    _null_block_id: int
-    waits: Callable[[TrackedRequest, int], bool] = lambda *_: False
-    """Whether a request, of which the engine has so many tokens, is to wait for something else."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        core: Core,
+        lookups: Lookups,
+        choice: LoadChoice,
+        mode: LoadMode,
+        tier: LowerTier,
+        other_sizes: OtherSizes,
+    ) -> None:
+        self._requests, self._prefixes, self._manager = core.requests, core.prefixes, core.manager
+        self._transfers, self._statistics = core.transfers, core.statistics
+        self._retention = core.retention
+        self._lookups, self._choice, self._mode, self._tier = lookups, choice, mode, tier
+        self._other_sizes = other_sizes
+        self._null_block_id = core.engine.pool.null_block.block_id
         groups = self._prefixes.groups
         # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
         # States are moved from block to block before the forward that waits for a load.
@@ -52,7 +46,7 @@ class Admissions:
         self._lookups.arrived(tracked)
         if not tracked.may_load:
             return 0, False
-        if self._lookups.waits_for_load(tracked) or self.waits(tracked, start):
+        if self._lookups.waits_for_load(tracked) or self._tier.waits(tracked, start):
             return None, False
         tokens = self._lookups.match(tracked, start)
         if not tokens:

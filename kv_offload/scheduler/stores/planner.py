@@ -10,21 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.cache.retention import Retention
+from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import NO_SLOTS, Slots
-from kv_offload.config import OffloadConfig
-from kv_offload.engine import BlockPool, RunningRequests, StepOutput
-from kv_offload.scheduler.events.announcer import Announcer
-from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
-from kv_offload.scheduler.statistics import Statistics
+from kv_offload.engine import RunningRequests, StepOutput
+from kv_offload.scheduler.core import Core
+from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.stores.budget import StoreBudget
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
-from kv_offload.scheduler.transfers import TransferTable
 
 logger = logging.getLogger(__name__)
 
@@ -57,40 +52,30 @@ class StorePlanner:
     many decodes those that get a block wait until a quarter of them do, and are looked at together.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        requests: RequestTable,
-        prefixes: PrefixMap,
-        manager: CacheManager,
-        pool: BlockPool,
-        transfers: TransferTable,
-        statistics: Statistics,
-        retention: Retention,
-        block_bytes: int,
-        announcer: Announcer | None = None,
-    ) -> None:
-        self._requests = requests
-        self._prefixes = prefixes
-        self._retention = retention
-        self._manager = manager
-        self._pool = pool
-        self._transfers = transfers
-        self._statistics = statistics
-        self._announcer = announcer
-        share = config.max_pinned_share
-        self.budget = StoreBudget(block_bytes, share, requests, transfers.step_time)
+    def __init__(self, core: Core) -> None:
+        config = core.config
+        self._pool = pool = core.engine.pool
+        self._requests, self._prefixes = core.requests, core.prefixes
+        self._manager, self._retention = core.manager, core.retention
+        self._transfers, self._statistics = core.transfers, core.statistics
+        self._announcer = core.announcer
+        self.budget = StoreBudget(
+            core.slots.block_bytes,
+            config.max_pinned_share,
+            core.requests,
+            core.transfers.step_time,
+        )
         prompt_only = config.store_blocks == "prompt"
-        self._candidates = StoreCandidates(prefixes, prompt_only=prompt_only)
+        self._candidates = StoreCandidates(core.prefixes, prompt_only=prompt_only)
         self._refusals = Refusals()
         self._choice = StoreChoice(
-            prefixes,
+            core.prefixes,
             pool,
-            statistics,
+            core.statistics,
             self._refusals.keys,
-            tells_runs=manager.reads_runs,
+            tells_runs=core.manager.reads_runs,
         )
-        self.leftovers = Leftovers(self._candidates, statistics)
+        self.leftovers = Leftovers(self._candidates, core.statistics)
         self._grown_blocks = 0
         self._paused_by_refusals = False
         """Whether too many blocks did not fit packed slots: then new weights end the pause, too."""

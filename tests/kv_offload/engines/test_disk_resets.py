@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_offload.cache.disk_index import index
-from kv_offload.scheduler.tiers import slot_tier
+from kv_offload.tiers import disk
 from tests.support.manual_tier import ManualTier
 from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
@@ -86,7 +86,7 @@ def test_a_reset_that_might_be_undone_is_answered_with_false_and_the_remedy(
     for _ in range(2):
         assert not engine.reset(reset_connector=True)
         assert not engine.reset(), "nor is the next one, which does not name the connector"
-    (told,) = [r.message for r in caplog.records if r.name == slot_tier.__name__ and r.levelno > 30]
+    (told,) = [r.message for r in caplog.records if r.name == disk.__name__ and r.levelno > 30]
     assert f"{tmp_path / 'index.sqlite'} cannot be removed or emptied: [Errno 5] a bad" in told
     assert PROBLEM in told
     assert "remove its folder before, or mend the disk and call reset_prefix_cache again" in told
@@ -95,7 +95,7 @@ def test_a_reset_that_might_be_undone_is_answered_with_false_and_the_remedy(
     engine.serve("again", PROMPT, 1)
     assert engine.totals["hit_tokens"] == 0
     bad_index()
-    engine.offload._tier.index.wait_ended(20)
+    engine.offload.tier.tier.index.wait_ended(20)
     assert engine.reset()
     assert "the disk has been emptied for a restart, too" in caplog.text
 
@@ -156,7 +156,7 @@ def test_weights_that_a_rank_tells_of_in_a_step_are_not_waited_for_and_the_log_s
     engine = make()
     engine.offload.weights_were_loaded({0: 1})
     assert not engine.offload.is_settled
-    assert engine.offload._tier.index.wait_ended(0.2) is False
+    assert engine.offload.tier.tier.index.wait_ended(0.2) is False
     engine.serve("next", PROMPT, 1)
     assert "the disk could not be emptied for a restart: " in caplog.text
     assert engine.reset(), "which asks the ranks"

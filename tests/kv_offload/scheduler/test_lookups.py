@@ -21,6 +21,7 @@ from kv_offload.messages import (
     RankReport,
     WorkerCapacity,
 )
+from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS
 from kv_offload.scheduler.scheduler import OffloadScheduler
 
@@ -53,7 +54,9 @@ class Asked:
         groups = groups or (FULL,)
         pool: Any = BlockPool(2, enable_caching=True, hash_block_size=4)
         config = OffloadConfig(cpu_bytes=64 * num_slots)
-        self.offload = OffloadScheduler(config, groups, pool, num_slots, 64, 1, make_key)
+        self.offload = OffloadScheduler(
+            config, EngineFacts(groups, pool, make_key), SlotFacts(num_slots, 64, 64)
+        )
         self.offload.take_capacities([WorkerCapacity(0, num_slots, num_slots, False)])
         self.manager = self.offload.manager
         self.requests: dict[str, Any] = {}

@@ -43,7 +43,7 @@ class Clock:
 def clock() -> Iterator[Clock]:
     clock = Clock()
     with mock.patch(
-        "kv_offload.scheduler.scheduler.Retention",
+        "kv_offload.scheduler.core.Retention",
         lambda *arguments: Retention(*arguments, clock),
     ):
         yield clock

@@ -88,10 +88,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         if self._is_to_rest is None:  # else ranks hold fewer slots
             self._is_to_rest, self._wake = find_engine_state(), find_waker()
         self.offload_scheduler = self._make_scheduler(
-            gpu_block_pool, self._num_slots, self._slot_bytes
+            gpu_block_pool, self._num_slots, self._slot_bytes, self._is_to_rest, self._wake
         )
-        self.offload_scheduler.is_to_rest = self._is_to_rest
-        self.offload_scheduler.wake = self._wake
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(

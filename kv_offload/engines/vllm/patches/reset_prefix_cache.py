@@ -57,10 +57,10 @@ def reset_after_drain(
 
 def settle(core: Any, offload: OffloadScheduler) -> bool:
     """See to it that no restart finds what was forgotten; say whether that is sure. Waits."""
-    if offload.is_settled:
+    if offload.tier.is_settled:
         return True
     problems = core.model_executor.collective_rpc(revoke_rank)
-    return offload.settle(problems, SETTLE_SECONDS)
+    return offload.tier.settle(problems, SETTLE_SECONDS)
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:

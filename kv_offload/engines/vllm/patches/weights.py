@@ -57,7 +57,7 @@ def watch_call(
         connector = connector_of(self)
         if connector is not None:
             offload = connector.offload_scheduler
-            was_settled = offload.is_settled
+            was_settled = offload.tier.is_settled
             if offload.weights_change():
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
             if was_settled:  # else a trainer would wait for a dead disk with each of its tensors
@@ -86,8 +86,5 @@ def _call_kept(
     offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call what sleeps; host memory outlives the resets that happen meanwhile."""
-    offload.falls_asleep = True
-    try:
+    with offload.kept_over_resets():
         return call(*args, **kwargs)
-    finally:
-        offload.falls_asleep = False

@@ -18,7 +18,8 @@ from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
 from kv_offload.engines.vllm.start import disk, log, members, ranks, store, support, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
-from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.scheduler.core import EngineFacts, SlotFacts
+from kv_offload.scheduler.scheduler import Observers, OffloadScheduler
 from kv_offload.worker.capacity import check_available
 from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 
     from kv_offload.engine import BlockPool
 
-    SchedulerMaker = Callable[[BlockPool, int, int], OffloadScheduler]
-    """Takes the blocks, and the number and size of slots on a rank."""
+    SchedulerMaker = Callable[
+        [BlockPool, int, int, Callable[[], bool], Callable[[], None] | None], OffloadScheduler
+    ]
+    """Takes the block pool, the number and size of slots, and two callables of `EngineFacts`."""
 
 
 class Engine:
@@ -82,26 +85,34 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
     # One, though the scheduler's half is built again if ranks hold fewer slots.
     recorder = trace.find_recorder(config, engine.vllm_config)
 
-    def make(pool: BlockPool, num_slots: int, slot_bytes: int) -> OffloadScheduler:
-        kind: Callable[..., OffloadScheduler] = OffloadScheduler
+    def make(
+        pool: BlockPool,
+        num_slots: int,
+        slot_bytes: int,
+        is_to_rest: Callable[[], bool],
+        wake: Callable[[], None] | None,
+    ) -> OffloadScheduler:
+        tier = None
         if engine.disk is not None:
-            kind = disk.with_disk(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
+            tier = disk.disk_tier(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
         if engine.store is not None:
-            kind = store.with_store(config, engine.store, world_size)
-        return kind(
-            config,
+            tier = store.remote_tier(config, engine.store, world_size)
+        facts = EngineFacts(
             engine.cache_groups,
             pool,
-            num_slots,
-            slot_bytes,
-            world_size,
             make_block_hash_with_group_id,
-            block_bytes=block_bytes,
+            world_size,
             loads_overlap=engine.gives_idle_blocks and not starts_late,
+            is_to_rest=is_to_rest,
+            wake=wake,
+        )
+        observers = Observers(
             describe=describe_blocks if events_are_on(engine.vllm_config) else None,
             recorder=recorder,
             report_span=find_tracer(engine.vllm_config),
         )
+        slots = SlotFacts(num_slots, slot_bytes, block_bytes)
+        return OffloadScheduler(config, facts, slots, tier, observers)
 
     rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
     least_bytes = packed_page_bytes(block_bytes) if config.pack_kv else block_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +11,8 @@ from kv_offload.config import OffloadConfig
 from kv_offload.config.disk_folder import INDEX_FILE, replica_folder
 from kv_offload.engines.vllm.start.contents import PROCESS, check_contents, describe_contents
 from kv_offload.errors import ConfigError
-from kv_offload.scheduler.tiers.scheduler import TieredScheduler
-from kv_offload.scheduler.tiers.slot_tier import SlotTier
+from kv_offload.tiers.disk import DiskTier
+from kv_offload.tiers.lower import TierSpec
 from kv_offload.worker.disk import Disk
 
 if TYPE_CHECKING:
@@ -73,15 +72,14 @@ def replica_index(vllm_config: VllmConfig) -> int:
     return int(parallel.data_parallel_index)
 
 
-def with_disk(
+def disk_tier(
     config: OffloadConfig, disk: Disk, slot_bytes: int, num_ranks: int, sharing_ranks: int
-) -> Callable[..., TieredScheduler]:
-    """Return what builds the scheduler's half, which takes what `OffloadScheduler` takes."""
+) -> TierSpec:
+    """Return what makes the tier."""
     num_slots = disk.file_slots(num_ranks, slot_bytes) * sharing_ranks
     open_index = partial(DiskIndex, disk.folder / INDEX_FILE, disk.contents)
-    return partial(
-        TieredScheduler,
-        make_tier=partial(SlotTier, num_slots, open_index, outlives=PROCESS not in disk.contents),
+    return TierSpec(
+        make=partial(DiskTier, num_slots, open_index, outlives=PROCESS not in disk.contents),
         write_rate=config.disk_write_rate / num_ranks,
         keep_on_reset=config.disk_keep_on_reset,
     )

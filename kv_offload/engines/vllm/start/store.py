@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kv_offload.cache.store_directory import StoreDirectory
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
-from kv_offload.scheduler.tiers.scheduler import TieredScheduler
-from kv_offload.scheduler.tiers.shared_tier import SharedTier
+from kv_offload.tiers.lower import TierSpec
+from kv_offload.tiers.remote import RemoteTier
 from kv_offload.worker.store import Store
 
 if TYPE_CHECKING:
@@ -38,19 +38,16 @@ def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
         check_contents(vllm_config, "store", keep_on_reset=config.store_keep_on_reset)
 
 
-def with_store(
-    config: OffloadConfig, store: Store, num_ranks: int
-) -> Callable[..., TieredScheduler]:
-    """Return what builds the scheduler's half, which takes what `OffloadScheduler` takes."""
+def remote_tier(config: OffloadConfig, store: Store, num_ranks: int) -> TierSpec:
+    """Return what makes the tier."""
 
     def open_directory(prefixes: Sequence[str]) -> StoreDirectory:
         from kv_swap.tiers.store.keys import object_keys
 
         return StoreDirectory(store.make_client(0), prefixes, object_keys)
 
-    return partial(
-        TieredScheduler,
-        make_tier=partial(SharedTier, open_directory),
+    return TierSpec(
+        make=partial(RemoteTier, open_directory),
         write_rate=config.store_write_rate / num_ranks,
         keep_on_reset=config.store_keep_on_reset,
     )

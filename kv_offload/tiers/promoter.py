@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.prefix import SlotKey
 from kv_offload.engine import Request
-from kv_offload.scheduler.events.announcer import Announcer
+from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import TrackedRequest
-from kv_offload.scheduler.statistics import Statistics
-from kv_offload.scheduler.tiers.shared_tier import Question
-from kv_offload.scheduler.tiers.tier import Tier
 from kv_offload.scheduler.timing import CopyRate
-from kv_offload.scheduler.transfers import Kind, Transfer, TransferTable
+from kv_offload.scheduler.transfers import Kind, Transfer
+from kv_offload.tiers.base import Tier
+from kv_offload.tiers.remote import Question
 
 JOB_BYTES = 64 << 20
 """Of a job, on each rank: what came of a long prompt before its time was over can be loaded."""
@@ -76,7 +74,7 @@ class Wait:
     moves: list[Transfer] = field(default_factory=list)
 
 
-class Promotions:
+class Promoter:
     """Reads what requests need from the tier into host memory, from where it is loaded as ever.
 
     The request waits meanwhile, and the engine asks again; others run. Where its time is over it
@@ -87,28 +85,13 @@ class Promotions:
     waits, and a request that waits costs O(1) a step.
     """
 
-    def __init__(
-        self,
-        prefixes: PrefixMap,
-        host: CacheManager,
-        tier: Tier,
-        transfers: TransferTable,
-        lookups: Lookups,
-        choice: LoadChoice,
-        statistics: Statistics,
-        slot_bytes: int,
-        announcer: Announcer | None = None,
-    ) -> None:
-        self._prefixes = prefixes
-        self._host = host
-        self._tier = tier
-        self._transfers = transfers
-        self._lookups = lookups
-        self._choice = choice
-        self._statistics = statistics
-        self._slot_bytes = slot_bytes
-        self._announcer = announcer
-        self._job_slots = max(1, JOB_BYTES // slot_bytes)
+    def __init__(self, core: Core, tier: Tier, lookups: Lookups, choice: LoadChoice) -> None:
+        self._prefixes, self._host = core.prefixes, core.manager
+        self._transfers, self._statistics = core.transfers, core.statistics
+        self._announcer = core.announcer
+        self._tier, self._lookups, self._choice = tier, lookups, choice
+        self._slot_bytes = core.slots.slot_bytes
+        self._job_slots = max(1, JOB_BYTES // self._slot_bytes)
         self._running: dict[Transfer, list[Read]] = {}
         """Moves that have not ended, and the reads that they are parts of."""
         self._coming: dict[SlotKey, Transfer] = {}

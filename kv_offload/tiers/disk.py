@@ -14,8 +14,8 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.messages import Outcome, TierCapacity
-from kv_offload.scheduler.tiers.tier import Tier
 from kv_offload.scheduler.transfers import Transfer
+from kv_offload.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ IndexOpener = Callable[[Mapping[str, str], int], DiskIndex]
 """Opens the index of a tier: the ranks' files, by rank, and how many slots they have."""
 
 
-class SlotTier(Tier):
+class DiskTier(Tier):
     """A manager of the tier's slots, and an index that outlives the process. Empty until opened.
 
     A slot that could not be written or read is set aside until the next start. The manager would
@@ -183,7 +183,7 @@ class SlotTier(Tier):
             logger.info("kv-offload: the disk has been emptied for a restart, too")
         return True
 
-    def next_step(self, oldest: Iterable[Move], now: float) -> None:
+    def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         """See `Tier`."""
         super().next_step(oldest, now)
         # New weights that a rank told of in a step: nobody waits for the disk then.

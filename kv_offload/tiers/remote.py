@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import Slots
 from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
-from kv_offload.scheduler.tiers.tier import FIRST_PAUSE_SECONDS, Tier
 from kv_offload.scheduler.transfers import Transfer
+from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -69,7 +69,7 @@ class RecentKeys:
 class Question:
     """Which of some keys the store has, as it may not have answered yet."""
 
-    def __init__(self, tier: SharedTier, keys: Sequence[bytes], answer: StoreAnswer) -> None:
+    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: StoreAnswer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer
         self._generation = tier.generation
         self._asked = time.monotonic()
@@ -91,7 +91,7 @@ class Question:
         return not self._closed
 
 
-class SharedTier(Tier):
+class RemoteTier(Tier):
     """Knows of keys what the store has told lately, or what this engine has written to it.
 
     A key that was there may be gone: then its read brings nothing, and it is forgotten here.

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.policies.auto import AutoPolicy
-from kv_offload.scheduler.tiers import scheduler, shared_tier, tier
-from kv_offload.scheduler.tiers.shared_tier import SHARED_GENERATION, RecentKeys
+from kv_offload.tiers import base, lower, remote
+from kv_offload.tiers.remote import SHARED_GENERATION, RecentKeys
 from tests.support.manual_tier import STORE, ManualDirectory, ManualStore, manual_store
 from tests.support.played_engine import PlayedEngine
 
@@ -39,7 +39,7 @@ class StoreEngine(PlayedEngine):
 
     @property
     def directory(self) -> ManualDirectory:
-        found: ManualDirectory = self.offload._tier._directory
+        found: ManualDirectory = self.offload.tier.tier._directory
         return found
 
     def answer(self, name: str, prompt: list[int] = PROMPT) -> None:
@@ -51,7 +51,7 @@ class StoreEngine(PlayedEngine):
         self.directory.stuck = True
         self.add(name, prompt, 2)
         self.step(2)
-        now[0] += shared_tier.PATIENCE_SECONDS + 0.01
+        now[0] += remote.PATIENCE_SECONDS + 0.01
         self.step(12, copies=True)
 
     def forget(self) -> None:
@@ -142,7 +142,7 @@ def test_a_request_waits_for_the_answer_and_others_with_theirs_run(
     second.directory.stuck = True
     second.add("b", PROMPT, 2)
     began = time.perf_counter()
-    monkeypatch.setattr(scheduler, "GIVE_WAY_SECONDS", 0.03)
+    monkeypatch.setattr(lower, "GIVE_WAY_SECONDS", 0.03)
     second.step(4)
     assert time.perf_counter() - began >= 4 * 0.03, "the thread that asks has Python to itself"
     assert "b" not in second.answers
@@ -192,7 +192,7 @@ def test_an_answer_that_fails_late_is_a_read_that_failed(
     engine.run()
     assert engine.offload.gauges()["tier_usable"] == 0
     assert len(engine.directory.asked) == 1
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     engine.answer("c", [9] * 9)
     assert len(engine.directory.asked) == 2
 
@@ -205,7 +205,7 @@ def test_a_late_answer_that_failed_long_ago_says_nothing(make: Any, now: list[fl
     second.directory.stuck, second.directory.fails = False, True
     second.directory.answer()
     second.directory.fails = False
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     second.answer("c")
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
@@ -238,7 +238,7 @@ def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: li
     assert len(second.directory.asked) == 1
     second.forget()
     second.directory.fails = False
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     second.answer("c")
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
@@ -250,16 +250,16 @@ def test_an_error_long_after_others_has_a_short_pause_though_nothing_was_found_m
     engine.directory.fails = True
     for number in range(8):
         engine.answer(f"fails {number}", [number] * 9)
-        now[0] += tier.LONGEST_PAUSE_SECONDS
+        now[0] += base.LONGEST_PAUSE_SECONDS
     engine.directory.fails = False
     for number in range(8):
         engine.answer(f"lacks {number}", [number + 10] * 9)
         now[0] += 3600
     engine.directory.fails = True
     engine.answer("last", [20] * 9)
-    assert not engine.offload._tier.may_read
-    now[0] += tier.FIRST_PAUSE_SECONDS
-    assert engine.offload._tier.may_read
+    assert not engine.offload.tier.tier.may_read
+    now[0] += base.FIRST_PAUSE_SECONDS
+    assert engine.offload.tier.tier.may_read
 
 
 def test_a_block_that_is_gone_is_computed_and_asked_for_again(make: Any) -> None:
@@ -337,27 +337,27 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
 def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
     engine = make(plugin={"store_keep_on_reset": True})
     engine.offload.reset()
-    assert engine.offload._tier.generation == SHARED_GENERATION
+    assert engine.offload.tier.tier.generation == SHARED_GENERATION
     engine.change_weights()
     engine.offload.weights_change()
-    assert engine.offload._tier.generation != SHARED_GENERATION
+    assert engine.offload.tier.tier.generation != SHARED_GENERATION
 
 
 def test_what_was_told_lately_is_not_asked_again(now: list[float]) -> None:
     recent = RecentKeys()
     recent.add([b"a"])
-    now[0] += shared_tier.KNOWN_SECONDS - 1
+    now[0] += remote.KNOWN_SECONDS - 1
     assert recent.has([b"a", b"b"]).tolist() == [True, False]
-    now[0] += shared_tier.KNOWN_SECONDS + 2
+    now[0] += remote.KNOWN_SECONDS + 2
     recent.add([b"c"])
-    now[0] += shared_tier.KNOWN_SECONDS
+    now[0] += remote.KNOWN_SECONDS
     assert recent.has([b"a", b"c"]).tolist() == [False, True]
     recent.discard([b"c", b"d"])
     assert not recent.has([b"c"]).any()
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_tier, "MAX_KNOWN_KEYS", 8)
+    monkeypatch.setattr(remote, "MAX_KNOWN_KEYS", 8)
     recent = RecentKeys()
     keys = [b"%d" % number for number in range(100)]
     for key in keys:

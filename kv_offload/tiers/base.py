@@ -16,7 +16,7 @@ from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.transfers import Kind, Transfer
 
 if TYPE_CHECKING:
-    from kv_offload.scheduler.tiers.shared_tier import Question
+    from kv_offload.tiers.remote import Question
 
 logger = logging.getLogger(__name__)
 

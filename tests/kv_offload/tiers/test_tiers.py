@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.engines.vllm.model import groups
-from kv_offload.scheduler.tiers import demotions, promotions, scheduler, tier
 from kv_offload.scheduler.timing import COPY_EVERY
+from kv_offload.tiers import base, demoter, lower, promoter
 from tests.support.beside_steps import report, teach
 from tests.support.manual_tier import ManualTier
 from tests.support.played_engine import PlayedEngine
@@ -119,7 +120,7 @@ def test_others_run_meanwhile(engine: DiskEngine) -> None:
 def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(
     engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "GIVE_WAY_SECONDS", 0.25)
+    monkeypatch.setattr(lower, "GIVE_WAY_SECONDS", 0.25)
 
     def seconds(steps: int) -> float:
         began = time.perf_counter()
@@ -148,7 +149,7 @@ def test_requests_with_the_same_prefix_wait_for_one_read(engine: DiskEngine) -> 
 def test_a_request_is_computed_where_its_time_is_over(now: list[float], engine: DiskEngine) -> None:
     engine.disk.stuck = True
     ask(engine, "a")
-    now[0] += promotions.MAX_WAIT_SECONDS
+    now[0] += promoter.MAX_WAIT_SECONDS
     engine.run(40) if engine.scheduler.running else engine.step(4)
     assert "a" in engine.answers
     assert engine.totals["late_promotions"] == 1
@@ -166,7 +167,7 @@ def test_a_request_that_was_preempted_waits_for_the_disk_again(
     engine.disk.stuck = False
     engine.step(6, copies=True)
     assert "a" in engine.answers
-    now[0] += 2 * promotions.MAX_WAIT_SECONDS
+    now[0] += 2 * promoter.MAX_WAIT_SECONDS
     engine.step(2, copies=True)
     engine.totals.clear()
     engine.disk.stuck = True
@@ -183,13 +184,13 @@ def test_a_request_that_was_preempted_waits_for_the_disk_again(
 def test_what_came_in_time_is_loaded(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.offload._promotions, "_job_slots", 2)
+    monkeypatch.setattr(engine.offload.tier.promoter, "_job_slots", 2)
     engine.disk.stuck = True
     ask(engine, "a")
     engine.disk.run(0)
     engine.step(2)
     assert "a" not in engine.answers
-    now[0] += promotions.MAX_WAIT_SECONDS
+    now[0] += promoter.MAX_WAIT_SECONDS
     engine.step(6)
     assert engine.totals["hit_tokens"] == 2 * 4
     assert engine.totals["late_promotions"] == 1
@@ -224,7 +225,7 @@ def test_the_disk_is_not_read_for_a_while_after_an_error_and_tried_again(
     assert TierDirection.PROMOTE not in [job.direction for job in engine.disk.submitted]
     assert engine.totals["promoted_slots"] == FULL_BLOCKS - 1
     engine.forget()
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     ask(engine, "c", prompt=OTHER)
     engine.run()
     assert engine.totals["promoted_slots"] >= 2 * FULL_BLOCKS - 1
@@ -245,19 +246,26 @@ def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
     assert engine.totals["demoted_slots"] == 0
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     ask(engine, "d", prompt=[7] * 9)
     engine.run()
     assert engine.totals["demoted_slots"] > 0
+
+
+def replace_wake(
+    monkeypatch: pytest.MonkeyPatch, engine: DiskEngine, wake: Callable[[], object]
+) -> None:
+    tier = engine.offload.tier
+    monkeypatch.setattr(tier, "_engine", dataclasses.replace(tier._engine, wake=wake))
 
 
 def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would else write what has come in the pause with its next request only."""
-    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.1)
     woken = threading.Event()
-    engine.offload.wake = woken.set
+    replace_wake(monkeypatch, engine, woken.set)
     engine.disk.faults["error"] = 1
     ask(engine, "a", prompt=[9] * 9)
     engine.run()
@@ -267,16 +275,16 @@ def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
     assert engine.totals["demoted_slots"] == 0
     assert not engine.scheduler.has_requests(), "it rests"
     assert woken.wait(20)
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     assert engine.scheduler.has_requests()
     engine.run()
     assert engine.totals["demoted_slots"] == 2
 
 
 def test_an_engine_that_has_ended_is_not_woken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "FIRST_PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 60.0)
     engine = make()
-    engine.offload.wake = pytest.fail
+    replace_wake(monkeypatch, engine, pytest.fail)
     engine.disk.faults["error"] = 1
     ask(engine, "a", prompt=[9] * 9)
     engine.run()
@@ -293,13 +301,13 @@ def test_a_bad_place_fails_one_write_and_no_further_one(
 
     It is set aside also after a reset, until the next start.
     """
-    bad = engine.offload._tier.manager.slots_in_use + 1
+    bad = engine.offload.tier.tier.manager.slots_in_use + 1
     engine.disk.bad_places.add(bad)
     for name in "abc":
         ask(engine, name, prompt=[ord(name)] * 9)
         engine.run()
         assert engine.totals["tier_errors"] == engine.totals["lost_tier_slots"] == 1
-        now[0] += tier.FIRST_PAUSE_SECONDS
+        now[0] += base.FIRST_PAUSE_SECONDS
         engine.forget()
     assert engine.totals["demoted_slots"] == 2 * 3 - 1
     gauges = engine.offload.gauges()
@@ -314,7 +322,7 @@ def test_a_bad_place_fails_one_write_and_no_further_one(
 
 
 def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
-    pause = tier.Pause()
+    pause = base.Pause()
     assert pause.is_over
     pauses = []
     for _ in range(8):
@@ -324,32 +332,32 @@ def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
             now[0] += 1
         pauses.append(now[0] - begin)
     assert pauses[:3] == [5, 10, 20]
-    assert max(pauses) == tier.LONGEST_PAUSE_SECONDS
+    assert max(pauses) == base.LONGEST_PAUSE_SECONDS
     pause.went_well()
-    assert pause.begin() == tier.FIRST_PAUSE_SECONDS
+    assert pause.begin() == base.FIRST_PAUSE_SECONDS
 
 
 def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(
     now: list[float], engine: DiskEngine
 ) -> None:
-    engine.offload._tier.read_failed()
+    engine.offload.tier.tier.read_failed()
     ask(engine, "a", prompt=[9] * 9)
     engine.run()
     assert engine.totals["demoted_slots"] > 0
-    now[0] += tier.FIRST_PAUSE_SECONDS
-    engine.offload._tier.read_failed()
-    now[0] += tier.FIRST_PAUSE_SECONDS
-    assert not engine.offload._tier.may_read
+    now[0] += base.FIRST_PAUSE_SECONDS
+    engine.offload.tier.tier.read_failed()
+    now[0] += base.FIRST_PAUSE_SECONDS
+    assert not engine.offload.tier.tier.may_read
 
 
 def test_errors_that_were_under_way_together_are_one_pause(
     now: list[float], engine: DiskEngine
 ) -> None:
-    below = engine.offload._tier
+    below = engine.offload.tier.tier
     for fail, may in ((below.read_failed, "may_read"), (below.write_failed, "may_write")):
         fail()
         fail()
-        now[0] += tier.FIRST_PAUSE_SECONDS
+        now[0] += base.FIRST_PAUSE_SECONDS
         assert getattr(below, may)
 
 
@@ -357,13 +365,13 @@ def test_that_nothing_is_written_is_not_told_while_nothing_is_read(
     now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is one outage then. Once the disk may be read again, a write that fails says something."""
-    below = engine.offload._tier
+    below = engine.offload.tier.tier
     below.read_failed()
     below.write_failed()
     assert (below.may_read, below.may_write) == (False, False)
     assert caplog.text.count("the disk could not be read. It is not read for 5 s") == 1
     assert "could not be written" not in caplog.text
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     below.write_failed()
     assert caplog.text.count("the disk could not be written. It is not written for 10 s") == 1
     below.read_failed()  # requests notice that, so it is told in any case
@@ -375,7 +383,7 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
 ) -> None:
     engine.disk.stuck = True
     ask(engine, "a")
-    step_for(engine, now, tier.STUCK_SECONDS + 1)
+    step_for(engine, now, base.STUCK_SECONDS + 1)
     assert "a" in engine.answers
     ask(engine, "b", prompt=OTHER, steps=8)
     assert "b" in engine.answers
@@ -390,7 +398,7 @@ def begin_writes(
     engine: DiskEngine, monkeypatch: pytest.MonkeyPatch, at_once: int = FULL_BLOCKS
 ) -> int:
     """Have a new prompt written in jobs that end when the test says so; return how many."""
-    monkeypatch.setattr(engine.offload._demotions, "_job_slots", 1)
+    monkeypatch.setattr(engine.offload.tier.demoter, "_job_slots", 1)
     engine.disk.stuck = True
     engine.add("new", [1 - token for token in PROMPT], 1)
     engine.step(12, copies=True)
@@ -403,7 +411,7 @@ def test_all_jobs_of_a_plan_are_asked_for_at_once(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To ask takes as long for one slot as for a hundred, and a job has few slots of 2 MiB."""
-    disk = engine.offload._demotions._tier
+    disk = engine.offload.tier.demoter._tier
     written, read = Mock(wraps=disk.begin_write), Mock(wraps=disk.begin_read)
     monkeypatch.setattr(disk, "begin_write", written)
     monkeypatch.setattr(disk, "begin_read", read)
@@ -413,7 +421,7 @@ def test_all_jobs_of_a_plan_are_asked_for_at_once(
     engine.disk.stuck = False
     engine.rest()
     engine.forget()
-    monkeypatch.setattr(engine.offload._promotions, "_job_slots", 1)
+    monkeypatch.setattr(engine.offload.tier.promoter, "_job_slots", 1)
     engine.disk.stuck = True
     ask(engine, "read")
     assert len(engine.disk.submitted) == FULL_BLOCKS
@@ -429,22 +437,22 @@ def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(
     engine.disk.faults["error"] = 2
     engine.disk.run()
     engine.step(2)
-    assert not engine.offload._tier.may_write
+    assert not engine.offload.tier.tier.may_write
     assert engine.scheduler.has_requests(), "it goes on stepping"
     engine.disk.stuck = False
     engine.run()
     assert engine.totals["lost_tier_slots"] == 2
     assert engine.totals["demoted_slots"] == writes - 2
-    assert len(engine.offload._tier.manager.readable_slots()) == known + writes - 2
-    now[0] += tier.FIRST_PAUSE_SECONDS
-    assert engine.offload._tier.may_write, "they were one outage"
+    assert len(engine.offload.tier.tier.manager.readable_slots()) == known + writes - 2
+    now[0] += base.FIRST_PAUSE_SECONDS
+    assert engine.offload.tier.tier.may_write, "they were one outage"
 
 
 def test_an_idle_engine_rests_though_a_write_hangs(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_writes(engine, monkeypatch)
-    step_for(engine, now, tier.STUCK_SECONDS + 1)
+    step_for(engine, now, base.STUCK_SECONDS + 1)
     assert engine.running(TierDirection.DEMOTE)
     assert not engine.scheduler.has_requests()
 
@@ -455,7 +463,7 @@ def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_ot
     """What waits for its turn does not hang, however long that takes."""
     writes = begin_writes(engine, monkeypatch)
     for _ in range(writes - 1):
-        step_for(engine, now, 0.9 * tier.STUCK_SECONDS)
+        step_for(engine, now, 0.9 * base.STUCK_SECONDS)
         assert engine.offload.gauges()["tier_usable"] == 1
         engine.disk.run(0)
         engine.step(2)
@@ -470,7 +478,7 @@ def test_a_write_that_hangs_is_noticed_though_later_ones_end(
     engine.disk.run(0)
     engine.step(2)
     for _ in range(2):
-        step_for(engine, now, 0.6 * tier.STUCK_SECONDS)
+        step_for(engine, now, 0.6 * base.STUCK_SECONDS)
         engine.disk.run(1)
         engine.step(2)
     assert engine.offload.gauges()["tier_usable"] == 0
@@ -484,7 +492,7 @@ def test_no_copy_hangs_because_the_engine_made_no_step(
 ) -> None:
     """The user of an engine in his own process may do something else meanwhile."""
     begin_writes(engine, monkeypatch)
-    now[0] += 60 * tier.STUCK_SECONDS
+    now[0] += 60 * base.STUCK_SECONDS
     engine.step(2)
     assert engine.offload.gauges()["tier_usable"] == 1
     assert "has not ended" not in caplog.text
@@ -566,12 +574,12 @@ def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
     now: list[float], engine: DiskEngine
 ) -> None:
     """To plan 256 jobs of a slot takes 15 ms of a step."""
-    engine.offload._tier.write_failed()
+    engine.offload.tier.tier.write_failed()
     engine.add("a", [9] * 9, max_tokens=40)
     engine.step(30, copies=True)
     assert engine.totals["stored_slots"] > 6
     assert engine.running(TierDirection.DEMOTE) == []
-    now[0] += tier.FIRST_PAUSE_SECONDS
+    now[0] += base.FIRST_PAUSE_SECONDS
     engine.disk.stuck = True
     engine.step(2, copies=True)
     (job,) = engine.disk.submitted
@@ -729,7 +737,7 @@ def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
     engine.add("a", PROMPT, 1)
     engine.step(12, copies=True)
     assert engine.offload.has_pending_work
-    now[0] += scheduler.IDLE_SECONDS
+    now[0] += lower.IDLE_SECONDS
     engine.step(2)
     assert not engine.offload.has_pending_work
     engine.add("b", PROMPT, 1)
@@ -774,9 +782,9 @@ def test_the_end_of_an_engine_waits_for_no_write(make: Any) -> None:
 def test_an_idle_engine_begins_no_write_after_its_time_and_ends_those_under_way(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demotions, "MAX_RUNNING_SHARE", 16)
+    monkeypatch.setattr(demoter, "MAX_RUNNING_SHARE", 16)
     begin_writes(engine, monkeypatch, at_once=4)
-    now[0] += scheduler.IDLE_SECONDS
+    now[0] += lower.IDLE_SECONDS
     for left in range(3, -1, -1):
         assert engine.offload.has_pending_work
         engine.disk.run(0)
@@ -809,7 +817,7 @@ def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
     assert tracked is not None
-    now[0] += promotions.MAX_WAIT_SECONDS
+    now[0] += promoter.MAX_WAIT_SECONDS
     engine.disk.stuck = False
     worker = engine.ranks[0].connector.offload_worker
     worker.poll()
@@ -849,7 +857,7 @@ def test_what_a_request_did_not_wait_for_is_retained_once_it_was_read(
     wishes = {"kv_offload": {"retain_seconds": 600}}
     engine.add("a", PROMPT, 2, extra_args={"kv_transfer_params": wishes})
     engine.step(3)
-    now[0] += promotions.MAX_WAIT_SECONDS
+    now[0] += promoter.MAX_WAIT_SECONDS
     engine.run(40) if engine.scheduler.running else engine.step(8)
     assert "a" in engine.ended
     assert engine.totals["late_promotions"] == 1

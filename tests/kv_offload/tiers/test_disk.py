@@ -8,22 +8,22 @@ from pathlib import Path
 
 import numpy as np
 from kv_swap.memory.arena import HostArena
-from kv_swap.tiers.disk import DiskTier
+from kv_swap.tiers.disk import DiskTier as FileTier
 from kv_swap.tiers.engine import TierDirection, TierJob
 from kv_swap.tiers.region import read_description
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
-from kv_offload.scheduler.tiers.slot_tier import SlotTier
 from kv_offload.scheduler.transfers import Kind, Transfer
+from kv_offload.tiers.disk import DiskTier
 
 NUM_SLOTS = 4
 LIMIT_SECONDS = 20.0
 
 
-def start(folder: Path, num_slots: int = NUM_SLOTS) -> SlotTier:
-    below = SlotTier(num_slots, partial(DiskIndex, folder / "index.sqlite", {}))
+def start(folder: Path, num_slots: int = NUM_SLOTS) -> DiskTier:
+    below = DiskTier(num_slots, partial(DiskIndex, folder / "index.sqlite", {}))
     below.open({0: TierCapacity(num_slots, "file")})
     return below
 
@@ -32,14 +32,14 @@ def copy(kind: Kind, keys: list[bytes], places: Slots) -> Transfer:
     return Transfer(0, kind, np.zeros(len(keys), np.int32), keys=keys, tier_slots=places)
 
 
-def begin(below: SlotTier, *keys: bytes) -> Transfer:
+def begin(below: DiskTier, *keys: bytes) -> Transfer:
     """Begin to write keys that the disk has not."""
     rows, places = below.begin_write(keys)
     assert len(rows) == len(keys)
     return copy(Kind.DEMOTE, [*keys], places)
 
 
-def end(below: SlotTier, move: Transfer, *, ok: bool = True) -> None:
+def end(below: DiskTier, move: Transfer, *, ok: bool = True) -> None:
     below.end_write(move, np.full(len(move.keys), not ok))
 
 
@@ -51,12 +51,12 @@ def fail(move: Transfer, *rows: int) -> np.ndarray:
     return failed
 
 
-def aside(below: SlotTier) -> float:
+def aside(below: DiskTier) -> float:
     below.check_integrity()
     return below.gauges()["tier_slots_set_aside"]
 
 
-def restart(below: SlotTier, folder: Path) -> SlotTier:
+def restart(below: DiskTier, folder: Path) -> DiskTier:
     """End a tier and start the next one; they must agree on where everything is."""
     below.check_integrity()
     below.close(LIMIT_SECONDS)
@@ -184,7 +184,7 @@ def test_of_a_real_file_two_places_that_cannot_be_written_fail_one_job(tmp_path:
     below = start(tmp_path, num_slots)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     failed_jobs = []
-    with DiskTier(tmp_path / "rank-0.kv", num_slots, arena.view(), {}) as file:
+    with FileTier(tmp_path / "rank-0.kv", num_slots, arena.view(), {}) as file:
         limit = read_description(tmp_path / "rank-0.kv").offset(num_slots - 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import Slots
-from kv_offload.scheduler.tiers.tier import Tier
-from kv_offload.scheduler.transfers import Kind, Transfer, TransferTable
+from kv_offload.scheduler.core import Core
+from kv_offload.scheduler.transfers import Kind, Transfer
+from kv_offload.tiers.base import Tier
 
 JOB_BYTES = 64 << 20
 """Of a job, on each rank. Slots are let go of at its end, so the sooner the smaller it is; but a
@@ -33,7 +33,7 @@ MAX_LOOKS = 256
 """How many slots a plan looks at, at most, most of which may be in the tier already."""
 
 
-class Demotions:
+class Demoter:
     """Writes what is in host memory to the tier, in the order in which it was stored or loaded.
 
     So what nobody has used for longest is written first, and what is about to be evicted is mostly
@@ -41,20 +41,13 @@ class Demotions:
     What was loaded is looked at again: the tier counts that as a use, or gets it once more.
     """
 
-    def __init__(
-        self,
-        host: CacheManager,
-        tier: Tier,
-        transfers: TransferTable,
-        slot_bytes: int,
-        bytes_per_second: float,
-    ) -> None:
-        """`slot_bytes` are those of a slot on one rank, `bytes_per_second` is the bound there."""
+    def __init__(self, core: Core, tier: Tier, bytes_per_second: float) -> None:
+        """Write at most `bytes_per_second` on each rank."""
         self.sharing_ranks = 1
-        """How many ranks write each slot once between them."""
-        self._host = host
-        self._tier = tier
-        self._transfers = transfers
+        """Number of ranks that write each slot once between them."""
+        self._host = host = core.manager
+        self._transfers, self._tier = core.transfers, tier
+        slot_bytes = core.slots.slot_bytes
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
         self._rank_slots_per_second = bytes_per_second / slot_bytes
         self._saved_slots = 0.0

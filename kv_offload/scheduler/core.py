@@ -1,0 +1,80 @@
+"""The owners of the scheduler's state, which its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
+from kv_offload.cache.retention import Retention
+from kv_offload.config import OffloadConfig
+from kv_offload.engine import BlockPool
+from kv_offload.scheduler.events.announcer import Announcer
+from kv_offload.scheduler.events.records import Describe
+from kv_offload.scheduler.request import RequestTable
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.timing import StepWatch
+from kv_offload.scheduler.transfers import TransferTable
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Properties of the engine that do not change while it lives.
+
+    - `groups`: its cache groups; `make_key` makes a slot key from a block hash and a group's id.
+    - `num_ranks`: workers, each with a part of every block.
+    - `loads_overlap`: True if a load can run while the steps under way compute.
+    - `is_to_rest`: returns True while the user has paused the engine, and once it ends.
+    - `wake`: makes a resting engine look for work, from any thread; None if it cannot be woken.
+    """
+
+    groups: Sequence[CacheGroup]
+    pool: BlockPool
+    make_key: KeyMaker
+    num_ranks: int = 1
+    loads_overlap: bool = False
+    is_to_rest: Callable[[], bool] = _never
+    wake: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """Size of host memory on the smallest rank.
+
+    A slot takes `slot_bytes` there. Its block takes `block_bytes` on the GPU, which is more if
+    slots are packed. Speeds of copies are in bytes of blocks.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    block_bytes: int
+
+
+class Core:
+    """The owners. Each part of the scheduler takes this and keeps what it needs."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        engine: EngineFacts,
+        slots: SlotFacts,
+        describe: Describe | None,
+        read_gauges: Callable[[], dict[str, float]],
+    ) -> None:
+        self.config, self.engine, self.slots = config, engine, slots
+        policy = make_policy(config.eviction_policy, slots.num_slots)
+        self.manager = CacheManager(policy)
+        self.prefixes = PrefixMap(engine.groups, engine.pool.hash_block_size, engine.make_key)
+        self.transfers = TransferTable(self.manager, engine.pool, engine.num_ranks)
+        self.statistics = Statistics(self.manager, read_gauges)
+        self.requests = RequestTable(self.statistics)
+        shares = config.max_retained_share, config.max_retained_share_per_salt
+        self.retention = Retention(self.manager, *shares, self.statistics.count)
+        self.watch = StepWatch()
+        self.announcer = Announcer(self.manager, self.prefixes, describe) if describe else None
