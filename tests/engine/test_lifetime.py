@@ -142,7 +142,7 @@ def test_what_is_left_of_a_start_that_failed_serves_no_other_engine(
 def test_after_an_engine_that_was_deleted_another_one_starts(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Up to vLLM 0.30 one that is deleted is not shut down."""
+    """vLLM shuts it down when it is collected, which may be after the next one is built."""
     prompts = [random_tokens(300, seed=6)]
     expected = plain_answers(model_folder, prompts)
     with caplog.at_level(logging.ERROR, "vllm.renderers"):  # a traceback there holds the engine
@@ -150,8 +150,6 @@ def test_after_an_engine_that_was_deleted_another_one_starts(
             **engine_settings(model_folder, "qwen3"),
             kv_transfer_config=transfer_config({"cpu_bytes": "32MiB"}),
         )
-    if hasattr(first.llm_engine.engine_core, "_finalizer"):
-        first.llm_engine.engine_core._finalizer.detach()
     del first
     with offloading(model_folder, left_over=True) as ours:
         assert ours.rank.num_slots * ours.rank.transfer.layout.slot_bytes == 64 << 20
