@@ -225,7 +225,7 @@ def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_blo
     engine.step(2)
     assert len(pinned(engine)) == 3
     engine.run()
-    assert engine.totals["stored_bytes"] == blocks(2 + 3)
+    assert engine.totals["stored_bytes"] == blocks(3 + 4)
     engine.check_rest()
 
 
