@@ -247,8 +247,8 @@ _TIERS = {
 
 
 _NOTHING_WRITTEN = {
-    f"{tier}_write_rate": f"nothing would be written to the {tier}. To run without a {tier}, remove "
-    f"{', '.join(keys)}."
+    f"{tier}_write_rate": f"nothing would be written to the {tier}. To run without a {tier}, "
+    f"remove {', '.join(keys)}."
     for tier, keys in _TIERS.items()
 }
 """By a rate, the answer to one of 0."""

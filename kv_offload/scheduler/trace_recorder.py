@@ -7,6 +7,7 @@ writes the lines: a disk that is full, slow or gone costs lines alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json

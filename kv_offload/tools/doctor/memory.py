@@ -1,4 +1,4 @@
-"""A configuration, and the host memory that it asks for: whether this machine can give and lock it."""
+"""A configuration, and whether this machine can give and lock the host memory that it asks for."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def metrics_url(address: str) -> str:
 def read(url: str) -> Reading:
     """Get a metrics page and read it.
 
-    Blocks for `ANSWER_SECONDS` at most. Only the main thread may call it. Raises `ServerError` where
-    there is no page of ours; the message says what may be the reason.
+    Blocks for `ANSWER_SECONDS` at most. Only the main thread may call it. Raises `ServerError`
+    where there is no page of ours; the message says what may be the reason.
     """
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
