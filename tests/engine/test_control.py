@@ -128,6 +128,21 @@ def test_wrong_wishes_are_refused_for_that_request_alone(
     assert ask(server, seed=3, key=KEY, kv_transfer_params={"remote_host": "x"})["choices"]
 
 
+def test_nested_parameters_end_one_request_and_no_engine(server: str) -> None:
+    params: Any = 1
+    for _ in range(500):
+        params = {"a": params}
+    for depth in (500, 50):
+        for _ in range(500 - depth):
+            params = params["a"]
+        code, answer = refused(
+            server, "/v1/completions", KEY, model="small", prompt=text(3), kv_transfer_params=params
+        )
+        assert code == 400
+        assert "nested more than 32 levels deep" in answer
+    assert ask(server, seed=3, key=KEY)["choices"]
+
+
 def test_a_client_says_what_is_stored_and_retained(server: str) -> None:
     act(server, "empty")
     params = {"kv_transfer_params": {"kv_offload": {"store": False}}}
