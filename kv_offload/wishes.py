@@ -18,8 +18,8 @@ KEY = "kv_offload"
 """Where a request's wishes stand in its `kv_transfer_params`."""
 
 MAX_DEPTH = 32
-"""Levels of objects and lists in `kv_transfer_params`; connectors use three. At 470 the core of vLLM
-0.32 fails to pickle them for its ranks, and ends."""
+"""Levels of objects and lists in `kv_transfer_params`; connectors use three. At 470 the core of
+vLLM 0.32 fails to pickle them for its ranks, and ends."""
 MAX_RETAIN_SECONDS = 24 * 3600
 MAX_PRIORITY = 9
 MAX_TOKENS = 2**31 - 1
