@@ -32,12 +32,32 @@ _NOT_DECIMAL = re.compile(r"^[-+]?0[0-9_]|:")
 """An integer that YAML 1.1 reads in base 8 or 60: `010` is 8, `1:30` is 90."""
 
 
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+"""A variable of a shell in a path."""
+
+
 def show(value: Any) -> str:
     """Return a value as a message shows it: shortened, and never an error of its own."""
     try:
         return _REPR.repr(value)
     except ValueError:  # an integer with more digits than Python prints
         return "a huge integer"
+
+
+def resolve_path(path: str) -> Path:
+    """Return the absolute path that a user means. Raises `ValueError` for what names no file."""
+    if "\0" in path:
+        raise ValueError("a path has no null character.")
+    expanded = os.path.expanduser(path)
+    if path.startswith("~") and expanded == path:
+        raise ValueError("there is no user of this name. Write the path itself.")
+    resolved = Path(expanded).absolute()
+    if (variable := _VARIABLE.search(path)) and not os.path.lexists(resolved):
+        raise ValueError(
+            f"{variable[0]} is not replaced, as a shell would do. Write the path itself, or ~ for "
+            "your home."
+        )
+    return resolved
 
 
 def read_small(path: Path, most_bytes: int, what: str) -> bytes:
@@ -77,10 +97,13 @@ def read_file(named_by: str, value: Any) -> ConfigFile:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{named_by}{show(value)}: not a path. {remedy}")
     try:
-        path = Path(os.path.expanduser(value)).absolute()
+        path = resolve_path(value)
         content = read_small(path, MAX_FILE_BYTES, "a configuration")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{named_by}{show(value)}: cannot be read: {error}. {remedy}") from error
+        problem = str(error).removesuffix(".")
+        raise ConfigError(
+            f"{named_by}{show(value)}: cannot be read: {problem}. {remedy}"
+        ) from error
     return ConfigFile(path, *_parse(path, content))
 
 

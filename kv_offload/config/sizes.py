@@ -7,11 +7,11 @@ from fractions import Fraction
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
 SMALLEST_BYTES = 1 << 20
-"""A pool needs thousands of blocks, and one of a small model takes a third of this (SmolLM2-135M:
-360 KiB). So a smaller number was meant to have a unit, and a smaller percentage to be larger.
-Whoever wants less writes `5000B`."""
+"""The smallest pool. It needs thousands of blocks, and one of a small model takes a third of this
+(SmolLM2-135M: 360 KiB). So a smaller number was meant to have a unit, and a smaller percentage to
+be larger. Rates may be smaller, with a unit."""
 
-_TOO_LITTLE = "less than 1 MiB (1048576 bytes), room for hardly one block"
+TOO_LITTLE = "less than 1 MiB (1048576 bytes), hardly one block"
 _UNIT_BYTES = {
     unit.lower(): (1024 if "i" in unit else 1000) ** "bkmgt".index(unit[0].lower())
     for unit in UNITS
@@ -55,7 +55,7 @@ def parse_size(size: str | float, whole_bytes: int | None) -> int:
     if size_bytes < 1:
         raise ValueError("less than one byte.")
     if unit == "%" and size_bytes < SMALLEST_BYTES:
-        raise ValueError(f"that is {size_bytes} bytes here, {_TOO_LITTLE}.")
+        raise ValueError(f"that is {size_bytes} bytes here, {TOO_LITTLE}.")
     return size_bytes
 
 
@@ -63,9 +63,9 @@ def _check_bare_size(size_bytes: int, *, has_whole: bool) -> int:
     if size_bytes >= SMALLEST_BYTES:
         return size_bytes
     if size_bytes < 1:
-        raise ValueError(f"{_TOO_LITTLE}.")
+        raise ValueError(f"{TOO_LITTLE}.")
     meant = _with_units(str(size_bytes), has_whole=has_whole)
-    raise ValueError(f"without a unit it is bytes, {_TOO_LITTLE}. Did you mean {meant}?")
+    raise ValueError(f"without a unit it is bytes, {TOO_LITTLE}. Did you mean {meant}?")
 
 
 def _with_units(number: str, *, has_whole: bool) -> str:
@@ -74,8 +74,7 @@ def _with_units(number: str, *, has_whole: bool) -> str:
     if value >= SMALLEST_BYTES:
         return f"{number}B"
     units = ["GiB", *(["%"] if has_whole else [])] if value <= 100 else ["MiB"]
-    *others, last = [f"{number}{unit}" for unit in (*units, *([] if "." in number else ["B"]))]
-    return f"{', '.join(others)} or {last}" if others else last
+    return " or ".join(f"{number}{unit}" for unit in units)
 
 
 def format_size(size_bytes: int) -> str:

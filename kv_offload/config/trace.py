@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kv_offload.config.file import ConfigFile, read_file, show
+from kv_offload.config.file import ConfigFile, read_file, resolve_path, show
 from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
 from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
 from kv_offload.config.sizes import describe_bytes, format_size, parse_size
@@ -27,6 +27,10 @@ FILE_KEY = "config_file"
 VARIABLES = "KV_OFFLOAD_"
 FILE_VARIABLE = f"{VARIABLES}CONFIG_FILE"
 DEFAULT = "default"
+ALIKE = 0.75
+"""How similar to a key of ours another one must be to be suggested: `evict_policy` and
+`eviction_policy` are 0.89 alike, `store_threshold` and `store_bytes`, another thing, 0.69."""
+
 _VLLMS_KEYS = frozenset(
     ("kv_transfer_config", "kv_connector", "kv_connector_module_path", "kv_role", EXTRA_CONFIG)
 )
@@ -130,6 +134,7 @@ def trace_config(
             given[name] = one
     traced = TracedConfig(OffloadConfig(**effective), read.path, given, host, replicas, warnings)
     _check_tiers(traced.config, given)
+    _check_shares(traced.config, given)
     headroom = headroom_bytes(host)
     if traced.config.host_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
@@ -182,10 +187,12 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
     cause: Exception
     try:
         is_none = name == "store_bytes" and value == 0 and type(value) is int
+        if name in _NOTHING_WRITTEN and value == 0 and type(value) is int:
+            raise ValueError(_NOTHING_WRITTEN[name])  # noqa: TRY301
         if key.takes == "size" and type(value) in (str, int, float) and not is_none:
             value = parse_size(value, whole_bytes if name == "cpu_bytes" else None)
         converted = msgspec.convert(value, key.type)
-        return _resolve(converted) if key.takes == "path" and converted else converted
+        return str(resolve_path(converted)) if key.takes == "path" and converted else converted
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
         is_large = isinstance(value, int) and value > MAX_INT
         problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
@@ -195,13 +202,6 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
         f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or remove it to get "
         f"the default, {key.written_default}."
     ) from cause
-
-
-def _resolve(path: str) -> str:
-    """Return an absolute path. Raises `ValueError` for what names no file."""
-    if "\0" in path:
-        raise ValueError("a path has no null character.")
-    return str(Path(os.path.expanduser(path)).absolute())
 
 
 def _check_tiers(config: OffloadConfig, given: Mapping[str, Given]) -> None:
@@ -238,6 +238,18 @@ _REMOVED: Mapping[str, tuple[str | None, str]] = {
 """What earlier versions had: by key, the value that was removed (None for the whole key), and what
 to do now."""
 
+
+def _check_shares(config: OffloadConfig, given: Mapping[str, Given]) -> None:
+    """Raise `ConfigError` where one user may retain more than all of them together."""
+    one, every = "max_retained_share_per_salt", "max_retained_share"
+    share, limit = given[one], given[every]
+    if share.source != DEFAULT and config.max_retained_share_per_salt > config.max_retained_share:
+        raise ConfigError(
+            f"{share.source}: {one}: {share.shown}: more than {every}, {limit.shown}, which is for "
+            f"all requests together. Give at most {limit.shown}, or raise {every}."
+        )
+
+
 _TIERS = {
     "disk": {
         "disk_bytes": "what the engine may take of that disk, for example 500GiB",
@@ -252,6 +264,35 @@ _TIERS = {
 """Keys that are given all or none, and what each of them is."""
 
 
+_NOTHING_WRITTEN = {
+    f"{tier}_write_rate": f"nothing would be written to the {tier}. To run without a {tier}, "
+    f"remove {', '.join(keys)}."
+    for tier, keys in _TIERS.items()
+}
+"""By a rate, the answer to one of 0."""
+
+_OTHERS_KEYS = {
+    "cpu_bytes_to_use": "cpu_bytes",
+    "cpu_bytes_to_use_per_rank": "cpu_bytes",
+    "disk_capacity_bytes": "disk_bytes",
+    "offload_prompt_only": "store_blocks",
+    "kv_offloading_size": "cpu_bytes",
+    "num_cpu_blocks": "cpu_bytes",
+    "swap_space": "cpu_bytes",
+    "max_local_cpu_size": "cpu_bytes",
+    "lmcache_max_local_cpu_size": "cpu_bytes",
+    "local_disk": "disk_path",
+    "lmcache_local_disk": "disk_path",
+    "max_local_disk_size": "disk_bytes",
+    "lmcache_max_local_disk_size": "disk_bytes",
+    "remote_url": "store_master",
+    "lmcache_remote_url": "store_master",
+    "store_threshold": "eviction_policy",
+    "cache_policy": "eviction_policy",
+}
+"""Ours by keys of vLLM's connectors and of LMCache."""
+
+
 def _hint(source: str, unknown: str) -> str:
     """Say what to do about an unknown key."""
     known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
@@ -260,6 +301,9 @@ def _hint(source: str, unknown: str) -> str:
             "It belongs into vLLM's argument --kv-transfer-config. Here only the plugin's own keys "
             f"are read: {', '.join(known)}."
         )
-    near = difflib.get_close_matches(unknown.lower(), known, n=1)
+    written = unknown.lower().replace("-", "_")
+    near = difflib.get_close_matches(written, known, n=1, cutoff=ALIKE)
     hint = f"Did you mean {near[0]}? " if near else ""
+    if ours := _OTHERS_KEYS.get(written):
+        hint = f"It is a key of another connector; here it is {ours}. "
     return f"{hint}Correct or remove it; the keys are {', '.join(known)}."

@@ -13,18 +13,16 @@ import itertools
 import json
 import logging
 import os
-import stat
 import threading
 import time
-from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from kv_offload.config.checks import check_regular, refused_recording
 from kv_offload.config.sizes import format_size
 from kv_offload.engine import Request
-from kv_offload.errors import ConfigError
 from kv_offload.simulation.trace import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -142,17 +140,6 @@ class TraceRecorder:
         self._size += len(line)
 
 
-def check_file(path: Path) -> None:
-    """Raise `ConfigError` where no file could be begun, without making one."""
-    with _refused(path):
-        with contextlib.suppress(FileNotFoundError):
-            if not _check_regular(path.stat()).st_size:
-                return
-        path.parent.stat()
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "its folder may not be written")
-
-
 def _make_file(path: Path) -> tuple[Path, int, int]:
     """Return the file that is begun, its descriptor, and the bytes of those that are taken.
 
@@ -162,7 +149,7 @@ def _make_file(path: Path) -> tuple[Path, int, int]:
     taken_bytes = 0
     for number in itertools.count():
         tried = path.with_name(f"{path.name}.{number}") if number else path
-        with _refused(tried):
+        with refused_recording(tried):
             file = _begin_file(tried)
             if file is not None:
                 return tried, file, taken_bytes
@@ -187,26 +174,8 @@ def _begin_file(path: Path) -> int | None:
         undo.callback(os.close, file)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _check_regular(os.fstat(file)).st_size:
+            if not check_regular(os.fstat(file)).st_size:
                 os.fchmod(file, 0o600)
                 undo.pop_all()
                 return file
     return None
-
-
-@contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """Turn what stands in the way of a file into a `ConfigError`."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"record_trace: {str(path)!r}: the file cannot be begun: {error.strerror}. Name one in "
-            "a folder that this user may write, or leave record_trace out"
-        ) from error
-
-
-def _check_regular(found: os.stat_result) -> os.stat_result:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return found

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from kv_offload.config import DEFAULT, EXTRA_CONFIG, FILE_KEY, SCHEMA, TracedConfig, trace_config
+from kv_offload.config.checks import check_sizes
 from kv_offload.config.schema import as_yaml
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm import CONNECTOR
@@ -42,6 +43,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(arguments: argparse.Namespace) -> int:
     traced = trace_config({}, file=arguments.file)
+    check_sizes(traced)
     for warning in traced.warnings:
         print(f"kv-offload: warning: {warning}", file=sys.stderr)
     argument = _vllm_argument(traced)

@@ -26,8 +26,8 @@ def _run(argv: Sequence[str] | None) -> int:
         prog="kv-offload",
         description="A second, larger KV cache in host memory for vLLM engines.",
         epilog="`kv-offload COMMAND --help` says more. The exit status is 0 if all is well, 1 if "
-        "doctor or tier found a problem or a server refused a prompt, and 2, with a message, if "
-        "an argument, a file or a server is wrong.",
+        "doctor or tier found a problem, and 2, with a message, if an argument, a file or a server "
+        "is wrong.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -37,9 +37,8 @@ def _run(argv: Sequence[str] | None) -> int:
     from kv_offload.tools.sizing import command as size
     from kv_offload.tools.status import command as status
     from kv_offload.tools.tier import command as tier
-    from kv_offload.tools.warm_up import command as warm_up
 
-    for command in (config, doctor, simulate, size, status, tier, warm_up):
+    for command in (config, doctor, simulate, size, status, tier):
         command.add_command(subcommands)
     arguments = parser.parse_args(argv)
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import tomllib
 import urllib.error
 from collections.abc import Iterator
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 
 from kv_offload.metrics import PREFIX
-from kv_offload.tools.main import main
 from tests.support.processes import ROOT
 from tests.support.server import ask, get, metric, serving, text, wait_for
 
@@ -127,6 +128,21 @@ def test_wrong_wishes_are_refused_for_that_request_alone(
     assert ask(server, seed=3, key=KEY, kv_transfer_params={"remote_host": "x"})["choices"]
 
 
+def test_nested_parameters_end_one_request_and_no_engine(server: str) -> None:
+    params: Any = 1
+    for _ in range(500):
+        params = {"a": params}
+    for depth in (500, 50):
+        for _ in range(500 - depth):
+            params = params["a"]
+        code, answer = refused(
+            server, "/v1/completions", KEY, model="small", prompt=text(3), kv_transfer_params=params
+        )
+        assert code == 400
+        assert "nested more than 32 levels deep" in answer
+    assert ask(server, seed=3, key=KEY)["choices"]
+
+
 def test_a_client_says_what_is_stored_and_retained(server: str) -> None:
     act(server, "empty")
     params = {"kv_transfer_params": {"kv_offload": {"store": False}}}
@@ -139,57 +155,28 @@ def test_a_client_says_what_is_stored_and_retained(server: str) -> None:
     wait_for(server, f"{PREFIX}retained_slots", 0)
 
 
-def test_warm_up(
-    server: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_documented_loop_warms_a_server_up(server: str, tmp_path: Path) -> None:
     act(server, "empty")
-    file = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": text(11)}, {"prompt": text(12), "cache_salt": "tenant"}, chat(13)]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    command = ["warm-up", server, str(file), "--retain-seconds", "600"]
-    assert main(command) == 2
-    assert "put the server's key into VLLM_API_KEY" in capsys.readouterr().err
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    assert main(command) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("3 of 3 prompts with 900 tokens in ")
-    assert f"  stored to host memory {3 * BLOCKS:>20} slots\n" in shown
-    assert f"  retained now {3 * BLOCKS:>29} slots\n" in shown
+    page = (ROOT / "docs/use/requests.md").read_text()
+    loop, example = re.findall(
+        r"^```(?:sh|json)\n(.*?)^```$", page.partition("## Warm a server up")[2], re.M | re.S
+    )
+    request = json.loads(example)
+    prompts = [
+        {**request, "model": "small", "prompt": text(11)},
+        {**request, "model": "small", "prompt": text(12), "cache_salt": "tenant"},
+        {**request, "model": "small", "prompt": text(11, 2000)},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)) + "\n")
+    done = subprocess.run(
+        ["sh", "-c", loop.replace("localhost:8000", server)],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "VLLM_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["200", "200", "400"], done.stderr
+    wait_for(server, f"{PREFIX}retained_slots", 2 * BLOCKS)
     assert cached(ask(server, seed=11, key=KEY)) == 288
     assert cached(ask(server, seed=12, key=KEY, cache_salt="tenant")) == 288
-    file.write_text(
-        json.dumps({"prompt": text(11, 1020), "max_tokens": 90})
-        + "\n\n"
-        + json.dumps({"prompt": text(11, 2000)})
-    )
-    assert main([*command, "--at-once", "1"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out.startswith("1 of 2 prompts with 1,020 tokens")
-    assert f"{file}, line 3: HTTP status 400: " in printed.err
-
-
-def test_warm_up_with_recorded_requests(
-    server: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Clients had asked for streams, and for more tokens by other names than `max_tokens`."""
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    lines = [
-        {"prompt": text(21), "max_tokens": 40, **stream},
-        {"prompt": text(22), "max_tokens": 40, "min_tokens": 30, "n": 3},
-        {**chat(23), "max_completion_tokens": 40, "ignore_eos": True},
-    ]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    before = metric(server, "vllm:generation_tokens_total")
-    status = main(["warm-up", server, str(file)])
-    printed = capsys.readouterr()
-    assert (status, printed.err) == (0, "")
-    assert printed.out.startswith("3 of 3 prompts with 900 tokens in ")
-    assert metric(server, "vllm:generation_tokens_total") == before + 3

@@ -67,8 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
-    if case == "before_compute, full graphs" and runner == "v2":
-        pytest.skip("runner V2 of vLLM 0.26 cannot capture these in a second engine of a process")
     kind, arguments = CASES[case]
     result = run_module(
         "tests.gpu.engine_run",

@@ -260,7 +260,6 @@ def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner
     computed, cached = result.pop("expected")
     hits = {event: tokens for event, (_, tokens) in result.items()}
     print(hits)
-    # vLLM 0.26 drops the counters of steps without a token, so not all hits are seen.
     assert hits["sleep 1"] > 0
     assert hits["sleep 1 again"] > 0
     assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kv_offload.errors import RequestError
-from kv_offload.wishes import NO_WISHES, Keep, Wishes, read_wishes
+from kv_offload.wishes import MAX_DEPTH, NO_WISHES, Keep, Wishes, check_depth, read_wishes
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,20 @@ def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(
         read_wishes({"kv_offload": given})
     assert str(caught.value).startswith("kv-offload: kv_transfer_params.")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("wrap", [lambda value: {"a": value}, lambda value: [1, value]])
+def test_what_is_nested_too_deeply_for_vllm_to_send_is_refused(wrap: Any) -> None:
+    params: Any = {"other": 1}
+    for _ in range(MAX_DEPTH - 1):
+        params = wrap(params)
+    check_depth(params)
+    deep = wrap(params)
+    with pytest.raises(RequestError, match=r"kv_transfer_params: nested more than 32 levels deep"):
+        check_depth(deep)
+    for _ in range(100_000):
+        deep = wrap(deep)
+    with pytest.raises(RequestError):
+        check_depth(deep)
+    while deep != params:  # Python frees nested objects one in another
+        deep = deep["a"] if isinstance(deep, dict) else deep[1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import CONNECTOR
 from tests.support.inputs import transfer_config as ours
 
 Options = dict[str, Any]
@@ -193,6 +195,17 @@ def around(*members: Options, role: str = "kv_both", **outer: Any) -> Options:
     }
 
 
+POOLS = ("cpu_bytes", "disk_bytes")
+
+
+def _set_options(connector: str, extra_config: Options, options: Options) -> None:
+    """Set options of the plugin in a transfer configuration, also of a MultiConnector's member."""
+    if connector == CONNECTOR:
+        extra_config.update(options)
+    for member in extra_config.get("connectors", ()):
+        _set_options(member["kv_connector"], member["kv_connector_extra_config"], options)
+
+
 def make_vllm_config(
     plugin: Options,
     *,
@@ -217,6 +230,9 @@ def make_vllm_config(
     `transfer_config` makes that of the engine's connector from the options of the plugin.
     """
     plugin = {"cpu_bytes": 1 << 20, **plugin}
+    # Played pools have a few slots of some bytes: an engine that starts refuses them.
+    exact = {name: plugin[name] for name in POOLS if re.fullmatch(r"\d+B", str(plugin.get(name)))}
+    plugin |= dict.fromkeys(exact, "1MiB")
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = EngineArgs(
         model=_model_folder().name,
@@ -235,6 +251,8 @@ def make_vllm_config(
         kv_events_config=KVEventsConfig(True, "null") if events else None,
         otlp_traces_endpoint=traces,
     ).create_engine_config()
+    transfer = config.kv_transfer_config
+    _set_options(transfer.kv_connector, transfer.kv_connector_extra_config, exact)
     if draft_head:
         config.speculative_config.method = "eagle"
     # The CPU platform turns it off and allows no second rank; the scheduler does not mind.

@@ -9,11 +9,13 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.core import kv_cache_planning as planning
 except ImportError:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.core import kv_cache_utils as planning
 
-__all__ = ["SCALED", "attention_spec", "get_kv_cache_config_from_groups", "get_kv_cache_groups"]
+get_kv_cache_config_from_groups = planning.get_kv_cache_config_from_groups
+get_kv_cache_groups = planning.get_kv_cache_groups
+groups_of_stage = planning._project_kv_cache_groups_to_worker
 
 SCALED: dict[str, dict[str, Any]] = {
     "int8_per_token_head": {

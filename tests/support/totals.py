@@ -1,8 +1,4 @@
-"""Adds up what the connector counts, in this process or in those of replicas.
-
-vLLM's own metrics lack some of it: the `LLM` class of 0.26 records only steps that end in a token,
-and loads end in steps that do not.
-"""
+"""Adds up what the connector counts, in this process or in those of replicas."""
 
 from __future__ import annotations
 

@@ -32,19 +32,26 @@ def connector_of(core: Any) -> Any | None:
     return None if scheduler is None else next(connectors_in(scheduler.get_kv_connector()), None)
 
 
-def find_engine_state() -> Callable[[], bool]:
-    """Return what tells whether the engine that is being built is to rest: it pauses, or it ends.
+class EngineState:
+    """What the engine that is being built has been asked to do since.
 
     Its scheduler, and its core if that is a process, are on the call stack.
     """
-    names = "pause_state", "shutdown_state"
-    found = {id(caller): weakref.ref(caller) for caller in callers() if _is_of_core(caller)}
 
-    def is_to_rest() -> bool:
-        parts = [reference() for reference in found.values()]
-        return any(getattr(part, name, 0) for part in parts for name in names)
+    def __init__(self) -> None:
+        found = {id(caller): weakref.ref(caller) for caller in callers() if _is_of_core(caller)}
+        self._parts = tuple(found.values())
 
-    return is_to_rest
+    def is_to_rest(self) -> bool:
+        """Whether it pauses or ends."""
+        return self._has("pause_state") or self.is_ending()
+
+    def is_ending(self) -> bool:
+        """Whether it was asked to end, as by SIGTERM."""
+        return self._has("shutdown_state")
+
+    def _has(self, name: str) -> bool:
+        return any(getattr(reference(), name, 0) for reference in self._parts)
 
 
 def find_waker() -> Callable[[], None] | None:

@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
             configuration,
             *memory.check_memory(traced, has_gpu=devices.may_have_gpu(machine, torch)),
         ],
-        "Engine": [installation.check_plugin(os.environ)],
+        "Engine": [installation.check_plugin(os.environ), *memory.check_recording(traced)],
     }
     path = arguments.disk
     if path is None and traced is not None and traced.config.disk_path is not None:

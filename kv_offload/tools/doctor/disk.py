@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.probe import DiskRates, measure
+from kv_swap.tiers.probe import DiskRates, find_filesystem, measure
 
 from kv_offload.config import TracedConfig
-from kv_offload.config.disk_folder import find_ranks, find_replicas
+from kv_offload.config.checks import find_place, read_room
 from kv_offload.config.sizes import format_size
+from kv_offload.errors import ConfigError
 from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
@@ -38,21 +39,27 @@ UNFIT = {
 def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> Iterator[Check]:
     """Yield what the folder of a disk is, whether `disk_bytes` fit, and how fast it is."""
     name = "disk"
+    try:
+        place = find_place(path)
+    except ConfigError as error:
+        yield Check(name, "problem", error.args[0], "a folder that this user may write")
+        return
+    filesystem = find_filesystem(place)
+    remedy = UNFIT.get(filesystem, "")
+    found = f"{path} on {filesystem}" + ("" if place == path else "; an engine makes the folder")
+    yield judged(name, found, "a disk", remedy, fits=not remedy, otherwise="warning")
+    yield _check_space(path, traced)
     if not measures:
-        yield not_checked(name, f"{path}; --no-measure was given")
+        yield not_checked("disk rate", "--no-measure was given")
         return
     try:
-        free_bytes = shutil.disk_usage(path).free
-        rates = measure(path, min(MEASURED_BYTES, free_bytes // 2), BLOCK_BYTES)
+        free_bytes = shutil.disk_usage(place).free
+        rates = measure(place, min(MEASURED_BYTES, free_bytes // 2), BLOCK_BYTES)
     except (OSError, TierError) as error:
-        needed = "a folder that this user may write, with some space"
-        yield Check(name, "problem", f"{path}: {error}", needed, "Make it, or name another folder.")
+        needed, remedy = "some space, and a disk without errors", "Name another folder."
+        yield Check("disk rate", "problem", str(error), needed, remedy)
         return
-    remedy = UNFIT.get(rates.filesystem, "")
-    found = f"{path} on {rates.filesystem}"
-    yield judged(name, found, "a disk", remedy, fits=not remedy, otherwise="warning")
-    yield from _check_space(path, rates, traced)
-    yield _check_access(rates)
+    yield _check_access(rates, filesystem)
     tokens = rates.read_bytes_per_second / TOKEN_BYTES
     yield Check(
         "disk rate",
@@ -63,31 +70,28 @@ def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> It
     )
 
 
-def _check_space(path: Path, rates: DiskRates, traced: TracedConfig | None) -> Iterator[Check]:
+def _check_space(path: Path, traced: TracedConfig | None) -> Check:
     """Compare what all replicas take with what is free, and what they have already."""
     name = "disk space"
     try:
-        files = [file for folder in find_replicas(path) for file in find_ranks(folder).values()]
-        taken_bytes = sum(file.stat().st_blocks * 512 for file in files)
+        room = read_room(path)
     except OSError as error:  # a replica's folder is for the user of its engine alone
-        yield not_checked(name, f"{error}", "Run doctor as the user that runs the engine.")
-        return
-    found = f"{format_size(rates.free_bytes)} are free"
-    if taken_bytes:
-        found += f", and files of kv-offload have {format_size(taken_bytes)}"
+        return not_checked(name, f"{error}", "Run doctor as the user that runs the engine.")
+    found = f"{format_size(room.free_bytes)} are free"
+    if room.taken_bytes:
+        found += f", and files of kv-offload have {format_size(room.taken_bytes)}"
     if traced is None or traced.config.disk_bytes is None:
-        yield Check(name, "ok", found)
-        return
+        return Check(name, "ok", found)
     needed_bytes = traced.config.disk_bytes * traced.replicas
     needed = f"{format_size(needed_bytes)} for disk_bytes"
-    fits = needed_bytes <= rates.free_bytes + taken_bytes
-    yield judged(name, found, needed, "Free space, or lower disk_bytes.", fits=fits)
+    remedy = "Free space, or lower disk_bytes."
+    return judged(name, found, needed, remedy, fits=room.fits(needed_bytes))
 
 
-def _check_access(rates: DiskRates) -> Check:
+def _check_access(rates: DiskRates, filesystem: str) -> Check:
     found = "direct" if rates.direct else "through the kernel's page cache"
     remedy = (
-        f"{rates.filesystem} does not allow direct access, so the kernel copies each block once "
+        f"{filesystem} does not allow direct access, so the kernel copies each block once "
         "more. ext4 and xfs allow it."
     )
     return judged("disk access", found, "direct", remedy, fits=rates.direct, otherwise="warning")

@@ -1,4 +1,4 @@
-"""Host memory: what the configuration asks for, and whether this machine can give and lock it."""
+"""A configuration, and whether this machine can give and lock the host memory that it asks for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config import TracedConfig, checks, trace_config
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory
 from kv_offload.config.sizes import format_size
-from kv_offload.errors import CapacityError, KVOffloadError
+from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 from kv_offload.worker.capacity import check_available, describe_share
 
@@ -21,6 +21,7 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     name = "configuration"
     try:
         traced = trace_config({}, file=file, replicas=replicas)
+        checks.check_sizes(traced)
     except KVOffloadError as error:
         fits = isinstance(error, CapacityError)
         needed = "a size that fits" if fits else "a file that kv-offload config accepts"
@@ -29,6 +30,19 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     each = " for each replica" if replicas > 1 else ""
     unread = " ".join(traced.warnings)
     return judged(name, f"{found}{each}", "", unread, fits=not unread, otherwise="warning"), traced
+
+
+def check_recording(traced: TracedConfig | None) -> Iterator[Check]:
+    """Yield whether the engine could make the file of `record_trace`, if there is one."""
+    if traced is None or traced.config.record_trace is None:
+        return
+    path = Path(traced.config.record_trace)
+    try:
+        checks.check_recording(path)
+    except ConfigError as error:
+        yield Check("recording", "problem", error.args[0], "a file that this user may make")
+    else:
+        yield Check("recording", "ok", f"{path} can be made")
 
 
 def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Check]:

@@ -46,9 +46,10 @@ class Figures:
 
     def _add_up(self, reading: Reading) -> Mapping[str, float]:
         values: defaultdict[str, float] = defaultdict(float)
-        for (sample, engine), value in reading.values.items():
-            name = sample.removeprefix(PREFIX).removesuffix("_total")
-            if engine in self.engines:
+        by_engine = [reading.values.get(engine, {}) for engine in self.engines]
+        for samples in by_engine:
+            for sample, value in samples.items():
+                name = sample.removeprefix(PREFIX).removesuffix("_total")
                 so_far = values[name]
                 values[name] = max(so_far, value) if name in LARGEST else so_far + value
         prompts, cached = values[f"{OF_VLLM}queries"], values[f"{OF_VLLM}hits"]
@@ -57,9 +58,9 @@ class Figures:
         # A request that was preempted is looked up again, which vLLM's counters leave out.
         values["computed_tokens"] = max(0.0, prompts - cached - loaded)
         values["tiers_left_alone"] = sum(
-            any(reading.values.get((PREFIX + name, engine)) for name in HAS_TIER)
-            and not reading.values.get((f"{PREFIX}tier_usable", engine))
-            for engine in self.engines
+            any(samples.get(PREFIX + name) for name in HAS_TIER)
+            and not samples.get(f"{PREFIX}tier_usable")
+            for samples in by_engine
         )
         return values
 

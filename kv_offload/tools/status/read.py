@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import signal
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,9 +27,11 @@ MAX_VALUE = 2.0**63
 TIMEOUT_SECONDS = 10.0
 """For the connection, and for each silence of the server."""
 ANSWER_SECONDS = 30.0
-"""For the whole answer, of a server that sends it bit by bit."""
+"""From the connection to the end of the answer, however slowly a server sends it."""
 MAX_PAGE_BYTES = 16 << 20
-"""What is read of an answer at most: a page has some 100 KiB for each engine of the server."""
+"""Limit of an answer. A page has about 100 KiB for each engine of the server."""
+MAX_ENGINES = 256
+"""Limit of a page. `MAX_PAGE_BYTES` has room for 160 engines that give all of their metrics."""
 
 NO_ENGINE = (
     "{address} has no metrics of vLLM: it is another server, or vLLM was started with "
@@ -50,8 +54,8 @@ class Reading:
     engines: tuple[str, ...]
     """The engines of the server (data-parallel replicas), by the label `engine`."""
     model: str
-    values: Mapping[tuple[str, str], float]
-    """By name as on the page, and engine."""
+    values: Mapping[str, Mapping[str, float]]
+    """By engine, then by name as on the page."""
     buckets: Mapping[tuple[str, str], Mapping[float, float]]
     """Of histograms, by name without `_bucket`, and engine: how many values up to each bound."""
 
@@ -80,11 +84,12 @@ def metrics_url(address: str) -> str:
 def read(url: str) -> Reading:
     """Get a metrics page and read it.
 
-    Raises `ServerError` where there is none of ours; the message says what may be the reason.
+    Blocks for `ANSWER_SECONDS` at most. Only the main thread may call it. Raises `ServerError`
+    where there is no page of ours; the message says what may be the reason.
     """
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
-        with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
+        with _limited(ANSWER_SECONDS), opener.open(url, timeout=TIMEOUT_SECONDS) as response:
             answer = _read_answer(response)
             led_to = response.url
     except urllib.error.HTTPError as error:
@@ -110,24 +115,39 @@ def read(url: str) -> Reading:
     return parse(answer.decode(errors="replace"), address)
 
 
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the block once it has taken so long.
+
+    A timeout of the socket is for one silence, so a server that sends a letter at a time would be
+    waited for without end: in the status line, the headers, a redirection or a proxy's answer.
+    """
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"the answer has not ended in {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Again and again: Python drops an exception that meets a destructor.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def _read_answer(response: http.client.HTTPResponse) -> bytes:
     """Return an answer, or more than `MAX_PAGE_BYTES` of it.
 
-    Raises `OSError` or `HTTPException` for one that is cut off or does not end: a part of a page
-    would be taken for all of it, and of a number.
+    Raises `OSError` or `HTTPException` for one that is cut off: a part of a page would be taken for
+    all of it, and of a number.
     """
-    until = time.monotonic() + ANSWER_SECONDS
     answer, expected = bytearray(), response.length
     while len(answer) <= MAX_PAGE_BYTES and len(answer) != expected:
         part = response.read1(1 << 16)
         if not part:
             break
         answer += part
-        if time.monotonic() > until:
-            raise TimeoutError(
-                f"the answer has not ended in {ANSWER_SECONDS:g} s; {len(answer):,} bytes of it "
-                "have come"
-            )
     if expected is not None and len(answer) < min(expected, MAX_PAGE_BYTES):
         raise http.client.IncompleteRead(bytes(answer), expected - len(answer))
     return bytes(answer)
@@ -148,7 +168,7 @@ def _describe_proxy(url: str) -> str:
 
 def parse(page: str, address: str) -> Reading:
     """Read a page in the text format of Prometheus. Raises `ServerError` for any other."""
-    values: dict[tuple[str, str], float] = {}
+    values: dict[str, dict[str, float]] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     models: set[str] = set()
     is_vllm = False
@@ -166,8 +186,8 @@ def parse(page: str, address: str) -> Reading:
                     bounds = buckets.setdefault((name, engine), {})
                     bounds[float(sample.labels["le"])] = sample.value
                 else:
-                    key = sample.name, engine
-                    values[key] = values.get(key, 0.0) + sample.value
+                    by_name = values.setdefault(engine, {})
+                    by_name[sample.name] = by_name.get(sample.name, 0.0) + sample.value
     except (ValueError, LookupError) as error:  # the parser lets out either
         raise ServerError(
             f"{address} is no page of metrics ({short(error)}); give the address of vLLM's API "
@@ -175,9 +195,15 @@ def parse(page: str, address: str) -> Reading:
         ) from error
     if not is_vllm:
         raise ServerError(NO_ENGINE.format(address=address))
-    engines = sorted({engine for name, engine in values if name.startswith(PREFIX)}, key=_by_number)
+    engines = [engine for engine, names in values.items() if any(map(_is_ours, names))]
     if not engines:
         raise ServerError(NO_PLUGIN.format(address=address))
+    if len(engines) > MAX_ENGINES:
+        raise ServerError(
+            f"{address} has metrics of {len(engines):,} engines, and a server has {MAX_ENGINES} at "
+            "most: give the address of one API server of vLLM, not of what gathers many"
+        )
+    engines.sort(key=_by_number)
     return Reading(time.monotonic(), tuple(engines), ", ".join(sorted(models)), values, buckets)
 
 
@@ -186,6 +212,10 @@ def short(what: object, letters: int = 120) -> str:
     line = " ".join(str(what).split())
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
     return line if len(line) <= letters else f"{line[: letters - 3]}..."
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(PREFIX)
 
 
 def _by_number(engine: str) -> tuple[int, str]:

@@ -32,9 +32,9 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "tier",
         help="show what the folder of a disk holds, and verify it",
         description="Show what the folder of a disk holds: model, slots, sizes, last use, and "
-        "whether an engine uses it. An engine may go on meanwhile. The exit status is 1 if "
-        "--verify found damage on a disk that no engine uses, 2 if there is nothing of "
-        "kv-offload's, else 0.",
+        "whether an engine uses it. An engine may go on meanwhile. The exit status is 1 if an "
+        "index or a file cannot be used or was cut, or if --verify found damage on a disk that no "
+        "engine uses; 2 if there is nothing of kv-offload's; else 0.",
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="the disk_path of an engine")
     parser.add_argument(
@@ -59,7 +59,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _is_harmed(replica: Replica) -> bool:
-    """Say whether a disk that nobody writes to lost data: a record is damaged or unreadable."""
+    """Say whether a disk has lost data: a file is not what it was, or a record is damaged.
+
+    A record that an engine writes just now looks damaged, too, so records count only without one.
+    """
+    if replica.problem or any(file.problem for file in replica.ranks):
+        return True
     verified = [file.verified for file in replica.ranks if file.verified is not None]
     harm = (Verdict.DAMAGED.value, Verdict.UNREADABLE.value)
     return not replica.in_use and any(counts[name] for counts in verified for name in harm)

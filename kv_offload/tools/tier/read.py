@@ -7,19 +7,20 @@ from pathlib import Path
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import Verdict
-from kv_swap.tiers.region import read_description
+from kv_swap.tiers.region import FIRST_REGION_BYTES, read_description
 from kv_swap.tiers.verify import verify
 from rich.progress import Progress
 
 from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents, read_index
 from kv_offload.cache.disk_index.file import is_in_use
 from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, find_replicas
+from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """The file of a rank's slots; `problem` says why nothing is known of them."""
+    """The file of a rank's slots; `problem` says why some or all of them are lost."""
 
     rank: int
     file: Path
@@ -114,16 +115,27 @@ def _is_in_use(index: Path) -> bool | None:
 
 
 def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
-    file_bytes = file.stat().st_blocks * 512
+    status = file.stat()
     content, problem = None, ""
     try:
         content = read_description(file)
     except TierError as error:
         problem = str(error)
+        if _lacks_beginning(file):
+            problem = (
+                f"{file}: its beginning is gone: the file was cut or overwritten after an engine "
+                "had made it, and its blocks are lost. Remove it when no engine uses it"
+            )
+    if content is not None and status.st_size < content.nbytes:
+        problem = (
+            f"{file}: has {format_size(status.st_size)} of the {format_size(content.nbytes)} that "
+            "its first region describes: it was cut, and the blocks past its end are lost. The "
+            "next start of the engine repairs it"
+        )
     return RankFile(
         rank=rank,
         file=file,
-        file_bytes=file_bytes,
+        file_bytes=status.st_blocks * 512,
         slot_bytes=None if content is None else content.slot_bytes,
         belongs_to_index=index is not None
         and content is not None
@@ -131,6 +143,18 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
         problem=problem,
         verified=None,
     )
+
+
+def _lacks_beginning(file: Path) -> bool:
+    """Whether a file is empty or begins with zeros, as one that was cut while an engine wrote it.
+
+    An empty one may also be an engine's that has just begun to make it.
+    """
+    try:
+        with file.open("rb") as opened:
+            return not any(opened.read(FIRST_REGION_BYTES))
+    except OSError:
+        return False
 
 
 def _verify(rank: RankFile, index: DiskContents | None, progress: Progress) -> dict[str, int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kv_offload.cache.policies import POLICIES
 from kv_offload.config import DEFAULT, SCHEMA, OffloadConfig, trace_config
 from kv_offload.config.host_memory import HostMemory
+from kv_offload.config.trace import _OTHERS_KEYS
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 
 GIB = 1 << 30
@@ -81,14 +82,14 @@ def test_what_was_removed_is_refused_with_what_to_use(write, key, value, remedy)
         assert message.startswith(f"{source}: {key}: {value!r}: was removed: {remedy}")
 
 
-BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for hardly one block."
+BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one block."
 
 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("cpu_bytes", 0, "less than 1 MiB (1048576 bytes), room for hardly one block. Allowed"),
-        ("cpu_bytes", 64, f"{BARE} Did you mean 64GiB, 64% or 64B? Allowed"),
+        ("cpu_bytes", 0, "less than 1 MiB (1048576 bytes), hardly one block. Allowed"),
+        ("cpu_bytes", 64, f"{BARE} Did you mean 64GiB or 64%? Allowed"),
         ("cpu_bytes", 1.5, "a number with a fraction needs a unit. Allowed"),
         ("cpu_bytes", True, "must be bytes, a size"),
         ("cpu_bytes", None, "must be bytes, a size"),
@@ -104,10 +105,19 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("disk_path", 7, "must be the path of a folder"),
         ("disk_path", "/nvme/\0", "a path has no null character. Allowed"),
         ("disk_bytes", "10%", "unknown unit '%', known are B, kB, MB, GB, TB, KiB, MiB, GiB, Ti"),
-        ("disk_bytes", "500", "the unit is missing, write 500MiB or 500B. Allowed"),
-        ("disk_bytes", 64, f"{BARE} Did you mean 64GiB or 64B? Allowed: bytes, or a size (500GiB)"),
+        ("disk_bytes", "500", "the unit is missing, write 500MiB. Allowed"),
+        ("disk_bytes", 64, f"{BARE} Did you mean 64GiB? Allowed: bytes, or a size (500GiB)"),
         ("disk_bytes", [1], "must be bytes, or a size (500GiB)"),
-        ("disk_write_rate", 0, "less than 1 MiB (1048576 bytes), room for hardly one block."),
+        (
+            "disk_write_rate",
+            0,
+            "nothing would be written to the disk. To run without a disk, remove disk_bytes, "
+            "disk_path. Allowed",
+        ),
+        ("disk_write_rate", 8, f"{BARE} Did you mean 8GiB?"),
+        ("disk_path", "$HOME/kv", "$HOME is not replaced, as a shell would do. Write the path"),
+        ("record_trace", "/data/${USER}/trace", "${USER} is not replaced"),
+        ("disk_path", "~no such user/kv", "there is no user of this name. Write the path itself."),
         ("disk_write_rate", None, "must be bytes, or a size (1GiB)"),
         ("store", "redis", "must be mooncake, or left out"),
         (
@@ -119,7 +129,7 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), room for ha
         ("store_master", "10.0.0.5:0", "must be host:port, a port from 1 to 65535"),
         ("store_master", "10.0.0.5:65536", "must be host:port"),
         ("store_master", "10.0.0.5:50051\n", "must be host:port"),
-        ("store_bytes", 64, f"{BARE} Did you mean 64GiB or 64B? Allowed: bytes, or a size (64GiB)"),
+        ("store_bytes", 64, f"{BARE} Did you mean 64GiB? Allowed: bytes, or a size (64GiB)"),
     ],
 )
 def test_bad_values_are_refused_with_source_path_value_and_remedy(write, key, value, reason):
@@ -245,6 +255,10 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
         ("evict_policy", "Did you mean eviction_policy? Correct or remove it"),
         ("CPU_BYTES", "Did you mean cpu_bytes? Correct or remove it"),
         ("config_file", "Correct or remove it"),
+        ("cpu-byte", "Did you mean cpu_bytes? Correct or remove it"),
+        ("store_threshold", "It is a key of another connector; here it is eviction_policy. "),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "It is a key of another connector; here it is cpu_bytes. "),
+        ("store_policy", "Correct or remove it"),
         ("kv-transfer-config", "It belongs into vLLM's argument --kv-transfer-config. "),
     ],
 )
@@ -256,6 +270,21 @@ def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, hint
         assert message.startswith(f"{source}: {key}: 'lru': unknown key. {hint}")
         assert all(name in message for name in SCHEMA)
     assert "Did you mean config_file?" in refusal({"config_fil": file}), "a key inline alone"
+
+
+def test_every_key_of_another_connector_is_answered_with_one_of_ours() -> None:
+    assert {*_OTHERS_KEYS.values()} <= SCHEMA.keys()
+    assert not {*_OTHERS_KEYS} & SCHEMA.keys()
+
+
+def test_one_salt_may_not_retain_more_than_all(write) -> None:
+    """By default both are a quarter, and the lower one counts."""
+    assert load({"max_retained_share": 0.1}).max_retained_share_per_salt == 0.25
+    file = write("max_retained_share: 0.10\nmax_retained_share_per_salt: 0.20")
+    assert refusal({"config_file": file}) == (
+        f"{file}: max_retained_share_per_salt: 0.20: more than max_retained_share, 0.10, which is "
+        "for all requests together. Give at most 0.10, or raise max_retained_share."
+    )
 
 
 # -- sources and precedence
@@ -343,7 +372,8 @@ READABLE = "Give the path of a YAML file that this process can read."
     ("path", "reason"),
     [
         ("missing.yaml", "No such file or directory"),
-        ("~nobody-has-this-name/kv.yaml", "No such file or directory"),
+        ("~nobody-has-this-name/kv.yaml", "there is no user of this name"),
+        ("$HOME/kv.yaml", "$HOME is not replaced, as a shell would do"),
         ("a\0b", "null "),
         ("pipe", "is not a regular file"),
         ("model.safetensors", "it has 5,368,709,120 bytes, but a configuration has at most 1,048"),

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import logging
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -82,7 +83,7 @@ def with_package(patch: pytest.MonkeyPatch, package: str, *, installed: bool) ->
     [
         ({"eviction_polcy": "lru"}, "Did you mean eviction_policy?"),
         ({"transfer_engine": "cuda"}, "use 'auto' or 'host'"),
-        ({"cpu_bytes": 5000}, "Did you mean 5000MiB or 5000B?"),
+        ({"cpu_bytes": 5000}, "Did you mean 5000MiB?"),
     ],
 )
 def test_a_wrong_key_or_value(place: Any, plugin: dict[str, Any], remedy: str) -> None:
@@ -115,6 +116,30 @@ def test_a_disk_or_a_trace_that_no_model_could_use(
     disk = {"disk_path": str(tmp_path / "kv"), **size}
     make_vllm_config({**disk, "record_trace": str(tmp_path / "trace")}, transfer_config=place)
     assert not (tmp_path / "trace").exists()
+
+
+def test_sizes_that_hold_no_block_and_disks_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 draws its hashes without it
+    disk = {"disk_path": str(tmp_path / "kv")}
+    for plugin, says in (
+        ({"cpu_bytes": "8B"}, "cpu_bytes: '8B': asks for 8 bytes, less than 1 MiB"),
+        ({**disk, "disk_bytes": "5000B"}, "disk_bytes: '5000B': asks for 4.88 KiB (5000 bytes)"),
+        ({**disk, "disk_bytes": "100TiB"}, f"but the filesystem of {tmp_path} has "),
+    ):
+        config = make_vllm_config({})
+        config.kv_transfer_config.kv_connector_extra_config.update(plugin)
+        with pytest.raises(CapacityError) as caught:
+            early.check_settings(config)
+        assert says in str(caught.value)
+    room = shutil.disk_usage(tmp_path)
+    if room.free < room.total - (1 << 30):
+        size = f"{(room.free + room.total) // 2}B"
+        config = make_vllm_config({})
+        config.kv_transfer_config.kv_connector_extra_config.update({**disk, "disk_bytes": size})
+        with pytest.raises(CapacityError, match=r"only .* are free\. Free space, or ask for less"):
+            early.check_settings(config)
 
 
 def test_keys_of_blocks_that_mean_nothing_to_another_process(

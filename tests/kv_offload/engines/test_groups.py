@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.model.groups import cache_groups, ranks_with_equal_bytes
 from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
+from tests.support.planning import groups_of_stage
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -91,11 +92,9 @@ def test_a_group_keeps_what_any_of_its_layers_reads(
 @pytest.mark.parametrize("group", [WINDOW, CHUNKS, STATE])
 def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group: CacheGroup) -> None:
     """The scheduler is given the groups of the first stage, as vLLM projects them."""
-    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
-
     config = make_kv_cache_config([FULL, group], 40)
     of_stage = {"layer.0": make_spec(FULL.block_tokens)}
-    config.kv_cache_groups = _project_kv_cache_groups_to_worker(config.kv_cache_groups, of_stage)
+    config.kv_cache_groups = groups_of_stage(config.kv_cache_groups, of_stage)
     assert [group.layer_names for group in config.kv_cache_groups] == [["layer.0"], []]
     assert cache_groups(config) == (FULL, group)
     specs = {"layer.1": config.kv_cache_groups[1].kv_cache_spec}

@@ -42,7 +42,7 @@ class Connector:
 
 @pytest.mark.parametrize("lives", [False, True])
 def test_an_engine_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
-    """Up to vLLM 0.29 all that an engine consists of is frozen: no collection sees it."""
+    """What was there at the end of a start is frozen, and no collection sees it."""
     worker: Any = Worker()
     connector = Connector(worker)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
@@ -101,6 +102,24 @@ def test_only_what_is_needed_is_patched(
     monkeypatch.setattr(Patch, "install_on_class", lambda patch: wrapped.append(patch))
     install_for_scheduler(setup(**more))
     assert {patch.method for patch in wrapped} == ALWAYS | found
+
+
+def test_parameters_that_vllm_cannot_send_to_its_engine_are_refused_as_wrong_ones_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner = wrap(monkeypatch, "process_inputs", lambda *_: "taken")
+
+    def process(**transfer: Any) -> Any:
+        params = SimpleNamespace(extra_args={"kv_transfer_params": transfer})
+        return owner.process_inputs(None, "0", {}, params)
+
+    deep: Any = 1
+    for _ in range(400):
+        deep = {"a": deep}
+    assert process(remote_block_ids=[[1], [2]]) == "taken"
+    for wrong in ({"kv_offload": 5}, {"remote": deep}):
+        with pytest.raises(VLLMValidationError, match=r"kv-offload: kv_transfer_params"):
+            process(**wrong)
 
 
 # -- installing --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tests.support.played_cases import (
     PROMPT,
     blocks,
     ends_of,
+    narrow,
     pinned,
     slow,
     stored_blocks,
@@ -215,6 +216,17 @@ def test_a_block_that_has_become_another_groups_is_not_stored() -> None:
 
 
 # -- what is worth storing ---------------------------------------------------------------------
+
+
+def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_block() -> None:
+    engine = narrow(PlayedEngine(max_num_batched_tokens=64), 3)
+    engine.add("a", PROMPT[:9], max_tokens=4)
+    engine.add("b", [*PROMPT[:4], *OTHER[:13]], max_tokens=4)
+    engine.step(2)
+    assert len(pinned(engine)) == 3
+    engine.run()
+    assert engine.totals["stored_bytes"] == blocks(3 + 4)
+    engine.check_rest()
 
 
 def test_a_prefix_that_is_computed_once_more_outlives_one_that_was_stored_since() -> None:

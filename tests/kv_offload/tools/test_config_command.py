@@ -27,6 +27,23 @@ def transfer_config(output):
     return json.loads(value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ("cpu_bytes: 8B", "cpu_bytes: '8B': asks for 8 bytes, less than 1 MiB"),
+        (
+            "disk_path: kv\ndisk_bytes: 900TiB",
+            "900 TiB (989560464998400 bytes), but the filesystem",
+        ),
+    ],
+)
+def test_a_size_that_an_engine_refuses_at_its_start_is_refused(tmp_path, command, keys, says):
+    (tmp_path / "kv.yaml").write_text(keys)
+    status, output, error = command("config", "kv.yaml")
+    assert (status, output) == (2, "")
+    assert says in error
+
+
 def test_a_file_gives_values_sources_and_the_argument(tmp_path, command, monkeypatch):
     file = tmp_path / "kv.yaml"
     disk = "disk_path: kv\ndisk_bytes: 2MB\n"

@@ -19,7 +19,7 @@ from kv_swap.errors import JobError, TierError
 from kv_swap.tiers import transfers
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import MAX_NAME_BYTES, TierCompletion, TierDirection, TierJob
-from kv_swap.tiers.probe import measure
+from kv_swap.tiers.probe import find_filesystem
 
 from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, SECTORS, TierBed, job, named
 from tests.transfer.tiers.conftest import Gate, tier_threads
@@ -110,7 +110,7 @@ def cached_bytes(path: Path) -> int:
 @pytest.mark.parametrize("slot_bytes", [1 << 18, (1 << 18) + 16], ids=["direct", "buffered"])
 def test_the_page_cache_is_left_to_others(tmp_path: Path, slot_bytes: int) -> None:
     """What was moved does not lie in memory a second time."""
-    if measure(tmp_path, 4096, 4096).filesystem == "tmpfs":
+    if find_filesystem(tmp_path) == "tmpfs":
         pytest.skip("a tmpfs is the page cache")
     with TierBed(tmp_path / "file", 64, slot_bytes) as bed:
         for move in (bed.put, bed.get):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.probe import measure
+from kv_swap.tiers.probe import find_filesystem, measure
 
 
 @pytest.mark.parametrize("block_bytes", [65536, 65536 + 16])
@@ -15,19 +14,14 @@ def test_measures_a_folder_and_leaves_nothing_there(tmp_path: Path, block_bytes:
     rates = measure(tmp_path, 4 << 20, block_bytes)
     assert rates.write_bytes_per_second > 0
     assert rates.read_bytes_per_second > 0
-    assert rates.free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2)
     assert not (rates.direct and block_bytes % 512)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_the_filesystem_of_a_folder_and_what_is_free_there(
-    small: Path, failing: tuple[Path, Path]
-) -> None:
+def test_names_the_filesystem_of_a_folder(small: Path, failing: tuple[Path, Path]) -> None:
     (small / "folder").mkdir()
-    rates = measure(small / "folder", 1 << 20, 65536)
-    assert rates.filesystem == "tmpfs"
-    assert 0 < rates.free_bytes <= 4 << 20
-    assert measure(failing[0], 1 << 20, 65536).filesystem == "ext4"
+    assert find_filesystem(small / "folder") == "tmpfs"
+    assert find_filesystem(failing[0]) == "ext4"
 
 
 def test_says_why_a_folder_cannot_be_measured(small: Path) -> None:

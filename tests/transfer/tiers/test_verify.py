@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import Verdict
 from kv_swap.tiers.region import read_description
-from kv_swap.tiers.verify import SlotState, verify
+from kv_swap.tiers.verify import PIECE_BYTES, SlotState, verify
 
 from tests.support.tier_bed import ODD, TierBed, named
 from tests.transfer.tiers.test_faults import flip
@@ -55,6 +56,22 @@ def test_bad_sectors_are_unreadable(failing: tuple[Path, Path]) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     verdicts = {state.verdict for state in verify(folder / "file", range(256), named(256))}
     assert verdicts == {Verdict.MATCH, Verdict.UNREADABLE}
+
+
+def test_a_large_slot_is_read_in_pieces(tmp_path: Path) -> None:
+    """A slot of 4 GiB would take as much memory."""
+    path = tmp_path / "file"
+    with TierBed(path, 2, slot_bytes=2 * PIECE_BYTES + 4096) as bed:
+        bed.put(named(2))
+    flip(path, read_description(path).offset(2) - 1)
+    tracemalloc.start()
+    try:
+        verdicts = [state.verdict for state in verify(path, [0, 1], named(2))]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert verdicts == [Verdict.MATCH, Verdict.DAMAGED]
+    assert most < 1.5 * PIECE_BYTES
 
 
 def test_what_is_no_file_of_a_tier_is_refused(tmp_path: Path) -> None:

@@ -26,13 +26,11 @@ _MEMORY_BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """What the disk of a folder gives. `filesystem` is its type, such as ext4."""
+    """What the disk of a folder gives."""
 
     direct: bool
     write_bytes_per_second: float
     read_bytes_per_second: float
-    filesystem: str
-    free_bytes: int
 
 
 class PlainFile:
@@ -105,20 +103,13 @@ def measure(path: Path, nbytes: int, block_bytes: int) -> DiskRates:
         with PlainFile(path, num_blocks, block_bytes) as file:
             written = file.move(TierDirection.DEMOTE, memory)
             read = file.move(TierDirection.PROMOTE, memory)
-        system = os.statvfs(path)
     except OSError as error:
         raise TierError(f"cannot measure {path} with {nbytes} bytes: {explain(error)}") from error
-    return DiskRates(
-        file.direct,
-        file.nbytes / written,
-        file.nbytes / read,
-        _filesystem(path),
-        system.f_bavail * system.f_frsize,
-    )
+    return DiskRates(file.direct, file.nbytes / written, file.nbytes / read)
 
 
-def _filesystem(path: Path) -> str:
-    """Return the type of the filesystem that a path lies in."""
+def find_filesystem(path: Path) -> str:
+    """Return the type of the filesystem of a path, such as ext4."""
     best, kind = -1, "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")

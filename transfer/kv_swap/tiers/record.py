@@ -93,12 +93,22 @@ class RecordFormat:
 
         Also returns the name in the header; empty unless the header is intact.
         """
+        verdict, found, data_sum = self.verify_header(header, name)
+        if verdict is Verdict.MATCH and checksum(data) != data_sum:
+            return Verdict.DAMAGED, found
+        return verdict, found
+
+    def verify_header(self, header: Any, name: bytes | None) -> tuple[Verdict, bytes, bytes]:
+        """Say what a record is by its header page: a match if its data have the sum returned.
+
+        Returns the verdict, the name in the header, and the checksum that its data must have.
+        """
         page = bytes(header)
         if checksum(page[:_SUMMED_BYTES]) != page[_SUMMED_BYTES:]:
-            return (Verdict.DAMAGED if any(page) else Verdict.EMPTY), b""
+            return (Verdict.DAMAGED if any(page) else Verdict.EMPTY), b"", b""
         magic, format_, name_bytes, slot_bytes, file_id, data_sum = _FIELDS.unpack_from(page)
         found = page[_FIELDS.size : _FIELDS.size + name_bytes]
         expected = (_MAGIC, FORMAT, self.slot_bytes, self.file_id)
         if (magic, format_, slot_bytes, file_id) != expected or name not in (None, found):
-            return Verdict.OTHER, found
-        return (Verdict.MATCH if checksum(data) == data_sum else Verdict.DAMAGED), found
+            return Verdict.OTHER, found, data_sum
+        return Verdict.MATCH, found, data_sum

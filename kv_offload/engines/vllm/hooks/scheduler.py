@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.halves import find_engine_state, find_waker
+from kv_offload.engines.vllm.halves import EngineState, find_waker
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.start.log import log_pool
 from kv_offload.engines.vllm.start.members import is_brought, is_chosen
@@ -54,7 +54,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _make_scheduler: SchedulerMaker
     _events: EventMaker
     _pool_is_logged = False
-    _is_to_rest: Callable[[], bool] | None = None
+    _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
 
     @property
@@ -85,10 +85,14 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half: the block sizes are final now."""
         self._pool = gpu_block_pool
-        if self._is_to_rest is None:  # else ranks hold fewer slots
-            self._is_to_rest, self._wake = find_engine_state(), find_waker()
+        if self._engine_state is None:  # else ranks hold fewer slots
+            self._engine_state, self._wake = EngineState(), find_waker()
         self.offload_scheduler = self._make_scheduler(
-            gpu_block_pool, self._num_slots, self._slot_bytes, self._is_to_rest, self._wake
+            gpu_block_pool,
+            self._num_slots,
+            self._slot_bytes,
+            self._engine_state.is_to_rest,
+            self._wake,
         )
 
     @survives(lambda self, request, _: (0, False))
@@ -178,7 +182,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping: until the last store is reported, and once at the start."""
+        """Keep an idle engine stepping: until the last store is reported, and once at the start.
+
+        Not one that ends: vLLM would kill it after 5 s, and host memory ends with it.
+        """
+        if self._engine_state is not None and self._engine_state.is_ending():
+            return False
         scheduler = self.offload_scheduler
         return scheduler.has_pending_work or not scheduler.has_told
 

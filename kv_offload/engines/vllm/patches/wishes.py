@@ -1,4 +1,4 @@
-"""Refuses a request whose wishes are wrong where vLLM checks its other parameters."""
+"""Refuses a request whose `kv_transfer_params` are wrong where vLLM checks its other parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from kv_offload.engines.vllm.patches.patch import Patch
 from kv_offload.errors import RequestError
-from kv_offload.wishes import read_wishes
+from kv_offload.wishes import check_depth, read_wishes
 
 
 def check_wishes(
@@ -27,8 +27,10 @@ def check_wishes(
     from vllm.exceptions import VLLMValidationError
 
     extra = getattr(params, "extra_args", None) or {}
+    transfer = extra.get("kv_transfer_params")
     try:
-        read_wishes(extra.get("kv_transfer_params"))
+        check_depth(transfer)
+        read_wishes(transfer)
     except RequestError as error:
         raise VLLMValidationError(str(error)) from error
     return original(self, request_id, prompt, params, *args, **kwargs)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config import OffloadConfig
+from kv_offload.config.checks import find_place, unusable_folder
 from kv_offload.config.disk_folder import INDEX_FILE, replica_folder
 from kv_offload.engines.vllm.start.contents import PROCESS, check_contents, describe_contents
-from kv_offload.errors import ConfigError
 from kv_offload.tiers.disk import DiskTier
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.worker.disk import Disk
@@ -51,17 +51,14 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
         remedy=". Or set disk_restart: false, to use the disk for this process alone",
     )
     path = Path(config.disk_path)
+    find_place(path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # What users wrote can be told from what is there. Nothing above is made: where a disk is
-        # not mounted, that would be a folder of another one.
+        # What users wrote can be told from what is there.
         path.mkdir(0o700, exist_ok=True)
         folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"disk_path: {config.disk_path!r}: the folder cannot be made: {error}. Make it, for "
-            "the user that runs the engine, or name another"
-        ) from error
+        raise unusable_folder(path, error) from error
     return folder
 
 

@@ -17,6 +17,7 @@ from kv_swap.errors import DeviceError
 from kv_swap.tiers.store import mooncake_session
 
 from kv_offload.config import trace_config
+from kv_offload.config.checks import check_disk, check_sizes
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import disk, members, ranks, store, support, trace
 from kv_offload.engines.vllm.versions import vllm_version
@@ -53,11 +54,14 @@ def check_settings(vllm_config: VllmConfig) -> None:
     for transfer, *enclosing in members.own_parts(vllm_config.kv_transfer_config):
         version = vllm_version()
         replicas = ranks.count_local_replicas(vllm_config).count
-        config = trace_config(transfer.kv_connector_extra_config, replicas=replicas).config
+        traced = trace_config(transfer.kv_connector_extra_config, replicas=replicas)
+        check_sizes(traced)
+        config = traced.config
         own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
         own.kv_transfer_config = transfer
         support.check_supported(own, version, enclosing)
         disk.check_disk(config, own)
+        check_disk(traced)
         store.check_store(config, own)
         if config.store is not None and not mooncake_session.is_installed():
             raise UnsupportedError(f"store: {config.store}: {mooncake_session.NOT_INSTALLED}")

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_offload.config import OffloadConfig
+from kv_offload.config.checks import check_recording
 from kv_offload.engines.vllm.start.disk import replica_index
-from kv_offload.scheduler.trace_recorder import TraceRecorder, check_file
+from kv_offload.scheduler.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +27,7 @@ def check_trace(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` where this replica's file could not be made; make none."""
     path = _path(config, vllm_config)
     if path is not None:
-        check_file(path)
+        check_recording(path)
 
 
 def _path(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:

@@ -106,10 +106,19 @@ def test_a_folder_in_memory_is_a_warning(memory: Path) -> None:
     assert found["disk space"].state == "problem"
 
 
-def test_a_folder_that_is_missing_is_a_problem(tmp_path: Path) -> None:
-    found = checks(tmp_path / "gone")
-    assert [check.state for check in found.values()] == ["problem"]
-    assert "No such file or directory" in found["disk"].found
+def test_a_folder_that_the_engine_makes_is_measured_in_the_one_above(tmp_path: Path) -> None:
+    found = checks(tmp_path / "new", "1MiB")
+    assert {check.state for check in found.values()} <= {"ok", "warning"}
+    assert found["disk"].found.endswith("; an engine makes the folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_the_engine_would_not_make_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "gone" / "kv", tmp_path / "file"):
+        found = checks(path)
+        assert [check.state for check in found.values()] == ["problem"]
+        assert "the folder cannot be made or used" in found["disk"].found
 
 
 def test_access_through_the_kernel_is_a_warning(
@@ -134,10 +143,16 @@ def test_the_disk_of_the_configuration_is_checked_or_the_one_that_is_named(
     assert report(str(file), "--no-measure") == {}
     file.write_text(f"cpu_bytes: 1MiB\ndisk_path: {tmp_path}\ndisk_bytes: 1MiB")
     assert report(str(file))["disk space"]["needed"] == "1 MiB for disk_bytes"
-    gone = str(tmp_path / "gone")
+    gone = str(tmp_path / "gone" / "kv")
     assert gone in report("--disk", gone)["disk"]["found"]
     unmeasured = report(str(file), "--no-measure")
-    assert unmeasured["disk"]["state"] == "not checked"
+    assert {name: line["state"] for name, line in unmeasured.items()} == {
+        "disk": "ok",
+        "disk space": "ok",
+        "disk rate": "not checked",
+    }
+    gone_unmeasured = report("--disk", gone, "--no-measure")
+    assert gone_unmeasured["disk"]["state"] == "problem"
 
 
 def test_the_page_explains_every_line(tmp_path: Path) -> None:

@@ -65,6 +65,24 @@ def test_a_wrong_file_is_a_problem(tmp_path: Path, report: Any) -> None:
         assert check.keys() == {"section", "name", "state", "found", "needed", "remedy"}
 
 
+def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path: Path, report: Any) -> None:
+    """By the same checks: an engine would say it minutes later."""
+    disk = f"disk_path: {tmp_path}/new\ndisk_bytes"
+    for key, line, says in (
+        ("cpu_bytes: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
+        (f"{disk}: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
+        (f"{disk}: 900TiB", "configuration", f"but the filesystem of {tmp_path} has "),
+        (f"record_trace: {tmp_path}", "recording", "it is no regular file"),
+        (f"{disk}: 1MiB", "disk", ""),
+        ("record_trace: new", "recording", ""),
+    ):
+        (tmp_path / "kv.yaml").write_text(key)
+        found = report("kv.yaml")[line]
+        assert found["state"] == ("problem" if says else "ok"), found
+        assert says in found["found"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "kv.yaml"]
+
+
 def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(
     report: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from tests.kv_offload.tools.status.server import HITS, START, hits_with
 
 
 def reading(taken: float = 0.0, **values: float) -> Reading:
-    named = {(PREFIX + name, "0"): value for name, value in values.items()}
-    return Reading(taken, ("0",), "m", named, {})
+    named = {PREFIX + name: value for name, value in values.items()}
+    return Reading(taken, ("0",), "m", {"0": named}, {})
 
 
 def test_rates_are_those_between_two_readings_of_a_server_that_was_not_started_again() -> None:

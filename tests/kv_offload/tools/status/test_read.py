@@ -13,7 +13,7 @@ import pytest
 
 from kv_offload.errors import ServerError
 from kv_offload.metrics import METRICS, PREFIX
-from kv_offload.tools.status.read import MAX_PAGE_BYTES, metrics_url, parse, read
+from kv_offload.tools.status.read import MAX_ENGINES, MAX_PAGE_BYTES, metrics_url, parse, read
 from tests.kv_offload.tools.status.server import HITS, hits_with, page_server
 
 FOUND = "HTTP/1.1 302 Found\r\nLocation:"
@@ -50,12 +50,12 @@ def test_a_recorded_page_has_every_metric() -> None:
     for metric in METRICS:
         name = PREFIX + metric.name
         if metric.kind == "histogram":
-            assert reading.values[f"{name}_count", "0"] == 3
+            assert reading.values["0"][f"{name}_count"] == 3
             assert len(reading.buckets[name, "0"]) == len(metric.buckets) + 1
         else:
             suffix = "_total" if metric.kind == "counter" else ""
-            assert (f"{name}{suffix}", "0") in reading.values
-    assert reading.values["vllm:prefix_cache_queries_total", "0"] == 6 * 300
+            assert f"{name}{suffix}" in reading.values["0"]
+    assert reading.values["0"]["vllm:prefix_cache_queries_total"] == 6 * 300
 
 
 def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
@@ -67,7 +67,7 @@ def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
     reading = parse("".join(lines) + 'vllm:other{engine="0"} NaN\n', "here")
     assert reading.engines == ("2", "10")
     assert reading.model == "sm?[2Jall", "no escapes for a terminal"
-    assert reading.values == {(name, "2"): 7, (name, "10"): 3}
+    assert reading.values == {"2": {name: 7}, "10": {name: 3}}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,10 @@ def test_a_proxy_of_the_environment_is_named(
 
 @contextlib.contextmanager
 def answering(
-    head: str, answer: Callable[[socket.socket], object] = lambda _: None
+    head: str,
+    answer: Callable[[socket.socket], object] = lambda _: None,
+    *,
+    ends_head: bool = True,
 ) -> Iterator[str]:
     """Give the address of a server that sends `head` and what `answer` does to its one reader."""
 
@@ -113,7 +116,7 @@ def answering(
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):  # the reader has gone
             connection.recv(65536)
-            connection.sendall(f"{head}\r\n\r\n".encode())
+            connection.sendall((head + "\r\n\r\n" * ends_head).encode())
             answer(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -169,8 +172,13 @@ def test_a_part_of_a_page_is_not_taken_for_all_of_it(header: str, sent: str) -> 
         read(metrics_url(address))
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["", "HTTP/1.1 200 OK\r\nX: ", "HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"],
+    ids=["status line", "header", "page"],
+)
 def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
     monkeypatch.setattr("kv_offload.tools.status.read.ANSWER_SECONDS", 0.2)
 
@@ -180,10 +188,16 @@ def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(
             time.sleep(0.01)
 
     with (
-        answering("HTTP/1.1 200 OK\r\nContent-Length: 5000", trickle) as address,
+        answering(head, trickle, ends_head=False) as address,
         pytest.raises(ServerError, match=r"the answer has not ended in 0\.2 s"),
     ):
         read(metrics_url(address))
+
+
+def test_a_page_of_more_engines_than_a_server_has_is_refused() -> None:
+    page = "".join(f'{PREFIX}slots{{engine="{engine}"}} 1\n' for engine in range(MAX_ENGINES + 1))
+    with pytest.raises(ServerError, match=r"metrics of 257 engines, and a server has 256 at most"):
+        parse(page, "here")
 
 
 @pytest.mark.parametrize("header", ["", "\r\nTransfer-Encoding: chunked"], ids=["bare", "chunked"])

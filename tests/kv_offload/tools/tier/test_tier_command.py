@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -190,17 +191,50 @@ def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     rank_file(folder, 1).unlink()
     with TierBed(rank_file(folder, 1), NUM_SLOTS - 3):
         pass  # begun afresh, as by an engine with another disk_bytes, which was killed then
-    text = shown(folder, "--verify")
+    text = shown(folder, "--verify", status=1)
     assert "rank 0      " in text
     assert "no tier has made it" in text
     assert "not the file that the index is of: nothing in it is found" in text
     assert text.count("verified: nothing to read") == 2
     (folder / INDEX_FILE).write_bytes(b"no database at all")
-    text = shown(folder, "--verify")
+    text = shown(folder, "--verify", status=1)
     assert f"index       {folder / INDEX_FILE}: cannot be used: file is not a database." in text
     assert "verified: nothing to read" in text
     (folder / INDEX_FILE).unlink()
     assert "index       none: a reset or new weights emptied the disk" in shown(folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [(0, "its beginning is gone: the file was cut"), (100_000, "has 97.66 KiB of the 244 KiB")],
+)
+def test_a_file_that_was_cut_while_an_engine_used_it_is_named(
+    size: int, says: str, tmp_path: Path, shown: Run
+) -> None:
+    """An engine writes after what is left of it, and so leaves zeros at its beginning."""
+    disk = Disk(tmp_path, ranks=1)
+    disk.put(1)
+    with rank_file(tmp_path, 0).open("r+b") as file:
+        file.truncate(size)
+    assert says in shown(tmp_path, status=1)
+    disk.put(6)
+    if not size:
+        assert says in shown(tmp_path, "--verify", status=1)
+    disk.close()
+
+
+def test_a_slot_that_is_larger_than_its_file_is_not_read(tmp_path: Path, shown: Run) -> None:
+    """Forged, as nothing else is: memory for such a slot is nowhere."""
+    disk = Disk(tmp_path, ranks=1)
+    disk.put(1)
+    disk.close()
+    file = rank_file(tmp_path, 0)
+    forged = replace(read_description(file), slot_bytes=1 << 50)
+    with file.open("r+b") as opened:
+        opened.write(forged.encode())
+    text = shown(tmp_path, "--verify", status=1)
+    assert "has 244 KiB of the 9216 TiB that its first region describes" in text
+    assert "verified: 1 unreadable\n" in text
 
 
 def test_escapes_in_a_file_do_not_reach_the_terminal(tmp_path: Path, shown: Run) -> None:

@@ -1,0 +1,154 @@
+"""Checks of a configuration against this machine that `config`, `doctor` and an engine share.
+
+The engine makes them before it loads the model, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kv_offload.config.disk_folder import find_ranks, find_replicas
+from kv_offload.config.sizes import SMALLEST_BYTES, TOO_LITTLE, describe_bytes, format_size
+from kv_offload.config.trace import TracedConfig
+from kv_offload.errors import CapacityError, ConfigError
+
+
+def check_sizes(traced: TracedConfig) -> None:
+    """Refuse host memory or a disk without room for blocks, and a disk larger than its filesystem.
+
+    What is free now is not looked at. A disk that is not there yet fits. Raises `CapacityError`.
+    """
+    for name in ("cpu_bytes", "disk_bytes"):
+        size_bytes, given = getattr(traced.config, name), traced.given[name]
+        if size_bytes is not None and size_bytes < SMALLEST_BYTES:
+            raise CapacityError(
+                f"{given.source}: {name}: {given.shown}: asks for {describe_bytes(size_bytes)}, "
+                f"{TOO_LITTLE}. Give gigabytes, for example 48GiB"
+            )
+    if traced.config.disk_path is None or traced.config.disk_bytes is None:
+        return
+    try:
+        place = find_place(Path(traced.config.disk_path))
+        disk_bytes = shutil.disk_usage(place).total
+    except (ConfigError, OSError):
+        return  # `check_disk` says why
+    if traced.config.disk_bytes * traced.replicas > disk_bytes:
+        raise CapacityError(
+            f"{_describe_request(traced)}, but the filesystem of {place} has "
+            f"{describe_bytes(disk_bytes)} in all. Ask for less, or name a folder on another disk"
+        )
+
+
+def find_place(path: Path) -> Path:
+    """Return the folder that a disk's files would be made in or below: `path`, or what has it.
+
+    An engine makes `path` itself, and nothing above: where a disk is not mounted, that would be a
+    folder of another one. Raises `ConfigError` where it could make no file.
+    """
+    try:
+        place = path if os.path.lexists(path) else path.parent
+        if not stat.S_ISDIR(place.stat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "this user may not write there", str(place))
+    except OSError as error:
+        raise unusable_folder(path, error) from error
+    return place
+
+
+def unusable_folder(path: Path, error: OSError) -> ConfigError:
+    """Return the refusal of a `disk_path`."""
+    return ConfigError(
+        f"disk_path: {str(path)!r}: the folder cannot be made or used: {error}. Make it, for the "
+        "user that runs the engine, or name another"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """The bytes that are free on a disk, and those that files of kv-offload have there already."""
+
+    free_bytes: int
+    taken_bytes: int
+
+    def fits(self, needed_bytes: int) -> bool:
+        """Whether so many fit, of which the files that are there have a part."""
+        return needed_bytes <= self.free_bytes + self.taken_bytes
+
+
+def read_room(path: Path) -> DiskRoom:
+    """Look at the disk of a `disk_path`.
+
+    Raises `ConfigError` as `find_place` does, and `OSError` for a replica's folder of another user.
+    """
+    place = find_place(path)
+    folders = find_replicas(path) if place == path else []
+    files = [file for folder in folders for file in find_ranks(folder).values()]
+    taken_bytes = sum(file.stat().st_blocks * 512 for file in files)
+    return DiskRoom(shutil.disk_usage(place).free, taken_bytes)
+
+
+def check_disk(traced: TracedConfig) -> None:
+    """Refuse a disk whose folder cannot be made or written, or that has too little room now.
+
+    Does nothing without a disk. Raises `ConfigError` or `CapacityError`.
+    """
+    if traced.config.disk_path is None or traced.config.disk_bytes is None:
+        return
+    path = Path(traced.config.disk_path)
+    try:
+        room = read_room(path)
+    except OSError:  # of another replica, which may be another user's
+        return
+    if not room.fits(traced.config.disk_bytes * traced.replicas):
+        taken = f", and files of kv-offload have {format_size(room.taken_bytes)}"
+        raise CapacityError(
+            f"{_describe_request(traced)}, but of the filesystem of {path} only "
+            f"{describe_bytes(room.free_bytes)} are free{taken if room.taken_bytes else ''}. Free "
+            "space, or ask for less"
+        )
+
+
+def check_recording(path: Path) -> None:
+    """Raise `ConfigError` where no file of requests could be begun, without making one."""
+    with refused_recording(path):
+        with contextlib.suppress(FileNotFoundError):
+            if not check_regular(path.stat()).st_size:
+                return
+        path.parent.stat()
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "its folder may not be written")
+
+
+@contextlib.contextmanager
+def refused_recording(path: Path) -> Iterator[None]:
+    """Turn what stands in the way of a file of requests into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"record_trace: {str(path)!r}: the file cannot be begun: {error.strerror}. Name one in "
+            "a folder that this user may write, or leave record_trace out"
+        ) from error
+
+
+def check_regular(found: os.stat_result) -> os.stat_result:
+    """Return what a file is. Raises `OSError` for a folder, a device or a pipe."""
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return found
+
+
+def _describe_request(traced: TracedConfig) -> str:
+    given, size_bytes = traced.given["disk_bytes"], traced.config.disk_bytes or 0
+    text = f"{given.source}: disk_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
+    if traced.replicas > 1:
+        text += f" for each of {traced.replicas} replicas on this host"
+    return text
