@@ -17,6 +17,7 @@ OTHER_PROMPTS = 12
 
 def tiers(engine: ServingEngine) -> Result:
     """Time to first token by the place that has the prompt, and decodes beside moves."""
+    engine.wait_for_pool()
     return {"first_token": first_tokens(engine), "decodes": beside_moves(engine)}
 
 
