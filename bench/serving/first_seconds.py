@@ -17,6 +17,9 @@ ANSWER_TOKENS = 1500
 LONG = 1.5
 """A step is long that takes so many times the median."""
 
+FIRST_SECONDS = 10.0
+"""Of decodes, in which an engine's host memory is locked."""
+
 Span = tuple[float, float]
 
 
@@ -25,6 +28,7 @@ def first_seconds(engine: ServingEngine) -> dict[str, Any]:
     shape = engine.shape
     steps: list[Span] = []
     shares: list[float] = []
+    is_ours = engine.settings.is_ours
     end = time.perf_counter() + shape.start_seconds
     for seed in itertools.count(50):
         if time.perf_counter() > end:
@@ -37,7 +41,7 @@ def first_seconds(engine: ServingEngine) -> dict[str, Any]:
             engine.step()
             now = time.perf_counter()
             steps.append((before, now))
-            shares.append(engine.pool_share if engine.settings.is_ours else 1.0)
+            shares.append(engine.pool_share if is_ours else 1.0)
             before = now
             if now > end:
                 break
@@ -54,7 +58,6 @@ def describe(
     """
     seconds = [end - begin for begin, end in steps]
     growing = bisect_left(shares, 1.0)  # the share never falls
-    first_end = steps[0][0]
     ends = [end for _, end in registrations]
     met = [_meets(step, registrations, ends) for step in steps]
     usual = percentiles(seconds)["p50"]
@@ -65,11 +68,16 @@ def describe(
         chosen = list(indexes)
         took = percentiles([seconds[index] for index in chosen])
         line.append({"second": second, **took, "ready": shares[chosen[-1]]})
-    spans = {"while host memory grows": seconds[:growing], "afterwards": seconds[growing:]}
+    late = bisect_left(steps, (steps[0][0] + FIRST_SECONDS,))
+    spans = {
+        "while host memory grows": seconds[:growing],
+        "first 10 s": seconds[:late],
+        "later": seconds[late:],
+    }
     return {
         **{name: percentiles(took) if took else None for name, took in spans.items()},
-        "first_step": first_end - began,
-        "ready": steps[growing][1] - began if growing < len(steps) else None,
+        "first_step": steps[0][0] - began,
+        "ready": steps[growing][1] - began if 0 < growing < len(steps) else None,
         "registrations": {
             "count": len(registrations),
             **(percentiles([end - begin for begin, end in registrations]) if registrations else {}),

@@ -249,7 +249,7 @@ def _hooks(_document: Document, found: Rounds) -> str:
 
 def _first_seconds(_document: Document, found: Rounds) -> str:
     rows = []
-    for span in ("while host memory grows", "afterwards"):
+    for span in ("first 10 s", "while host memory grows", "later"):
         for key in ("p50", "p99", "max"):
             row = [f"{span}, {key}"]
             for rounds in found.values():

@@ -92,7 +92,7 @@ _GQA8 = Shape(
     other_prompts=48,
     other_tokens=4096,
     steps_between=4,
-    start_seconds=30,
+    start_seconds=20,
 )
 SHAPES = {
     "small": Shape(
@@ -120,5 +120,5 @@ SHAPES = {
     ),
     "gqa8": _GQA8,
     # A model of 2 billion parameters: steps are short, so the host's work weighs more.
-    "mqa": replace(_GQA8, heads=16, kv_heads=1, hidden=2048, intermediate=8192, host_gib=8),
+    "mqa": replace(_GQA8, heads=16, kv_heads=1, hidden=2048, intermediate=8192, host_gib=6.25),
 }
