@@ -9,11 +9,12 @@ A table of a page stands between `<!-- table: NAME of bench/results/FILE.json --
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,10 @@ def _cell(values: Sequence[float], scale: float = 1, digits: int = 1) -> str:
     return shown_spread(spread(values), scale, digits) if values else "-"
 
 
+def _cell_of_rounds(rounds: Iterable[Sequence[float]], scale: float, digits: int = 1) -> str:
+    return _cell([*itertools.chain.from_iterable(rounds)], scale, digits)
+
+
 def _least_lead(ours: Sequence[float], peer: Sequence[float]) -> str:
     """Show how many times less this project took than the peer, in the round where it was least."""
     ratios = [theirs / own for own, theirs in zip(ours, peer, strict=False)]
@@ -171,9 +176,9 @@ def _ttft(document: Document, found: Rounds) -> str:
             key = "computed" if column == OFF else "repeated"
             times = [one[str(tokens)][key] for one in rounds]
             by_round[column] = list(map(statistics.median, times))
-            row.append(_cell(sum(times, []), 1e3))
+            row.append(_cell_of_rounds(times, 1e3))
         hits = [one[str(tokens)]["in GPU cache"] for one in found.get(OFF, ())]
-        row.append(_cell(sum(hits, []), 1e3))
+        row.append(_cell_of_rounds(hits, 1e3))
         floor = "-"
         if rates:
             _, nbytes = _shape(document).loadable_bytes(tokens, _item_bytes(document))
@@ -199,7 +204,7 @@ def _throughput(document: Document, found: Rounds) -> str:
         for column, rounds in found.items():
             rates = _rates(document, rounds, hits)
             seconds[column] = [1 / statistics.median(of) for of in rates]
-            row.append(_cell(sum(rates, []), 1e-3) if rates else "as 0 % hits")
+            row.append(_cell_of_rounds(rates, 1e-3) if rates else "as 0 % hits")
         rows.append([*row, _least_lead(seconds.get(OURS, []), seconds.get(PEER, []))])
     first = ["100 % hits, first time again"]
     for rounds in found.values():
@@ -279,7 +284,7 @@ def _summary(document: Document, found: Rounds) -> str:
         for column in columns:
             key = "computed" if column == OFF else "repeated"
             times = [one["ttft"][str(tokens)][key] for one in found[column] if "ttft" in one]
-            row.append(_cell(sum(times, []), 1e3, 0))
+            row.append(_cell_of_rounds(times, 1e3, 0))
         rows.append(row)
     batch = f"{shape['batch_prompts']} {{}} prompts of {shape['batch_tokens']:,} tokens at once"
     for hits, which in (("100", "repeated"), ("0", "new")):
@@ -287,7 +292,7 @@ def _summary(document: Document, found: Rounds) -> str:
         for column in columns:
             rounds = [one["throughput"] for one in found[column] if "throughput" in one]
             rates = _rates(document, rounds, "0" if column == OFF else hits)
-            row.append(_cell(sum(rates, []), 1e-3))
+            row.append(_cell_of_rounds(rates, 1e-3))
         rows.append(row)
     names = {OFF: "without", PEER: "vLLM's OffloadingConnector"}
     return markdown_rows(["", *(names.get(column, column) for column in columns)], rows)

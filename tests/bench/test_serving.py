@@ -18,7 +18,7 @@ from bench.serving import __main__ as serving
 from bench.serving import report, runs
 from bench.serving.process import EngineError
 from bench.serving.report import MARKED, PAGES, filled, table, tables, unproven
-from bench.serving.settings import COLUMNS, PLUGIN_COLUMNS, EngineSettings
+from bench.serving.settings import COLUMNS, EngineSettings
 from bench.serving.shapes import SHAPES
 from bench.serving.stats import percentiles, spread
 
@@ -336,4 +336,3 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) ->
         assert result["decodes"]["storing"]["loads"][0]["loaded_bytes"] == 0
         assert result["decodes"]["storing"]["connector_per_step"]["mean"] > 0
     assert "| 100 % hits | as 0 % hits |" in run.stdout
-    assert list(PLUGIN_COLUMNS)[0] == "kv-offload"

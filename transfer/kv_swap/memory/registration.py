@@ -38,7 +38,7 @@ LARGEST_PIECE_BYTES = 256 << 20
 """Slots up to this size lie in one piece: the copy engine takes no copy that lies in two."""
 
 BATCH_BYTES = 256 << 20
-"""Bytes of the pieces that a thread takes at once: it looks at the free memory before each batch."""
+"""Bytes of the pieces that a thread takes at once: it looks at the free memory before each."""
 
 NUM_THREADS = 4
 """On that host one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
