@@ -3,14 +3,15 @@
 usage: python -m bench.serving.report FILE.json    prints the tables of a result as Markdown
        python -m bench.serving.report --pages      writes the tables of kept results into the pages
 
-A table of a page stands between `<!-- table: NAME of bench/results/FILE.json -->` and
-`<!-- end -->`. A test compares these tables with the results.
+A table of a page stands between `<!-- table: NAME of RESULT -->` and `<!-- end -->`; RESULT.json is
+in a folder of bench/results. A test compares these tables with the results.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import statistics
 import sys
@@ -24,7 +25,10 @@ from bench.serving.shapes import SHAPES, Shape
 from bench.serving.stats import spread
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks/serving.md")
+RESULTS = ROOT / "bench/results"
+PAGES = [
+    ROOT / name for name in ("README.md", "docs/benchmarks/serving.md", "docs/use/comparison.md")
+]
 MARKED = re.compile(r"(<!-- table: (\S+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Document = dict[str, Any]
@@ -71,14 +75,27 @@ def save(document: Document, path: Path) -> None:
     write_result(path, document)
 
 
-def filled(page: str) -> str:
-    """Return a page with its tables as the results have them."""
+def result_of(name: str) -> Path | None:
+    """Return where a result is kept; None where none is."""
+    return next(iter(sorted(RESULTS.glob(f"*/{name}.json"))), None)
+
+
+def filled(page: Path) -> str:
+    """Return the text of a page with its tables as the results have them, and where they are from.
+
+    Tables of which no result is kept stay as they are.
+    """
 
     def fill(match: re.Match[str]) -> str:
-        document = json.loads((ROOT / match[3]).read_text())
-        return f"{match[1]}{table(document, match[2])}\n{match[5]}"
+        path = result_of(match[3])
+        if path is None:
+            return match[0]
+        document = json.loads(path.read_text())
+        link = os.path.relpath(path, page.parent)
+        source = f"{_facts(document)}: [{path.parent.name}/{path.name}]({link})"
+        return f"{match[1]}\n{table(document, match[2])}\n\n{source}\n\n{match[5]}"
 
-    return MARKED.sub(fill, page)
+    return MARKED.sub(fill, page.read_text())
 
 
 def unproven(document: Document) -> list[str]:
@@ -151,14 +168,23 @@ def _least_lead(ours: Sequence[float], peer: Sequence[float]) -> str:
 
 
 def _heading(document: Document) -> str:
-    machine = document["machine"]
-    names = ("gpu", "driver", "platform", "vllm", "torch", "commit", "date")
-    facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
-    if "gpu" not in machine:
+    facts = _facts(document)
+    if "gpu" not in document["machine"]:
         facts += "\n\nWithout a GPU: the times show that the bench works, and nothing else."
     nbytes = _shape(document).token_bytes(_item_bytes(document))
     name = document["shape"]["name"]
     return f"# {name}\n\n{nbytes:,} bytes of KV per token\n\n{facts}"
+
+
+def _facts(document: Document) -> str:
+    """Say what was measured on, and how fast its link is."""
+    machine = document["machine"]
+    names = ("gpu", "driver", "vllm", "torch", "commit", "date")
+    facts = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    for direction in ("load", "store"):
+        if rates := _link(document, direction):
+            facts.append(f"a contiguous {direction} moves {_cell(rates, 1e-9)} GB/s")
+    return ", ".join(facts)
 
 
 def _link(document: Document, key: str) -> list[float]:
@@ -321,7 +347,7 @@ def main(words: Sequence[str]) -> None:
         print(tables(json.loads(Path(words[0]).read_text())))
         return
     for page in PAGES:
-        page.write_text(filled(page.read_text()))
+        page.write_text(filled(page))
 
 
 if __name__ == "__main__":

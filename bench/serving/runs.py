@@ -66,6 +66,7 @@ class Bench:
             "machine": machine(),
             "shape": {"name": arguments.shape, **asdict(SHAPES[arguments.shape])},
             "sections": arguments.sections,
+            "rounds": arguments.rounds,
             "results": self.results,
             "missing": self.missing,
         }
