@@ -6,11 +6,12 @@ import itertools
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.serving.engine import ServingEngine
-from bench.serving.sections import begin_decodes
 from bench.serving.stats import percentiles
+
+if TYPE_CHECKING:
+    from bench.serving.engine import ServingEngine
 
 ANSWER_TOKENS = 1500
 """Of each decode, then others begin: the GPU's cache has room for no more."""
@@ -25,6 +26,8 @@ Span = tuple[float, float]
 
 def first_seconds(engine: ServingEngine) -> dict[str, Any]:
     """Return the time line of steps by second, and which long ones met a registration."""
+    from bench.serving.sections import begin_decodes  # imports vLLM
+
     shape = engine.shape
     steps: list[Span] = []
     shares: list[float] = []

@@ -54,14 +54,18 @@ def send_again(engine: ServingEngine, batch: list[Prompt], loadable_tokens: int)
     return {"seconds": seconds, "cached_tokens": cached, "loads": loads}
 
 
+def warm_up(engine: ServingEngine) -> None:
+    """Compute some prompts and decode, as a server has done before it is looked at."""
+    engine.seconds(engine.prompts(1, 2, engine.shape.prompt_tokens[0]), 32)
+
+
 def ttft(engine: ServingEngine) -> Result:
     """Time to first token of prompts that are computed, and of the same ones once they are stored.
 
     Without a connector a prompt is repeated without a reset, and so served by the GPU's own cache.
     """
     shape, results = engine.shape, {}
-    # As a server has, it computes some prompts and decodes before it is looked at.
-    engine.seconds(engine.prompts(1, 2, shape.prompt_tokens[0]), 32)
+    warm_up(engine)
     for length in shape.prompt_tokens:
         computed: list[float] = []
         repeated: list[float] = []
@@ -89,6 +93,7 @@ def throughput(engine: ServingEngine) -> Result:
     """
     shape = engine.shape
     length, half = shape.batch_tokens, shape.batch_tokens // 2
+    warm_up(engine)
     old = engine.prompts(22, shape.old_prompts, length)
     for _ in range(2):
         engine.reset()
@@ -114,6 +119,7 @@ def decodes(engine: ServingEngine) -> Result:
     With each phase comes the host time in the connector's hooks, a step.
     """
     shape = engine.shape
+    warm_up(engine)
     others = engine.prompts(30, shape.other_prompts, shape.other_tokens)
     results: Result = {}
     expected = shape.loadable_bytes(shape.other_tokens, engine.item_bytes)

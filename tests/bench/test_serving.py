@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.serving import __main__ as serving
-from bench.serving import report, runs
+from bench.serving import first_seconds, report, runs
 from bench.serving.process import EngineError
 from bench.serving.report import MARKED, PAGES, filled, table, tables, unproven
 from bench.serving.settings import COLUMNS, EngineSettings
@@ -187,6 +187,38 @@ def test_kept_results_prove_their_loads_and_are_shown(path: Path) -> None:
     assert unproven(json.loads(path.read_text())) == []
     shown = {match[3] for page in PAGES for match in MARKED.finditer(page.read_text())}
     assert path.stem in shown
+
+
+# -- the first seconds -------------------------------------------------------------------------
+
+
+def test_long_steps_are_those_beside_registrations_where_registrations_are_the_cause() -> None:
+    """Steps of 10 ms; every tenth one waits 10 ms more for a registration until memory is ready."""
+    steps, registrations, now = [], [], 100.0
+    for index in range(1500):
+        waits = index % 10 == 5 and index < 500
+        took = 0.02 if waits else 0.01
+        if waits:
+            registrations.append((now + 0.001, now + 0.011))
+        steps.append((now, now + took))
+        now += took
+    shares = [min(1.0, index / 500) for index in range(1500)]
+    found = first_seconds.describe(steps, shares, registrations, began=90.0)
+    assert found["while host memory grows"]["max"] == pytest.approx(0.02)
+    assert found["while host memory grows"]["count"] == 500
+    assert found["first 10 s"]["count"] == 950
+    assert found["later"]["max"] == pytest.approx(0.01)
+    assert found["first_step"] == pytest.approx(10)
+    assert found["ready"] == pytest.approx(10 + 5.5 + 0.01)
+    assert found["long_steps"] == {"count": 50, "beside_registration": 50}
+    assert found["steps_beside_registration"] == 50
+    assert found["registrations"]["count"] == 50
+    assert found["registrations"]["p50"] == pytest.approx(0.01)
+    assert [second["second"] for second in found["line"]] == list(range(10, 26))
+    alone = first_seconds.describe(steps, [1.0] * 1500, [], began=90.0)
+    assert alone["while host memory grows"] is None
+    assert alone["ready"] is None
+    assert alone["long_steps"] == {"count": 50, "beside_registration": 0}
 
 
 # -- which engine is asked for what ------------------------------------------------------------
