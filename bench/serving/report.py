@@ -27,7 +27,11 @@ from bench.serving.stats import spread
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
 PAGES = [
-    ROOT / name for name in ("README.md", "docs/benchmarks/serving.md", "docs/use/comparison.md")
+    ROOT / "README.md",
+    *(
+        ROOT / f"docs/{name}.md"
+        for name in ("benchmarks/serving", "benchmarks/copies", "use/comparison")
+    ),
 ]
 MARKED = re.compile(r"(<!-- table: (\S+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -60,9 +64,9 @@ def tables(document: Document) -> str:
 
 
 def table(document: Document, name: str) -> str:
-    """Return `summary`, or one of `TABLES`; empty where nothing of it was measured."""
-    if name == "summary":
-        return _summary(document, document["results"])
+    """Return one of `WHOLE` or `TABLES`; empty where nothing of it was measured."""
+    if name in WHOLE:
+        return WHOLE[name](document)
     section, make = TABLES[name]
     results = document["results"].items()
     found = {column: [one[section] for one in of if section in one] for column, of in results}
@@ -181,7 +185,7 @@ def _facts(document: Document) -> str:
     machine = document["machine"]
     names = ("gpu", "driver", "vllm", "torch", "commit", "date")
     facts = [f"{name} {machine[name]}" for name in names if machine.get(name)]
-    for direction in ("load", "store"):
+    for direction in ("load", "store") if "results" in document else ():
         if rates := _link(document, direction):
             facts.append(f"a contiguous {direction} moves {_cell(rates, 1e-9)} GB/s")
     return ", ".join(facts)
@@ -299,8 +303,9 @@ def _first_seconds(_document: Document, found: Rounds) -> str:
     return markdown_rows(["", *found], [*rows, by_seconds, longest, met])
 
 
-def _summary(document: Document, found: Rounds) -> str:
+def _summary(document: Document) -> str:
     """Return what a reader of the README asks first."""
+    found: Rounds = document["results"]
     columns = [column for column in (OFF, PEER, OURS) if column in found]
     last = str(document["shape"]["prompt_tokens"][-1])
     shape = document["shape"]
@@ -324,6 +329,20 @@ def _summary(document: Document, found: Rounds) -> str:
     return markdown_rows(["", *(names.get(column, column) for column in columns)], rows)
 
 
+def _pinning(document: Document) -> str:
+    """Show a result of `bench.swap.pinning`."""
+    rows = []
+    for row in document["rows"]:
+        locked = row.get("registration_ms", {})
+        cells = [f"{row['ms'][key]:.1f}" for key in ("p50", "p99", "max")]
+        cells += [f"{locked['p50']:.2f}" if locked else "-", f"{row.get('gib_per_second', '-')}"]
+        rows.append([row["work"], f"{row['piece_mib'] or '-'}", *cells])
+    head = ["", "MiB of a piece", "p50", "p99", "max", "a registration takes", "GiB/s"]
+    return markdown_rows(head, rows)
+
+
+WHOLE: dict[str, Callable[[Document], str]] = {"summary": _summary, "pinning": _pinning}
+"""Tables of whole results."""
 TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
     "throughput": ("throughput", _throughput),
     "ttft": ("ttft", _ttft),

@@ -138,6 +138,18 @@ def test_the_readme_has_the_first_questions_with_their_ranges() -> None:
     )
 
 
+def test_the_table_of_page_locking_has_rows_with_and_without_it() -> None:
+    ms = {"p50": 5.04, "p90": 5.1, "p99": 5.6, "max": 6.0, "mean": 5.1, "count": 400}
+    locked = {"registration_ms": {"p50": 0.41}, "gib_per_second": 4.85}
+    rows = [
+        {"work": "steps", "piece_mib": 0, "ms": ms},
+        {"work": "steps", "piece_mib": 16, "ms": ms, **locked},
+    ]
+    text = table({"rows": rows}, "pinning")
+    assert "| steps | - | 5.0 | 5.6 | 6.0 | - | - |" in text
+    assert "| steps | 16 | 5.0 | 5.6 | 6.0 | 0.41 | 4.85 |" in text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_a_page_are_those_of_the_results(page: Path) -> None:
     """`python -m bench.serving.report --pages` writes them."""

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Bytes of one registration, at most, unless a slot has more. Launches wait for it: 5 to 8 ms for
-256 MiB on the host of an H200, which is longer than a step of decodes
-(bench/results/h200/pinning.json)."""
+256 MiB on the host of an H200, which is longer than a step of decodes (bench/swap/pinning.py)."""
 
 LARGEST_PIECE_BYTES = 256 << 20
 """Slots up to this size lie in one piece: the copy engine takes no copy that lies in two."""
@@ -45,7 +44,7 @@ NUM_THREADS = 4
 
 REST = 7.0
 """On that host an inference engine with a pool of 50 GiB started 0.3 s later than one without, and
-1.0 s later with a rest of 3. The pool took 9 to 13 s instead of 5 to 7."""
+1.0 s later with a rest of 3, in pieces of 256 MiB. The pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: milliseconds, or 0.2 s where
