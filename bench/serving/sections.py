@@ -41,16 +41,18 @@ def loads_since(
     }
 
 
-def send_again(engine: ServingEngine, batch: list[Prompt], loadable_tokens: int) -> Result:
-    """Send prompts that the GPU's cache has not; host memory should have the first tokens of each.
+def send_again(engine: ServingEngine, batch: list[Prompt]) -> Result:
+    """Send prompts that the GPU's cache has not.
 
-    Returns the seconds that took, the tokens that were not computed, and the loads.
+    Returns the seconds that took, the tokens that vLLM did not compute, and the loads: the bytes of
+    those tokens, give or take a block of each prompt, of which a token is computed in any case.
     """
     engine.reset()
     before = engine.counted["loaded_bytes"]
     seconds, cached = engine.serve(batch)
-    loadable = engine.shape.loadable_bytes(loadable_tokens, engine.item_bytes)
-    loads = loads_since(engine, before, loadable, len(batch))
+    nbytes = cached * engine.shape.token_bytes(engine.item_bytes)
+    slack = len(batch) * engine.shape.block_bytes(engine.item_bytes)
+    loads = loads_since(engine, before, (nbytes - slack, nbytes + slack))
     return {"seconds": seconds, "cached_tokens": cached, "loads": loads}
 
 
@@ -74,12 +76,13 @@ def ttft(engine: ServingEngine) -> Result:
             batch = engine.prompts(seed, 1, length)
             computed.append(engine.seconds(batch))
             if engine.offloads:
-                again = send_again(engine, batch, length)
-                repeated.append(again["seconds"])
-                loads.append(again["loads"])
                 engine.reset()
-            else:
-                repeated.append(engine.seconds(batch))
+            before = engine.counted["loaded_bytes"]
+            repeated.append(engine.seconds(batch))
+            if engine.offloads:
+                loadable = shape.loadable_bytes(length, engine.item_bytes)
+                loads.append(loads_since(engine, before, loadable))
+                engine.reset()
         engine.reset()
         name = "repeated" if engine.offloads else "in GPU cache"
         results[str(length)] = {"computed": computed, name: repeated, "loads": loads}
@@ -106,8 +109,8 @@ def throughput(engine: ServingEngine) -> Result:
     engine.reset()
     results: Result = {"0": [{"seconds": engine.seconds(batch)}]}
     if engine.offloads:
-        results["100"] = [send_again(engine, batch, length) for _ in range(PASSES)]
-        results["50"] = [send_again(engine, mixed, half + 1)]
+        results["100"] = [send_again(engine, batch) for _ in range(PASSES)]
+        results["50"] = [send_again(engine, mixed)]
     engine.reset()
     return results
 
