@@ -250,10 +250,13 @@ def _throughput(document: Document, found: Rounds) -> str:
     rows.append([*served, ""])
     token_bytes = _shape(document).token_bytes(_item_bytes(document))
     link = ["100 % hits, share of a contiguous copy"]
-    for column, rounds in found.items():
-        loads = [one["link"]["load"] for one in document["results"][column] if "link" in one]
-        pairs = zip(_rates(document, rounds, "100"), loads, strict=False)
-        link.append(_cell([statistics.median(of) * token_bytes / r for of, r in pairs if r], 1, 2))
+    for column in found:
+        shares = []
+        for one in document["results"][column]:
+            rate = one.get("link", {}).get("load")
+            if rate and (passes := _rates(document, [one["throughput"]], "100")):
+                shares.append(statistics.median(passes[0]) * token_bytes / rate)
+        link.append(_cell(shares, 1, 2))
     rows.append([*link, ""])
     return markdown_rows(["", *found, "least lead"], rows)
 
