@@ -238,8 +238,7 @@ def _throughput(document: Document, found: Rounds) -> str:
         rows.append([*row, _least_lead(seconds.get(OURS, []), seconds.get(PEER, []))])
     first = ["100 % hits, first time again"]
     for rounds in found.values():
-        rates = [of[0] for of in _rates(document, rounds, "100")]
-        first.append(_cell(rates, 1e-3))
+        first.append(_cell([of[0] for of in _rates(document, rounds, "100")], 1e-3))
     rows.append([*first, ""])
     shape = document["shape"]
     tokens = shape["batch_prompts"] * shape["batch_tokens"]
