@@ -82,7 +82,7 @@ class ServingEngine:
             original(registrar, address, nbytes)
             self.registrations.append((begin, time.perf_counter()))
 
-        CudaRegistrar.register = register  # type: ignore[method-assign]
+        CudaRegistrar.register = register  # type: ignore[assignment,method-assign]
 
     def _count_stats(self) -> None:
         """Count what this project's connector reports in a step: worker and scheduler."""

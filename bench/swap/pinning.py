@@ -91,7 +91,7 @@ class Captures:
 
 def time_runs(work: Steps | Captures, until: Callable[[], bool]) -> dict[str, float]:
     """Return milliseconds of what was run until a condition came true."""
-    found = []
+    found: list[float] = []
     while not until() or not found:
         began = time.perf_counter()
         work.run()
@@ -103,14 +103,18 @@ def time_runs(work: Steps | Captures, until: Callable[[], bool]) -> dict[str, fl
     }
 
 
+def _after(end: float) -> Callable[[], bool]:
+    return lambda: time.perf_counter() > end
+
+
 def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each work without locking, then with each size of pieces."""
-    works = {"steps": Steps(torch), "captures": Captures(torch)}
+    works: dict[str, Steps | Captures] = {"steps": Steps(torch), "captures": Captures(torch)}
     registrar = CudaRegistrar(torch.device("cuda", 0))
     for name, work in works.items():
         for _ in range(2):  # the first time warms up
             end = time.perf_counter() + ALONE_SECONDS
-            alone = time_runs(work, lambda end=end: time.perf_counter() > end)  # type: ignore[misc]
+            alone = time_runs(work, _after(end))
         yield {"work": name, "piece_mib": 0, "ms": alone}
         for piece_bytes in PIECES:
             took: list[float] = []
