@@ -5,7 +5,7 @@
     scheduler/   host time of the plugin's hooks in a step; needs no GPU
     trace/       hit ratios of a trace by policy and capacity: `python -m bench.trace TRACE`
     demo.py      `make demo`; environment.py makes the environments of the Makefile
-    results/     one current run a subject: h100/serving-gqa8.json, cpu/scheduler.json, ...
+    results/     one current run a subject: h100/swap.json, cpu/scheduler.json, ...
 
 `docs/benchmarks` says what the figures mean. Files called `bench_*.py` are for pytest-benchmark.
 Benches may import `tests.support`, and nothing else of the tests.

@@ -1,36 +1,31 @@
-"""A real engine without offloading, with this project, and with vLLM's own connectors.
+"""A real engine without offloading, with this project, and with vLLM's own connector, by turns.
 
-usage: python -m bench.serving [--shape small|small-mla|gqa8|mqa|mla] [--out FOLDER]
-                               [--connectors off,kv-offload,kv-offload-packed,vllm,vllm-simple]
-                               [--sections ttft,throughput,latency,pairs,conversations,start]
-                               [--options JSON] [--tensor-parallel RANKS] [--rounds ROUNDS]
+usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FILE.json] [--rounds ROUNDS]
+                               [--columns off,vllm,kv-offload,kv-offload-lru,kv-offload-packed]
+                               [--once COLUMNS]
+                               [--sections throughput,ttft,decodes,first_seconds]
 
-This project gets `{"eviction_policy": "lru"}`, or the options that are named; `kv-offload-packed`
-gets `"pack_kv": true` besides.
+`kv-offload` is what ships: nothing is configured but `cpu_bytes`. `kv-offload-lru` gets
+`"eviction_policy": "lru"` besides, `kv-offload-packed` `"pack_kv": true`, and `vllm` is vLLM's
+OffloadingConnector. In each round every column gets an engine in a process of its own: the same
+shape with random weights, the same prompts, the same GPU cache, as much host memory. Columns named
+by `--once` are in the first round alone. docs/benchmarks/serving.md explains every figure.
 
-Every connector gets an engine in a process of its own: the same shape with random weights, the same
-prompts, the same GPU cache, as much host memory. docs/benchmarks/serving.md explains every figure.
-
+    throughput  many prompts at once, of which host memory has nothing, all, or half, after other
+                prompts that came twice
     ttft        time to first token of prompts that are computed, and of the same prompts repeated
-    throughput  many prompts at once at 0, 50 and 100 % hits
-    latency     time from token to token of running decodes: alone, while others' prompts are
+    decodes     time from token to token of running decodes: alone, while others' prompts are
                 computed and stored, and while they are loaded
-    pairs       throughput at 0 % hits of `off` and `kv-offload`, by turns, with its 95 % interval
-    conversations  users who come back with longer prompts, 16 at a time: time to first token, and
-                from token to token; with an engine whose GPU cache holds everything, by turns
-                of as many ROUNDS
-    start       engines started five times more, by turns, now that all is compiled; only if named
+    first_seconds  time from token to token from an engine's start on, while host memory is locked
 
 Every answer of an engine is written at once. A run that is stopped, by a time limit or by Ctrl-C,
 shows what it has and says what is missing. The exit status is 1 then, if an engine with this
-project or without offloading failed, and if this project did not load exactly the bytes that it
-had to.
+project or without offloading failed, and if this project did not load the bytes that it had to.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -39,13 +34,9 @@ from pathlib import Path
 
 from bench.serving.process import progress
 from bench.serving.report import save, tables, unproven
-from bench.serving.runs import ROUNDS, SECTIONS, Bench
-from bench.serving.settings import CONNECTORS, NO_PEERS
+from bench.serving.runs import SECTIONS, Bench
+from bench.serving.settings import COLUMNS, OFF, OURS, PEER
 from bench.serving.shapes import SHAPES
-
-KEEP_LAST = {"eviction_policy": "lru"}
-"""What fits into host memory is to hit, as with vLLM's connectors. `auto` would keep the repeated
-prompts of one section from the new ones of the next."""
 
 
 def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
@@ -69,18 +60,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         usage=argparse.SUPPRESS,
     )
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument(
-        "--connectors", type=names(tuple(CONNECTORS)), default=["off", "kv-offload"]
-    )
-    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS[:-1]))
-    parser.add_argument("--options", type=json.loads, default=KEEP_LAST, help="for this project")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of every engine")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of conversations")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the result, serving-SHAPE.json or serving-SHAPE-tp2.json",
-    )
+    parser.add_argument("--columns", type=names(COLUMNS), default=[OFF, OURS])
+    parser.add_argument("--once", type=names(COLUMNS), default=[])
+    parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="file for the result")
     return parser.parse_args(words)
 
 
@@ -88,19 +72,24 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit status."""
     arguments = parse(words)
     problems = []
-    with tempfile.TemporaryDirectory() as model:
-        bench = Bench(arguments, model)
-        try:
-            bench.run()
-        except KeyboardInterrupt:
-            problems.append("stopped before the end")
+    # vLLM finds what it has compiled by the model's path, also in a later run.
+    model = Path(tempfile.gettempdir()) / f"bench-serving-{arguments.shape}"
+    bench = Bench(arguments, str(model))
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        problems.append("stopped before the end")
     document = bench.document()
     print(tables(document))
     if arguments.out:
-        progress(f"wrote {save(document, arguments.out)}")
+        save(document, arguments.out)
+        progress(f"wrote {arguments.out}")
     problems += unproven(document)
     problems += [
-        bench.results[name]["error"] for name in NO_PEERS if "error" in bench.results.get(name, {})
+        one["error"]
+        for column, rounds in bench.results.items()
+        for one in rounds
+        if column != PEER and "error" in one
     ]
     for problem in problems:
         progress(problem)

@@ -25,9 +25,9 @@ _BEGAN = time.monotonic()
 class EngineError(RuntimeError):
     """An engine could not be started, or ended, or did not answer in time."""
 
-    def __init__(self, connector: str, text: str) -> None:
-        super().__init__(f"{connector}, {text}")
-        self.connector = connector
+    def __init__(self, column: str, text: str) -> None:
+        super().__init__(f"{column}, {text}")
+        self.column = column
 
 
 def progress(text: str) -> None:
@@ -39,7 +39,7 @@ class EngineProcess:
     """A process for one engine; it imports vLLM at once, and starts the engine when asked to."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.connector = settings.connector
+        self.column = settings.column
         self.counted: dict[str, dict[str, float]] = {}
         """What the connector counted in each section, of this project only."""
         spawn = multiprocessing.get_context("spawn")
@@ -48,25 +48,24 @@ class EngineProcess:
         self._process.start()
         theirs.close()
 
-    def ask(self, name: str, **more: Any) -> Any:
+    def ask(self, name: str) -> Any:
         """Have the engine started, or one section measured. Raises `EngineError`."""
         began = time.monotonic()
         try:
-            self._pipe.send((name, more))
+            self._pipe.send(name)
             if not self._pipe.poll(ANSWER_SECONDS):
                 self.kill()
-                raise EngineError(self.connector, f"{name}: no answer within {ANSWER_SECONDS} s")
+                raise EngineError(self.column, f"{name}: no answer within {ANSWER_SECONDS} s")
             value, counted, error = self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(END_SECONDS)
             status = self._process.exitcode
-            raise EngineError(self.connector, f"{name}: it ended, exit status {status}") from None
+            raise EngineError(self.column, f"{name}: it ended, exit status {status}") from None
         if error:
-            raise EngineError(self.connector, f"{name}: {error}")
-        if name != "turn":
-            progress(f"{self.connector}: {name} took {time.monotonic() - began:.1f} s")
-            if counted:
-                self.counted[name] = counted
+            raise EngineError(self.column, f"{name}: {error}")
+        progress(f"{self.column}: {name} took {time.monotonic() - began:.1f} s")
+        if counted:
+            self.counted[name] = counted
         return value
 
     def close(self) -> None:
@@ -104,7 +103,7 @@ def _end_with_the_bench() -> None:
 def serve(settings: EngineSettings, pipe: Connection) -> None:
     """Import vLLM, start an engine when asked to, and answer until the other end is closed.
 
-    A request is the name of a section and its arguments; the first one starts the engine. An answer
+    A request is the name of a section; the first one starts the engine. An answer
     is what was measured, what this project's connector counted meanwhile, and an error, with which
     the process ends.
     """
@@ -115,17 +114,23 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
     try:
         # Only now: OpenMP reads the environment when it is imported.
         from bench.serving import sections
-        from bench.serving.conversations import conversations
         from bench.serving.engine import ServingEngine
+        from bench.serving.first_seconds import first_seconds
         from bench.tiers.section import tiers
 
-        measured: list[Any] = [sections.ttft, sections.throughput, sections.latency, conversations]
-        measured += [sections.turn, sections.link, sections.memory, tiers]
-        answers = {section.__name__: section for section in measured}
+        answers = {
+            "first_seconds": first_seconds,
+            "pool": ServingEngine.wait_for_pool,
+            "ttft": sections.ttft,
+            "throughput": sections.throughput,
+            "decodes": sections.decodes,
+            "link": sections.link,
+            "tiers": tiers,
+        }
         engine: ServingEngine | None = None
         while True:
             try:
-                name, more = pipe.recv()
+                name = pipe.recv()
             except EOFError:
                 break
             if engine is None:
@@ -133,7 +138,7 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
                 pipe.send((engine.start_seconds, {}, None))
                 continue
             before = engine.counted.copy()
-            value = answers[name](engine, **more)
+            value = answers[name](engine)
             pipe.send((value, dict(engine.counted - before), None))
         if engine is not None:
             engine.close()

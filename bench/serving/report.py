@@ -1,138 +1,151 @@
 """Tables and files of the serving bench.
 
 usage: python -m bench.serving.report FILE.json    prints the tables of a result as Markdown
+       python -m bench.serving.report --pages      writes the tables of kept results into the pages
+
+A table of a page stands between `<!-- table: NAME of RESULT -->` and `<!-- end -->`; RESULT.json is
+in a folder of bench/results. A test compares these tables with the results.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.links import table as links_table
 from bench.machine import write_result
-from bench.serving.settings import NO_PEERS, OURS, PLUGINS
+from bench.serving.settings import OFF, OURS, PEER, PLUGIN_COLUMNS
 from bench.serving.shapes import SHAPES, Shape
+from bench.serving.stats import spread
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results"
+PAGES = [
+    ROOT / "README.md",
+    *(
+        ROOT / f"docs/{name}.md"
+        for name in ("benchmarks/serving", "benchmarks/copies", "use/comparison")
+    ),
+]
+MARKED = re.compile(r"(<!-- table: (\S+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Document = dict[str, Any]
-Found = dict[str, Any]
+Rounds = dict[str, list[dict[str, Any]]]
+"""By column, what one section measured in each round."""
 PHASE_NAMES = {
     "alone": "alone",
     "storing": "while prompts are computed and stored",
     "loading": "while prompts are loaded",
 }
-MIB = 1 << 20
 
 
 def tables(document: Document) -> str:
     """Return everything that was measured as Markdown, one table a question."""
-    results: dict[str, Any] = document["results"]
     parts = [_heading(document)]
-    for section, table in TABLES:
-        found = {name: result[section] for name, result in results.items() if section in result}
-        parts.append(table(document, found) if found else "")
-    host = document.get("host") or {}
-    if rates := host.get("rates"):
-        parts.append(f"**What does each GPU's link carry? GB/s, by GPUs**\n\n{links_table(rates)}")
-        parts.append(_links_of_hits(document, rates["load"]))
-    if pairs := document["pairs"]:
-        parts.append(
-            f"**What does storing cost?** Throughput at 0 % hits, {OURS} / off, {pairs['pairs']} "
-            f"pairs by turns: {pairs['ratio']:.4f}, 95 % interval {pairs['low']:.4f} to "
-            f"{pairs['high']:.4f}"
-        )
-    notes = [f"- failed: {one['error']}" for one in (*results.values(), host) if "error" in one]
-    peers = [name for name in results if name not in NO_PEERS]
-    peers = [name for name in peers if "error" not in results[name]]
-    if peers:
-        notes.append(f"- not proven: that {' and '.join(peers)} loaded what it should have")
-    if document.get("missing"):
+    for name in TABLES:
+        if shown := table(document, name):
+            parts.append(f"**{QUESTIONS[name]}**\n\n{shown}")
+    notes = [
+        f"- failed: {one['error']}"
+        for rounds in document["results"].values()
+        for one in rounds
+        if "error" in one
+    ]
+    if document["missing"]:
         notes.append(f"- missing: {', '.join(document['missing'])}")
     parts.append("\n".join(notes))
     return "\n\n".join(part for part in parts if part)
 
 
-def save(document: Document, folder: Path) -> Path:
-    """Write the result as JSON; return its path."""
-    ranks = document["shape"]["tensor_parallel"]
-    of_ranks = f"-tp{ranks}" if ranks > 1 else ""
-    path = folder / f"serving-{document['shape']['name']}{of_ranks}.json"
+def table(document: Document, name: str) -> str:
+    """Return one of `WHOLE` or `TABLES`; empty where nothing of it was measured."""
+    if name in WHOLE:
+        return WHOLE[name](document)
+    section, make = TABLES[name]
+    results = document["results"].items()
+    found = {column: [one[section] for one in of if section in one] for column, of in results}
+    found = {column: rounds for column, rounds in found.items() if rounds}
+    return make(document, found) if found else ""
+
+
+def save(document: Document, path: Path) -> None:
+    """Write the result as JSON."""
     write_result(path, document)
-    return path
+
+
+def result_of(name: str) -> Path | None:
+    """Return where a result is kept; None where none is."""
+    return next(iter(sorted(RESULTS.glob(f"*/{name}.json"))), None)
+
+
+def filled(page: Path) -> str:
+    """Return the text of a page with its tables as the results have them, and where they are from.
+
+    Tables of which no result is kept stay as they are.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        path = result_of(match[3])
+        if path is None:
+            return match[0]
+        document = json.loads(path.read_text())
+        link = os.path.relpath(path, page.parent)
+        source = f"{_facts(document)}: [{path.parent.name}/{path.name}]({link})"
+        return f"{match[1]}\n{table(document, match[2])}\n\n{source}\n\n{match[5]}"
+
+    return MARKED.sub(fill, page.read_text())
 
 
 def unproven(document: Document) -> list[str]:
     """Name every figure of this project whose loaded bytes are not those that were to be loaded."""
-    problems = []
-    for name in PLUGINS:
-        for figure, load in _proofs(document["results"].get(name, {})):
-            if not load["least_bytes"] <= load["loaded_bytes"] <= load["most_bytes"]:
-                problems.append(
-                    f"NOT PROVEN: {name}, {figure}: {load['loaded_bytes']} bytes were loaded, not "
-                    f"{load['least_bytes']} to {load['most_bytes']}"
-                )
-    return problems
+    return [
+        f"NOT PROVEN: {column}, round {one['round']}, {figure}: {load['loaded_bytes']} bytes were "
+        f"loaded, not {load['least_bytes']} to {load['most_bytes']}"
+        for column, rounds in document["results"].items()
+        for one in rounds
+        for figure, load in _proofs(one)
+        if column in PLUGIN_COLUMNS
+        and not load["least_bytes"] <= load["loaded_bytes"] <= load["most_bytes"]
+    ]
 
 
 def _proofs(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
-    for section in ("ttft", "throughput", "latency"):
+    for hits, passes in result.get("throughput", {}).items():
+        for number, sent in enumerate(passes):
+            if "loads" in sent:
+                yield f"throughput {hits} pass {number + 1}", sent["loads"]
+    for section in ("ttft", "decodes"):
         for name, measured in result.get(section, {}).items():
             for load in measured.get("loads", ()):
                 yield f"{section} {name}", load
-    for measured in result.get("conversations", ()):
-        for load in measured["loads"]:
-            yield "conversations", load
-
-
-def floor_seconds(document: Document, tokens: int) -> float | None:
-    """Return the least time for a repeated prompt: its bytes over the links and a decode step."""
-    link = document["results"].get("off", {}).get("link")
-    if not link or not link["bytes_per_second"]:
-        return None
-    shape = _shape(document)
-    _, nbytes = shape.loadable_bytes(tokens, 2)
-    own = nbytes / shape.tensor_parallel
-    return float(own / link["bytes_per_second"] + link["decode_step"])
 
 
 def _shape(document: Document) -> Shape:
-    # Files of one rank from before there could be more do not say so.
-    ranks = document["shape"].get("tensor_parallel", 1)
-    return SHAPES[document["shape"]["name"]].on_ranks(ranks)
+    return SHAPES[document["shape"]["name"]]
 
 
-# -- tables ------------------------------------------------------------------------------------
+def _item_bytes(document: Document) -> int:
+    return 2 if "gpu" in document["machine"] else 4
+
+
+# -- cells -------------------------------------------------------------------------------------
+
+
+def markdown_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown_table(question: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as Markdown, under the question that it answers."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"**{question}**\n\n{shown}"
-
-
-def _heading(document: Document) -> str:
-    machine = document["machine"]
-    names = ("gpu", "driver", "platform", "vllm", "torch", "commit", "date")
-    facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
-    if "gpu" not in machine:
-        facts += "\n\nWithout a GPU: the times show that the bench works, and nothing else."
-    return f"# {document['shape']['name']}\n\n{_kv(document)}\n\n{facts}"
-
-
-def _kv(document: Document) -> str:
-    """Say how many bytes a token's KV has, on which rank."""
-    shape = _shape(document)
-    ranks = shape.tensor_parallel
-    nbytes = shape.token_bytes(2 if "gpu" in document["machine"] else 4)
-    own = f"{nbytes // ranks:,}"
-    if shape.sharing_ranks > 1:
-        return f"{own} bytes of KV per token, the same on all {ranks} ranks"
-    of_ranks = f", {own} on each of {ranks} ranks" if ranks > 1 else ""
-    return f"{nbytes:,} bytes of KV per token{of_ranks}"
+    return f"**{question}**\n\n{markdown_rows(head, rows)}"
 
 
 def shown_spread(values: dict[str, float], scale: float, digits: int) -> str:
@@ -141,132 +154,222 @@ def shown_spread(values: dict[str, float], scale: float, digits: int) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
-def _ttft(document: Document, found: Found) -> str:
+def _cell(values: Sequence[float], scale: float = 1, digits: int = 1) -> str:
+    return shown_spread(spread(values), scale, digits) if values else "-"
+
+
+def _cell_of_rounds(rounds: Iterable[Sequence[float]], scale: float, digits: int = 1) -> str:
+    return _cell([*itertools.chain.from_iterable(rounds)], scale, digits)
+
+
+def _least_lead(ours: Sequence[float], peer: Sequence[float]) -> str:
+    """Show how many times less this project took than the peer, in the round where it was least."""
+    ratios = [theirs / own for own, theirs in zip(ours, peer, strict=False)]
+    return f"{min(ratios):.2f}" if ratios else "-"
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def _heading(document: Document) -> str:
+    facts = _facts(document)
+    if "gpu" not in document["machine"]:
+        facts += "\n\nWithout a GPU: the times show that the bench works, and nothing else."
+    nbytes = _shape(document).token_bytes(_item_bytes(document))
+    name = document["shape"]["name"]
+    return f"# {name}\n\n{nbytes:,} bytes of KV per token\n\n{facts}"
+
+
+def _facts(document: Document) -> str:
+    """Say what was measured on, and how fast its link is."""
+    machine = document["machine"]
+    names = ("gpu", "driver", "vllm", "torch", "commit", "date")
+    facts = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    for direction in ("load", "store") if "results" in document else ():
+        if rates := _link(document, direction):
+            facts.append(f"a contiguous {direction} moves {_cell(rates, 1e-9)} GB/s")
+    return ", ".join(facts)
+
+
+def _link(document: Document, key: str) -> list[float]:
+    rounds = [one for column in document["results"].values() for one in column]
+    found = [one["link"][key] for one in rounds if "link" in one]
+    return [value for value in found if value is not None]
+
+
+def _ttft(document: Document, found: Rounds) -> str:
+    rates, decode_steps = _link(document, "load"), _link(document, "decode_step")
     rows = []
     for tokens in document["shape"]["prompt_tokens"]:
-        cells = [f"{tokens:,}"]
-        cells += [
-            shown_spread(result[str(tokens)]["repeated"], 1e3, 1) for result in found.values()
-        ]
-        local = found.get("off", {}).get(str(tokens), {}).get("in GPU cache")
-        cells.append(f"{1e3 * local['median']:.1f}" if local else "-")
-        floor = floor_seconds(document, tokens)
-        cells.append(f"{1e3 * floor:.1f}" if floor else "-")
-        rows.append(cells)
-    question = "How long until the first token of a prompt that comes again? ms, median (range)"
-    return markdown_table(question, ["tokens", *found, "hit in GPU cache", "floor"], rows)
+        row, by_round = [f"{tokens:,}"], {}
+        for column, rounds in found.items():
+            key = "computed" if column == OFF else "repeated"
+            times = [one[str(tokens)][key] for one in rounds]
+            by_round[column] = list(map(statistics.median, times))
+            row.append(_cell_of_rounds(times, 1e3))
+        hits = [one[str(tokens)]["in GPU cache"] for one in found.get(OFF, ())]
+        row.append(_cell_of_rounds(hits, 1e3))
+        floor = "-"
+        if rates:
+            _, nbytes = _shape(document).loadable_bytes(tokens, _item_bytes(document))
+            seconds = nbytes / statistics.median(rates) + statistics.median(decode_steps)
+            floor = f"{1e3 * seconds:.1f}"
+        lead = _least_lead(by_round.get(OURS, []), by_round.get(PEER, []))
+        rows.append([*row, floor, lead])
+    head = ["tokens", *found, "hit in GPU cache", "floor", "least lead"]
+    return markdown_rows(head, rows)
 
 
-def _throughput(document: Document, found: Found) -> str:
+def _rates(document: Document, rounds: list[dict[str, Any]], hits: str) -> list[list[float]]:
+    """Return tokens per second of each pass, by round."""
+    shape = document["shape"]
+    tokens = shape["batch_prompts"] * shape["batch_tokens"]
+    return [[tokens / sent["seconds"] for sent in one[hits]] for one in rounds if hits in one]
+
+
+def _throughput(document: Document, found: Rounds) -> str:
     rows = []
     for hits in ("0", "50", "100"):
-        rates = [result.get(hits, {}).get("tokens_per_second") for result in found.values()]
-        shown = [shown_spread(rate, 1e-3, 1) if rate else "as 0 % hits" for rate in rates]
-        rows.append([f"{hits} % hits", *shown])
+        row, seconds = [f"{hits} % hits"], {}
+        for column, rounds in found.items():
+            rates = _rates(document, rounds, hits)
+            seconds[column] = [1 / statistics.median(of) for of in rates]
+            row.append(_cell_of_rounds(rates, 1e-3) if rates else "as 0 % hits")
+        rows.append([*row, _least_lead(seconds.get(OURS, []), seconds.get(PEER, []))])
+    first = ["100 % hits, first time again"]
+    for rounds in found.values():
+        first.append(_cell([of[0] for of in _rates(document, rounds, "100")], 1e-3))
+    rows.append([*first, ""])
     shape = document["shape"]
-    load = f"{shape['batch_prompts']} prompts of {shape['batch_tokens']:,}"
-    question = f"How many tokens a second of {load} tokens at once? thousands, median (range)"
-    return markdown_table(question, ["", *found], rows)
+    tokens = shape["batch_prompts"] * shape["batch_tokens"]
+    served = ["tokens not computed then, %"]
+    for rounds in found.values():
+        shares = [one["100"][0]["cached_tokens"] / tokens for one in rounds if "100" in one]
+        served.append(_cell(shares, 100))
+    rows.append([*served, ""])
+    token_bytes = _shape(document).token_bytes(_item_bytes(document))
+    link = ["100 % hits, share of a contiguous copy"]
+    for column in found:
+        shares = []
+        for one in document["results"][column]:
+            rate = one.get("link", {}).get("load")
+            if rate and (passes := _rates(document, [one["throughput"]], "100")):
+                shares.append(statistics.median(passes[0]) * token_bytes / rate)
+        link.append(_cell(shares, 1, 2))
+    rows.append([*link, ""])
+    return markdown_rows(["", *found, "least lead"], rows)
 
 
-def _links_of_hits(document: Document, loads: dict[str, dict[str, list[float]]]) -> str:
-    """Compare what a link carries at 100 % hits with what it gives alone, copied either way."""
-    shape, rows = _shape(document), []
-    own = shape.token_bytes(2) / shape.tensor_parallel
-    for name, result in document["results"].items():
-        if measured := result.get("throughput", {}).get("100"):
-            carried = measured["tokens_per_second"]["median"] * own
-            shares = [[f"{carried / rate:.2f}" for rate in way["alone"]] for way in loads.values()]
-            rows.append([name, f"{carried / 1e9:.1f}", *map(" / ".join, shares)])
-    question = "What does each link carry at 100 % hits? GB/s, and of loads alone, by GPUs"
-    head = ["", "GB/s", *(f"of {way}, alone" for way in loads)]
-    return markdown_table(question, head, rows) if rows else ""
-
-
-def _latency(document: Document, found: Found) -> str:
+def _decodes(_document: Document, found: Rounds) -> str:
     rows = []
     for phase, label in PHASE_NAMES.items():
-        times = [result[phase]["between_tokens"] for result in found.values()]
-        rows.append([label, *(f"{1e3 * t['p50']:.1f} / {1e3 * t['p99']:.1f}" for t in times)])
-    decodes = document["shape"]["decodes"]
-    question = f"How long from token to token, with {decodes} decodes? ms, p50 / p99"
-    return markdown_table(question, ["", *found], rows)
+        for key in ("p50", "p99"):
+            row = [f"{label}, {key}"]
+            for rounds in found.values():
+                row.append(_cell([one[phase]["between_tokens"][key] for one in rounds], 1e3))
+            rows.append(row)
+    return markdown_rows(["", *found], rows)
 
 
-def _host_time(_document: Document, found: Found) -> str:
-    found = {name: result for name, result in found.items() if name != "off"}
+def _hooks(_document: Document, found: Rounds) -> str:
+    found = {column: rounds for column, rounds in found.items() if column != OFF}
     rows = []
     for phase, label in PHASE_NAMES.items():
-        times = [result[phase]["connector_per_step"] for result in found.values()]
-        rows.append([label, *(f"{1e6 * t['mean']:,.0f} / {1e6 * t['p99']:,.0f}" for t in times)])
-    question = "How much host time do the connector's hooks take in a step? us, mean / p99"
-    return markdown_table(question, ["", *found], rows) if found else ""
+        for key in ("mean", "p99"):
+            row = [f"{label}, {key}"]
+            for rounds in found.values():
+                times = [one[phase]["connector_per_step"][key] for one in rounds]
+                row.append(_cell(times, 1e6, 0))
+            rows.append(row)
+    return markdown_rows(["", *found], rows) if found else ""
 
 
-def _conversations(document: Document, found: Found) -> str:
-    def by_rounds(values: Iterable[float], scale: float, digits: int) -> str:
-        return " / ".join(f"{scale * value:,.{digits}f}" for value in values)
-
+def _first_seconds(_document: Document, found: Rounds) -> str:
     rows = []
-    for name, rounds in found.items():
-        row = [name, by_rounds((held["seconds"] for held in rounds), 1, 1)]
-        for key in ("mean", "p50", "p99"):
-            row.append(by_rounds((held["first_token"][key] for held in rounds), 1e3, 0))
-        for key in ("p90", "p99"):
-            row.append(by_rounds((held["between_tokens"][key] for held in rounds), 1e3, 0))
+    for span in ("first 10 s", "while host memory grows", "later"):
+        for key in ("p50", "p99", "max"):
+            row = [f"{span}, {key}"]
+            for rounds in found.values():
+                row.append(_cell([one[span][key] for one in rounds if one[span]], 1e3))
+            rows.append(row)
+    by_seconds = ["all host memory is ready, s after the start began"]
+    longest = ["a registration takes, p50"]
+    met = ["long steps next to a registration, of all long ones"]
+    for rounds in found.values():
+        by_seconds.append(_cell([one["ready"] for one in rounds if one["ready"]]))
+        locked = [one["registrations"] for one in rounds if one["registrations"]["count"]]
+        longest.append(_cell([one["p50"] for one in locked], 1e3, 2))
+        long = [one["long_steps"] for one in rounds]
+        of_all = sum(one["count"] for one in long)
+        met.append(f"{sum(one['beside_registration'] for one in long)} of {of_all}")
+    return markdown_rows(["", *found], [*rows, by_seconds, longest, met])
+
+
+def _summary(document: Document) -> str:
+    """Return what a reader of the README asks first."""
+    found: Rounds = document["results"]
+    columns = [column for column in (OFF, PEER, OURS) if column in found]
+    last = str(document["shape"]["prompt_tokens"][-1])
+    shape = document["shape"]
+    rows = []
+    for tokens in (document["shape"]["prompt_tokens"][1], int(last)):
+        row = [f"first token of a repeated prompt, {tokens:,} tokens, ms"]
+        for column in columns:
+            key = "computed" if column == OFF else "repeated"
+            times = [one["ttft"][str(tokens)][key] for one in found[column] if "ttft" in one]
+            row.append(_cell_of_rounds(times, 1e3, 0))
         rows.append(row)
-    load = document["shape"]["conversations"]
-    question = (
-        f"How long do {load['count']} conversations of {load['turns']} turns take, "
-        f"{load['at_once']} at a time? s, and ms, by rounds"
-    )
-    head = ["", "seconds", "first token, mean", "median", "p99", "between tokens, p90", "p99"]
-    return markdown_table(question, head, rows)
+    batch = f"{shape['batch_prompts']} {{}} prompts of {shape['batch_tokens']:,} tokens at once"
+    for hits, which in (("100", "repeated"), ("0", "new")):
+        row = [f"{batch.format(which)}, thousand tokens/s"]
+        for column in columns:
+            rounds = [one["throughput"] for one in found[column] if "throughput" in one]
+            rates = _rates(document, rounds, "0" if column == OFF else hits)
+            row.append(_cell_of_rounds(rates, 1e-3))
+        rows.append(row)
+    names = {OFF: "without", PEER: "vLLM's OffloadingConnector"}
+    return markdown_rows(["", *(names.get(column, column) for column in columns)], rows)
 
 
-def _starts(_document: Document, found: Found) -> str:
-    # The first start may have compiled what the others found in a cache.
-    later = {name: starts[1:] for name, starts in found.items() if len(starts) > 1}
-    rows = [
-        [name, f"{statistics.median(starts):.1f} ({min(starts):.1f} to {max(starts):.1f})"]
-        for name, starts in later.items()
-    ]
-    question = "How long does an engine take to start? s, median (range) of all but the first"
-    return markdown_table(question, ["", "start"], rows) if rows else ""
-
-
-def _memory(document: Document, found: Found) -> str:
-    def growth(memory: dict[str, Any], key: str, sign: int = 1) -> str:
-        if key not in memory["now"]:
-            return "-"
-        return f"{sign * (memory['now'][key] - memory['before'][key]) / MIB:,.0f}"
-
+def _pinning(document: Document) -> str:
+    """Show a result of `bench.swap.pinning`."""
     rows = []
-    for name, memory in found.items():
-        pool_bytes = memory["pool_bytes"]
-        cells = [name, f"{pool_bytes / MIB:,.0f}" if pool_bytes else "-"]
-        shared = "Pss_Shmem" if "Pss_Shmem" in memory["now"] else "RssShmem"
-        cells += [growth(memory, "RssAnon"), growth(memory, shared)]
-        rows.append([*cells, growth(memory, "MemAvailable", -1)])
-    question = (
-        f"How much host memory is used, where {document['shape']['host_gib'] * 1024:,.0f} MiB were "
-        "asked for? MiB: the pool, and what the process and the machine use more than before the "
-        "start"
-    )
-    return markdown_table(question, ["", "pool", "private", "shared", "machine"], rows)
+    for row in document["rows"]:
+        locked = row.get("registration_ms", {})
+        cells = [f"{row['ms'][key]:.1f}" for key in ("p50", "p99", "max")]
+        cells += [f"{locked['p50']:.2f}" if locked else "-", f"{row.get('gib_per_second', '-')}"]
+        rows.append([row["work"], f"{row['piece_mib'] or '-'}", *cells])
+    head = ["", "MiB of a piece", "p50", "p99", "max", "a registration takes", "GiB/s"]
+    return markdown_rows(head, rows)
 
 
-TABLES: tuple[tuple[str, Callable[[Document, Found], str]], ...] = (
-    ("ttft", _ttft),
-    ("throughput", _throughput),
-    ("latency", _latency),
-    ("latency", _host_time),
-    ("conversations", _conversations),
-    ("starts", _starts),
-    ("memory", _memory),
-)
-"""Each has the results of one section, by connector."""
+WHOLE: dict[str, Callable[[Document], str]] = {"summary": _summary, "pinning": _pinning}
+"""Tables of whole results."""
+TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
+    "throughput": ("throughput", _throughput),
+    "ttft": ("ttft", _ttft),
+    "decodes": ("decodes", _decodes),
+    "hooks": ("decodes", _hooks),
+    "first_seconds": ("first_seconds", _first_seconds),
+}
+"""Each has the section that it shows."""
+QUESTIONS = {
+    "throughput": "How many tokens a second of many prompts at once? thousands, median (range)",
+    "ttft": "How long until the first token of a prompt that is repeated? ms, median (range)",
+    "decodes": "How long from token to token of running decodes? ms, median (range) of the rounds",
+    "hooks": "How long do the connector's hooks take in a step? us, median (range) of the rounds",
+    "first_seconds": "How long do steps of decodes take after an engine's start? ms",
+}
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the tables of a result, or write those of the pages."""
+    if list(words) != ["--pages"]:
+        print(tables(json.loads(Path(words[0]).read_text())))
+        return
+    for page in PAGES:
+        page.write_text(filled(page))
 
 
 if __name__ == "__main__":
-    print(tables(json.loads(Path(sys.argv[1]).read_text())))
+    main(sys.argv[1:])

@@ -38,8 +38,8 @@ PLACES = ("computed", "host memory", "below")
 PHASES = ("alone", "after computing", "loading", "reading")
 RATE = "16GiB"
 """Bytes per second that may be written: more than any tier takes."""
-# A policy that learns finds that nothing here comes often, and writes next to nothing.
-ALWAYS: dict[str, Any] = {"load_or_recompute": "always_load", "eviction_policy": "lru"}
+ALWAYS: dict[str, Any] = {"load_or_recompute": "always_load"}
+"""All else is what ships. Else a prompt that is computed sooner than read would not be read."""
 
 Document = dict[str, Any]
 

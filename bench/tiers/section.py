@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from bench.serving.engine import Prompt, ServingEngine
-from bench.serving.sections import Result, watch
+from bench.serving.sections import Result, warm_up, watch
 from bench.serving.stats import spread
 
 REPEATS = 3
@@ -17,6 +17,7 @@ OTHER_PROMPTS = 12
 
 def tiers(engine: ServingEngine) -> Result:
     """Time to first token by the place that has the prompt, and decodes beside moves."""
+    engine.wait_for_pool()
     return {"first_token": first_tokens(engine), "decodes": beside_moves(engine)}
 
 
@@ -25,7 +26,7 @@ def first_tokens(engine: ServingEngine) -> Result:
 
     With what came from below go the bytes that were read there, and those that had to be.
     """
-    engine.seconds(engine.prompts(1, 2, engine.shape.prompt_tokens[0]), 32)
+    warm_up(engine)
     results = {}
     for length in engine.shape.prompt_tokens:
         took: dict[str, list[float]] = {"computed": [], "host memory": [], "below": []}

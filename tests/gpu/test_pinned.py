@@ -61,6 +61,7 @@ class HeldRegistrar(CudaRegistrar):
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(registration, "PIECE_BYTES", 2 * MIB)
+    monkeypatch.setattr(registration, "BATCH_BYTES", 2 * MIB)
     return 2 * MIB
 
 
@@ -202,7 +203,7 @@ import torch
 from kv_swap.memory import registration
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.memory.arena import HostArena
-registration.PIECE_BYTES = 16 << 20
+registration.BATCH_BYTES = registration.PIECE_BYTES
 device = torch.device("cuda", 0)
 torch.ones(8, device=device).sum().item()
 arena = HostArena(4096, 1 << 20, register=CudaRegistrar(device), background=True)

@@ -1,7 +1,4 @@
-"""How long users who come back wait, with vLLM's own scheduler and a calculated device.
-
-A bench measures it on a GPU: `python -m bench.serving --sections conversations`.
-"""
+"""How long users who come back wait, with vLLM's own scheduler and a calculated device."""
 
 from __future__ import annotations
 

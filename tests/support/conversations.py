@@ -1,7 +1,7 @@
 """Users who come back, each time with a longer prompt, while others are served.
 
-The load of a bench on a GPU and of a test on a calculated device. There is no engine here and no
-clock: `Talk` says what to send next, and is told which tokens came when.
+The load of a test on a calculated device. There is no engine here and no clock: `Talk` says what to
+send next, and is told which tokens came when.
 """
 
 from __future__ import annotations

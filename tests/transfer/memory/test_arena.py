@@ -30,6 +30,7 @@ PIECE = 4 * PAGE
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(registration, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(registration, "BATCH_BYTES", PIECE)
     monkeypatch.setattr(registration, "POPULATE_BYTES", 2 * PAGE)
     return PIECE
 
@@ -151,11 +152,20 @@ def test_registers_every_byte_in_bounded_pieces(small_pieces: int) -> None:
     assert arena.wait_ready(0)
 
 
-@pytest.mark.parametrize("slot_bytes", [PAGE, 2 << 20, 3 * PAGE, PAGE + 16, 300 << 20])
-def test_no_slot_lies_in_two_pieces_where_it_fits(slot_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("slot_bytes", "pages_of_piece"),
+    [
+        (PAGE, 4096),
+        (2 << 20, 4096),
+        (3 * PAGE, 4095),
+        (PAGE + 16, 257 * 15),
+        (20 << 20, 5 * 1024),  # a slot of its own
+        (300 << 20, 4096),  # a slot lies in several
+    ],
+)
+def test_no_slot_lies_in_two_pieces_where_it_fits(slot_bytes: int, pages_of_piece: int) -> None:
     piece_bytes = choose_piece_bytes(slot_bytes)
-    assert 128 << 20 < piece_bytes <= 256 << 20
-    assert piece_bytes % PAGE == 0
+    assert piece_bytes == pages_of_piece * PAGE
     assert piece_bytes % slot_bytes == 0 or slot_bytes > 256 << 20
 
 
@@ -238,6 +248,39 @@ def test_the_driver_is_left_alone_after_each_registration_in_the_background(
     rest = registration.REST if background else 0
     for (began, ended), (next_began, _) in itertools.pairwise(sorted(times[1:])):
         assert next_began - ended >= rest * (ended - began)
+
+
+def test_a_thread_takes_several_pieces_at_once_and_looks_at_free_memory_once_for_all(
+    monkeypatch: pytest.MonkeyPatch, small_pieces: int
+) -> None:
+    """A look at every piece would take the interpreter's time from the engine's steps."""
+    monkeypatch.setattr(registration, "BATCH_BYTES", 4 * PIECE + PAGE)
+    looks: list[float] = []
+
+    def read() -> tuple[int, str]:
+        looks.append(time.monotonic())
+        return 1 << 50, "a played host"
+
+    registrar = Registrar()
+    room = MemoryRoom(read, 0)
+    arena = HostArena(41, PAGE, register=registrar, background=True, room=room)
+    assert arena.ready_slots >= 16, "the constructor locks a batch"
+    assert arena.wait_ready(120)
+    assert sorted(registrar.live.values()) == [PAGE, *[PIECE] * 10]
+    assert len(looks) == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_piece_that_fails_ends_its_batch(
+    monkeypatch: pytest.MonkeyPatch, small_pieces: int
+) -> None:
+    monkeypatch.setattr(registration, "BATCH_BYTES", 4 * PIECE)
+    registrar = Registrar(failing_offset=5 * PIECE)
+    arena = HostArena(48, PAGE, register=registrar, background=True)
+    assert not arena.wait_ready(120)
+    assert arena.ready_slots == 20
+    assert sum(registrar.live.values()) == 20 * PAGE
+    assert resident_bytes(arena.address, arena.nbytes) == 20 * PAGE
 
 
 @pytest.mark.parametrize("seconds", [0.0, 600.0])
@@ -326,7 +369,8 @@ class Slow:
 atexit.register(lambda: print(
     "left", sum(thread.name == "kv-swap-pin" for thread in threading.enumerate()), flush=True
 ))
-registration.PIECE_BYTES, registration.RETRY_SECONDS = 1 << 20, 600
+registration.PIECE_BYTES = registration.BATCH_BYTES = 1 << 20
+registration.RETRY_SECONDS = 600
 # A machine may be slow. A wait that takes all its time leaves threads.
 registration._EXIT_SECONDS = 200.0
 room = MemoryRoom(lambda: (0, "a played host"), 1) if sys.argv[1] == "short of memory" else None

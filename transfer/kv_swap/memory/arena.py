@@ -28,7 +28,7 @@ class HostArena:
     own mapping of it. Pages come from `numa_node` where the machine has them there.
 
     With `register` every byte is page-locked. With `background` as well the constructor returns
-    once the first piece is locked. Threads lock the rest, pausing while `room` has too little
+    once the first pieces are locked. Threads lock the rest, pausing while `room` has too little
     memory; `ready_slots` says how far they are.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.

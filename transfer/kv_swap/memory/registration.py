@@ -1,13 +1,14 @@
 """Page-locks a mapping piece by piece, in the background, and undoes it when its users are gone.
 
-Each thread takes the next piece, gives it pages, which takes most of the time, and registers it.
-Threads hold the mapping through this object and never its users. The last thread or `release`,
-whichever comes later, unregisters and unmaps. So no thread touches memory that is gone, and
-`release` waits for no thread.
+Each thread takes the next few pieces, gives them pages, which takes most of the time, and registers
+them one by one. Threads hold the mapping through this object and never its users. The last thread
+or `release`, whichever comes later, unregisters and unmaps. So no thread touches memory that is
+gone, and `release` waits for no thread.
 
 Giving pages to shared memory holds the lock on the process' memory map, registering holds the
-driver's too. So both steps are short. One thread at a time registers, and then leaves the driver
-alone for `REST` times as long as that took: a starting engine makes hundreds of calls a second.
+driver's too: the launches of an engine's step wait until a registration has ended. So both are
+short. One thread at a time registers, and then leaves the driver alone for `REST` times as long as
+that took: a starting engine makes hundreds of calls a second.
 """
 
 from __future__ import annotations
@@ -28,16 +29,22 @@ from kv_swap.memory.mapping import Mapping, Pieces, PinnedRegistrar, describe_li
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20
-"""Bytes of one registration, at most. Launches and captures wait for it: 5 to 8 ms on the host of
-an H200, and 18 to 26 ms for 1 GiB (bench/results/h200/pinning.json)."""
+PIECE_BYTES = 16 << 20
+"""Bytes of one registration, at most, unless a slot has more. Launches wait for it: 5 to 8 ms for
+256 MiB on the host of an H200, which is longer than a step of decodes (bench/swap/pinning.py)."""
+
+LARGEST_PIECE_BYTES = 256 << 20
+"""Slots up to this size lie in one piece: the copy engine takes no copy that lies in two."""
+
+BATCH_BYTES = 256 << 20
+"""Bytes of the pieces that a thread takes at once: it looks at the free memory before each."""
 
 NUM_THREADS = 4
 """On that host one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
 
 REST = 7.0
 """On that host an inference engine with a pool of 50 GiB started 0.3 s later than one without, and
-1.0 s later with a rest of 3. The pool took 9 to 13 s instead of 5 to 7."""
+1.0 s later with a rest of 3, in pieces of 256 MiB. The pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: milliseconds, or 0.2 s where
@@ -45,7 +52,7 @@ a virtual machine has not used its memory lately."""
 
 CAREFUL_BYTES = 16 << 30
 """With less than this left above the headroom, a thread looks before every `POPULATE_BYTES`, not
-only before a piece: 8 ranks may have 8 GiB of pieces under way. A look takes 0.3 ms (2 cores)."""
+only before a batch: 8 ranks may have 8 GiB of them under way. A look takes 0.3 ms (2 cores)."""
 
 RETRY_SECONDS = 5.0
 """Between two looks of a thread that found too little memory."""
@@ -58,11 +65,11 @@ _EXIT_SECONDS = 10.0
 
 
 def choose_piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece: whole pages, at most PIECE_BYTES, whole slots if they fit."""
+    """Return the bytes of a piece: whole pages, and whole slots if they fit, one at least."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
-    if unit > PIECE_BYTES:
+    if unit > LARGEST_PIECE_BYTES:
         unit = mmap.PAGESIZE
-    return PIECE_BYTES // unit * unit
+    return max(1, PIECE_BYTES // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class Registration:
     ) -> None:
         self._mapping = mapping
         self._pieces = Pieces(mapping, registrar, piece_bytes)
+        self._pieces_of_batch = max(1, BATCH_BYTES // piece_bytes)
         self._room = room
         self._started = self._last_line = time.monotonic()
         self._background = False
@@ -106,7 +114,7 @@ class Registration:
         self._changed = threading.Condition()
         self._next_piece = 0
         self._failures: dict[int, Exception] = {}
-        # Bytes without pages of the pieces that are taken, which no reading shows yet.
+        # Bytes without pages of the batches that are taken, by first piece; no reading shows them.
         self._missing: dict[int, int] = {}
         self._short = False
         self._running_threads = 0
@@ -120,20 +128,20 @@ class Registration:
         return self._pieces.ready_bytes
 
     def start(self, *, background: bool) -> None:
-        """Register all pieces on this thread, or with `background` the first, and threads the rest.
+        """Register all on this thread, or with `background` a batch, and threads the rest.
 
         Raises `PinnedMemoryError` if it fails here. A thread logs its failure, and what was
         registered before it stays usable.
         """
-        while (piece := self._claim()) is not None:
-            self._register(piece)
+        while (batch := self._claim()) is not None:
+            self._register(batch)
             if background:
                 break
         if self._failures:
             (cause,) = self._failures.values()
             raise PinnedMemoryError(self._describe_failure()) from cause
         self._background = background
-        if background and self._pieces.count > 1:
+        if background and self._next_piece < self._pieces.count:
             self._start_threads()
 
     def wait(self, timeout_seconds: float | None) -> bool:
@@ -151,17 +159,18 @@ class Registration:
         self._pieces.close()
 
     def _start_threads(self) -> None:
-        count = min(NUM_THREADS, self._pieces.count - 1, len(os.sched_getaffinity(0)))
+        left = -(-(self._pieces.count - self._next_piece) // self._pieces_of_batch)
+        count = min(NUM_THREADS, left, len(os.sched_getaffinity(0)))
         # A thread that the interpreter leaves behind in the driver at exit could end in a crash.
         atexit.register(self._stop)
-        with self._changed:  # no thread claims a piece, or ends, before all are counted
+        with self._changed:  # no thread claims a batch, or ends, before all are counted
             for _ in range(count):
                 threading.Thread(target=self._work, name="kv-swap-pin", daemon=True).start()
                 self._running_threads += 1
 
     def _work(self) -> None:
-        while (piece := self._claim()) is not None:
-            self._register(piece)
+        while (batch := self._claim()) is not None:
+            self._register(batch)
             self._log_progress()
         with self._changed:
             if self._running_threads > 1:
@@ -188,35 +197,42 @@ class Registration:
             now - self._started,
         )
 
-    def _claim(self) -> int | None:
-        """Return the next piece, if any is to be begun."""
+    def _claim(self) -> range | None:
+        """Return the pieces of the next batch, if any is to be begun."""
         with self._changed:
-            if self._is_over() or self._next_piece == self._pieces.count:
+            first = self._next_piece
+            if self._is_over() or first == self._pieces.count:
                 return None
-            piece = self._next_piece
-            start, end = self._pieces.range(piece)
-            self._missing[piece] = end - start
-            self._next_piece += 1
-            return piece
+            self._next_piece = min(first + self._pieces_of_batch, self._pieces.count)
+            batch = range(first, self._next_piece)
+            start, end = self._range(batch)
+            self._missing[first] = end - start
+            return batch
+
+    def _range(self, batch: range) -> tuple[int, int]:
+        return self._pieces.range(batch[0])[0], self._pieces.range(batch[-1])[1]
 
     def _is_over(self) -> bool:
         return self._stopping or bool(self._failures)
 
-    def _register(self, piece: int) -> None:
-        start, end = self._pieces.range(piece)
+    def _register(self, batch: range) -> None:
+        start, end = self._range(batch)
+        piece = batch[0]
         spare_bytes = 0
         try:
             for offset in range(start, end, POPULATE_BYTES):
                 if spare_bytes < CAREFUL_BYTES:
-                    spare_bytes = self._wait_for_room(piece, offset)
+                    spare_bytes = self._wait_for_room(batch, offset)
                 if self._stopping or spare_bytes < 0:
                     return
                 nbytes = min(POPULATE_BYTES, end - offset)
                 self._mapping.populate(offset, nbytes)
                 with self._changed:
-                    self._missing[piece] = max(0, self._missing[piece] - nbytes)
+                    self._missing[batch[0]] = max(0, self._missing[batch[0]] - nbytes)
             with self._driver_turn:
-                if not self._stopping:
+                for piece in batch:
+                    if self._is_over():
+                        return
                     began = time.monotonic()
                     self._pieces.lock(piece)
                     if self._background:
@@ -226,26 +242,27 @@ class Registration:
                 self._failures[piece] = error
         finally:
             with self._changed:
-                del self._missing[piece]
+                del self._missing[batch[0]]
                 self._changed.notify_all()  # threads that wait for room
 
-    def _wait_for_room(self, piece: int, offset: int) -> int:
-        """Block until a piece's pages from `offset` on leave the headroom free; return the rest.
+    def _wait_for_room(self, batch: range, offset: int) -> int:
+        """Block until a batch's pages from `offset` on leave the headroom free; return the rest.
 
-        Pieces before it come first, so that slots become ready in order. Pages that exist need no
+        Batches before it come first, so that slots become ready in order. Pages that exist need no
         room: where processes share the memory, the slowest must not wait for what the fastest has
         taken for both. Below 0: end the thread.
         """
         if self._room is None or not self._background:
             return sys.maxsize
-        nbytes_left = self._pieces.range(piece)[1] - offset
+        first = batch[0]
+        nbytes_left = self._range(batch)[1] - offset
         while True:
             missing_bytes = self._mapping.missing_bytes(offset, nbytes_left)
             with self._changed:
                 if self._is_over():
                     return -1
-                self._missing[piece] = missing_bytes
-                nbytes = sum(missing for p, missing in self._missing.items() if p <= piece)
+                self._missing[first] = missing_bytes
+                nbytes = sum(missing for p, missing in self._missing.items() if p <= first)
                 lowest = min(self._missing)
             if not nbytes:
                 return 0
@@ -253,10 +270,10 @@ class Registration:
             if spare_bytes >= 0:
                 return spare_bytes
             with self._changed:
-                # Pieces before it may still end well: then the figure would be too small.
-                first = not self._short and piece == lowest
-                self._short |= first
-            if first:
+                # Batches before it may still end well: then the figure would be too small.
+                warns = not self._short and first == lowest
+                self._short |= warns
+            if warns:
                 logger.warning(
                     "host memory is short: the pool keeps %d of %d bytes, and grows when memory is "
                     "free: %s; free memory, or use a smaller pool",
