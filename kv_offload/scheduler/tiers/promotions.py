@@ -153,12 +153,12 @@ class Promotions:
             tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
-        wait.looked = now
         if self._tier.is_shared and not wait.asked:
             wait.asked = True
             self._ask(tracked, wait)
             if self._is_asking(wait):
                 return True
+        wait.looked = now
         self._look(tracked, wait)
         return bool(wait.moves)
 
@@ -172,9 +172,7 @@ class Promotions:
         """
         prefixes, hashes, start = self._prefixes, tracked.request.block_hashes, wait.start_tokens
         end = tracked.wishes.load_limit(start, wait.num_tokens)
-        first = start
-        if prefixes.serves_whole_requests:
-            first = self._on_its_way(tracked, start, end).end_tokens
+        first = self._on_its_way(tracked, start, end).full_tokens
         self._drop_answered()
         asked_end = prefixes.end_within(self._asked, hashes, first, end)
         if asked_end > first:
