@@ -68,7 +68,9 @@ def test_burst(
         pytest.skip(f"{requests} requests; add --benchmark-enable")
     equal = prefixes == "equal"
     with full_store():
-        bed = BurstBed(where, requests, EQUAL_BLOCKS if equal else DIFFERENT_BLOCKS, tmp_path, equal)
+        bed = BurstBed(
+            where, requests, EQUAL_BLOCKS if equal else DIFFERENT_BLOCKS, tmp_path, equal
+        )
     bed.burst(requests)
     gc.collect()
     gc.freeze()  # as vLLM's engine core does when it has started

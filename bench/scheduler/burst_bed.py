@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -19,16 +20,18 @@ from bench.scheduler.bed import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, block_name, ma
 from kv_offload.messages import TierCapacity, WorkerCapacity
 
 Where = Literal["vLLM alone", "asks again", "host memory", "disk", "store"]
-"""Where the prefixes are. `asks again` is a connector that answers vLLM so and does nothing else."""
+"""Where the prefixes are. `asks again` is a connector that does nothing but answer vLLM so."""
 
 TAIL_TOKENS = 40
 DECODES = 8
 SHARED_PREFIX = 1 << 20
 """The number of a prefix that requests share; those of their own are smaller."""
+TAILS = 1 << 40
+"""From here on the numbers are those of tails."""
 
 
 class FullDirectory:
-    """A store's directory that answers at once that everything is there."""
+    """A store's directory that answers at once that all prefixes are there, and no tails."""
 
     def __init__(self, *_: object) -> None:
         self.is_done, self.answered = True, 0.0
@@ -36,7 +39,7 @@ class FullDirectory:
 
     def ask(self, names: Sequence[bytes]) -> FullDirectory:
         answer = FullDirectory()
-        answer.found = [True] * len(names)
+        answer.found = [int.from_bytes(name[-32:-8], "big") < TAILS for name in names]
         return answer
 
     def close(self, timeout_seconds: float) -> None:
@@ -46,9 +49,7 @@ class FullDirectory:
 class BurstBed:
     """An engine that decodes, and has the prefixes of a burst where `where` says."""
 
-    def __init__(
-        self, where: Where, requests: int, blocks: int, folder: Path, equal: bool
-    ) -> None:
+    def __init__(self, where: Where, requests: int, blocks: int, folder: Path, equal: bool) -> None:
         self.blocks = blocks
         self._equal = equal
         self._where = where
@@ -89,12 +90,13 @@ class BurstBed:
 
     def add(self, name: str, prefix: int, blocks: int, tail: int, max_tokens: int) -> Request:
         """Queue a request of so many blocks of a prefix, and a tail of its own."""
-        own = len(self._requests)
+        own = TAILS + len(self._requests)
+        shared = self._names(prefix, blocks)
 
         def name_blocks(request: Request) -> list[Any]:
             known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
-            chosen = [prefix if index < blocks else (1 << 40) + own for index in range(known, full)]
-            return [block_name(p, i) for p, i in zip(chosen, range(known, full), strict=True)]
+            tail = range(max(known, blocks), full)
+            return [*shared[known:full], *(block_name(own, index) for index in tail)]
 
         request = Request(
             name,
@@ -121,10 +123,14 @@ class BurstBed:
         """Have the requests come, whose prefixes are kept before that."""
         equal = self._equal
         for prefix in [SHARED_PREFIX] if equal else range(requests):
-            self._keep([block_name(prefix, index) for index in range(self.blocks)])
+            self._keep(self._names(prefix, self.blocks))
         for index in range(requests):
             prefix = SHARED_PREFIX if equal else index
             self.add(f"burst-{index}", prefix, self.blocks, TAIL_TOKENS, 2)
+
+    @lru_cache(maxsize=1)  # noqa: B019 - the bed lives as long
+    def _names(self, prefix: int, blocks: int) -> list[bytes]:
+        return [block_name(prefix, index) for index in range(blocks)]
 
     def _keep(self, keys: list[bytes]) -> None:
         if self._where == "host memory":

@@ -32,6 +32,10 @@ MAX_WAIT_SECONDS = 5.0
 MIN_WAIT_SECONDS = 0.2
 """A request waits for twice the time that computing would take, within these bounds."""
 
+LOOK_KEYS = 32
+"""To look a request up here takes as long as so many keys, however few it has of its own. So a step
+begins with some 250 of them at most."""
+
 MAX_PROMOTING_SHARE = 2
 """One of so many slots of host memory, at most, is being filled from below at a time."""
 
@@ -149,6 +153,7 @@ class Promotions:
             return False
         if self._lookups.budget.is_spent:
             return True
+        self._lookups.budget.spend(LOOK_KEYS)
         if wait is None:
             tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
         elif not same:
@@ -268,7 +273,7 @@ class Promotions:
             return False
         key = prefixes.chain_key(hashes, next_end)
         self._lookups.budget.spend(1)
-        return key in self._host or bool(self._tier.readable([key])[0])
+        return key in self._host or self._tier.may_have(key)
 
     def _look(self, tracked: TrackedRequest, wait: Wait) -> None:
         """Look a request up in host memory and below, and have it wait for what is worth it."""
