@@ -406,7 +406,7 @@ def test_those_that_share_what_is_loaded_are_looked_up_in_no_block(
     asked = Asked(kept=6)
     asked.load("first", end=24)
     counts = count_lookups(asked)
-    assert [asked.match(f"{i}") for i in range(20)] == [None] * 20
+    assert [asked.match(f"{i}", tokens=49) for i in range(20)] == [None] * 20
     assert counts == []
     asked.manager.reset()
     assert asked.match("after a reset") == 0
