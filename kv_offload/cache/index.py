@@ -58,6 +58,10 @@ class SlotIndex:
         """Iterate over all keys and their slots, in no order."""
         return self._slot_of.items()
 
+    def __contains__(self, key: Key) -> bool:
+        """Say whether a key has a slot."""
+        return self._slot_of.get(key) >= 0
+
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slot of each key, -1 for a key that has none."""
         return [*chain.from_iterable(self._look_up(keys))]

@@ -83,6 +83,10 @@ class CacheManager:
         """
         return not (self._forgotten_at[slots] > since).any()
 
+    def __contains__(self, key: Key) -> bool:
+        """Say whether a key has a slot, readable or not. Changes nothing."""
+        return key in self._index
+
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slot of each key, -1 for a key that is not known. Changes nothing."""
         return self._index.slot_numbers(keys)

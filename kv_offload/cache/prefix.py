@@ -7,7 +7,7 @@ hash is vLLM's own, so it covers LoRA adapters, multimodal inputs and cache salt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +101,8 @@ class PrefixMap:
         self._reads_all = tuple(group.reads_all for group in self.groups)
         self._search_order = sorted(self.groups, key=lambda group: not group.reads_all)
         self._has_full = self._search_order[0].reads_all
+        chain_group = self._search_order[0].group_id
+        self._chain_suffix = self._suffix[chain_group] if chain_group else b""
         self.serves_whole_requests = all(
             group.reads_all and not group.sees_next_token for group in self.groups
         )
@@ -186,6 +188,15 @@ class PrefixMap:
         needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
         return sum(map(len, needed))
 
+    def needed_tokens(self, start_tokens: int, end_tokens: int) -> NDArray[np.int64]:
+        """Return the first token of each slot of `needed_keys`, shape `(keys,)`."""
+        tokens = [
+            np.arange(slots.start, slots.stop, dtype=np.int64) * group.block_tokens
+            for group in self.groups
+            for slots in [self.needed_slots(group, start_tokens, end_tokens)]
+        ]
+        return np.concatenate(tokens)
+
     def needed_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
@@ -196,6 +207,47 @@ class PrefixMap:
             keys += self.slot_keys(hashes, group, slots.start, slots.stop)
         return keys
 
+    def chain_keys(
+        self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
+    ) -> list[SlotKey]:
+        """Return the keys of one group's slots, each of which names the prefix up to its end.
+
+        That is a group that reads all tokens. Where there is none, there are no such keys.
+        """
+        group = self._search_order[0]
+        if not self._has_full:
+            return []
+        first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
+        return self.slot_keys(hashes, group, first, last)
+
+    def chain_key(self, hashes: Sequence[bytes], end_tokens: int) -> SlotKey:
+        """Return the one of `chain_keys` that ends at `end_tokens`, aligned, which has a hash."""
+        block_hash = hashes[end_tokens // self._hash_block_tokens - 1]
+        return block_hash + self._chain_suffix if self._chain_suffix else block_hash
+
+    def end_within(
+        self, known: Mapping[SlotKey, object], hashes: Sequence[bytes], start: int, limit: int
+    ) -> int:
+        """Return up to which aligned token, at most `limit`, a prefix is in `known`.
+
+        Takes O(log tokens): `known` has `chain_keys` without gaps from `start` or before it on.
+        """
+        step = self.alignment_tokens
+        low, high = start // step, self.hashed_end(hashes, limit) // step
+        if not known:
+            return start
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.chain_key(hashes, middle * step) in known:
+                low = middle
+            else:
+                high = middle - 1
+        return low * step
+
+    def hashed_end(self, hashes: Sequence[bytes], limit_tokens: int) -> int:
+        """Return the last aligned token, at most `limit_tokens`, up to which there are hashes."""
+        return self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
+
     def longest_hit(
         self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
     ) -> int:
@@ -203,11 +255,17 @@ class PrefixMap:
         return self.longest_hits(hashes, readable, start_tokens, limit_tokens)[0]
 
     def longest_hits(
-        self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
+        self,
+        hashes: Sequence[bytes],
+        readable: Readable,
+        start_tokens: int,
+        limit_tokens: int,
+        known_tokens: int = 0,
     ) -> tuple[int, int]:
         """Do as `longest_hit`, and return how far the groups that read all tokens could extend it.
 
-        Where there is no such group beside others, the two are the same.
+        Where there is no such group beside others, the two are the same. Up to `known_tokens` these
+        groups are not looked up: they have all.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
         next token, the slot after the end must be readable too; it may lie beyond `limit_tokens`.
@@ -216,7 +274,7 @@ class PrefixMap:
         again until the end stays. It begins with those that read all tokens: they tell with a few
         look-ups that nothing of a prompt is there, the others look for any block.
         """
-        end = self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
+        end = self.hashed_end(hashes, limit_tokens)
         previous = None
         full_end = None if self._has_full else 0
         while end > start_tokens and end != previous:
@@ -224,7 +282,8 @@ class PrefixMap:
             for group in self._search_order:
                 if full_end is None and not group.reads_all:
                     full_end = end
-                end = self._covered_end(group, hashes, readable, start_tokens, end)
+                start = max(start_tokens, known_tokens) if group.reads_all else start_tokens
+                end = self._covered_end(group, hashes, readable, start, end)
                 if end <= start_tokens:
                     break
             if len(self.groups) == 1:

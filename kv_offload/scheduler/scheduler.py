@@ -229,6 +229,8 @@ class OffloadScheduler:
     def _begin_step(self, output: StepOutput, stores: tuple[StoreJob, ...]) -> OffloadMetadata:
         # Last, and nothing here raises: what has been taken must be sent.
         jobs = self._jobs
+        self._lookups.budget.next_step()
+        self._choice.next_step()
         self.watch.begin(output, loads=jobs.running_loads > 0, waits=jobs.plans_synchronous)
         return self._make_plan(stores)
 

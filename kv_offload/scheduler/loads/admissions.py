@@ -52,7 +52,7 @@ class Admissions:
         self._lookups.arrived(tracked)
         if not tracked.may_load:
             return 0, False
-        if self.waits(tracked, start):
+        if self._lookups.waits_for_load(tracked) or self.waits(tracked, start):
             return None, False
         tokens = self._lookups.match(tracked, start)
         if not tokens:

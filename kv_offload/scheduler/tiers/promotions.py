@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.engine import Request
 from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.jobs import Jobs, Move
 from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
-from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
+from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.tiers.shared_tier import Question
@@ -29,20 +32,43 @@ MAX_WAIT_SECONDS = 5.0
 MIN_WAIT_SECONDS = 0.2
 """A request waits for twice the time that computing would take, within these bounds."""
 
+LOOK_KEYS = 32
+"""To look a request up here takes as long as so many keys, however few it has of its own. So a step
+begins with some 250 of them at most."""
+
 MAX_PROMOTING_SHARE = 2
 """One of so many slots of host memory, at most, is being filled from below at a time."""
 
 
 @dataclass(slots=True, eq=False)
+class Read:
+    """A prefix that is being read, from `start_tokens` to `end_tokens`, for all that share it.
+
+    - `full_tokens`: how far the groups that read all tokens could extend it.
+    - `host_tokens`: how far host memory had it when it was looked up.
+    - `parts`: what reads it, and from which token on each move brings something.
+    """
+
+    start_tokens: int
+    end_tokens: int
+    full_tokens: int
+    host_tokens: int
+    parts: list[tuple[int, Move]]
+    keys: list[SlotKey] = field(default_factory=list)
+    """By which others find it, from where they find other reads on."""
+
+
+@dataclass(slots=True, eq=False)
 class Wait:
-    """What is known of a request that was looked up below.
+    """What a request waits for that was looked up below.
 
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock; negative where something
       has come since.
     - `until`: when it is computed at the latest; None before anything is read for it.
-    - `asked`: whether the tier was asked what it has of it, if it must be; `question` is what it
-      may not have answered.
+    - `asked`: whether the tier was asked what it has of it, if it must be; `questions` are what it
+      may not have answered, those of others too.
+    - `moves`: what is read for it; may have ended.
     """
 
     start_tokens: int
@@ -50,9 +76,8 @@ class Wait:
     looked: float
     until: float | None = None
     asked: bool = False
-    question: Question | None = None
-    moves: set[Move] = field(default_factory=set)
-    """What is read for it, and has not ended."""
+    questions: list[Question] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
 
 class Promotions:
@@ -60,6 +85,10 @@ class Promotions:
 
     The request waits meanwhile, and the engine asks again; others run. Where its time is over it
     gets what has come by then. Reads go on: what they bring is there for the next one.
+
+    Requests that share a prefix share its read and what the tier was asked of it: of the second
+    only the tokens are looked up in which it differs. So it costs O(log tokens) while the first
+    waits, and a request that waits costs O(1) a step.
     """
 
     def __init__(
@@ -68,6 +97,7 @@ class Promotions:
         host: CacheManager,
         tier: Tier,
         jobs: Jobs,
+        lookups: Lookups,
         choice: LoadChoice,
         statistics: Statistics,
         slot_bytes: int,
@@ -77,13 +107,20 @@ class Promotions:
         self._host = host
         self._tier = tier
         self._jobs = jobs
+        self._lookups = lookups
         self._choice = choice
         self._statistics = statistics
         self._slot_bytes = slot_bytes
         self._announcer = announcer
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
-        self._waiting_for: dict[Move, list[Wait]] = {}
+        self._running: dict[Move, list[Read]] = {}
+        """Moves that have not ended, and the reads that they are parts of."""
         self._coming: dict[SlotKey, Move] = {}
+        self._reads: dict[SlotKey, Read] = {}
+        """By the `chain_keys` of their prefixes."""
+        self._asked: dict[SlotKey, Question] = {}
+        self._questions: deque[tuple[Question, list[SlotKey]]] = deque()
+        """Those in `_asked`, and under which keys, in the order in which they were asked."""
         self.rate = CopyRate()
         """Of reads."""
         self.running_slots = 0
@@ -98,104 +135,216 @@ class Promotions:
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
         wait = tracked.tier_wait
         if wait is not None:
+            is_reading = self._is_reading(wait)
             if wait.looked < 0:
                 tracked.offer = None  # what has come since is not in it
             if wait.until is not None and now >= wait.until:
                 self._give_up(tracked, wait)
                 wait.looked = now
                 return False
-            if wait.moves or self._is_asking(wait):
+            if is_reading or self._is_asking(wait):
                 return True
             same = (start_tokens, num_tokens) == (wait.start_tokens, wait.num_tokens)
             if same and now - wait.looked < OFFER_SECONDS:
                 return False
+            if wait.looked < 0 and self._lookups.loads_beginning_of(tracked, start_tokens):
+                return False  # what was read is being loaded already, for another request
         if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
             return False
+        if self._lookups.budget.is_spent:
+            return True
+        self._lookups.budget.spend(LOOK_KEYS)
         if wait is None:
             tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
-        wait.looked = now
         if self._tier.is_shared and not wait.asked:
             wait.asked = True
-            wait.question = self._ask(tracked, wait)
+            self._ask(tracked, wait)
             if self._is_asking(wait):
                 return True
+        wait.looked = now
         self._look(tracked, wait)
         return bool(wait.moves)
 
-    def _ask(self, tracked: TrackedRequest, wait: Wait) -> Question | None:
-        """Ask the tier which blocks it has that host memory lacks and a hit could need."""
-        prefixes, hashes = self._prefixes, tracked.request.block_hashes
-        end_tokens = tracked.wishes.load_limit(wait.start_tokens, wait.num_tokens)
+    # -- what the tier has ---------------------------------------------------------------------
+
+    def _ask(self, tracked: TrackedRequest, wait: Wait) -> None:
+        """Ask the tier which blocks it has that host memory lacks and a hit could need.
+
+        What it was asked of the same prefix is not asked again while the answer is awaited, nor is
+        what is being read or loaded.
+        """
+        prefixes, hashes, start = self._prefixes, tracked.request.block_hashes, wait.start_tokens
+        end = tracked.wishes.load_limit(start, wait.num_tokens)
+        first = self._on_its_way(tracked, start, end).full_tokens
+        self._drop_answered()
+        asked_end = prefixes.end_within(self._asked, hashes, first, end)
+        if asked_end > first:
+            wait.questions.append(self._asked[prefixes.chain_key(hashes, asked_end)])
         keys: list[SlotKey] = []
         for group in prefixes.groups:
-            first, last = (at // group.block_tokens for at in (wait.start_tokens, end_tokens))
+            slots = range(asked_end // group.block_tokens, end // group.block_tokens)
             # One slot more may be the proof of a draft head's hit.
-            keys += prefixes.slot_keys(hashes, group, first, last + 1)
+            keys += prefixes.slot_keys(hashes, group, slots.start, slots.stop + 1)
+        self._lookups.budget.spend(len(keys))
         missing = (self._host.find(keys) < 0).tolist() if keys else []
-        return self._tier.ask([key for key, absent in zip(keys, missing, strict=True) if absent])
+        question = self._tier.ask(
+            [key for key, absent in zip(keys, missing, strict=True) if absent]
+        )
+        if question is not None:
+            wait.questions.append(question)
+            chain_keys = prefixes.chain_keys(hashes, asked_end, end)
+            self._asked.update(dict.fromkeys(chain_keys, question))
+            self._questions.append((question, chain_keys))
+
+    def _drop_answered(self) -> None:
+        """Drop what was answered, or is not waited for any longer; answers come in order."""
+        while self._questions and not self._questions[0][0].is_open():
+            question, keys = self._questions.popleft()
+            _remove(self._asked, keys, question)
 
     def _is_asking(self, wait: Wait) -> bool:
-        """Whether the answer to a request's question is to be waited for."""
-        if wait.question is None:
+        """Whether the answer to a question about a request is to be waited for."""
+        if not wait.questions:
             return False
-        if wait.question.is_open():
+        if any(question.is_open() for question in wait.questions):
             return True
-        self._statistics.count("late_lookups", wait.question.is_late)
-        wait.question = None
+        self._statistics.count("late_lookups", any(q.is_late for q in wait.questions))
+        wait.questions.clear()
         wait.looked = -OFFER_SECONDS
+        self._drop_answered()
         return False
+
+    # -- what is read --------------------------------------------------------------------------
+
+    def _is_reading(self, wait: Wait) -> bool:
+        """Whether something that is read for a request has not ended. The last read ends last."""
+        moves = wait.moves
+        if not moves:
+            return False
+        while moves and moves[-1] not in self._running:
+            moves.pop()
+        if not moves:
+            wait.looked = -OFFER_SECONDS
+        return bool(moves)
 
     def _give_up(self, tracked: TrackedRequest, wait: Wait) -> None:
         """Let a request go on with what has come; nothing more is read for it."""
         if wait.moves:
             self._statistics.count("late_promotions", 1)
             tracked.offer = None
-        for move in wait.moves:
-            self._waiting_for[move].remove(wait)
-        wait.moves.clear()
+            wait.moves.clear()
+
+    def _on_its_way(self, tracked: TrackedRequest, start: int, limit: int) -> Read:
+        """Return how much of a request is loaded or read already for others that share it.
+
+        With windows, states and proofs, where an end is a hit only with what is before it, that is
+        nothing, or all that there is.
+        """
+        prefixes, hashes = self._prefixes, tracked.request.block_hashes
+        nothing = Read(start, start, start, start, [])
+        end = prefixes.end_within(self._lookups.arriving, hashes, start, limit)
+        if end > start and self._lookups.loads_beginning_of(tracked, start) is not None:
+            read = Read(start, end, end, end, [])
+        else:
+            end = prefixes.end_within(self._reads, hashes, start, limit)
+            if end <= start:
+                return nothing
+            read = self._reads[prefixes.chain_key(hashes, end)]
+            if read.start_tokens > start:
+                return nothing
+        if prefixes.serves_whole_requests:
+            read_end = end
+        elif end == read.full_tokens and not self._has_more(hashes, end, limit):
+            read_end = read.end_tokens
+        else:
+            return nothing
+        if read_end <= start or prefixes.chain_key(hashes, read_end) not in self._host:
+            return nothing  # host memory was emptied since
+        parts = [(first, move) for first, move in read.parts if first < read_end]
+        return Read(start, read_end, end, min(read.host_tokens, read_end), parts)
+
+    def _has_more(self, hashes: Sequence[bytes], end: int, limit: int) -> bool:
+        """Whether there may be more of a prefix than up to `end`, of groups that read all."""
+        prefixes = self._prefixes
+        next_end = end + prefixes.alignment_tokens
+        if next_end > prefixes.hashed_end(hashes, limit):
+            return False
+        key = prefixes.chain_key(hashes, next_end)
+        self._lookups.budget.spend(1)
+        return key in self._host or self._tier.may_have(key)
 
     def _look(self, tracked: TrackedRequest, wait: Wait) -> None:
         """Look a request up in host memory and below, and have it wait for what is worth it."""
-        prefixes, request, start = self._prefixes, tracked.request, wait.start_tokens
-        hashes = request.block_hashes
-        limit = request.num_tokens if prefixes.serves_whole_requests else request.num_tokens - 1
-        limit = tracked.wishes.load_limit(start, limit)
-        end = prefixes.longest_hit(hashes, self._readable, start, limit)
-        if end <= start:
-            return
-        keys = prefixes.needed_keys(hashes, start, end)
+        start, hashes = wait.start_tokens, tracked.request.block_hashes
+        limit = self._lookups.limit_tokens(tracked, start)
+        read = self._on_its_way(tracked, start, limit)
+        known = read.end_tokens
+        if known > start and not self._has_more(hashes, known, limit):
+            if read.parts and self._is_worth_it(read, missing=0):
+                self._wait_for(wait, read)
+        elif (found := self._find(tracked.request, read, limit)) is not None:
+            self._wait_for(wait, found)
+
+    def _find(self, request: Request, known: Read, limit: int) -> Read | None:
+        """Look up what is beyond `known`, and begin to read it; None if that is not worth it."""
+        prefixes, hashes, start = self._prefixes, request.block_hashes, known.end_tokens
+        end, full = prefixes.longest_hits(hashes, self._readable, start, limit)
+        keys = prefixes.needed_keys(hashes, start, end) if end > start else []
         host_slots = self._host.find(keys)
-        unknown = (host_slots < 0).tolist()
-        missing = [key for key, absent in zip(keys, unknown, strict=True) if absent]
-        under_way = {
-            self._coming[key]
-            for key, absent in zip(keys, unknown, strict=True)
-            if not absent and key in self._coming
-        }
-        if not missing and not under_way:
-            return
-        host_end = prefixes.longest_hit(hashes, self._host.readable, start, limit)
-        computed = self._choice.compute_seconds(end - host_end)
-        if not self._is_worth_it(computed, len(missing), len(keys)):
-            return
-        readable = host_slots[self._host.readable(keys)]
-        promoted = self._promote(missing, readable)
+        absent = host_slots < 0
+        missing = [key for key, gone in zip(keys, absent.tolist(), strict=True) if gone]
+        first_tokens = prefixes.needed_tokens(start, end)
+        parts = {move: at for at, move in known.parts}
+        for row in np.flatnonzero(~absent).tolist():
+            if (move := self._coming.get(keys[row])) is not None:
+                parts.setdefault(move, int(first_tokens[row]))
+        if not missing and not parts:
+            return None
+        host_end = known.host_tokens
+        if host_end == start:
+            host_end = prefixes.longest_hit(hashes, self._host_readable, start, limit)
+        read = Read(known.start_tokens, end, full, host_end, [])
+        if not self._is_worth_it(read, len(missing)):
+            return None
+        promoted = self._promote(missing, host_slots[self._host.readable(keys)])
         if self._announcer is not None and promoted:
             pairs = (zip(move.keys, move.slots.tolist(), strict=True) for move in promoted)
             slot_of = dict(chain.from_iterable(pairs))
             self._announcer.remember_prefix(request, start, end, slot_of)
-        moves = under_way | promoted
-        for move in moves:
-            self._waiting_for[move].append(wait)
-        wait.moves = moves
-        if moves and wait.until is None:
+        rows = np.flatnonzero(absent)
+        for move in promoted:
+            parts[move] = int(first_tokens[rows[: len(move.keys)]].min())
+            rows = rows[len(move.keys) :]
+        read.parts = [(at, move) for move, at in parts.items()]
+        if len(rows):  # there was no room for these
+            read.end_tokens = read.full_tokens = min(end, int(first_tokens[rows].min()))
+        if read.end_tokens > start and (prefixes.serves_whole_requests or not len(rows)):
+            read.keys = prefixes.chain_keys(hashes, start, read.full_tokens)
+            self._reads.update(dict.fromkeys(read.keys, read))
+            for _, move in read.parts:
+                self._running[move].append(read)
+        return read
+
+    def _wait_for(self, wait: Wait, read: Read) -> None:
+        """Have a request wait for a read, for about as long as it would take to compute."""
+        wait.moves = [move for _, move in read.parts]
+        if wait.moves and wait.until is None:
+            computed = self._compute_seconds(read)
             twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
             wait.until = wait.looked + min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
 
+    def _compute_seconds(self, read: Read) -> float | None:
+        return self._choice.compute_seconds(read.end_tokens - read.host_tokens)
+
+    def _host_readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+        self._lookups.budget.spend(len(keys))
+        return self._host.readable(keys)
+
     def _readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
         """Say for each key whether host memory has it, or can have it from below."""
+        self._lookups.budget.spend(len(keys))
         slots = self._host.find(keys)
         readable = self._host.readable(keys)
         if readable.all():
@@ -206,30 +355,32 @@ class Promotions:
             readable[place] = keys[place] in self._coming
         return readable
 
-    def _is_worth_it(self, computed: float | None, missing: int, needed: int) -> bool:
-        """Whether to read `missing` slots and load the `needed` ones, or compute instead.
+    def _is_worth_it(self, read: Read, missing: int) -> bool:
+        """Whether to read `missing` slots more and load all of `read`, or compute instead.
 
         Without evidence, and where it is close, the answer is to read.
         """
+        computed = self._compute_seconds(read)
         speed = self.rate.measured_bytes_per_second
         if not self._choice.measured or speed is None or computed is None:
             return True
-        read = (self.running_slots + missing) * self._slot_bytes / speed
-        read += self._choice.load_seconds(needed)
+        seconds = (self.running_slots + missing) * self._slot_bytes / speed
+        needed = self._prefixes.count_slots(read.start_tokens, read.end_tokens)
+        seconds += self._choice.load_seconds(needed)
         # Now and then one is read all the same, to measure the tier again.
-        if computed * MARGIN >= read or self.rate.is_to_be_tried:
+        if computed * MARGIN >= seconds or self.rate.is_to_be_tried:
             self.rate.count_hit(computed=False)
             return True
         self.rate.count_hit(computed=True)
         return False
 
-    def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> set[Move]:
+    def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> list[Move]:
         """Begin to read the first of `keys`, as many as host memory has room for."""
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
         if not len(slots):
-            return set()
+            return []
         keys = keys[: len(slots)]
         moves = self._jobs.plan_moves(
             keys,
@@ -241,17 +392,16 @@ class Promotions:
         )
         for move in moves:
             self._coming.update(dict.fromkeys(move.keys, move))
-            self._waiting_for[move] = []
+            self._running[move] = []
         self.running_slots += len(slots)
-        return set(moves)
+        return moves
 
     def ended(self, move: Move, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a read; `failed` says which slots hold garbage."""
         self.running_slots -= len(move.slots)
-        for wait in self._waiting_for.pop(move):
-            wait.moves.discard(move)
-            if not wait.moves:
-                wait.looked = -OFFER_SECONDS
+        for read in self._running.pop(move):
+            # What has come may be evicted: who shares it from now on looks it up.
+            _remove(self._reads, read.keys, read)
         for key in move.keys:
             # Once host memory was emptied, another move may bring it.
             if self._coming.get(key) is move:
@@ -262,9 +412,19 @@ class Promotions:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` where a key comes from nowhere, or a request waits for nothing."""
-        assert self.running_slots == sum(len(move.slots) for move in self._waiting_for)
+        assert self.running_slots == sum(len(move.slots) for move in self._running)
         for key, move in self._coming.items():
-            assert move in self._waiting_for
+            assert move in self._running
             assert key in move.keys
-        for move, waits in self._waiting_for.items():
-            assert all(move in wait.moves for wait in waits)
+        for key, read in self._reads.items():
+            assert key in read.keys
+            assert any(read in self._running.get(move, ()) for _, move in read.parts)
+        asked = [key for _, keys in self._questions for key in keys]
+        assert self._asked.keys() <= {*asked}
+
+
+def _remove(table: dict[SlotKey, Any], keys: Sequence[SlotKey], value: Any) -> None:
+    """Remove the keys that still have this value."""
+    for key in keys:
+        if table.get(key) is value:
+            del table[key]

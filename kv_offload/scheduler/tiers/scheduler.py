@@ -64,6 +64,7 @@ class TieredScheduler(OffloadScheduler):
             host,
             tier,
             jobs,
+            self._lookups,
             self._choice,
             self._statistics,
             self._slot_bytes,
