@@ -1,5 +1,7 @@
 """Host time that the plugin's hooks take of a scheduler's step. Needs vLLM, and no GPU.
 
 bench_scheduler.py  steps of decodes, new prompts, and a hit that waits: pytest-benchmark
+bench_bursts.py     many requests at once, with equal and different prefixes
+burst_bed.py        an engine that decodes while they come
 bed.py              vLLM's own scheduler with our connector, without a model
 """

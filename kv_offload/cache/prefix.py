@@ -255,11 +255,17 @@ class PrefixMap:
         return self.longest_hits(hashes, readable, start_tokens, limit_tokens)[0]
 
     def longest_hits(
-        self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
+        self,
+        hashes: Sequence[bytes],
+        readable: Readable,
+        start_tokens: int,
+        limit_tokens: int,
+        known_tokens: int = 0,
     ) -> tuple[int, int]:
         """Do as `longest_hit`, and return how far the groups that read all tokens could extend it.
 
-        Where there is no such group beside others, the two are the same.
+        Where there is no such group beside others, the two are the same. Up to `known_tokens` these
+        groups are not looked up: they have all.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
         next token, the slot after the end must be readable too; it may lie beyond `limit_tokens`.
@@ -276,7 +282,8 @@ class PrefixMap:
             for group in self._search_order:
                 if full_end is None and not group.reads_all:
                     full_end = end
-                end = self._covered_end(group, hashes, readable, start_tokens, end)
+                start = max(start_tokens, known_tokens) if group.reads_all else start_tokens
+                end = self._covered_end(group, hashes, readable, start, end)
                 if end <= start_tokens:
                     break
             if len(self.groups) == 1:

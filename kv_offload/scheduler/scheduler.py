@@ -201,6 +201,7 @@ class OffloadScheduler:
         # Last, and nothing here raises: what was planned must be sent.
         transfers = self._transfers
         self._lookups.budget.next_step()
+        self._choice.next_step()
         loads, waits = transfers.num_loads > 0, transfers.plans_synchronous_load
         self.watch.begin(output, loads=loads, waits=waits)
         return transfers.seal(self._requests.admissions)

@@ -107,6 +107,10 @@ class Tier(ABC):
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Say for each key whether the tier is known to have it, be it used now or not."""
 
+    @abstractmethod
+    def may_have(self, key: bytes) -> bool:
+        """Say whether the tier may have a key; False where `readable` does not say so. Fast."""
+
     def ask(self, keys: Sequence[bytes]) -> Question | None:
         """Ask which of these keys the tier has; None if `readable` knows all there is to know."""
         return None

@@ -89,6 +89,10 @@ class DiskTier(Tier):
         """See `Tier`."""
         return self.manager.readable(keys)
 
+    def may_have(self, key: bytes) -> bool:
+        """See `Tier`: also what is being written."""
+        return key in self.manager
+
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
         """Give the tier's slots to keys that have none, the least recently used ones last."""
         if not keys:

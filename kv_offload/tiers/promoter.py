@@ -30,6 +30,10 @@ MAX_WAIT_SECONDS = 5.0
 MIN_WAIT_SECONDS = 0.2
 """A request waits for twice the time that computing would take, within these bounds."""
 
+LOOK_KEYS = 32
+"""To look a request up here takes as long as so many keys, however few it has of its own. So a step
+begins with some 250 of them at most."""
+
 MAX_PROMOTING_SHARE = 2
 """One of so many slots of host memory, at most, is being filled from below at a time."""
 
@@ -132,16 +136,17 @@ class Promoter:
             return False
         if self._lookups.budget.is_spent:
             return True
+        self._lookups.budget.spend(LOOK_KEYS)
         if wait is None:
             tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
-        wait.looked = now
         if self._tier.is_shared and not wait.asked:
             wait.asked = True
             self._ask(tracked, wait)
             if self._is_asking(wait):
                 return True
+        wait.looked = now
         self._look(tracked, wait)
         return bool(wait.moves)
 
@@ -155,9 +160,7 @@ class Promoter:
         """
         prefixes, hashes, start = self._prefixes, tracked.request.block_hashes, wait.start_tokens
         end = tracked.wishes.load_limit(start, wait.num_tokens)
-        first = start
-        if prefixes.serves_whole_requests:
-            first = self._on_its_way(tracked, start, end).end_tokens
+        first = self._on_its_way(tracked, start, end).full_tokens
         self._drop_answered()
         asked_end = prefixes.end_within(self._asked, hashes, first, end)
         if asked_end > first:
@@ -253,7 +256,7 @@ class Promoter:
             return False
         key = prefixes.chain_key(hashes, next_end)
         self._lookups.budget.spend(1)
-        return key in self._host or bool(self._tier.readable([key])[0])
+        return key in self._host or self._tier.may_have(key)
 
     def _look(self, tracked: TrackedRequest, wait: Wait) -> None:
         """Look a request up in host memory and below, and have it wait for what is worth it."""

@@ -59,6 +59,9 @@ class RecentKeys:
             self._young.discard(key)
             self._old.discard(key)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._young or key in self._old
+
     def has(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Say for each key whether it is there."""
         self._turn()
@@ -154,6 +157,10 @@ class RemoteTier(Tier):
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """See `Tier`."""
         return self._known.has(keys)
+
+    def may_have(self, key: bytes) -> bool:
+        """See `Tier`."""
+        return key in self._known
 
     def ask(self, keys: Sequence[bytes]) -> Question | None:
         """Ask the store for what is not known of these keys."""

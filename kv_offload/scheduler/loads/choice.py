@@ -45,14 +45,22 @@ class LoadChoice:
         # Weak, since a request that has ended must not be kept, whether or not a hit ever asks. Not
         # cleared of these at every admission: a step may admit hundreds.
         self._prefilling: WeakSet[TrackedRequest] = WeakSet()
+        self._tokens_ahead: int | None = None
+        """Tokens of theirs that are not computed, once this step has counted them."""
         self._longest_tokens = 0
         self._computes = False
+
+    def next_step(self) -> None:
+        """Count again what is not computed."""
+        self._tokens_ahead = None
 
     def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
         """Take a request that the engine computes from `computed_tokens` on."""
         self._prefilling.add(tracked)
         tokens = tracked.request.num_tokens - computed_tokens
         self._longest_tokens = max(self._longest_tokens, tokens)
+        if self._tokens_ahead is not None and tokens > 1:
+            self._tokens_ahead += tokens
 
     def loads(self, start_tokens: int, tokens: int, slots: int, *, synchronous: bool) -> bool:
         """Say whether to load `tokens` in `slots` that follow `start_tokens` on the device."""
@@ -90,7 +98,9 @@ class LoadChoice:
 
     def _seconds_ahead(self) -> float:
         """Return how long the prompts take that are admitted and not computed; they come first."""
-        left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
-        self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])
-        tokens = sum(tokens for tokens in left.values() if tokens > 1)
+        if self._tokens_ahead is None:
+            left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
+            self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])
+            self._tokens_ahead = sum(tokens for tokens in left.values() if tokens > 1)
+        tokens = self._tokens_ahead
         return (self._prefill_rate.seconds(tokens) or 0.0) if tokens else 0.0

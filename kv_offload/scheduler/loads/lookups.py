@@ -103,7 +103,10 @@ class Lookups:
             return None
         hashes = request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
-        end, shared = prefixes.longest_hits(hashes, self._readable, start_tokens, limit)
+        known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
+        if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
+            known = start_tokens  # host memory was emptied
+        end, shared = prefixes.longest_hits(hashes, self._readable, start_tokens, limit, known)
         # Not for an answer, behind which no other prompt parts: that would cost a state a turn.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:

@@ -135,10 +135,26 @@ def test_prompts_that_are_being_computed_come_first() -> None:
     another = chosen.request("another", 2500)
     assert chosen.loads()
     running.request.num_computed_tokens = 2499  # the rest is a decode
+    chosen.choice.next_step()
     assert not chosen.loads()
     running.request.num_computed_tokens = 0
     another.phase = Phase.ENDED
+    chosen.choice.next_step()
     assert not chosen.loads()
+
+
+def test_a_step_counts_the_prompts_that_come_first_once() -> None:
+    """A hundred hits of one step must not look at a hundred prompts each."""
+    chosen = Chosen(EVEN / 2)
+    first = chosen.request("first", 2500)
+    assert not chosen.loads()
+    first.request = None  # an error for whoever looks
+    chosen.request("second", 2500)
+    assert chosen.loads(), "what the step itself admits counts"
+    first.request = Named(request_id="first", num_tokens=2500, num_computed_tokens=2499)
+    assert chosen.loads()
+    chosen.choice.next_step()
+    assert not chosen.loads(), "the next step counts again"
 
 
 @pytest.mark.parametrize("mode", ["measured", "always_load"])

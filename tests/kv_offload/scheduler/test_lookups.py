@@ -22,7 +22,11 @@ from kv_offload.messages import (
     WorkerCapacity,
 )
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
-from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS
+from kv_offload.scheduler.loads.lookups import (
+    MAX_WAIT_SECONDS,
+    OFFER_SECONDS,
+    STEP_KEYS,
+)
 from kv_offload.scheduler.scheduler import OffloadScheduler
 
 NULL = 0
@@ -397,6 +401,50 @@ def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
     assert asked.match("second") is None, "the engine does not know the blocks before it runs"
     getattr(asked, end)("first")
     assert asked.match("second") == 8
+
+
+def test_those_that_share_what_is_loaded_are_looked_up_in_no_block(
+    count_lookups: Counted,
+) -> None:
+    asked = Asked(kept=6)
+    asked.load("first", end=24)
+    counts = count_lookups(asked)
+    assert [asked.match(f"{i}", tokens=49) for i in range(20)] == [None] * 20
+    assert counts == []
+    asked.manager.reset()
+    assert asked.match("after a reset") == 0
+
+
+def test_one_that_shares_too_little_for_a_window_of_its_own_does_not_wait() -> None:
+    """Of a window, host memory has what the end of the other one's prefix reads."""
+    full, window = CacheGroup(0, 4), CacheGroup(1, 4, 6)
+    asked = Asked(full, window, kept=6)
+    asked.keep(range(4, 6), window)
+    assert asked.match("first", tokens=25) == 24
+    asked.admit("first", 0, 24, list(range(10, 16)), [0, 0, 0, 0, 14, 15])
+    assert asked.match("all of it", tokens=25) is None
+    assert asked.match("shorter", tokens=13) == 0
+
+
+# -- how much one step looks up ----------------------------------------------------------------
+
+
+def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next() -> None:
+    asked = Asked(kept=2)
+    asked.offload._lookups.budget.spend(STEP_KEYS - 1)
+    assert asked.match("a") == 8, "a look-up that begins is not cut"
+    assert asked.match("b") is None
+    assert asked.match("a") == 8, "it is known"
+    asked.offload.plan_step(EMPTY_STEP)
+    assert asked.match("b") == 8
+
+
+def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same() -> None:
+    asked = Asked(kept=2)
+    asked.offload._lookups.budget.spend(STEP_KEYS)
+    assert asked.match("a") is None
+    asked.offload.plan_without_stores(EMPTY_STEP)
+    assert asked.match("a") == 8
 
 
 # -- loads -------------------------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""A burst of requests on vLLM's scheduler, while a few others decode and no copy ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+from kv_swap.tiers.record import PAGE_BYTES
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from bench.scheduler.bed import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, block_name, make_scheduler
+from kv_offload.messages import TierCapacity, WorkerCapacity
+
+Where = Literal["vLLM alone", "asks again", "host memory", "disk", "store"]
+"""Where the prefixes are. `asks again` is a connector that does nothing but answer vLLM so."""
+
+TAIL_TOKENS = 40
+DECODES = 8
+SHARED_PREFIX = 1 << 20
+"""The number of a prefix that requests share; those of their own are smaller."""
+TAILS = 1 << 40
+"""From here on the numbers are those of tails."""
+
+
+class FullDirectory:
+    """A store's directory that answers at once that all prefixes are there, and no tails."""
+
+    def __init__(self, *_: object) -> None:
+        self.is_done, self.answered = True, 0.0
+        self.found: Sequence[bool] = ()
+
+    def ask(self, names: Sequence[bytes]) -> FullDirectory:
+        answer = FullDirectory()
+        answer.found = [int.from_bytes(name[-32:-8], "big") < TAILS for name in names]
+        return answer
+
+    def close(self, timeout_seconds: float) -> None:
+        """Nothing runs."""
+
+
+class BurstBed:
+    """An engine that decodes, and has the prefixes of a burst where `where` says."""
+
+    def __init__(self, where: Where, requests: int, blocks: int, folder: Path, equal: bool) -> None:
+        self.blocks = blocks
+        self._equal = equal
+        self._where = where
+        slots = 4 * blocks if equal else 2 * requests * blocks
+        plugin: dict[str, Any] = {
+            "cpu_bytes": f"{slots * BLOCK_BYTES}B",
+            "eviction_policy": "lru",
+            "load_or_recompute": "always_load",
+        }
+        if where == "disk":
+            plugin |= {"disk_path": str(folder), "disk_bytes": f"{(slots + 32) * 2 * PAGE_BYTES}B"}
+            plugin["disk_restart"] = False
+        elif where == "store":
+            plugin |= {"store": "mooncake", "store_master": "127.0.0.1:1", "store_bytes": 0}
+        self.scheduler: Scheduler = make_scheduler(
+            65536,
+            blocks * BLOCK_TOKENS + 4096,
+            plugin,
+            max_num_batched_tokens=2048,
+            max_num_seqs=256,
+            **({"transfer_config": lambda _: None} if where == "vLLM alone" else {}),
+        )
+        self._requests: dict[str, Request] = {}
+        if where != "vLLM alone":
+            tier = TierCapacity(slots, "bench") if where in ("disk", "store") else None
+            capacity = WorkerCapacity(0, slots, slots, False, tier=tier)
+            self.scheduler.connector.offload_scheduler.take_capacities([capacity])
+        if where == "asks again":
+            self.scheduler.connector.get_num_new_matched_tokens = self._ask_again
+        for index in range(DECODES):
+            self.add(f"decode-{index}", -1, 0, TAIL_TOKENS, 1 << 20)
+        for _ in range(16):
+            self.step()
+
+    @staticmethod
+    def _ask_again(request: Request, _: int) -> tuple[int | None, bool]:
+        return (None, False) if request.request_id.startswith("burst") else (0, False)
+
+    def add(self, name: str, prefix: int, blocks: int, tail: int, max_tokens: int) -> Request:
+        """Queue a request of so many blocks of a prefix, and a tail of its own."""
+        own = TAILS + len(self._requests)
+        shared = self._names(prefix, blocks)
+
+        def name_blocks(request: Request) -> list[Any]:
+            known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
+            tail = range(max(known, blocks), full)
+            return [*shared[known:full], *(block_name(own, index) for index in tail)]
+
+        request = Request(
+            name,
+            [TOKEN] * (blocks * BLOCK_TOKENS + tail),
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=name_blocks,
+        )
+        self._requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    @property
+    def waiting(self) -> int:
+        """Requests that do not run."""
+        return len(self.scheduler.requests) - len(self.scheduler.running)
+
+    def close(self) -> None:
+        """End what the connector runs beside the engine."""
+        if self._where != "vLLM alone":
+            self.scheduler.connector.shutdown()
+
+    def burst(self, requests: int) -> None:
+        """Have the requests come, whose prefixes are kept before that."""
+        equal = self._equal
+        for prefix in [SHARED_PREFIX] if equal else range(requests):
+            self._keep(self._names(prefix, self.blocks))
+        for index in range(requests):
+            prefix = SHARED_PREFIX if equal else index
+            self.add(f"burst-{index}", prefix, self.blocks, TAIL_TOKENS, 2)
+
+    @lru_cache(maxsize=1)  # noqa: B019 - the bed lives as long
+    def _names(self, prefix: int, blocks: int) -> list[bytes]:
+        return [block_name(prefix, index) for index in range(blocks)]
+
+    def _keep(self, keys: list[bytes]) -> None:
+        if self._where == "host memory":
+            manager = self.scheduler.connector.offload_scheduler.manager
+        elif self._where == "disk":
+            manager = self.scheduler.connector.offload_scheduler._tier.manager
+        else:
+            return
+        manager.complete_store(manager.prepare_store(keys))
+
+    def step(self) -> float:
+        """Schedule, and return the CPU seconds of that; deliver a token for each decode."""
+        began = time.process_time()
+        output = self.scheduler.schedule()
+        seconds = time.process_time() - began
+        ids = list(output.num_scheduled_tokens)
+        requests = [self._requests[name] for name in ids]
+        done = [r.num_computed_tokens >= r.num_tokens for r in requests]
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=[[TOKEN] if ended else [] for ended in done],
+        )
+        self.scheduler.update_from_output(output, result)
+        return seconds
+
+
+@contextmanager
+def full_store() -> Iterator[None]:
+    """Have engines that are built here use a store that has everything."""
+    with (
+        mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
+        mock.patch("kv_offload.engines.vllm.start.store.StoreDirectory", FullDirectory),
+    ):
+        yield

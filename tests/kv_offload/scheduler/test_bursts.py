@@ -1,0 +1,256 @@
+"""Many requests that share a prefix come at once: what one step looks up for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.tiers.promoter import MAX_WAIT_SECONDS
+from kv_swap.engine import Direction
+from tests.kv_offload.scheduler.test_shared_tier import StoreEngine
+from tests.kv_offload.scheduler.test_tiers import DiskEngine
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.prefix import CacheGroup
+from tests.support.manual_tier import manual_store
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("now"),
+]
+
+REQUESTS, BLOCKS, TOKENS = 24, 64, 4
+DRAW = random.Random(0)
+SHARED = [DRAW.randrange(2) for _ in range(BLOCKS * TOKENS)]
+TAILS = [[*map(int, f"{i:06b}"), *[DRAW.randrange(2) for _ in range(9)]] for i in range(REQUESTS)]
+KEYS_EACH = 8
+"""A request may look up so many keys beyond what it shares: its own blocks, and whether some are
+there at all."""
+
+FULL = (CacheGroup(0, TOKENS),)
+WINDOW = (CacheGroup(0, TOKENS), CacheGroup(1, TOKENS, window_tokens=6))
+
+Make = Callable[..., PlayedEngine]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Builds an engine that has computed the shared prefix, and no longer has it on the GPU.
+
+    It is where the argument says: in host memory, on a disk, or in a store. All of host memory is
+    not checked in every step, which takes long.
+    """
+    made: list[PlayedEngine] = []
+
+    def one(where: str, groups: Sequence[CacheGroup] = FULL, **more: Any) -> PlayedEngine:
+        more = {
+            "groups": groups,
+            "blocks": 16 * BLOCKS,
+            "slots": 16 * BLOCKS,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 2 * REQUESTS,
+            "max_model_len": 2048,
+            "async_scheduling": True,
+            "plugin": {"load_or_recompute": "always_load"},
+            **more,
+        }
+        if where == "disk":
+            more["plugin"] = {"disk_bytes": "32MiB", **more["plugin"]}
+            engine: PlayedEngine = DiskEngine(tmp_path, prompts=False, **more)
+        else:
+            engine = StoreEngine(**more) if where == "store" else PlayedEngine(**more)
+        made.append(engine)
+        engine.check_host_memory = lambda: None  # type: ignore[method-assign]
+        engine.offload.allows_synchronous_loads = False
+        engine.serve("first", [*SHARED, 1, 1, 1, 1, 1], 1)
+        engine.run()
+        if where == "store":  # another engine has stored it
+            made.append(StoreEngine(**more))
+            made[-1].check_host_memory = lambda: None  # type: ignore[method-assign]
+            made[-1].offload.allows_synchronous_loads = False
+            return made[-1]
+        if where == "disk":
+            engine.offload.manager.reset()
+        assert engine.scheduler.reset_prefix_cache()
+        return engine
+
+    with manual_store():
+        yield one
+        for engine in made:
+            engine.rest()
+            engine.connector.shutdown()
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the number of keys of every look-up, in host memory and on a disk."""
+    counts: list[int] = []
+
+    def count(name: str) -> None:
+        original = getattr(CacheManager, name)
+
+        def counted(manager: CacheManager, found: Any) -> Any:
+            counts.append(len(found) if name == "find" or name == "readable" else 1)
+            return original(manager, found)
+
+        monkeypatch.setattr(CacheManager, name, counted)
+
+    for name in ("find", "readable", "__contains__"):
+        count(name)
+    return counts
+
+
+def burst(engine: PlayedEngine, tails: Sequence[list[int]] = TAILS) -> None:
+    for index, tail in enumerate(tails):
+        engine.add(f"{index}", [*SHARED, *tail], 2)
+
+
+def hold(engine: PlayedEngine, *, stuck: bool = True) -> None:
+    """Have a tier below host memory do nothing until it is let go."""
+    tier = engine.ranks[0].tier
+    if tier is not None:
+        tier.stuck = stuck
+
+
+@pytest.mark.parametrize("groups", [FULL, WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize("where", ["host", "disk", "store"])
+def test_a_prefix_is_looked_up_once_for_all_that_share_it(
+    make: Make, keys: list[int], where: str, groups: Sequence[CacheGroup]
+) -> None:
+    """In the step in which they come, while they wait, and when what they wait for has come."""
+    engine = make(where, groups)
+    hold(engine)
+    burst(engine)
+    # The first one's own look-ups: of each group, here and below, once to find and once to read.
+    once = 10 * len(groups) * BLOCKS
+    del keys[:]
+    engine.schedule()
+    assert sum(keys) <= once + KEYS_EACH * REQUESTS < REQUESTS * BLOCKS
+    engine.finish_steps()
+    del keys[:]
+    engine.schedule()
+    assert sum(keys) <= KEYS_EACH * REQUESTS, "they wait"
+    hold(engine, stuck=False)
+    engine.finish_steps()
+    for _ in range(6):  # the read ends, the load begins; its copy does not run
+        del keys[:]
+        engine.schedule()
+        assert sum(keys) <= once + KEYS_EACH * REQUESTS
+        engine.finish_steps()
+    engine.run()
+    assert engine.ended.keys() >= {f"{i}" for i in range(REQUESTS)}
+    assert engine.totals["hit_tokens"] >= len(SHARED)
+
+
+def test_a_store_is_asked_once_for_what_is_shared(make: Make) -> None:
+    engine = make("store")
+    assert isinstance(engine, StoreEngine)
+    directory = engine.directory
+    directory.stuck = True
+    asked: list[bytes] = []
+    ask = directory.ask
+    directory.ask = lambda names: asked.extend(names) or ask(names)  # type: ignore[method-assign]
+    burst(engine)
+    engine.step(2)
+    assert len(asked) == len({*asked}), "a name is asked for twice"
+    assert len(asked) >= BLOCKS
+    directory.stuck = False
+    directory.answer()
+    engine.run()
+    assert engine.totals["promoted_slots"] == BLOCKS
+
+
+def test_of_what_only_one_of_them_has_on_the_disk_the_read_begins_at_once(make: Make) -> None:
+    """Not when that of the shared prefix has ended."""
+    engine = make("disk")
+    assert isinstance(engine, DiskEngine)
+    own = [*TAILS[0], 1, 0, 1, 1, 0, 0, 1]
+    engine.serve("own", [*SHARED, *own], 1)
+    engine.forget()
+    engine.totals.clear()
+    hold(engine)
+    burst(engine, [TAILS[1], own, TAILS[2]])
+    engine.step(1)
+    hold(engine, stuck=False)
+    promoted = sum(len(job.pairs) for job in engine.disk.submitted)
+    assert promoted == BLOCKS + len(own) // TOKENS
+    engine.run()
+    assert engine.totals["promoted_slots"] == promoted
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "store"])
+@pytest.mark.parametrize(
+    "event", ["fails", "first ends", "all but the last end", "time is over", "reset", "preempted"]
+)
+def test_whatever_becomes_of_the_first_the_others_are_served(
+    make: Make, now: list[float], where: str, event: str
+) -> None:
+    engine = make(where)
+    hold(engine)
+    burst(engine)
+    engine.step(2)
+    assert not engine.answers.keys() & {f"{i}" for i in range(REQUESTS)}, "they do not wait"
+    if event == "fails":
+        if where == "host":
+            engine.run_copies(Direction.LOAD, fail=True)
+        else:
+            engine.ranks[0].tier.faults["error"] = BLOCKS // 2
+    elif event == "first ends":
+        engine.abort("0")
+    elif event == "all but the last end":
+        engine.abort(*map(str, range(REQUESTS - 1)))
+    elif event == "time is over":
+        now[0] += MAX_WAIT_SECONDS + 1
+        engine.step(4, copies=where != "host")
+        if where == "host":
+            assert engine.offload.gauges()["running_loads"] > 1
+        else:
+            assert engine.answers.keys() & {f"{i}" for i in range(REQUESTS)}
+    elif event == "reset":
+        engine.offload.reset()
+    else:
+        hold(engine, stuck=False)
+        while not engine.scheduler.running:
+            engine.step(copies=True)
+        hold(engine)
+        assert engine.reset(reset_running_requests=True)
+    hold(engine, stuck=False)
+    engine.run()
+    gone = {"first ends": 1, "all but the last end": REQUESTS - 1}.get(event, 0)
+    served = {name for name, reason in engine.ended.items() if reason == "length"}
+    assert served >= {f"{i}" for i in range(gone, REQUESTS)}
+
+
+def test_those_that_share_nothing_are_all_served_though_a_step_looks_up_few(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("disk")
+    prompts = [[*map(int, f"{i:06b}"), *SHARED[i:120]] for i in range(12)]
+    for index, prompt in enumerate(prompts):
+        engine.serve(f"before {index}", prompt, 1)
+    engine.forget()
+    engine.totals.clear()
+    budget = engine.offload._lookups.budget
+    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
+    budget.next_step()
+    hold(engine)
+    for index, prompt in enumerate(prompts):
+        engine.add(f"{index}", prompt, 2)
+    read = []
+    for _ in range(4):
+        before = len(engine.disk.submitted)
+        engine.step(1)
+        read.append(len(engine.disk.submitted) - before)
+    assert read == [1, 1, 1, 1], "a step looks one of them up, in the order in which they came"
+    hold(engine, stuck=False)
+    engine.run()
+    assert engine.ended.keys() >= {f"{i}" for i in range(12)}
+    assert engine.totals["hit_tokens"] >= 12 * 100
