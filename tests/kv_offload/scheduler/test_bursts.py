@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.tiers.promoter import MAX_WAIT_SECONDS
 from kv_swap.engine import Direction
-from tests.kv_offload.scheduler.test_shared_tier import StoreEngine
-from tests.kv_offload.scheduler.test_tiers import DiskEngine
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.tiers.promoter import MAX_WAIT_SECONDS
+from tests.kv_offload.tiers.test_remote import StoreEngine
+from tests.kv_offload.tiers.test_tiers import DiskEngine
 from tests.support.manual_tier import manual_store
 from tests.support.played_engine import PlayedEngine
 
