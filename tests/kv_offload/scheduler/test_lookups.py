@@ -443,7 +443,7 @@ def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same() -> None:
     asked = Asked(kept=2)
     asked.offload._lookups.budget.spend(STEP_KEYS)
     assert asked.match("a") is None
-    asked.offload.plan_without_stores(EMPTY_STEP)
+    asked.offload.plan_after_error(EMPTY_STEP)
     assert asked.match("a") == 8
 
 
