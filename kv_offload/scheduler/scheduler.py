@@ -468,6 +468,15 @@ class OffloadScheduler:
         if not self.falls_asleep:
             self._forget_all(weights_changed=False)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no later process can find what was forgotten, without `settle`."""
+        return True
+
+    def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
+        """See `Tier.settle`: between two steps, before the caller hears that all is forgotten."""
+        return True
+
     def pause_stores(self, *, paused: bool) -> None:
         """Store nothing new until stores are resumed."""
         self._stores.pause(paused=paused)

@@ -97,6 +97,10 @@ class Moves:
         speed, self._told_speed = self._told_speed, None
         return speed
 
+    def revoke_tier(self, timeout_seconds: float) -> str:
+        """See `TierEngine.revoke`; waits."""
+        return "" if self._tier is None else self._tier.revoke(timeout_seconds)
+
     def close(self, timeout_seconds: float) -> None:
         """End the tier; a copy that hangs is left alone."""
         if self._tier is not None:

@@ -37,14 +37,17 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 10.0
 """Bound of the wait for running copies before a reset, a sleep or the end."""
 
+REVOKE_SECONDS = 5.0
+"""Bound of the wait for the tier before a reset is answered: a disk may be slow, or hang."""
+
 
 class OffloadWorker:
     """Lives on a rank's main thread; every method is one of the connector's hooks.
 
     A step's stores are queued at its end and submitted at the start of the next one. So they delay
     neither the copy of the sampled tokens nor the compute of their own step. Loads start in the
-    step that planned them. Only `register_kv_caches`, `unregister_kv_caches`, `drain` and
-    `shutdown` wait.
+    step that planned them. Only `register_kv_caches`, `unregister_kv_caches`, `drain`,
+    `revoke_tier` and `shutdown` wait.
     """
 
     def __init__(
@@ -139,6 +142,10 @@ class OffloadWorker:
             alive = [tensor for ref in self._let_go if (tensor := ref()) is not None]
             self.transfer.keep_alive(alive)
             self._let_go = []
+
+    def revoke_tier(self) -> str:
+        """See `TierEngine.revoke`; waits, bounded."""
+        return self._moves.revoke_tier(REVOKE_SECONDS)
 
     def shutdown(self) -> None:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""

@@ -15,21 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.errors import ConfigError, KVOffloadError
 
-FORMAT = 1
+FORMAT = 2
 """The file's `user_version`. It changes with `SCHEMA`, and with what a value means."""
 
 SCHEMA = (
-    "CREATE TABLE meta (description TEXT, files TEXT, num_slots INTEGER, generation BLOB, "
-    "was_reset INTEGER)",
-    "CREATE TABLE slots (slot INTEGER PRIMARY KEY, key BLOB, used INTEGER)",
+    "CREATE TABLE meta (description TEXT, files TEXT, num_slots INTEGER, generation BLOB)",
+    "CREATE TABLE slots (slot INTEGER PRIMARY KEY, key BLOB, used INTEGER, sum BLOB)",
 )
 """`meta` has one row. `used` is when a slot was last used, in microseconds since 1970, made to rise
-from each use to the next.
+from each use to the next. `sum` is what `row_sum` returns.
+
+Nothing here is believed without proof. The description, the files and the number of slots must be
+those of the engine that starts. A row must have the sum of its slot, its key and the generation,
+and the record in the slot must have the generation and the key as its name. `used` alone has no
+proof: it only decides which block goes first.
 
 `used` and `key` have no index: all slots are read and sorted at once, when an engine starts."""
 
@@ -58,8 +63,6 @@ class DiskContents:
     num_slots: int
     generation: bytes
     """`GENERATION_BYTES` bytes that are part of the name of every block."""
-    was_reset: bool = False
-    """Whether a reset emptied it. What it has since is for the engine alone that put it there."""
     keys: list[bytes] = field(default_factory=list)
     slots: Slots = field(default_factory=lambda: NO_SLOTS)
     used: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -73,14 +76,19 @@ class DiskContents:
         }
 
 
+def row_sum(generation: bytes, slot: int, key: bytes) -> bytes:
+    """Return the XXH3-64 of a row, 8 bytes. It is no signature."""
+    return xxhash.xxh3_64_digest(b"%b%d:%b" % (generation, slot, key))
+
+
 def write_new(database: sqlite3.Connection, contents: DiskContents) -> None:
     """Make an index without slots in an empty database. Raises `sqlite3.Error`."""
     texts = [json.dumps({**texts}) for texts in (contents.description, contents.files)]
-    meta = (*texts, contents.num_slots, contents.generation, contents.was_reset)
+    meta = (*texts, contents.num_slots, contents.generation)
     database.execute("BEGIN")
     for sql in SCHEMA:
         database.execute(sql)
-    database.execute("INSERT INTO meta VALUES (?, ?, ?, ?, ?)", meta)
+    database.execute("INSERT INTO meta VALUES (?, ?, ?, ?)", meta)
     database.execute(f"PRAGMA user_version = {FORMAT}")
     database.execute("COMMIT")
 
@@ -141,7 +149,7 @@ def read_contents(database: sqlite3.Connection, path: Path) -> DiskContents:
     try:
         database.execute("BEGIN")
         return _read(database)
-    except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
+    except Exception as error:  # whatever is in it: SQLite hands out what it finds
         raise DamagedIndexError(
             f"{path}: cannot be used: {error}. It is only a cache: the next engine that has this "
             "folder begins a new one"
@@ -158,17 +166,18 @@ def _read(database: sqlite3.Connection) -> DiskContents:
     problems = database.execute("PRAGMA quick_check(1)").fetchall()
     _require(problems == [("ok",)], str(problems[0][0]))
     (meta,) = database.execute("SELECT * FROM meta").fetchall()
-    description, files, num_slots, generation, was_reset = meta
+    description, files, num_slots, generation = meta
     _require(isinstance(num_slots, int), "the number of slots is no number")
     _require(isinstance(generation, bytes), "the generation is no bytes")
     _require(len(generation) == GENERATION_BYTES, f"the generation has {len(generation)} bytes")
-    rows = database.execute("SELECT key, slot, used FROM slots ORDER BY used").fetchall()
-    keys = [key for key, _, _ in rows]
-    slots = np.array([slot for _, slot, _ in rows], np.int64)
-    used = np.array([used for _, _, used in rows], np.int64)
-    _require(set(map(type, keys)) <= {bytes}, "a key is no bytes")
+    found = database.execute("SELECT key, slot, used, sum FROM slots ORDER BY used").fetchall()
+    _require({type(key) for key, *_ in found} <= {bytes}, "a key is no bytes")
+    _require({type(used) for _, _, used, _ in found} <= {int}, "a time is no number")
+    rows = [row for row in found if row_sum(generation, row[1], row[0]) == row[3]]
+    keys = [key for key, *_ in rows]
+    slots = np.array([slot for _, slot, *_ in rows], np.int64)
+    used = np.array([used for _, _, used, _ in rows], np.int64)
     _require(len(set(keys)) == len(keys), "two slots have one key")
-    _require(len(np.unique(slots)) == len(slots), "a slot is there twice")
     _require(bool(((slots >= 0) & (slots < num_slots)).all()), "a slot does not exist")
     _require(bool(((used >= 0) & (used < LATEST)).all()), "a time does not exist")
     return DiskContents(
@@ -176,7 +185,6 @@ def _read(database: sqlite3.Connection) -> DiskContents:
         _texts(files),
         num_slots,
         generation,
-        bool(was_reset),
         keys,
         slots.astype(np.int32),
         used,

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shlex
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,8 +73,12 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
     """Open a file, or begin with `new`; return what it says, and why it was begun."""
     reason = "there was none"
     if path.exists():
-        if not path.is_file():
+        found_file = path.stat()
+        if not stat.S_ISREG(found_file.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
+        if found_file.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, f"it belongs to user {found_file.st_uid}")
+        path.chmod(0o600)  # a copy may be for other users, too
         with contextlib.ExitStack() as opened:
             database = opened.enter_context(contextlib.closing(_connect(path)))
             try:
@@ -123,6 +128,38 @@ def _prepare(database: sqlite3.Connection) -> None:
     database.rollback()
 
 
+def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:
+    """Have the next engine begin with an empty index; return once that is durable.
+
+    `file` is a descriptor of the index, and `database` the open one. Removing it needs no room on
+    the disk. What cannot be removed, or is elsewhere by now, is emptied. Raises `OSError` or
+    `sqlite3.Error` where neither is possible.
+    """
+    try:
+        if os.path.samestat(path.stat(), os.fstat(file)):
+            path.unlink()
+        if os.fstat(file).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was moved or linked")
+        _flush(path.parent)
+    except OSError:
+        database.execute("PRAGMA synchronous = FULL")
+        try:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("DELETE FROM meta")
+            database.execute("DELETE FROM slots")
+            database.execute("COMMIT")
+        finally:
+            database.rollback()
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def refused(path: Path) -> Iterator[None]:
     """Turn what stands in the way of a file into a `ConfigError`."""
@@ -138,8 +175,6 @@ def refused(path: Path) -> Iterator[None]:
 
 def _difference(found: DiskContents, new: DiskContents) -> str:
     """Say why what was found cannot be used by an engine that would begin with `new`."""
-    if found.was_reset:
-        return "emptied by a reset while it ran"
     described = [
         f"{name} was {found.description.get(name)!r}, is {new.description.get(name)!r}"
         for name in {**found.description, **new.description}

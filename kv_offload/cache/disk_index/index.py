@@ -1,7 +1,7 @@
-"""What each slot of a disk holds, and the thread that writes it.
+"""Which key each slot of a disk holds, and the thread that writes it.
 
 The thread takes all that has come in since its last transaction into the next one. So the file
-always shows what there was at one moment, mostly less than a second ago.
+always shows what there was at one moment, usually less than a second ago.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from kv_offload.cache.disk_index.changes import Changes
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES, DiskContents
-from kv_offload.cache.disk_index.file import lock, open_index, refused
+from kv_offload.cache.disk_index.file import end_index, lock, open_index, refused
 from kv_offload.cache.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -30,7 +28,10 @@ RETRY_SECONDS = 10.0
 
 
 class DiskIndex:
-    """What each slot of a disk holds. One thread calls it; no method waits but `close`."""
+    """Which key each slot of a disk holds. One thread calls it.
+
+    No method waits but `wait_ended` and `close`.
+    """
 
     def __init__(
         self, path: Path, description: Mapping[str, str], files: Mapping[str, str], num_slots: int
@@ -49,7 +50,9 @@ class DiskIndex:
             self._lock = lock(path)
             opened.callback(os.close, self._lock)
             self._database, found, self.reason = open_index(path, new)
-            self._inode = _inode(path)
+            opened.callback(self._database.close)
+            # Of the file itself, wherever it is moved. To close it ends SQLite's locks.
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.pop_all()
         self.keys, self.slots = found.keys, found.slots
         """What was there, the least recently used first; `slots` has the slot of each key."""
@@ -57,35 +60,51 @@ class DiskIndex:
         """Part of the name of every block: new with every file that is made, and by `clear`."""
         self.errors = 0
         """Writes that failed. The first one is logged."""
+        self.problem = ""
+        """Why the file could not be ended after `clear`, at the last attempt."""
         self._path = path
+        self._written_generation = found.generation
         self._changes = Changes(last_use=int(found.used.max(initial=0)))
-        self._queue: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._changing = threading.Lock()
+        self._unwritten = Changes(last_use=0)  # the thread's own
         self._changed, self._urgent, self._closing = (threading.Event() for _ in range(3))
-        self._unlinked = False
+        self._cleared, self._ended = threading.Event(), threading.Event()
         self._writer = threading.Thread(target=self._run, name="kv-offload-disk-index", daemon=True)
         self._writer.start()
 
     def put(self, keys: Sequence[bytes], slots: Slots) -> None:
         """Note that slots hold these keys from now on; the last one is the most recently used."""
-        self._add(self._changes.put, slots.tolist(), list(keys))
+        with self._changing:
+            self._changes.put(slots.tolist(), keys)
+        self._changed.set()
 
     def use(self, slots: Slots) -> None:
         """Note that slots were used, the last one most recently."""
-        self._add(self._changes.use, slots.tolist())
+        with self._changing:
+            self._changes.use(slots.tolist())
+        self._changed.set()
 
     def remove(self, slots: Slots) -> None:
         """Note that slots hold nothing any more."""
-        self._add(self._changes.remove, slots.tolist())
+        with self._changing:
+            self._changes.remove(slots.tolist())
+        self._changed.set()
 
     def clear(self) -> None:
-        """Note that no slot holds anything, and take another `generation`.
+        """Note that no slot holds anything, take another `generation`, and end the file.
 
-        The index ends with this process: what comes now may be of other weights than a restarted
-        engine has. The file says so before it has anything of what comes now.
+        What comes now may be of other weights than a restarted engine has. So its generation is in
+        this process alone: no restart can name a block of it, whatever is in the file. A restart
+        can name no block of before once the file has ended; `wait_ended` says whether it has.
         """
         self.generation = secrets.token_bytes(GENERATION_BYTES)
-        self._add(self._changes.reset, self.generation)
+        self._cleared.set()
+        self._changed.set()
         self._urgent.set()
+
+    def wait_ended(self, timeout_seconds: float) -> bool:
+        """Block until the file has durably ended after `clear`; False after a timeout."""
+        return self._ended.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is left, and let other engines have the file. To close twice does nothing.
@@ -97,57 +116,53 @@ class DiskIndex:
         self._urgent.set()
         self._writer.join(timeout_seconds)
 
-    def _add(self, change: Callable[..., None], *arguments: Any) -> None:
-        self._queue.append((change, arguments))
-        self._changed.set()
-
     def _run(self) -> None:
-        """Write until the index is closed. Only this thread touches the changes and the file."""
+        """Write until the index is closed. Only this thread touches the file."""
         while not self._closing.is_set():
             self._changed.wait()
             self._urgent.wait(COMMIT_SECONDS)
             self._changed.clear()
             self._urgent.clear()
-            if not self._write() and not self._closing.is_set():
+            if not self._work() and not self._closing.is_set():
                 self._urgent.wait(RETRY_SECONDS)
                 self._changed.set()
-        self._write()
+        self._work()
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
+        os.close(self._file)
         os.close(self._lock)
 
-    def _write(self) -> bool:
-        """Write all that came in and was not written yet; say whether that went well."""
-        while self._queue:
-            change, arguments = self._queue.popleft()
-            change(*arguments)
-        if not self._changes or self._unlinked:
-            self._changes.forget()
-            return True
+    def _work(self) -> bool:
+        """Write all that came in, or end the file; say whether that went well."""
+        with self._changing:
+            changes, self._changes = self._changes, Changes(self._changes.last_use)
         try:
-            if _inode(self._path) != self._inode:
-                raise FileNotFoundError(f"{self._path} was replaced while it was open")
-            self._changes.write(self._database)
-        except (sqlite3.Error, OSError) as error:
-            if self.errors == 0:
+            if not self._cleared.is_set():
+                self._write(changes)
+            elif not self._ended.is_set():
+                end_index(self._path, self._file, self._database)
+                self._ended.set()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread must not end
+            self.errors += 1
+            if self._cleared.is_set():
+                self.problem = f"{self._path} cannot be removed or emptied: {error}"
+            elif self.errors == 1:
                 logger.warning(
-                    "kv-offload: %s: what is on the disk cannot be noted: %s. The engine goes on, "
+                    "kv-offload: %s: what is on the disk cannot be noted: %s. The engine continues, "
                     "but finds less there after a restart. See whether the folder is still there, "
                     "has room, and may be written",
                     self._path,
                     error,
                 )
-            self.errors += 1
-            if self._changes.has_reset:
-                # Without a file the next engine begins empty, too. That needs no room on the disk.
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
-                    self._unlinked = True
             return False
-        self._changes.forget()
         return True
 
-
-def _inode(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    def _write(self, changes: Changes) -> None:
+        self._unwritten.add(changes)
+        if not self._unwritten:
+            return
+        found, own = self._path.stat(), os.fstat(self._file)
+        if not os.path.samestat(found, own):
+            raise FileNotFoundError(f"{self._path} was replaced while it was open")
+        self._unwritten.write(self._database, self._written_generation)
+        self._unwritten.forget()

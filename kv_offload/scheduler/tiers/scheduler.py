@@ -153,6 +153,15 @@ class TieredScheduler(OffloadScheduler):
             held |= self._tier.forget_all()
         return held
 
+    @property
+    def is_settled(self) -> bool:
+        """See `OffloadScheduler`."""
+        return self._tier.is_settled
+
+    def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
+        """See `OffloadScheduler`."""
+        return self._tier.settle(problems, timeout_seconds)
+
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
         """Hear what ranks hold; once all have told, open the tier."""
         super().take_capacities(capacities)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,15 @@ class SlotTier(Tier):
     give it out again before all others, and each write would fail with it.
     """
 
-    def __init__(self, num_slots: int, open_index: IndexOpener) -> None:
+    def __init__(self, num_slots: int, open_index: IndexOpener, *, outlives: bool = True) -> None:
+        """`outlives` says that a later process may use what the tier has."""
         super().__init__("disk")
         self.manager = CacheManager(make_policy("lru", num_slots))
         self.manager.limit_slots(0)
         self._open_index = open_index
         self._index: DiskIndex | None = None
+        self._ends_with_process = not outlives
+        self._told_of_reset = False
         self._set_aside: deque[int] = deque()
         self._told_of_bad_places = False
 
@@ -72,6 +75,9 @@ class SlotTier(Tier):
     def close(self, timeout_seconds: float) -> None:
         """Write what is left of the index."""
         if self._index is not None:
+            if not self.is_settled:
+                self._told_of_reset = False  # whoever starts it again should know
+                self._tell_of_reset([])
             self._index.close(timeout_seconds)
 
     @property
@@ -162,7 +168,43 @@ class SlotTier(Tier):
         self.manager.reset()
         if self._index is not None:
             self._index.clear()
+            self.is_settled = self._ends_with_process
         return held
+
+    def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
+        """See `Tier`. One of the ranks' files is enough, or the index, which is being removed.
+
+        No restart believes an index whose files have other ids, and none can name a block without.
+        Once settled the tier stays so: what it has since is named in this process alone.
+        """
+        if self.is_settled:
+            return True
+        if "" not in problems and not self.index.wait_ended(timeout_seconds):
+            self._tell_of_reset(problems)
+            return False
+        self.is_settled = self._ends_with_process = True
+        if self._told_of_reset:
+            logger.info("kv-offload: the disk has been emptied for a restart, too")
+        return True
+
+    def next_step(self, oldest: Iterable[Move], now: float) -> None:
+        """See `Tier`."""
+        super().next_step(oldest, now)
+        # New weights that a rank told of in a step: nobody waits for the disk then.
+        if not self.is_settled and self.index.problem:
+            self._tell_of_reset([])
+
+    def _tell_of_reset(self, problems: Sequence[str]) -> None:
+        if self._told_of_reset:
+            return
+        self._told_of_reset = True
+        logger.error(
+            "kv-offload: the disk could not be emptied for a restart: %s. This process serves "
+            "nothing of before the reset, but an engine that is started with this disk may: remove "
+            "its folder before, or mend the disk and call reset_prefix_cache again until it "
+            "returns True",
+            "; ".join(filter(None, [self.index.problem, *problems])) or "it has not answered",
+        )
 
     def gauges(self) -> dict[str, float]:
         """See `Tier`."""

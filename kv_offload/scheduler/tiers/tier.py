@@ -73,6 +73,9 @@ class Tier(ABC):
     """Whether other engines use it, too: `readable` knows only what `ask` has brought then, and the
     uses that the policy of this engine has seen say little of how often a block is read."""
 
+    is_settled = True
+    """Whether no later process can find what was forgotten. Not until `settle` has seen to it."""
+
     def __init__(self, what: str) -> None:
         self.what = what
         self._reads = Pause()
@@ -137,6 +140,13 @@ class Tier(ABC):
 
         What is stored from now on is not for another process.
         """
+
+    def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
+        """See to it that no later process finds what was forgotten; say whether that is sure.
+
+        `problems` has for each rank what `TierEngine.revoke` returned. May block until the timeout.
+        """
+        return True
 
     @abstractmethod
     def gauges(self) -> dict[str, float]:

@@ -81,7 +81,9 @@ def _as_text(replica: Replica) -> str:
 def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
     in_use = {True: "by an engine", False: "by no engine", None: "not known"}[replica.in_use]
     yield "in use", in_use
-    if replica.description is None or replica.slots is None:
+    if replica.was_reset:
+        yield "index", "none: a reset emptied the disk, so a restart begins empty"
+    elif replica.description is None or replica.slots is None:
         yield "index", replica.problem
     else:
         yield "model", ", ".join(filter(None, map(replica.description.get, ("model", "dtype"))))
@@ -91,8 +93,6 @@ def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
         if replica.last_use is not None and replica.first_use is not None:
             last, first = _ago(replica.last_use), _ago(replica.first_use)
             yield "last use", f"{last} ago; that of the next to go {first} ago"
-        if replica.was_reset:
-            yield "restart", "begins empty, because a reset emptied the disk while the engine ran"
     for file in replica.ranks:
         yield f"rank {file.rank}", file.problem or _describe(file, replica)
         if file.verified is not None:

@@ -1,13 +1,14 @@
 """A tier in a file on a disk: records as `record.py` says, moved by the threads of `workers.py`.
 
-Nothing is flushed. A record that was not wholly written, for whatever reason, is a mismatch when it
-is read.
+No record is flushed. One that was not wholly written, for whatever reason, is a mismatch when it is
+read.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.tiers.engine import TierEngine
-from kv_swap.tiers.file import open_file
+from kv_swap.tiers.file import open_file, revoke
+from kv_swap.tiers.os_errors import explain
+from kv_swap.tiers.region import FileDescription
 from kv_swap.tiers.transfers import NUM_THREADS, Transfers, chunk_slots
 
 
@@ -50,4 +53,48 @@ class DiskTier(TierEngine):
             way: [Transfers(file) for _ in range(count)] for way, count in NUM_THREADS.items()
         }
         release = functools.partial(os.close, file.fd)
+        self._fd, self._path, self._content = file.fd, file.path, file.content
+        self._revocation: _Revocation | None = None
         super().__init__(num_slots, arena.shape, movers, chunk_slots(arena.shape[1]), release)
+
+    def revoke(self, timeout_seconds: float) -> str:
+        """See `TierEngine`: the file gets another id on the disk, and keeps its own in memory.
+
+        After a timeout the write goes on, and the next call waits for it.
+        """
+        if self._closed:
+            return f"{self._path} is closed"
+        if self._revocation is None or self._revocation.has_failed:
+            self._revocation = _Revocation(self._fd, self._path, self._content)
+        return self._revocation.wait(timeout_seconds)
+
+
+class _Revocation:
+    """Revokes a file's id on a thread: a disk may hang. Its descriptor keeps the file locked."""
+
+    def __init__(self, fd: int, path: Path, content: FileDescription) -> None:
+        self._fd, self._path, self._content = os.dup(fd), path, content
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, name="kv-swap-revoke", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            revoke(self._fd, self._content)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller has to be told
+            why = explain(error) if isinstance(error, OSError) else repr(error)
+            self._problem = f"cannot write {self._path}: {why}"
+        finally:
+            os.close(self._fd)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return not self._thread.is_alive() and bool(self._problem)
+
+    def wait(self, timeout_seconds: float) -> str:
+        """Wait for the end; return what went wrong, or that it has not ended; "" if it is done."""
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            return f"{self._path} could not be written within {timeout_seconds:g} s"
+        return self._problem

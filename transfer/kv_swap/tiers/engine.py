@@ -144,6 +144,14 @@ class TierEngine:
                 lambda: len(state.done) == self._undelivered, timeout_seconds
             )
 
+    def revoke(self, timeout_seconds: float) -> str:
+        """Have no later process believe what is, or will be, kept there by this one.
+
+        Blocks, bounded, until that is durable. Returns what prevented it, or "". This engine goes
+        on as before. A tier that finds blocks by name alone has nothing to do.
+        """
+        return ""
+
     def close(self, timeout_seconds: float = 30.0) -> None:
         """Give up what has not begun, wait for what has, and let go of the arena. Idempotent.
 

@@ -1,8 +1,8 @@
 """Opens a tier's file: the lock on it, the space that it takes, and direct I/O.
 
 A file goes on only if format, slot size, number of slots and description are what its user wants.
-Else it is begun afresh: it gets another id, with which none of the records that lie in it agrees.
-What no tier has made is left alone.
+Else it is begun afresh: it gets another id, with which none of the records in it agrees. A file that
+no tier has made, or that another user owns, is left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES
-from kv_swap.tiers.region import FileDescription, read_region
+from kv_swap.tiers.region import FIRST_REGION_BYTES, FileDescription, read_region
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,39 @@ def _open_locked(path: Path) -> int:
             raise TierError(f"cannot open {path}: {explain(error)}") from error
         with _closed_on_error(fd, f"lock {path}"):
             _lock(fd, path)
+            _make_private(fd, path)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
         os.close(fd)  # `remove_file` had it meanwhile
+
+
+def _make_private(fd: int, path: Path) -> None:
+    """Let no other user read or write a file; raise `TierError` for one that another user owns."""
+    found, user = os.fstat(fd), os.geteuid()
+    if found.st_uid != user:
+        raise TierError(
+            f"{path} belongs to user {found.st_uid}, who could read what users wrote, and this is "
+            f"user {user}: remove the file, or name another folder"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        logger.warning("%s could be used by other users, with mode %o: it is 600 now", path, mode)
+        os.fchmod(fd, 0o600)
+
+
+def revoke(fd: int, content: FileDescription) -> None:
+    """Give an open file another id on the disk: whoever opens it next believes no record in it.
+
+    Blocks until that is durable. Raises `OSError`. A region that was written in part counts as
+    damaged, so its file is begun afresh: that has the same effect.
+    """
+    region = replace(content, file_id=secrets.token_hex(16)).encode()
+    page = HostArena(1, FIRST_REGION_BYTES, register=None).view()[0]  # for direct I/O
+    page[:] = np.frombuffer(region, np.uint8)
+    if os.pwrite(fd, page.data, 0) < FIRST_REGION_BYTES:
+        raise OSError(errno.EIO, "only a part could be written")
+    os.fsync(fd)
 
 
 def remove_file(path: Path) -> int:

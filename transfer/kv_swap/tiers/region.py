@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.os_errors import explain
@@ -28,6 +30,9 @@ FIRST_REGION_BYTES = 64 << 10
 
 _MAGIC = b"KVTIERS\0"
 _FIELDS = struct.Struct("<8sQ16s")
+
+_LARGEST_FILE_BYTES = 1 << 62
+"""Systems count the bytes of a file in 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +96,46 @@ def read_region(fd: int, path: Path) -> FileDescription | str:
         region = os.pread(fd, FIRST_REGION_BYTES, 0)
     except OSError as error:
         raise TierError(f"cannot read {path}: {explain(error)}") from error
-    if not region.startswith(_MAGIC):
+    magic, nbytes, expected = _FIELDS.unpack_from(region.ljust(_FIELDS.size, b"\0"))
+    text = region[_FIELDS.size : _FIELDS.size + nbytes]
+    is_whole = bool(text) and checksum(text) == expected
+    if magic != _MAGIC and not is_whole:
         raise TierError(
             f"{path} has {os.fstat(fd).st_size} bytes, and no tier has made it; it is left as it "
             f"is: name another file, or remove it"
         )
-    _, nbytes, expected = _FIELDS.unpack_from(region.ljust(_FIELDS.size, b"\0"))
-    text = region[_FIELDS.size : _FIELDS.size + nbytes]
-    if checksum(text) != expected:
+    if magic != _MAGIC or not is_whole:
         return "its first region is damaged"
-    document = json.loads(text)
-    if document["format"] != FORMAT:
-        return f"its format is {document['format']}, this version has {FORMAT}"
+    return _parse(text)
+
+
+def _parse(text: bytes) -> FileDescription | str:
+    """Return what a whole first region says, or why that is no description of this version."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        return "its first region describes no file"
+    if document.get("format") != FORMAT:
+        return f"its format is {document.get('format')!r:.40}, this version has {FORMAT}"
+    if not _is_description(document):
+        return "its first region describes no file"
     return FileDescription(**document)
+
+
+def _is_description(document: dict[str, Any]) -> bool:
+    """Say whether a document has the fields of a `FileDescription`, with values that can be."""
+    types = {name: type(value) for name, value in document.items()}
+    wanted = {"file_id": str, "slot_bytes": int, "num_slots": int, "description": dict}
+    if types != {**wanted, "format": int}:
+        return False
+    return (
+        re.fullmatch("[0-9a-f]{32}", document["file_id"]) is not None
+        and all(isinstance(value, str) for value in document["description"].values())
+        and min(document["slot_bytes"], document["num_slots"]) > 0
+        and FileDescription(**document).nbytes < _LARGEST_FILE_BYTES
+    )
 
 
 def fitting_slots(nbytes: int, slot_bytes: int) -> int:

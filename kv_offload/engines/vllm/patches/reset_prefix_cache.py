@@ -1,18 +1,28 @@
-"""Ends all copies before vLLM resets its prefix cache, since their blocks keep it from doing so."""
+"""Ends all copies before vLLM resets its prefix cache, since their blocks keep it from doing so.
+
+A reset also ends what a disk has for a restart. The caller hears of success only once that is sure:
+a process can be killed at any moment, and whoever changes weights relies on the answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.front_end import tell_front_end
 from kv_offload.engines.vllm.halves import connector_of, worker_of_process
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 
+if TYPE_CHECKING:
+    from kv_offload.scheduler.scheduler import OffloadScheduler
+
 logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 5.0
+"""Bound of the wait for the index of a disk, after that for the ranks' files."""
 
 
 def reset_after_drain(
@@ -22,7 +32,10 @@ def reset_after_drain(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well."""
+    """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well.
+
+    Returns False, too, if a restart might find on the disk what was there before.
+    """
     connector = connector_of(self)
     if connector is None:
         return original(self, reset_running_requests, *args, **kwargs)
@@ -37,8 +50,17 @@ def reset_after_drain(
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
         offload.engine_was_reset()
+    settled = settle(self, offload)
     tell_front_end(self)
-    return done
+    return done and settled
+
+
+def settle(core: Any, offload: OffloadScheduler) -> bool:
+    """See to it that no restart finds what was forgotten; say whether that is sure. Waits."""
+    if offload.is_settled:
+        return True
+    problems = core.model_executor.collective_rpc(revoke_rank)
+    return offload.settle(problems, SETTLE_SECONDS)
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
@@ -73,6 +95,11 @@ def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
     """Drain this process's rank; see `OffloadWorker.drain`."""
     report: OffloadWorkerMetadata = worker_of_process().drain(plan)
     return report
+
+
+def revoke_rank(_worker: Any) -> str:
+    """Revoke the tier of this process's rank; see `OffloadWorker.revoke_tier`."""
+    return str(worker_of_process().revoke_tier())
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:

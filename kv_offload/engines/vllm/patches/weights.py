@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.engines.vllm.actions import ACTIONS, act
 from kv_offload.engines.vllm.front_end import tell_front_end
 from kv_offload.engines.vllm.halves import connector_of
+from kv_offload.engines.vllm.patches.reset_prefix_cache import settle
 
 if TYPE_CHECKING:
     from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -54,8 +55,13 @@ def watch_call(
         return [act(self, method)]
     if may_change_weights(method):
         connector = connector_of(self)
-        if connector is not None and connector.offload_scheduler.weights_change():
-            logger.info("kv-offload: host memory emptied: %r may change weights", method)
+        if connector is not None:
+            offload = connector.offload_scheduler
+            was_settled = offload.is_settled
+            if offload.weights_change():
+                logger.info("kv-offload: host memory emptied: %r may change weights", method)
+            if was_settled:  # else a trainer would wait for a dead disk with each of its tensors
+                settle(self, offload)
         tell_front_end(self)
     return original(self, method, *args, **kwargs)
 

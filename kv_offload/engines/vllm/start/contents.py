@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+PROCESS = "process"
+"""Names in a description what no other process has."""
+
+
 def check_contents(
     vllm_config: VllmConfig,
     key: str,
@@ -51,5 +55,5 @@ def describe_contents(
     contents = namespace.describe(vllm_config, kv_cache_config)
     if private or vllm_config.lora_config is not None:
         # What is in an adapter's files may change under its name, which is all that a key has.
-        contents["process"] = secrets.token_hex(16)
+        contents[PROCESS] = secrets.token_hex(16)
     return contents

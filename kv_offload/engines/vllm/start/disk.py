@@ -11,7 +11,7 @@ from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config import OffloadConfig
 from kv_offload.config.checks import find_place, unusable_folder
 from kv_offload.config.disk_folder import INDEX_FILE, replica_folder
-from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
+from kv_offload.engines.vllm.start.contents import PROCESS, check_contents, describe_contents
 from kv_offload.scheduler.tiers.scheduler import TieredScheduler
 from kv_offload.scheduler.tiers.slot_tier import SlotTier
 from kv_offload.worker.disk import Disk
@@ -78,7 +78,7 @@ def with_disk(
     open_index = partial(DiskIndex, disk.folder / INDEX_FILE, disk.contents)
     return partial(
         TieredScheduler,
-        make_tier=partial(SlotTier, num_slots, open_index),
+        make_tier=partial(SlotTier, num_slots, open_index, outlives=PROCESS not in disk.contents),
         write_rate=config.disk_write_rate / num_ranks,
         keep_on_reset=config.disk_keep_on_reset,
     )

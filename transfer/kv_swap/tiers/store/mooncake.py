@@ -78,13 +78,21 @@ class MooncakeClient(StoreClient):
     def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
         codes = self._transfer(lambda store: store.batch_get_into_multi_buffers, keys, parts)
         sizes = [sum(nbytes for _, nbytes in own) for own in parts]
+        failed = [key for key, code in zip(keys, codes, strict=True) if code == _TRANSFER_FAIL]
+        found = self._sizes(failed) if failed else {}
         fates: list[Fate | TierError] = []
-        for code, size in zip(codes, sizes, strict=True):
-            if code == _OTHER_SIZE or 0 <= code < size:
+        for key, code, size in zip(keys, codes, sizes, strict=True):
+            if code == _OTHER_SIZE or 0 <= code < size or found.get(key, size) != size:
                 fates.append(Fate.OTHER)
             else:
                 fates.append(Fate.MISSING if code in _MISSING else self._fate(code))
         return fates
+
+    def _sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of the objects that are there: a read of a shorter one just fails."""
+        with self._call() as session:
+            sizes = {key: int(session.store.get_size(key)) for key in keys}
+        return {key: size for key, size in sizes.items() if size >= 0}
 
     def remove(self, keys: Sequence[str]) -> None:
         with self._call() as session:
