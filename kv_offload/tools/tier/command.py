@@ -82,7 +82,11 @@ def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
     in_use = {True: "by an engine", False: "by no engine", None: "not known"}[replica.in_use]
     yield "in use", in_use
     if replica.was_reset:
-        yield "index", "none: a reset emptied the disk, so a restart begins empty"
+        yield (
+            "index",
+            "none: a reset or new weights emptied the disk, or somebody removed it; a restart "
+            "begins empty",
+        )
     elif replica.description is None or replica.slots is None:
         yield "index", replica.problem
     else:

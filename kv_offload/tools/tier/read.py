@@ -52,7 +52,7 @@ class Replica:
     first_use: float | None
     """Of the slot that goes next."""
     was_reset: bool
-    """Whether an engine has it that has removed the index, as a reset does."""
+    """Whether there is no index, as after a reset."""
     ranks: list[RankFile]
 
 
@@ -102,7 +102,7 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
         used_bytes=len(used) * sum(rank.slot_bytes or 0 for rank in ranks),
         last_use=used[-1] / 1e6 if used else None,
         first_use=used[0] / 1e6 if used else None,
-        was_reset=bool(in_use) and not path.exists(),
+        was_reset=not path.exists(),
         ranks=ranks,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
+import functools
 import itertools
 import os
 import random
@@ -16,16 +17,20 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from kv_offload.cache.disk_index import DiskIndex, index
-from kv_offload.cache.disk_index.contents import DamagedIndexError, read_index
+from kv_offload.cache.disk_index.changes import Changes
+from kv_offload.cache.disk_index.contents import read_index, row_sum
 from kv_offload.errors import ConfigError
 from tests.support import disk_uses
 from tests.support.processes import kill_group, run_code, start_module
@@ -139,12 +144,14 @@ def test_after_a_reset_a_restart_begins_empty(path: Path, quick: None) -> None:
         first.put(keys(1, 2), slots(0, 1))
         first.clear()
         assert first.generation != before
+        assert first.wait_ended(LIMIT_SECONDS)
         first.put(keys(3), slots(2))
-        wait_for(lambda: read_index(path).slots.tolist() == [2])
-        said = read_index(path)
-        assert (said.was_reset, said.generation) == (True, first.generation)
+        first.use(slots(0))
+        assert not path.exists()
+    assert first.errors == 0
+    assert not path.exists()
     with opened(path) as again:
-        assert (again.reason, again.keys) == ("emptied by a reset while it ran", [])
+        assert (again.reason, again.keys) == ("there was none", [])
         assert again.generation not in (before, first.generation)
     with opened(path) as once_more:
         assert once_more.reason == ""
@@ -195,7 +202,7 @@ def run_and_kill(folder: Path, commit_seconds: float, seconds: float, reset_afte
     words = [str(folder / "index.sqlite"), str(commit_seconds), str(reset_after)]
     process = start_module("tests.support.disk_uses", *words, stdout=log, stderr=log, forks=False)
     try:
-        wait_for(lambda: done.exists() or process.poll() is not None)
+        wait_for(lambda: done.exists() and done.stat().st_size or process.poll() is not None)
         time.sleep(seconds)
         assert process.poll() is None, log.read_text()
     finally:
@@ -282,7 +289,53 @@ def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path: Path) -> N
         killed.close(LIMIT_SECONDS)
         found.append(killed.reason)
         assert disk_uses.last_put(killed) < reset_at
-    assert "emptied by a reset while it ran" in found
+    assert "there was none" in found
+
+
+def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(path: Path) -> None:
+    """Each call on the index takes half a second, as on a slow disk."""
+    code = (
+        "import os, pathlib, signal, time\n"
+        "import numpy as np\n"
+        "from kv_offload.cache.disk_index import DiskIndex, file\n"
+        f"index = DiskIndex(pathlib.Path({str(path)!r}), {MODEL}, {FILES}, {NUM_SLOTS})\n"
+        f"index.put({keys(1, 2)}, np.array([0, 1], np.int32))\n"
+        "time.sleep(1)\n"
+        "fsync = os.fsync\n"
+        "os.fsync = lambda *file: (time.sleep(0.5), fsync(*file))\n"
+        "index.clear()\n"
+        "assert index.wait_ended(20)\n"
+        "print('answered', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, env=environment
+    )
+    assert killed.stdout == b"answered\n", killed.stderr.decode()
+    with opened(path) as again:
+        assert (again.reason, again.keys) == ("there was none", [])
+
+
+@pytest.mark.parametrize("how", ["moved", "linked"])
+def test_an_index_that_is_elsewhere_by_now_is_emptied_there(
+    path: Path, quick: None, how: str
+) -> None:
+    folder, moved = path.parent / "nvme", path.parent / "moved"
+    folder.mkdir()
+    with opened(folder / path.name) as running:
+        running.put(keys(1, 2), slots(0, 1))
+        wait_for(lambda: len(read_index(folder / path.name).keys) == 2)
+        if how == "moved":
+            folder.rename(moved)
+        else:
+            moved.mkdir()
+            (moved / path.name).hardlink_to(folder / path.name)
+        running.clear()
+        assert running.wait_ended(LIMIT_SECONDS)
+    with opened(moved / path.name) as again:
+        assert again.keys == []
+        assert again.generation != running.generation
 
 
 # -- damage ------------------------------------------------------------------------------------
@@ -347,6 +400,7 @@ def test_what_is_no_index_of_this_version_is_named(path: Path) -> None:
             path.write_bytes(content)
         else:
             with contextlib.closing(sqlite3.connect(path)) as database:
+                database.create_function("sum_of", 2, functools.partial(row_sum, good.generation))
                 for statement in sql:
                     database.execute(statement)
                 database.commit()
@@ -359,12 +413,14 @@ def test_what_is_no_index_of_this_version_is_named(path: Path) -> None:
         f"{path}: cannot be used: file is not a database. {cache}"
     )
     assert reason(b"", "PRAGMA user_version = 7") == (
-        f"{path}: cannot be used: it has format 7, not 1. {cache}"
+        f"{path}: cannot be used: it has format 7, not 2. {cache}"
     )
     for problem, statement in {
-        "two slots have one key": "UPDATE slots SET key = x'00'",
-        "a slot does not exist": f"UPDATE slots SET slot = {NUM_SLOTS} WHERE slot = 1",
+        "two slots have one key": "UPDATE slots SET key = x'00', sum = sum_of(slot, x'00')",
+        "a slot does not exist": f"UPDATE slots SET slot = {NUM_SLOTS}, "
+        f"sum = sum_of({NUM_SLOTS}, key) WHERE slot = 1",
         "a time does not exist": "UPDATE slots SET used = 9223372036854775807 WHERE slot = 1",
+        "a time is no number": "UPDATE slots SET used = 1e300",
         "a key is no bytes": "UPDATE slots SET key = 'text' WHERE slot = 1",
         "its tables are not those": "CREATE INDEX other ON slots (used)",
         "not enough values to unpack": "DELETE FROM meta",
@@ -375,6 +431,25 @@ def test_what_is_no_index_of_this_version_is_named(path: Path) -> None:
         "the number of slots is no number": "UPDATE meta SET num_slots = 'many'",
     }.items():
         assert problem in reason(b"", statement)
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ("UPDATE slots SET key = x'00' WHERE slot = 1", keys(2)),
+        ("UPDATE slots SET slot = 3 WHERE slot = 1", keys(2)),
+        ("UPDATE slots SET sum = NULL WHERE slot = 1", keys(2)),
+        ("UPDATE meta SET generation = x'000102030405060708090a0b0c0d0e0f'", []),
+    ],
+)
+def test_a_row_without_its_sum_is_left_out(path: Path, change: str, left: list[bytes]) -> None:
+    with opened(path) as first:
+        first.put(keys(1, 2), slots(1, 2))
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(change)
+        database.commit()
+    with opened(path) as again:
+        assert (again.reason, again.keys) == ("", left)
 
 
 # -- what cannot be used -----------------------------------------------------------------------
@@ -411,7 +486,8 @@ def test_a_folder_or_file_of_another_user_is_refused() -> None:
             path.parent.chmod(mode)
             os.seteuid(65534)
             try:
-                assert "cannot be used: Permission denied. Give disk_path a " in refusal(path)
+                why = "Permission denied" if mode == 0o700 else "it belongs to user 0"
+                assert f"cannot be used: {why}. Give disk_path a " in refusal(path)
                 if mode == 0o755:
                     assert read_index(path).keys == keys(1), "to look at it takes no more"
             finally:
@@ -563,12 +639,41 @@ def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
     )
 
 
-def tells_of_the_reset(path: Path) -> bool:
-    """Whether the index says so, or is gone; it may vanish while it is read."""
-    try:
-        return read_index(path).was_reset
-    except (ConfigError, DamagedIndexError):
-        return not path.exists()
+def test_an_error_of_any_kind_ends_neither_the_thread_nor_what_is_written_later(
+    path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path) as running:
+        with monkeypatch.context() as failing:
+            failing.setattr(Changes, "write", mock.Mock(side_effect=MemoryError))
+            running.put(keys(1, 2), slots(1, 2))
+            wait_for(lambda: running.errors > 2)
+        wait_for(lambda: read_index(path).keys == keys(1, 2))
+
+
+def test_memory_does_not_grow_while_nothing_can_be_written(
+    path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the thread itself hangs in a call of the disk."""
+    hangs, continues = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        hangs.set()
+        assert continues.wait(LIMIT_SECONDS)
+
+    monkeypatch.setattr(Changes, "write", hang)
+    numbers = slots(*range(NUM_SLOTS))
+    with opened(path) as running:
+        running.put(keys(1), slots(1))
+        assert hangs.wait(LIMIT_SECONDS)
+        running.put(keys(*range(NUM_SLOTS)), numbers)
+        tracemalloc.start()
+        for _ in range(500):
+            running.put(keys(*range(NUM_SLOTS)), numbers)
+            running.use(numbers)
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        continues.set()
+    assert grown < 100_000, "the same slots, 1,000 times"
 
 
 def test_a_reset_is_not_lost_on_a_full_disk(disk: Any, quick: None) -> None:
@@ -580,7 +685,7 @@ def test_a_reset_is_not_lost_on_a_full_disk(disk: Any, quick: None) -> None:
         with fill():
             running.clear()
             running.put(keys(1), slots(1))
-            wait_for(lambda: tells_of_the_reset(path))
+            assert running.wait_ended(LIMIT_SECONDS)
             running.close(LIMIT_SECONDS)
     with opened(path) as again:
         assert again.keys == []
@@ -621,13 +726,29 @@ def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -
         running.put(keys(3), slots(2))
         wait_for(lambda: len(read_index(path).keys) == 3)
         running.clear()
-        wait_for(lambda: tells_of_the_reset(path))
-        running.put(keys(4), slots(3))  # which is written once the reset has been flushed
-        wait_for(lambda: read_index(path).keys == keys(4))
+        assert running.wait_ended(LIMIT_SECONDS)
         cut()
     start_again()
     with opened(path) as again:
-        assert again.reason == "emptied by a reset while it ran"
+        assert again.reason == "there was none"
+
+
+def test_a_reset_that_cannot_reach_the_disk_is_not_taken_for_done(power: Any, quick: None) -> None:
+    """Once the disk is back, what was there before is found: so somebody has to be told."""
+    folder, cut, start_again = power
+    path = folder / "index.sqlite"
+    with opened(path) as running:
+        running.put(keys(1, 2), slots(0, 1))
+        wait_for(lambda: len(read_index(path).keys) == 2)
+        os.sync()
+        cut()
+        running.clear()
+        wait_for(lambda: running.errors > 1)
+        assert not running.wait_ended(0)
+        assert f"{path} cannot be removed or emptied: " in running.problem
+    start_again()
+    with opened(path) as again:
+        assert again.keys == keys(1, 2)
 
 
 def test_no_room_at_the_start_is_refused(disk: Any) -> None:
