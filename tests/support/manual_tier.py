@@ -48,8 +48,13 @@ class ManualTier:
         self.bad_places: set[Any] = set()
         self.happened: Counter[str] = Counter()
         self.stuck = False
+        self.revoke_problem = ""
         self._arena = arena
         self._done: list[TierCompletion] = []
+
+    def revoke(self, timeout_seconds: float) -> str:
+        self.happened["revoked"] += 1
+        return self.revoke_problem
 
     def submit(self, job: TierJob) -> None:
         if self._fails("submit"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import xxhash
@@ -21,6 +23,7 @@ from kv_swap.tiers.region import read_description
 
 from tests.support.processes import ROOT, run_code
 from tests.support.tier_bed import ALIGNED, TierBed, named
+from tests.transfer.tiers.conftest import Gate
 
 NAMES = named(8)
 
@@ -324,3 +327,125 @@ def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(
     assert other.exists()
     with TierBed(path, model="a", rank="0") as bed:
         assert bed.tier.continued
+
+
+# -- a file whose id is revoked ----------------------------------------------------------------
+
+
+def test_after_a_revocation_this_tier_continues_and_no_later_one_believes_a_record(
+    path: Path,
+) -> None:
+    file_id = read_description(path).file_id
+    with TierBed(path, model="a", rank="0") as bed:
+        assert [bed.tier.revoke(60), bed.tier.revoke(60)] == ["", ""]
+        revoked = read_description(path).file_id
+        assert revoked != file_id == bed.tier.file_id
+        assert bed.get(NAMES).failed == ()
+        assert bed.put(NAMES).failed == ()
+        assert bed.get(NAMES).failed == ()
+    assert bed.tier.revoke(60) == f"{path} is closed"
+    with TierBed(path, model="a", rank="0") as bed:
+        assert (bed.tier.continued, bed.tier.file_id) == (True, revoked)
+        assert bed.get(NAMES).mismatches == len(NAMES)
+        assert bed.put(NAMES).failed == ()
+        assert bed.get(NAMES).failed == ()
+
+
+def test_a_revocation_that_cannot_be_flushed_is_told_and_can_be_tried_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TierBed(path, model="a", rank="0") as bed:
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, "a bad disk")))
+            said = bed.tier.revoke(60)
+            assert said == f"cannot write {path}: a bad disk; `dmesg` says whether the disk fails"
+        assert bed.tier.revoke(60) == ""
+
+
+def test_a_revocation_waits_for_a_disk_that_hangs_and_no_longer_than_it_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor keeps the file locked: it may yet write there."""
+    flush = Gate(os.fsync)
+    monkeypatch.setattr(os, "fsync", flush)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.revoke(0.05) == f"{path} could not be written within 0.05 s"
+        flush.reached.acquire()
+        assert bed.tier.revoke(0.05) != ""
+    with pytest.raises(TierError, match="is in use by another engine"):
+        TierBed(path, model="a", rank="0")
+    flush.opened.set()
+    for thread in threading.enumerate():
+        if thread.name == "kv-swap-revoke":
+            thread.join(60)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.get(NAMES).mismatches == len(NAMES)
+
+
+# -- files that are well-formed and odd, or of somebody else -----------------------------------
+
+GOOD = {"file_id": "ab" * 16, "slot_bytes": ALIGNED, "num_slots": 8, "description": {}, "format": 1}
+ODD_REGIONS = {
+    "a list": [1],
+    "null": None,
+    "a key more": {**GOOD, "more": 1},
+    "a key less": {name: value for name, value in GOOD.items() if name != "num_slots"},
+    "a description that is a list": {**GOOD, "description": [1]},
+    "a description of numbers": {**GOOD, "description": {"model": 1}},
+    "no JSON": b"xx",
+    "an id that is no hexadecimal number": {**GOOD, "file_id": "zz" * 16},
+    "an id of another length": {**GOOD, "file_id": "ab"},
+    "no slots": {**GOOD, "num_slots": 0},
+    "true for a number": {**GOOD, "num_slots": True},
+    "more bytes than a file can have": {**GOOD, "slot_bytes": 1 << 70},
+    "lists in lists": b"[" * 60000,
+    "a number without end": b"1" * 60000,
+    "no text": b"\xff\xfe\xff",
+}
+
+
+@pytest.mark.parametrize("document", ODD_REGIONS.values(), ids=ODD_REGIONS)
+def test_a_first_region_that_describes_no_file_is_begun_afresh(path: Path, document: Any) -> None:
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
+    with pytest.raises(TierError, match="describes no file; an engine would begin it afresh"):
+        read_description(path)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.reason == "its first region describes no file"
+        assert bed.get(NAMES).mismatches == len(NAMES)
+
+
+@pytest.mark.parametrize("place", [*range(8), 8, 15, 20, 40])
+def test_a_flipped_bit_in_the_first_region_has_it_begun_afresh(path: Path, place: int) -> None:
+    """Also one in the magic: all else says that it is a file of a tier."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.tier.reason == "its first region is damaged"
+        assert bed.get(NAMES).mismatches == len(NAMES)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_file_of_another_user_is_refused(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    before = path.read_bytes()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(TierError, match=r"belongs to user 65534, .*, and this is user 0: remove"):
+        TierBed(path, model="a", rank="0")
+    assert (path.read_bytes(), path.stat().st_uid) == (before, 65534)
+
+
+def test_a_file_that_others_could_use_is_for_its_user_alone_from_then_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was copied without its mode."""
+    path.chmod(0o664)
+    with TierBed(path, model="a", rank="0") as bed:
+        assert bed.get(NAMES).failed == ()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert f"{path} could be used by other users, with mode 664: it is 600 now" in caplog.text

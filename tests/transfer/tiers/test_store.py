@@ -218,6 +218,21 @@ def test_another_block_or_another_size_under_a_key_is_a_mismatch(
     assert bed.put(names).nbytes == 2 * ALIGNED
 
 
+@pytest.mark.parametrize("nbytes", [1, PAGE_BYTES, RECORD_BYTES // 2, RECORD_BYTES - 1])
+def test_a_shorter_object_under_a_key_is_a_mismatch_and_is_written_anew(
+    bed: StoreBed, raw: Raw, names: dict[int, bytes], nbytes: int
+) -> None:
+    """Mooncake says of it what it says where its memory is gone: that the transfer failed."""
+    bed.put(names)
+    raw.replace(keys_of(bed, names)[2], nbytes)
+    done = bed.get(names)
+    assert (done.failed, done.mismatches, done.error) == ((2,), 1, None)
+    alone = bed.get({2: names[2]})
+    assert (alone.failed, alone.mismatches, alone.error) == ((0,), 0, None), "it is removed"
+    assert bed.put(names).nbytes == ALIGNED
+    assert bed.get(names).failed == ()
+
+
 def test_a_client_asks_for_what_tiers_have_stored(
     master: Master, bed: StoreBed, names: dict[int, bytes]
 ) -> None:
