@@ -102,6 +102,7 @@ def _open_locked(path: Path) -> int:
             raise TierError(f"cannot open {path}: {explain(error)}") from error
         with _closed_on_error(fd, f"lock {path}"):
             _lock(fd, path)
+        with _closed_on_error(fd, f"keep other users out of {path}"):
             _make_private(fd, path)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
