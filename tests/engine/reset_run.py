@@ -2,8 +2,8 @@
 
 usage: python -m tests.engine.reset_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-`arguments` are `disk_path`, `faults`, `weights`, a file with the new ones, and `prompts`. Hands back
-the answer to the reset, and ends by SIGKILL: no thread of the engine does anything afterwards.
+`arguments` are `disk_path`, `faults`, `weights` (a file with the new ones) and `prompts`. Hands
+back the answer to the reset, and ends by SIGKILL: no thread of the engine does anything afterwards.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def run_and_kill(folder: Path, commit_seconds: float, seconds: float, reset_afte
     words = [str(folder / "index.sqlite"), str(commit_seconds), str(reset_after)]
     process = start_module("tests.support.disk_uses", *words, stdout=log, stderr=log, forks=False)
     try:
-        wait_for(lambda: done.exists() and done.stat().st_size or process.poll() is not None)
+        wait_for(lambda: (done.exists() and done.stat().st_size) or process.poll() is not None)
         time.sleep(seconds)
         assert process.poll() is None, log.read_text()
     finally:
