@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from kv_offload.cache.disk_index import index
 from tests.engine.harness import offloading
+from tests.engine.test_new_weights import CHANGED
 from tests.support.processes import be_run, print_result
 
 FAULTS: dict[str, Any] = {
@@ -39,7 +40,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
             FAULTS[fault]()
         model = running.llm.llm_engine.model_executor.driver_worker.model_runner.model
         # As a broadcast into the model's tensors, which nobody can notice.
-        type(model).load_weights(model, iter(load_file(arguments["weights"]).items()))
+        weights = load_file(arguments["weights"])
+        type(model).load_weights(model, ((name, weights[name]) for name in CHANGED))
         print_result(running.llm.reset_prefix_cache(reset_connector=True))
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -27,6 +27,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     refusal,
 )
+from tests.engine.test_new_weights import CHANGED
 from tests.support.processes import run_module, stay, staying
 from tests.support.small_models import write_model
 
@@ -161,7 +162,7 @@ def write_new_weights(folder: Path, weights: Path) -> None:
     old = folder / "model.safetensors"
     tensors = load_file(old)
     generator = torch.Generator().manual_seed(1)
-    for name in ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"):
+    for name in CHANGED:
         noise = torch.randn(tensors[name].shape, generator=generator)
         tensors[name] += noise * tensors[name].std().clamp(min=0.3)
     save_file(tensors, weights, metadata={"format": "pt"})
