@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.region import FIRST_REGION_BYTES
+from safetensors.torch import load_file, save_file
 
 from kv_offload.errors import ConfigError
 from kv_offload.tiers import promoter
@@ -24,7 +27,9 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     refusal,
 )
+from tests.engine.test_new_weights import CHANGED
 from tests.support.processes import run_module, stay, staying
+from tests.support.small_models import write_model
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
@@ -150,6 +155,53 @@ def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Pa
         assert ours.offload.gauges()["tier_slots_in_use"] == kept > 0
         ours.offload.weights_change()
         assert ours.offload.gauges()["tier_slots_in_use"] == 0
+
+
+def write_new_weights(folder: Path, weights: Path) -> None:
+    """Write weights that differ from a model's into a file of the same size and time."""
+    old = folder / "model.safetensors"
+    tensors = load_file(old)
+    generator = torch.Generator().manual_seed(1)
+    for name in CHANGED:
+        noise = torch.randn(tensors[name].shape, generator=generator)
+        tensors[name] += noise * tensors[name].std().clamp(min=0.3)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    found = old.stat()
+    assert weights.stat().st_size == found.st_size
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "faults", [["the index hangs"], ["the rank fails"], ["the index hangs", "the rank fails"]]
+)
+def test_a_reset_that_was_answered_with_true_holds_though_the_engine_is_killed_at_once(
+    model_folder: Path, tmp_path: Path, faults: list[str]
+) -> None:
+    """The new weights are in the model's folder, where nobody can tell them from the old ones.
+
+    Index and data file each prevent that the next engine serves KV of the old ones. The control is
+    a reset for which both have failed: it is answered with False, and the next engine does.
+    """
+    models = tmp_path / "models"
+    shutil.copytree(write_model("qwen3", model_folder / "qwen3"), models / "qwen3")
+    place, weights = tmp_path / "disk", tmp_path / "new.safetensors"
+    place.mkdir()
+    write_new_weights(models / "qwen3", weights)
+    arguments = {"disk_path": str(place), "faults": faults, "weights": str(weights)}
+    arguments["prompts"] = PROMPTS
+    answered = run_module("tests.engine.reset_run", models, "qwen3", arguments, forks=True)
+    weights.rename(models / "qwen3" / "model.safetensors")
+    expected = plain_answers(models, PROMPTS)
+    with offloading(models, plugin=disk(place)) as ours:
+        answers = ours.generate(PROMPTS)
+        promoted = ours.totals["promoted_slots"]
+    if len(faults) == 1:
+        assert answered is True
+        assert (answers, promoted) == (expected, 0)
+    else:
+        assert answered is False
+        assert promoted > 0
+        assert all_differ(answers, expected)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kv_offload.cache.disk_index.contents import row_sum
 
@@ -18,51 +18,53 @@ class Changes:
     def __init__(self, last_use: int) -> None:
         """Times of use are in microseconds since 1970, and rise from `last_use` on."""
         self.last_use = last_use
-        # By slot, the key that was put, None if it was only used, and the last use.
-        self._rows: dict[int, tuple[bytes | None, int]] = {}
-        # Deleted before rows are written, so that a slot may be here and there.
+        self._put: dict[int, bytes] = {}
+        self._used: dict[int, int] = {}  # also what was put
+        # Deleted before the others are written, so that a slot may be here and there.
         self._removed: set[int] = set()
 
     def __bool__(self) -> bool:
         """Whether there is something to write."""
-        return bool(self._rows or self._removed)
+        return bool(self._used or self._removed)
 
     def put(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """Have slots hold keys."""
-        times = self._times()
-        self._rows.update(zip(slots, zip(keys, times, strict=False), strict=True))
+        self._put.update(zip(slots, keys, strict=True))
+        self.use(slots)
 
     def use(self, slots: Sequence[int]) -> None:
         """Note that slots were used, in this order."""
-        for slot, when in zip(slots, self._times(), strict=False):
-            self._rows[slot] = self._key(slot), when
+        first = max(self.last_use + 1, time.time_ns() // 1000)
+        self.last_use = first + len(slots) - 1
+        self._used.update(zip(slots, range(first, first + len(slots)), strict=True))
 
     def remove(self, slots: Sequence[int]) -> None:
         """Have slots hold nothing."""
         self._removed.update(slots)
         for slot in slots:
-            self._rows.pop(slot, None)
+            self._put.pop(slot, None)
+            self._used.pop(slot, None)
 
     def add(self, later: Changes) -> None:
         """Add the changes that came after these."""
         self.remove([*later._removed])
-        for slot, (key, when) in later._rows.items():
-            self._rows[slot] = self._key(slot) if key is None else key, when
+        self._put.update(later._put)
+        self._used.update(later._used)
         self.last_use = later.last_use
 
     def forget(self) -> None:
         """Drop all of it, which has been written."""
-        self._rows.clear()
+        self._put.clear()
+        self._used.clear()
         self._removed.clear()
 
     def write(self, database: sqlite3.Connection, generation: bytes) -> None:
         """Write all of it in one transaction, of which nothing is left if an error is raised."""
         removed = [(slot,) for slot in self._removed]
-        used = [(when, slot) for slot, (key, when) in self._rows.items() if key is None]
+        used = [(when, slot) for slot, when in self._used.items() if slot not in self._put]
         put = [
-            (slot, key, when, row_sum(generation, slot, key))
-            for slot, (key, when) in self._rows.items()
-            if key is not None
+            (slot, key, self._used[slot], row_sum(generation, slot, key))
+            for slot, key in self._put.items()
         ]
         try:
             database.execute("BEGIN IMMEDIATE")
@@ -72,12 +74,3 @@ class Changes:
             database.execute("COMMIT")
         finally:
             database.rollback()  # does nothing after a commit
-
-    def _key(self, slot: int) -> bytes | None:
-        return self._rows[slot][0] if slot in self._rows else None
-
-    def _times(self) -> Iterator[int]:
-        now = time.time_ns() // 1000
-        while True:
-            self.last_use = max(self.last_use + 1, now)
-            yield self.last_use

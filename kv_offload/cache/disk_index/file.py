@@ -78,7 +78,8 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
             raise OSError(errno.EINVAL, "not a regular file")
         if found_file.st_uid != os.geteuid():
             raise OSError(errno.EPERM, f"it belongs to user {found_file.st_uid}")
-        path.chmod(0o600)  # a copy may be for other users, too
+        if found_file.st_mode & 0o077:  # as of a copy
+            path.chmod(0o600)
         with contextlib.ExitStack() as opened:
             database = opened.enter_context(contextlib.closing(_connect(path)))
             try:
@@ -150,6 +151,7 @@ def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:
             database.execute("COMMIT")
         finally:
             database.rollback()
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # it may have lost its log
 
 
 def _flush(folder: Path) -> None:

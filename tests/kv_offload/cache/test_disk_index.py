@@ -323,9 +323,10 @@ def test_an_index_that_is_elsewhere_by_now_is_emptied_there(
 ) -> None:
     folder, moved = path.parent / "nvme", path.parent / "moved"
     folder.mkdir()
+    with opened(folder / path.name) as first:
+        first.put(keys(1, 2), slots(0, 1))
     with opened(folder / path.name) as running:
-        running.put(keys(1, 2), slots(0, 1))
-        wait_for(lambda: len(read_index(folder / path.name).keys) == 2)
+        assert (running.keys, running.generation) == (keys(1, 2), first.generation)
         if how == "moved":
             folder.rename(moved)
         else:
@@ -335,7 +336,7 @@ def test_an_index_that_is_elsewhere_by_now_is_emptied_there(
         assert running.wait_ended(LIMIT_SECONDS)
     with opened(moved / path.name) as again:
         assert again.keys == []
-        assert again.generation != running.generation
+        assert again.generation != first.generation
 
 
 # -- damage ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Start:
         self.tier.close(LIMIT_SECONDS)
 
     def move(self, way: TierDirection, keys: list[bytes], slots: list[int]) -> list[int]:
-        """Move blocks between a slot of the arena and the same slot of the disk; return failures."""
+        """Move blocks from or to the same slots of the disk; return those that failed."""
         names = [self.index.generation + key for key in keys]
         self.tier.submit(TierJob(1, way, np.array([slots, slots], np.int32).T, names))
         assert self.tier.wait(LIMIT_SECONDS)
@@ -114,7 +114,8 @@ def tried(disk: Path, folder: Path) -> dict[bytes, bytes] | None:
     try:
         return served(folder)
     except TierError as error:
-        assert "no tier has made it" in str(error)
+        if "no tier has made it" not in str(error):
+            raise
         return None
 
 

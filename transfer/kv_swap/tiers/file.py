@@ -1,8 +1,8 @@
 """Opens a tier's file: the lock on it, the space that it takes, and direct I/O.
 
 A file goes on only if format, slot size, number of slots and description are what its user wants.
-Else it is begun afresh: it gets another id, with which none of the records in it agrees. A file that
-no tier has made, or that another user owns, is left alone.
+Else it is begun afresh: it gets another id, with which none of the records in it agrees. What no
+tier has made, or another user owns, is left alone.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def _open_locked(path: Path) -> int:
             raise TierError(f"cannot open {path}: {explain(error)}") from error
         with _closed_on_error(fd, f"lock {path}"):
             _lock(fd, path)
+        with _closed_on_error(fd, f"keep other users out of {path}"):
             _make_private(fd, path)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):

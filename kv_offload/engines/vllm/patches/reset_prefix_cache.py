@@ -52,7 +52,7 @@ def reset_after_drain(
         offload.engine_was_reset()
     settled = settle(self, offload)
     tell_front_end(self)
-    return done and settled
+    return done if settled else False
 
 
 def settle(core: Any, offload: OffloadScheduler) -> bool:

@@ -201,7 +201,7 @@ def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     assert f"index       {folder / INDEX_FILE}: cannot be used: file is not a database." in text
     assert "verified: nothing to read" in text
     (folder / INDEX_FILE).unlink()
-    assert "index       none: a reset or new weights emptied the disk" in shown(folder)
+    assert "index       none: a reset or new weights emptied the disk" in shown(folder, status=1)
 
 
 @pytest.mark.parametrize(
