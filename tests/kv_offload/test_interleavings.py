@@ -207,7 +207,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.cleanup.enter_context(manual_store())
             else:
                 folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
-                nbytes = f"{below * self.ranks}KiB"
+                nbytes = f"{below * self.ranks << 10}B"
                 arguments["plugin"] |= {"disk_path": folder, "disk_bytes": nbytes}
                 arguments["plugin"]["disk_restart"] = False
             for name, seconds in (IMPATIENCE if not waits else {}).items():

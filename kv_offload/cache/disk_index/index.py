@@ -148,8 +148,8 @@ class DiskIndex:
                 self.problem = f"{self._path} cannot be removed or emptied: {error}"
             elif self.errors == 1:
                 logger.warning(
-                    "kv-offload: %s: what is on the disk cannot be noted: %s. The engine continues, "
-                    "but finds less there after a restart. See whether the folder is still there, "
+                    "kv-offload: %s: what is on the disk cannot be noted: %s. The engine "
+                    "continues, but finds less there after a restart. See whether the folder is still there, "
                     "has room, and may be written",
                     self._path,
                     error,

@@ -155,7 +155,7 @@ def test_weights_that_a_rank_tells_of_in_a_step_are_not_waited_for_and_the_log_s
 ) -> None:
     engine = make()
     engine.offload.weights_were_loaded({0: 1})
-    assert not engine.offload.is_settled
+    assert not engine.offload.tier.is_settled
     assert engine.offload.tier.tier.index.wait_ended(0.2) is False
     engine.serve("next", PROMPT, 1)
     assert "the disk could not be emptied for a restart: " in caplog.text
