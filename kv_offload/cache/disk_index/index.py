@@ -149,8 +149,8 @@ class DiskIndex:
             elif self.errors == 1:
                 logger.warning(
                     "kv-offload: %s: what is on the disk cannot be noted: %s. The engine "
-                    "continues, but finds less there after a restart. See whether the folder is still there, "
-                    "has room, and may be written",
+                    "continues, but finds less there after a restart. Check that the folder is "
+                    "there, has room, and may be written",
                     self._path,
                     error,
                 )
