@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from kv_swap.cuda.device import CudaRegistrar
-from kv_swap.engine import Direction, SwapEngine, SwapJob
+from kv_swap.engine import CopiesWith, Direction, SwapEngine, SwapJob
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout, Packing, TensorDescription
 from kv_swap.memory.arena import HostArena
@@ -105,6 +105,7 @@ class CudaBed:
         layers: int = LAYERS,
         *,
         packing: Packing | None = None,
+        copies_with: CopiesWith | None = None,
     ) -> None:
         from kv_swap.cuda.engine import CudaSwapEngine
 
@@ -118,7 +119,9 @@ class CudaBed:
         registrar = CudaRegistrar(self.device)
         self.arena = HostArena(num_blocks, self.layout.slot_bytes, register=registrar)
         self.host = self.torch.ones(nbytes, dtype=self.torch.uint8, pin_memory=True)
-        self.engine = CudaSwapEngine(self.layout, self.arena, self.device, [self.memory])
+        self.engine = CudaSwapEngine(
+            self.layout, self.arena, self.device, [self.memory], copies_with=copies_with
+        )
         self.streams = {way: self.torch.cuda.Stream() for way in Direction}
         self.torch.cuda.synchronize()
 

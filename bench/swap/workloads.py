@@ -68,6 +68,47 @@ def make_workloads(torch: Any) -> list[Workload]:
     ]
 
 
+class Decodes:
+    """Steps of decoding with the shape of Llama-3.1-8B: 16 requests, each of 1,500 tokens.
+
+    Weights and KV are random and as large as the model's: 15 GB and 3 GB are read in a step.
+    """
+
+    REQUESTS, LENGTH = 16, 1536
+    LAYERS, HIDDEN, HEADS, KV_HEADS, CHANNELS, WIDE, WORDS = 32, 4096, 32, 8, 128, 14336, 128256
+
+    def __init__(self, torch: Any) -> None:
+        def random(*shape: int) -> Any:
+            return torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * 0.02
+
+        self._torch = torch
+        q_and_kv = (self.HEADS + 2 * self.KV_HEADS) * self.CHANNELS
+        self._layers = [
+            (
+                random(self.HIDDEN, q_and_kv),
+                random(self.HIDDEN, self.HIDDEN),
+                random(self.HIDDEN, 2 * self.WIDE),
+                random(self.WIDE, self.HIDDEN),
+            )
+            for _ in range(self.LAYERS)
+        ]
+        self._head = random(self.HIDDEN, self.WORDS)
+        self._kv = random(self.LAYERS, 2, self.REQUESTS * self.KV_HEADS, self.LENGTH, self.CHANNELS)
+        self._tokens = random(self.REQUESTS, self.HIDDEN)
+
+    def step(self) -> None:
+        """Compute one token of every request."""
+        torch, rows = self._torch, self._tokens
+        for (q_and_kv, out, up, down), (keys, values) in zip(self._layers, self._kv, strict=True):
+            q = (rows @ q_and_kv)[:, : self.HIDDEN]
+            q = q.reshape(self.REQUESTS * self.KV_HEADS, -1, self.CHANNELS)
+            scores = torch.bmm(q, keys.transpose(1, 2)).softmax(-1)
+            rows = rows + torch.bmm(scores, values).reshape(self.REQUESTS, -1) @ out
+            gate, wide = (rows @ up).chunk(2, -1)
+            rows = rows + (torch.nn.functional.silu(gate) * wide) @ down
+        (rows @ self._head).argmax(-1)
+
+
 def beside(
     torch: Any, workload: Workload, copies: Copies, copy_seconds: float, rounds: int
 ) -> tuple[float, float]:

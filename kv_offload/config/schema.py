@@ -57,11 +57,8 @@ class OffloadConfig:
         _says("What is copied to host memory: all blocks, or only those of the prompt."),
     ] = "all"
     transfer_engine: Annotated[
-        Literal["auto", "host", "cuda", "dma"],
-        _says(
-            "What copies: the host (for the CPU engine), CUDA, CUDA with its copy engine only "
-            "(dma), or whichever fits."
-        ),
+        Literal["auto", "host", "cuda"],
+        _says("What copies: the host (for the CPU engine), CUDA, or whichever fits."),
     ] = "auto"
     pack_kv: Annotated[
         bool,

@@ -28,25 +28,18 @@ USEFUL_SLOTS = 1000
 def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     """Return the kind of transfer engine for a KV cache on `device`.
 
-    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another,
-    or one that does not pack.
+    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another.
     """
-    kinds: dict[str, tuple[EngineKind, ...]] = {"cpu": ("host",), "cuda": ("cuda", "dma")}
-    if device.type not in kinds:
+    kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
+    kind = kinds.get(device.type)
+    if kind is None:
         raise UnsupportedError(f"the KV cache is on {device}: supported are CUDA devices and CPU")
-    fitting = kinds[device.type]
-    for kind in fitting:
-        if config.transfer_engine in ("auto", kind):
-            if config.pack_kv and kind == "dma":
-                raise ConfigError(
-                    "pack_kv is true, but transfer_engine is 'dma', and only kernels pack: set "
-                    "transfer_engine to 'auto', or pack_kv to false"
-                )
-            return kind
-    raise ConfigError(
-        f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this engine is on "
-        f"{device}: use 'auto' or {' or '.join(map(repr, fitting))}"
-    )
+    if config.transfer_engine not in ("auto", kind):
+        raise ConfigError(
+            f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this engine is on "
+            f"{device}: use 'auto' or {kind!r}"
+        )
+    return kind
 
 
 def check_packing(capability: tuple[int, int] | None) -> None:

@@ -19,7 +19,7 @@ from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
-from kv_swap.engine import Completion, Direction, SwapEngine
+from kv_swap.engine import Completion, CopiesWith, Direction, SwapEngine
 from kv_swap.layout import KVLayout, Packing, TensorDescription
 from kv_swap.memory.arena import HostArena
 
@@ -46,6 +46,8 @@ SHAPES: list[tuple[Pages, int, int]] = [
     ([(2 * MIB - 16, 2 * MIB)], 60, 1),
     ([(16, 32), (4 * KIB + 32, 8 * KIB), (512, 512), (48 * KIB, 48 * KIB)], 900, 700),
     ([(16 * KIB, 16 * KIB)] * 64, 150, 100),
+    ([(64 * KIB, 64 * KIB)] * 32, 200, 180),
+    ([(96 * KIB, 96 * KIB)] * 50 + [(9 * MIB, 9 * MIB)], 30, 25),
 ]
 """Pages, blocks, and pairs to copy."""
 
@@ -105,11 +107,14 @@ def make_engine(
     num_slots: int,
     device: str = "cuda:0",
     packings: Packings = None,
+    copies_with: CopiesWith | None = None,
 ) -> tuple[CudaSwapEngine, Cache, Any]:
     """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
     cache = make_cache(num_blocks, pages, device, packings)
     arena = make_arena(cache, num_slots)
-    engine = CudaSwapEngine(cache.layout, arena, cache.storage.device, [cache.storage])
+    engine = CudaSwapEngine(
+        cache.layout, arena, cache.storage.device, [cache.storage], copies_with=copies_with
+    )
     return engine, cache, torch.from_numpy(arena.view())
 
 
@@ -153,9 +158,8 @@ def finish(engine: SwapEngine) -> list[Completion]:
     return engine.poll()
 
 
-def no_wait(stream: CopyStream) -> Any:
+def no_wait(stream: CopyStream, marks: Any) -> None:
     """What `wait_stream` must not be: it orders a copy after nothing."""
-    return stream.record()
 
 
 def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:

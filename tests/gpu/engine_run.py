@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kv_swap.cuda import state
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
@@ -111,10 +112,9 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     settings = {**SETTINGS, **arguments}
     synchronous_loads = settings.pop("synchronous_loads", False)
-    plugin = {
-        "transfer_engine": settings.pop("transfer_engine", "auto"),
-        "pack_kv": settings.pop("pack_kv", False),
-    }
+    plugin = {"pack_kv": settings.pop("pack_kv", False)}
+    if settings.pop("gates", False):  # which small pages would not have
+        state.choose_copies = lambda layout, device: "gates"
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda import dma, state, swap
+from kv_swap.cuda import gated, lane, state
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
@@ -46,15 +46,12 @@ from tests.gpu.gate import HELD_SECONDS, Gate
 BUSY_CYCLES = 200_000_000
 """About 100 ms of a spinning kernel at 2 GHz."""
 
-kernel_only = pytest.mark.parametrize("path", ["kernel"], indirect=True)
 
-
-@pytest.fixture(autouse=True, params=["kernel", "dma"])
+@pytest.fixture(autouse=True, params=["kernels", "gates"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The path of all engines of a test: every test runs over each, unless it says otherwise."""
+    """What copies in all engines of a test: every test runs over each, unless it says otherwise."""
     name: str = request.param
-    if name == "dma":
-        monkeypatch.setattr(state, "choose_family", lambda device: None)
+    monkeypatch.setattr(state, "choose_copies", lambda layout, device: name)
     return name
 
 
@@ -127,7 +124,6 @@ def test_many_jobs_in_both_directions_at_once() -> None:
     engine.close()
 
 
-@kernel_only
 @pytest.mark.parametrize("awaited", [True, False])
 def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
     """Without a word from the host. With a control."""
@@ -154,7 +150,6 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
     engine.close()
 
 
-@kernel_only
 def test_a_load_at_once_is_behind_compute_that_is_queued() -> None:
     engine, cache, slots = make_engine(64, [(64 * KIB, 64 * KIB)], 64)
     slots.fill_(9)
@@ -185,24 +180,27 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 ]
 
 
-@kernel_only
 @pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    ("path", "family"),
+    [*(("kernels", family) for family in FAMILIES), ("gates", None)],
+    indirect=["path"],
+)
 @pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
 def test_waves_move_exactly_the_bytes_of_the_pairs(
     pages: Pages,
     num_blocks: int,
     count: int,
     waves: list[list[int]],
-    family: KernelFamily,
+    family: KernelFamily | None,
     joined: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A launch for every wave, or two in all."""
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
+    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", cache.layout.slot_bytes if joined else 16)
     engine.set_waves(waves)
-    monkeypatch.setattr(swap, "PIECE_BYTES", cache.layout.slot_bytes if joined else 16)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)
     block_ids, slot_ids = ids(pairs)
@@ -222,7 +220,6 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     engine.close()
 
 
-@kernel_only
 @pytest.mark.parametrize("waits", [True, False])
 def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
     """Every layer finds its bytes, the first long before the last has come. With a control."""
@@ -282,12 +279,6 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
     engine.close()
 
 
-def load_ahead(engine: CudaSwapEngine, before_compute: bool) -> SwapJob:
-    if before_compute and not engine.can_load_before_compute:
-        pytest.skip("compute cannot wait for the copy engine")
-    return SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, behind_compute=False)
-
-
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("before_compute", [False, True])
 def test_loads_come_after_the_zeroing_of_their_blocks(
@@ -295,7 +286,7 @@ def test_loads_come_after_the_zeroing_of_their_blocks(
 ) -> None:
     """With a control, in which the block is zeroed after it was loaded."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    job = load_ahead(engine, before_compute)
+    job = SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, behind_compute=False)
     slots.fill_(7)
     cache.storage.zero_()
     engine.zero_blocks([3])  # torch makes its pools now
@@ -390,8 +381,9 @@ def test_dropping_everything_in_mid_copy(view_survives: bool, path: str) -> None
     assert registrar.event.query()
     assert kept() is None
     if surviving is not None:
-        # What had been queued when the engine went: everything, or one slice.
-        queued = 400 if path == "kernel" else dma.SLICE_BYTES // MIB
+        # What had been queued when the engine went: everything, or at least one slice.
+        slice_bytes = gated.SLICE_PIECES * gated.PIECE_BYTES
+        queued = 400 if path == "kernels" else slice_bytes // MIB
         assert torch.equal(surviving[:queued], expected[:queued])
         assert owner() is not None
         del surviving
@@ -459,7 +451,7 @@ address = ADDRESS
 tensor = TensorDescription("kv", address, (400, 1 << 20), (1 << 20, 1), 1, 0, 1 << 20)
 layout = KVLayout.from_tensors(400, [tensor])
 arena = HostArena(400, layout.slot_bytes, register=CudaRegistrar(device))
-engine = CudaSwapEngine(layout, arena, device, [storage], copy_engine_only="PATH" == "dma")
+engine = CudaSwapEngine(layout, arena, device, [storage], copies_with="PATH")
 pairs = np.stack([np.arange(400)] * 2, 1).astype(np.int32)
 torch.cuda._sleep(100_000_000)
 HARM
@@ -485,7 +477,7 @@ def test_a_lost_context_fails_jobs_and_hangs_nothing(path: str) -> None:
 
     A kernel makes that access by itself; a copy engine would be refused such an address.
     """
-    kernel = path == "kernel"
+    kernel = path == "kernels"
     ended = run_script(
         SCRIPT
         + """

@@ -17,7 +17,6 @@ pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "graphs": ("qwen3", {"enforce_eager": False}),
-    "copy engine": ("qwen3", {"transfer_engine": "dma"}),
     "synchronous": ("qwen3", {"async_scheduling": False}),
     "before_compute": ("qwen3", {"synchronous_loads": True, "enforce_eager": False}),
     "before_compute, eager": ("qwen3", {"synchronous_loads": True}),
@@ -33,6 +32,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("gemma3", {}),
     "mla": ("deepseek_v2", {"block_size": 64}),
     "mla, graphs": ("deepseek_v2", {"block_size": 64, "enforce_eager": False}),
+    "gates": ("qwen3", {"gates": True}),
+    "gates, graphs": ("qwen3", {"gates": True, "enforce_eager": False}),
+    "before_compute, gates": (
+        "qwen3",
+        {"gates": True, "synchronous_loads": True, "enforce_eager": False},
+    ),
     "packed": ("qwen3", {"pack_kv": True, "block_size": 128}),
     "packed, graphs": ("qwen3", {"pack_kv": True, "block_size": 128, "enforce_eager": False}),
     "before_compute, packed": (

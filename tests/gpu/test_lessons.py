@@ -99,13 +99,12 @@ def plan(*, store: bool = False, load: bool = False) -> OffloadMetadata:
 # -- stores wait for compute (vLLM 31341) ------------------------------------------------------
 
 
-def wait_for_the_output_copy_alone(stream: CopyStream) -> Any:
+def wait_for_the_output_copy_alone(stream: CopyStream, marks: Any) -> None:
     if stream._output_copy_stream is not None:
-        stream.stream.wait_stream(stream._output_copy_stream)
-    return stream.record()
+        WAITS["as it is"](stream, marks[1:])
 
 
-WAITS: dict[str, Callable[[CopyStream], Any]] = {
+WAITS: dict[str, Callable[[CopyStream, Any], None]] = {
     "as it is": CopyStream.wait_stream,
     "output copy alone": wait_for_the_output_copy_alone,
     "nothing": no_wait,

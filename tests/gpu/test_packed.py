@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda import state, swap
+from kv_swap.cuda import lane, state
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import VECTOR, can_pack
 from kv_swap.cuda.swap import MAX_PAIRS
@@ -210,7 +210,7 @@ def test_waves(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waves of packed regions, of raw ones, and of both; a launch for every wave, or two in all."""
     bed = Bed(*MIXED, 200, 150)
     bed.engine.set_waves([[4, 1], [3], [0], [5, 2]])
-    monkeypatch.setattr(swap, "PIECE_BYTES", bed.cache.layout.block_bytes if joined else 16)
+    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", bed.cache.layout.block_bytes if joined else 16)
     pairs = random_pairs(np.random.default_rng(0), 200, 150, 100)
     refused = bed.run(STORE, pairs).refused_rows
     kept = np.setdiff1d(np.arange(100), refused)
@@ -351,14 +351,10 @@ def test_both_directions_at_once() -> None:
     bed.engine.close()
 
 
-@pytest.mark.parametrize("kind", ["dma", "old"])
-def test_packing_is_refused_where_nothing_can_pack(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "old":
-        monkeypatch.setattr(state, "choose_family", lambda device: VECTOR)
+def test_packing_is_refused_where_nothing_can_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "choose_family", lambda device: VECTOR)
     cache = make_cache(8, [(32 * KIB, 32 * KIB)], packings=[NHD])
     arena = make_arena(cache, 8)
     device = cache.storage.device
     with pytest.raises(DeviceError, match=r"capability 9\.0 .*do not pack KV here"):
-        CudaSwapEngine(cache.layout, arena, device, [cache.storage], copy_engine_only=kind == "dma")
+        CudaSwapEngine(cache.layout, arena, device, [cache.storage])

@@ -2,7 +2,8 @@
 
 A stream holds what was queued on it. A test runs streams in the order that shows a missing wait:
 copies as far as they get before compute, or compute before copies. The kernels of csrc are played
-in Python; they read their lists and tables when they run, as a device does.
+in Python; they read their lists and tables when they run, as a device does. The driver reads the
+copies of a batch when they are queued. What a pump's thread does is done at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import numpy as np
 import pytest
 import torch
 from kv_swap.cuda import zero
+from kv_swap.cuda.driver import MEMORY_DEVICE, MEMORY_HOST, STRIDED_COPY
+from kv_swap.cuda.gate_test import GateReport
+from kv_swap.cuda.lane import Lane, Progress
 from kv_swap.cuda.swap import LIST_HEADER_BYTES, STATUS_OFFSET_BYTES
 from kv_swap.layout import Region
 from kv_swap.packing.columns import TileColumns, describe_columns
@@ -125,6 +129,11 @@ class PlayedCuda:
         self.registrations: list[tuple[str | int, ...]] = []
         """Calls that page-lock memory or undo it: name, device, capture mode, arguments."""
         self.capture_mode = 0
+        self.gates: dict[int, list[int]] = {}
+        """Bytes that were queued on a stream before each of its gates, and after the last."""
+        self.has_batches = True
+        self.yields = True
+        """What the test of gates finds."""
         self.capturing = False
         self.broken_captures = 0
         self._kernels: list[Callable[[_Arguments], None]] = []
@@ -161,6 +170,9 @@ class PlayedCuda:
         """Stand in for CuPy, the driver and torch's streams until the patch is undone."""
         patch.setitem(sys.modules, "cupy", self.cupy)
         patch.setattr("kv_swap.cuda.device._exchange_capture_mode", self._exchange)
+        patch.setattr("kv_swap.cuda.gated.load_driver", lambda: _Driver(self))
+        patch.setattr("kv_swap.cuda.state.Pump", lambda device: _Pump())
+        patch.setattr("kv_swap.cuda.state.check_gates", self._check_gates)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
@@ -246,6 +258,9 @@ class PlayedCuda:
         recording = self.recorded[event]
         self.queues[stream].append(lambda: self.completed[event] >= recording)
 
+    def _check_gates(self, device: object) -> GateReport:
+        return GateReport(yields=self.yields, found="as a test says")
+
     def _memcpy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         self.call("memcpyAsync")
         self._queue(stream, lambda: ctypes.memmove(target, source, nbytes))
@@ -277,6 +292,86 @@ class PlayedCuda:
         # CUDA copies the arguments within the call.
         values = [w.from_address(p or 0).value for w, p in zip(_WORDS, pointers, strict=True)]
         self._queue(stream, partial(self._kernels[function], _Arguments(*values)))
+
+
+class _Driver:
+    """Stands in for `kv_swap.cuda.driver.Driver`."""
+
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self._cuda = cuda
+
+    @property
+    def has_batches(self) -> bool:
+        return self._cuda.has_batches
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        self._cuda.call("cuStreamWriteValue32")
+        self._cuda.gates.setdefault(stream, [0]).append(0)
+        word = ctypes.c_uint32.from_address(address)
+        self._cuda._queue(stream, lambda: setattr(word, "value", value))
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self._cuda.call("cuMemcpyAsync")
+        self._move(destination, source, nbytes, stream)
+
+    def copy_batch(
+        self, destinations: int, sources: int, sizes: int, count: int, stream: int
+    ) -> None:
+        self._cuda.call("cuMemcpyBatchAsync")
+        listed = (_words(address, count, np.int64) for address in (destinations, sources, sizes))
+        for destination, source, nbytes in zip(*listed, strict=True):
+            self._move(int(destination), int(source), int(nbytes), stream)
+
+    def copy_strided(self, address: int, stream: int) -> None:
+        self._cuda.call("cuMemcpy3DAsync")
+        (row,) = np.frombuffer(ctypes.string_at(address, STRIDED_COPY.itemsize), STRIDED_COPY)
+        given = {name: int(row[name]) for name in STRIDED_COPY.names or ()}
+        for row_of in rows_of(given):
+            self._move(*row_of, given["width"], stream)
+
+    def _move(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self._cuda.gates.setdefault(stream, [0])[-1] += nbytes
+        self._cuda._queue(stream, lambda: ctypes.memmove(destination, source, nbytes))
+
+
+def rows_of(given: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """Yield where each row of a strided copy goes to, and where it comes from."""
+    places = {MEMORY_HOST: "host", MEMORY_DEVICE: "device"}
+    ends = []
+    for end in ("dst", "src"):
+        first = given[f"{end}_{places[given[f'{end}_type']]}"]
+        pitch, height = given[f"{end}_pitch"], given[f"{end}_height"]
+        assert given["width"] <= pitch < 1 << 31
+        assert given["height"] <= height
+        ends.append((first, pitch, height))
+    for index in range(given["depth"]):
+        for row in range(given["height"]):
+            destination, source = (
+                first + (index * height + row) * pitch for first, pitch, height in ends
+            )
+            yield destination, source
+
+
+class _Pump:
+    """Stands in for `kv_swap.cuda.pump.Pump`: queues what has room whenever it is woken."""
+
+    is_current_thread = False
+
+    def __init__(self) -> None:
+        self._lanes: list[Lane] = []
+
+    def add(self, lane: Lane) -> None:
+        self._lanes.append(lane)
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        self._lanes.clear()
+
+    def wake(self) -> None:
+        for lane in self._lanes:
+            while lane.queue(1) is Progress.MORE:
+                pass
 
 
 def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:

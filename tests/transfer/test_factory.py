@@ -24,13 +24,9 @@ class Made:
         self.arguments, self.more = arguments, more
 
 
-@pytest.mark.parametrize(
-    ("kind", "copy_engine_only", "shared", "node"),
-    [("cuda", False, object(), None), ("dma", True, None, 1), ("auto", False, None, 1)],
-)
+@pytest.mark.parametrize(("kind", "shared", "node"), [("cuda", object(), None), ("auto", None, 1)])
 def test_a_cuda_engine_has_a_page_locked_arena(
     kind: EngineKind | Literal["auto"],
-    copy_engine_only: bool,
     shared: Any,
     node: int | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -61,7 +57,7 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     layout, arena, *others = made.arguments
     assert layout is LAYOUT
     assert others == [device, tensors, stream]
-    assert made.more == {"copy_engine_only": copy_engine_only}
+    assert made.more == {}, "what copies is the engine's choice"
     assert arena.arguments == (3, 64)
     assert arena.more["register"].arguments == (device,)
     assert arena.more["background"]

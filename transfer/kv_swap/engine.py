@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,10 @@ from kv_swap.layout import KVLayout
 
 if TYPE_CHECKING:
     from kv_swap.memory.arena import HostArena
+
+
+CopiesWith = Literal["host", "kernels", "gates"]
+"""Threads of the host, swap kernels on a GPU, or its copy engine with a gate after each piece."""
 
 
 class Direction(enum.Enum):
@@ -114,6 +118,11 @@ class SwapEngine(ABC):
     @abstractmethod
     def submit(self, job: SwapJob) -> None:
         """Start a job. Raises `JobError` and copies nothing if `check_job` refuses it."""
+
+    @property
+    def copies_with(self) -> CopiesWith:
+        """What copies the blocks of this layout."""
+        return "host"
 
     @property
     def can_load_before_compute(self) -> bool:

@@ -17,8 +17,8 @@ from kv_swap.memory.shared import SharedMemory
 if TYPE_CHECKING:
     import torch
 
-EngineKind = Literal["host", "cuda", "dma"]
-"""What copies: the host, the kernels of a CUDA device, or its copy engine only."""
+EngineKind = Literal["host", "cuda"]
+"""What copies: the host, or a CUDA device."""
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
@@ -64,6 +64,4 @@ def create_engine(
         shared=shared,
         room=room,
     )
-    return CudaSwapEngine(
-        layout, arena, device, keep_alive, output_copy_stream, copy_engine_only=kind == "dma"
-    )
+    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

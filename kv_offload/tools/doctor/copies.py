@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from kv_swap import Direction, EngineKind, KVLayout, SwapJob, TensorDescription, create_engine
+from kv_swap.engine import CopiesWith
 from kv_swap.layout import Packing
 
 from kv_offload.tools.doctor import BLOCK_BYTES
@@ -22,7 +23,11 @@ BLOCKS = 64
 ROUNDS = 5
 TIMEOUT_SECONDS = 30.0
 
-CopyPath = Literal["the kernels", "the copy engine"]
+PATHS: dict[CopiesWith, str] = {
+    "host": "the host",
+    "kernels": "the kernels",
+    "gates": "the copy engine",
+}
 EngineChoice = EngineKind | Literal["auto"]
 
 
@@ -32,7 +37,7 @@ class Rates:
 
     store: float
     load: float
-    path: CopyPath
+    path: str
 
 
 def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) -> Rates:
@@ -57,7 +62,7 @@ def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) ->
             max(_run(engine, direction) for _ in range(ROUNDS))
             for direction in (Direction.STORE, Direction.LOAD)
         )
-        path: CopyPath = "the kernels" if engine.can_load_before_compute else "the copy engine"
+        path = PATHS[engine.copies_with]
     return Rates(store, load, path)
 
 

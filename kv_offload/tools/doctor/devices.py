@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kv_swap.cuda.gate_test import GateReport, check_gates
 from kv_swap.cuda.kernel_families import PACKED, can_pack
 from kv_swap.memory.numa import device_node
 from kv_swap.packing.format import packed_slot_bytes
@@ -55,7 +56,7 @@ def check_links(machine: Machine) -> Iterator[Check]:
 
 def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
     """Yield whether there is a GPU for a `transfer_engine` that copies with one; else nothing."""
-    if kind not in ("cuda", "dma"):
+    if kind != "cuda":
         return
     name, asked = "transfer engine", f"the configuration asks for {kind}"
     needed = "a GPU, and a torch for CUDA"
@@ -136,18 +137,26 @@ def check_rates(
             yield not_checked(name, str(error).partition("\n")[0])
             continue
         gpu = next((gpu for gpu in machine.gpus if gpu.uuid == uuid), None)
-        yield judge_rates(name, rates, gpu, kind)
+        yield judge_rates(name, rates, gpu)
+        if kind != "host":
+            yield judge_gates(f"copy engine of cuda:{index}", check_gates(device))
 
 
-def judge_rates(name: str, rates: Rates, gpu: Gpu | None, kind: EngineChoice) -> Check:
+def judge_gates(name: str, report: GateReport) -> Check:
+    """Say whether small copies get through between the pieces of long ones."""
+    needed = "small copies that are served between two pieces of a long one"
+    remedy = (
+        "Kernels copy instead, and take some of compute's time. Unset CUDA_DEVICE_MAX_CONNECTIONS "
+        "if it is 1, and look for a newer driver."
+    )
+    return judged(name, report.found, needed, remedy, fits=report.yields, otherwise="warning")
+
+
+def judge_rates(name: str, rates: Rates, gpu: Gpu | None) -> Check:
     """Compare measured rates with what the link of the GPU can carry."""
     store, load = rates.store / 1e9, rates.load / 1e9
     found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
     per_lane = LANE_GBPS.get(gpu.max_generation or 0) if gpu else None
-    if rates.path == "the copy engine" and kind != "dma":
-        needed = "the kernels, which also copy small blocks at the link's rate"
-        remedy = "The kernels do not run on this GPU. Prefer a newer one."
-        return Check(name, "warning", found, needed, remedy)
     if gpu is None or per_lane is None or gpu.max_width is None:
         return not_checked(name, f"{found}; NVML does not tell what the link carries")
     link = per_lane * gpu.max_width

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import dma, state, swap
+from kv_swap.cuda import gated, lane, state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import (
@@ -29,7 +29,7 @@ from kv_swap.cuda.kernel_families import (
     choose_family,
 )
 from kv_swap.cuda.state import State
-from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.engine import Completion, CopiesWith, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -48,7 +48,7 @@ class Engine:
     A block or slot is looked at layer by layer: a list of what all bytes of its pages are.
     """
 
-    def __init__(self, *, output: Any = None, copy_engine_only: bool = False) -> None:
+    def __init__(self, *, output: Any = None, copies_with: CopiesWith | None = None) -> None:
         layer_bytes = BLOCKS * PAGE_BYTES
         self.storage = Storage(LAYERS * layer_bytes)
         tensors = [
@@ -66,7 +66,7 @@ class Engine:
         self.pages[:] = 1
         self.slots[:] = 7
         self.copies = CudaSwapEngine(
-            layout, arena, DEVICE, [self.storage], output, copy_engine_only=copy_engine_only
+            layout, arena, DEVICE, [self.storage], output, copies_with=copies_with
         )
         self._job_ids = 0
 
@@ -94,7 +94,7 @@ def errors(completions: list[Completion]) -> list[object]:
     return [completion.error for completion in completions]
 
 
-both_paths = pytest.mark.parametrize("copy_engine_only", [False, True])
+both_paths = pytest.mark.parametrize("copies_with", ["kernels", "gates"])
 
 
 # -- copies and compute ------------------------------------------------------------------------
@@ -102,9 +102,9 @@ both_paths = pytest.mark.parametrize("copy_engine_only", [False, True])
 
 @both_paths
 def test_a_store_reads_what_compute_had_been_given_to_write(
-    cuda: PlayedCuda, copy_engine_only: bool
+    cuda: PlayedCuda, copies_with: CopiesWith
 ) -> None:
-    engine = Engine(copy_engine_only=copy_engine_only)
+    engine = Engine(copies_with=copies_with)
     cuda.queue(engine.write(3, 9))
     engine.submit(STORE, (3, 5))
     cuda.run_copies()
@@ -130,9 +130,9 @@ def test_a_store_waits_for_the_output_copy_stream_and_a_load_does_not(cuda: Play
 @both_paths
 @pytest.mark.parametrize("behind_compute", [False, True])
 def test_a_load_is_behind_compute_unless_it_need_not_be(
-    cuda: PlayedCuda, behind_compute: bool, copy_engine_only: bool
+    cuda: PlayedCuda, behind_compute: bool, copies_with: CopiesWith
 ) -> None:
-    engine = Engine(copy_engine_only=copy_engine_only)
+    engine = Engine(copies_with=copies_with)
     read: list[list[int]] = []
     cuda.queue(lambda: read.append(engine.block(3)))
     engine.submit(LOAD, (3, 5), behind_compute=behind_compute)
@@ -160,13 +160,15 @@ def test_lists_of_slices_in_flight_are_left_alone(
 
 @both_paths
 def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_before_it(
-    cuda: PlayedCuda, copy_engine_only: bool, monkeypatch: pytest.MonkeyPatch
+    cuda: PlayedCuda, copies_with: CopiesWith, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else loads that stand behind others would make the link look slow."""
-    monkeypatch.setattr(dma, "SLICE_COPIES", 1)
+    monkeypatch.setattr(gated, "SLICE_PIECES", 1)
+    monkeypatch.setattr(gated, "PIECE_BYTES", 1)
+    monkeypatch.setattr(gated.GatedPath, "max_in_flight", 1)
     monkeypatch.setattr(swap, "RING_ENTRIES", 1)
     monkeypatch.setattr(swap, "MAX_PAIRS", 1)
-    engine = Engine(copy_engine_only=copy_engine_only)
+    engine = Engine(copies_with=copies_with)
     for first in (0, 3):
         pairs = ((block, block) for block in range(first, first + 3))
         engine.submit(LOAD, *pairs, behind_compute=False)
@@ -259,31 +261,13 @@ def test_a_load_before_compute_that_fails_is_told_before_compute_is_queued(
     assert call in str(failed.error)
 
 
-def test_a_load_before_compute_that_does_not_fit_is_refused_to_compute(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slices that have to wait for others would arrive after compute has stopped waiting."""
-    monkeypatch.setattr(swap, "RING_ENTRIES", 2)
-    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
-    engine = Engine()
-    engine.submit(LOAD, (1, 1), (2, 2), before_compute=True)
-    engine.copies.await_loads()
-    engine.submit(LOAD, (3, 3), (4, 4), (5, 5), before_compute=True)
-    with pytest.raises(CopyError, match="2 slices are in flight, no more fit"):
-        engine.copies.await_loads()
-    cuda.run()
-    fine, failed = engine.copies.poll()
-    assert fine.error is None
-    assert "no more fit" in str(failed.error)
-
-
 # -- waves -------------------------------------------------------------------------------------
 
 
 def test_compute_reads_each_wave_when_it_was_awaited(
     cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap, "PIECE_BYTES", 1)  # a launch for every wave
+    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", 1)  # a launch for every wave
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
     read: list[list[int]] = []
@@ -381,14 +365,6 @@ def test_memory_is_kept_where_nobody_can_tell_whether_copies_run(
     assert held == [((storage,), True)]
     assert told is not forked
     assert any(cuda.queues)
-
-
-def test_compute_cannot_wait_for_the_copy_engine(cuda: PlayedCuda) -> None:
-    engine = Engine(copy_engine_only=True)
-    assert not engine.copies.can_load_before_compute
-    with pytest.raises(JobError, match="compute cannot wait for copies of the copy engine"):
-        engine.submit(LOAD, (3, 5), before_compute=True)
-    assert engine.copies.in_flight == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from kv_swap.cuda.lane import CopyPath, Lane  # noqa: E402
+from kv_swap.cuda import lane as lane_module  # noqa: E402
+from kv_swap.cuda.lane import CopyPath, Lane, Progress  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError  # noqa: E402
@@ -26,12 +27,12 @@ class Path(CopyPath):
 
     call = "launching swap_store"
 
-    def __init__(self, cuda: PlayedCuda, max_in_flight: int, slices_per_call: int) -> None:
+    def __init__(self, cuda: PlayedCuda, max_in_flight: int) -> None:
         self.max_in_flight = max_in_flight
-        self.slices_per_call = slices_per_call
         self.queued = 0
         self.copied: list[list[list[int]]] = []
         self.failing: int | None = None
+        self.failure: Exception = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         self.behind: Callable[[], object] = lambda: None
         """Called when a slice was queued."""
         self._cuda = cuda
@@ -44,7 +45,7 @@ class Path(CopyPath):
     def queue(self, part: Any, stream: Any) -> None:
         self.queued += 1
         if self.queued == self.failing:
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+            raise self.failure
         self._cuda.calls.append(("launch", 0))
         pairs = part[1].tolist()
         self._cuda.queue(lambda: self.copied.append(pairs), stream.cuda_stream)
@@ -54,11 +55,11 @@ class Path(CopyPath):
 class Bed:
     """A lane on a played device; a test says how many slices have ended."""
 
-    def __init__(self, cuda: PlayedCuda, max_in_flight: int = 4, slices_per_call: int = 8) -> None:
+    def __init__(self, cuda: PlayedCuda, max_in_flight: int = 4, pump: Any = None) -> None:
         self.cuda = cuda
-        self.path = Path(cuda, max_in_flight, slices_per_call)
+        self.path = Path(cuda, max_in_flight)
         stream = CopyStream(torch.device("cuda", 0), 2 * max_in_flight)
-        self.lane = Lane(Direction.STORE, self.path, stream)
+        self.lane = Lane(Direction.STORE, self.path, stream, pump)
         self.read: list[int] = []
         """How many slices had ended when compute came to each `look`."""
         cuda.run()
@@ -113,14 +114,126 @@ def test_no_more_slices_are_in_flight_than_the_path_allows(cuda: PlayedCuda) -> 
     assert len(cuda.recorded) == made
 
 
-def test_a_call_queues_no_more_than_the_path_allows(cuda: PlayedCuda) -> None:
-    bed = Bed(cuda, slices_per_call=1)
-    bed.submit(1, 8)
-    bed.submit(2, 4)
-    assert bed.path.queued == 2
+class Turns:
+    """A pump that queues so many slices when a test says so."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+def test_a_pump_queues_what_is_left_of_a_job(cuda: PlayedCuda) -> None:
+    """Each `submit` queues one slice, of the oldest job that has one left."""
+    turns: Any = Turns()
+    bed = Bed(cuda, max_in_flight=3, pump=turns)
+    expected = [*bed.submit(1, 8), *bed.submit(2, 12), *bed.submit(3, 4)]
+    assert (bed.path.queued, turns.woken) == (3, 3)
+    assert bed.lane.queue(9) is Progress.FULL
     bed.complete(2)
     assert bed.ended() == [1]
-    assert bed.path.queued == 3
+    assert bed.path.queued == 3, "polls leave it to the pump"
+    assert bed.lane.queue(1) is Progress.MORE
+    assert bed.lane.queue(2) is Progress.FULL
+    ended = []
+    while bed.path.queued < 6:
+        bed.complete(1)
+        ended += bed.ended()
+        bed.lane.queue(1)
+    bed.complete(3)
+    assert [*ended, *bed.ended()] == [2, 3]
+    assert bed.lane.queue(1) is Progress.DONE
+    assert list(chain(*bed.path.copied)) == expected
+
+
+def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda: PlayedCuda) -> None:
+    """What the pump has yet to queue of a job does not wait for the steps of jobs behind it."""
+    turns: Any = Turns()
+    bed = Bed(cuda, pump=turns)
+    first = bed.submit(1, 8)
+    written: list[int] = []
+    cuda.queue(lambda: written.append(1))
+    pairs = np.array([[3, 5]], np.int32)
+    bed.lane.submit(SwapJob(2, Direction.STORE, pairs), 1)
+    bed.lane.queue(9)
+    cuda.run_copies()
+    assert bed.path.copied == [first[:4], first[4:]]
+    cuda.run()
+    assert bed.path.copied[2:] == [[[3, 5]]]
+    assert written == [1]
+
+
+@pytest.mark.parametrize("call", [RuntimeError, ValueError])
+def test_whatever_fails_in_a_slice_fails_its_job_and_no_other(
+    cuda: PlayedCuda, call: type[Exception]
+) -> None:
+    turns: Any = Turns()
+    bed = Bed(cuda, pump=turns)
+    bed.submit(1, 4)
+    bed.path.failing, bed.path.failure = 2, call("refused")
+    bed.submit(2, 8)
+    bed.submit(3, 4)
+    bed.lane.queue(9)
+    cuda.run()
+    one, two, three = bed.lane.advance()
+    assert (one.error, three.error) == (None, None)
+    assert "swap_store failed with refused: store job 2" in str(two.error)
+
+
+def test_compute_waits_for_slices_that_do_not_fit_yet(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits, until as many have ended as make room for the last."""
+    bed = Bed(cuda, max_in_flight=2)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        bed.complete(1)
+
+    monkeypatch.setattr(lane_module.time, "sleep", sleep)
+    bed.submit(1, 20)
+    bed.lane.await_all()
+    bed.look()
+    assert len(slept) == 3
+    cuda.run(COMPUTE)
+    assert bed.read == []
+    bed.complete(2)
+    assert bed.read == [5]
+
+
+def test_a_wave_waits_for_room_and_later_waves_do_not(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed(cuda, max_in_flight=2)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        bed.complete(1)
+
+    monkeypatch.setattr(lane_module.time, "sleep", sleep)
+    bed.submit(1, 4, in_waves=True)  # three slices
+    for wave, sleeps in ((0, 0), (2, 0), (3, 1)):
+        bed.lane.await_wave(wave)
+        assert len(slept) == sleeps
+
+
+def test_compute_does_not_wait_for_ever(cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "_ROOM_SECONDS", 0.0)
+    bed = Bed(cuda, max_in_flight=2)
+    bed.submit(1, 20)
+    with pytest.raises(CopyError, match="2 slices have not ended for 0 s: store job 1"):
+        bed.lane.await_all()
+
+
+def test_a_lost_context_ends_the_wait_for_room(cuda: PlayedCuda) -> None:
+    bed = Bed(cuda, max_in_flight=2)
+    bed.submit(1, 20)
+    cuda.failing = {"eventQuery"}
+    with pytest.raises(CopyError, match="the CUDA context is lost"):
+        bed.lane.await_all()
 
 
 def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
@@ -284,10 +397,12 @@ def test_what_a_job_asks_of_cuda(cuda: PlayedCuda) -> None:
 
 def test_default_streams_are_those_of_the_device_of_the_copies(cuda: PlayedCuda) -> None:
     output: Any = Stream(cuda)
-    stream = CopyStream(torch.device("cuda", 1), 2, output)
+    stream = CopyStream(torch.device("cuda", 1), 3, output)
     cuda.calls.clear()
-    stream.make_compute_wait(COMPUTE, stream.wait_stream())
+    first, second = stream.mark()
+    stream.make_compute_wait(COMPUTE, first)
     assert {device for _, device in cuda.calls} == {1}
-    assert len(cuda.calls) == 5
+    assert len(cuda.calls) == 3
+    assert first is not second
     assert cuda.device == 0
     assert stream.take() is not stream.take()

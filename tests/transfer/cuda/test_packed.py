@@ -9,7 +9,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from kv_swap.cuda import state, swap  # noqa: E402
+from kv_swap.cuda import lane, state, swap  # noqa: E402
 from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.kernel_families import (  # noqa: E402
@@ -46,17 +46,13 @@ class Bed:
         self,
         pages: list[int] = PAGES,
         packings: list[Packing | None] = PACKINGS,
-        *,
-        copy_engine_only: bool = False,
     ) -> None:
         self.layout, self.storage = packed_cache(BLOCKS, pages, packings, padding_bytes=64)
         data = normal_tiles(-(-len(self.storage.data) // TILE_BYTES)).reshape(-1)
         self.storage.data[:] = data[: len(self.storage.data)]
         arena = HostArena(SLOTS, self.layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
-        self.engine = CudaSwapEngine(
-            self.layout, arena, DEVICE, [self.storage], copy_engine_only=copy_engine_only
-        )
+        self.engine = CudaSwapEngine(self.layout, arena, DEVICE, [self.storage])
 
     def pages(self, data: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """The pages of all blocks in memory like the storage's: views `(BLOCKS, page_bytes)`."""
@@ -149,7 +145,7 @@ def test_waves_move_what_is_packed_and_what_is_not(
     bed.submit(STORE, [(3, 5), (0, 2)])
     cuda.run()
     one(bed.engine.poll())
-    monkeypatch.setattr(swap, "PIECE_BYTES", 16)
+    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", 16)
     bed.engine.set_waves([[4], [3, 1], [2, 0]])
     before = bed.storage.data.copy()
     cuda.calls.clear()
@@ -204,15 +200,14 @@ def test_a_launch_that_fails_behind_another_leaves_its_list_alone(
     np.testing.assert_array_equal(bed.slots[5, :end], bed.packed([3])[0, :end])
 
 
-@pytest.mark.parametrize("family", [None, VECTOR, BULK_SMALL])
+@pytest.mark.parametrize("family", [VECTOR, BULK_SMALL])
 def test_packing_is_refused_where_nothing_can_pack(
-    cuda: PlayedCuda, family: KernelFamily | None, monkeypatch: pytest.MonkeyPatch
+    cuda: PlayedCuda, family: KernelFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "choose_family", lambda device: family)
-    what = "others" if family else "no kernels"
     needed = r"capability 9\.0 and newer with \d+ bytes of shared memory"
-    with pytest.raises(DeviceError, match=f"{needed}.*{what}: do not pack"):
-        Bed(copy_engine_only=family is None)
+    with pytest.raises(DeviceError, match=f"{needed}.* has less: do not pack"):
+        Bed()
 
 
 def test_the_families_of_a_layout(cuda: PlayedCuda) -> None:
@@ -228,4 +223,5 @@ def test_the_families_of_a_layout(cuda: PlayedCuda) -> None:
     assert families_of(whole, BULK) == [PACKED]
     assert families_of(raw, BULK) == [BULK]
     assert families_of(raw, VECTOR) == [VECTOR]
-    assert families_of(raw, None) == []
+    with pytest.raises(DeviceError, match=r"runs no copy kernel: .* 7\.5 or newer"):
+        families_of(raw, None)

@@ -122,7 +122,7 @@ class CudaRegistrar:
 
 @contextlib.contextmanager
 def _allowed_beside_captures() -> Iterator[None]:
-    """Keep a registration on this thread from ending a capture of a CUDA graph on another.
+    """Keep calls on this thread from ending a capture of a CUDA graph on another.
 
     Torch captures in mode `global`: calls of any thread that might synchronise end the capture. A
     thread in relaxed mode is exempt. Raises `RuntimeError` from CUDA.
@@ -133,6 +133,12 @@ def _allowed_beside_captures() -> Iterator[None]:
         yield
     finally:
         _exchange_capture_mode(mode)
+
+
+def allow_beside_captures() -> None:
+    """Keep calls of this thread, from now on, from ending a capture on another."""
+    with contextlib.suppress(RuntimeError):
+        _exchange_capture_mode(ctypes.c_int(_CAPTURE_MODE_RELAXED))
 
 
 def _exchange_capture_mode(mode: ctypes.c_int) -> None:

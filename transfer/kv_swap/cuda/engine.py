@@ -1,8 +1,8 @@
 """KV caches on a CUDA device.
 
-Each direction has a lane with a stream of its own. The swap kernels copy where the device runs
-them, else the copy engine. Loads that compute waits for have a third lane, where they stand behind
-nothing but each other; it needs the kernels.
+Each direction has a lane with a stream of its own. Loads that compute waits for have a third lane,
+where they stand behind nothing but each other. The copy engine copies blocks that are few long
+runs, in pieces with a gate after each, and the swap kernels all others (`choose_copies`).
 
 The engine itself holds addresses and numbers only: what copies use is in its state (`state.py`).
 """
@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index
-from kv_swap.cuda.dma import Copier, cut_copies
+from kv_swap.cuda.plain import PlainCopier
 from kv_swap.cuda.state import State, make_state, release
 from kv_swap.cuda.zero import BlockZeroer
-from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, slots_for
+from kv_swap.engine import Completion, CopiesWith, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -40,14 +40,14 @@ class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
     `keep_alive` are the tensors behind `layout`. The compute stream is the one that is current on
-    `device` at each call. With `copy_engine_only` no kernel copies. `seconds` of a completion are
+    `device` at each call. `copies_with` is chosen unless it is given. `seconds` of a completion are
     the device's: from when the compute stream reached the point of submission, or for a load that
     does not wait for it, from when earlier loads ended.
 
-    The constructor compiles the kernels, allocates all it needs and synchronises: before any CUDA
-    graph is captured. Raises `LayoutError` if a slot of the arena does not fit the layout,
-    `PinnedMemoryError` if it is not registered, `DeviceError` if the kernels cannot be prepared, or
-    the layout is packed and nothing here can pack.
+    The constructor tests the copy engine or compiles the kernels, allocates all it needs and
+    synchronises: before any CUDA graph is captured. Raises `LayoutError` if a slot of the arena
+    does not fit the layout, `PinnedMemoryError` if it is not registered, `DeviceError` if the
+    kernels cannot be prepared, or the layout is packed and nothing here can pack.
     """
 
     _state: State
@@ -60,7 +60,7 @@ class CudaSwapEngine(SwapEngine):
         keep_alive: Sequence[object],
         output_copy_stream: torch.cuda.Stream | None = None,
         *,
-        copy_engine_only: bool = False,
+        copies_with: CopiesWith | None = None,
     ) -> None:
         num_slots = slots_for(layout, arena)
         if not arena.registered:
@@ -74,18 +74,17 @@ class CudaSwapEngine(SwapEngine):
         self._cuda: Any = torch.cuda
         self._device = torch.device("cuda", device_index(device))
         self._state = make_state(
-            layout, arena, self._device, keep_alive, output_copy_stream, copy_engine_only
+            layout, arena, self._device, keep_alive, output_copy_stream, copies_with
         )
         # For `load_now`, which uses nothing that jobs use.
-        self._copier = Copier(self._device)
+        self._copier = PlainCopier(layout, arena, self._device)
         self._zeroer = BlockZeroer(layout, self._device)
         self._done: list[Completion] = []
         self._release = weakref.finalize(self, release, self._state)
 
     @property
-    def can_load_before_compute(self) -> bool:
-        """Where kernels run: a launch takes a whole slice, the copy engine's slices are paced."""
-        return "before_compute" in self._state.lanes
+    def copies_with(self) -> CopiesWith:
+        return self._state.copies_with
 
     def submit(self, job: SwapJob) -> None:
         """Queue the job. Raises `JobError`; a failure of CUDA becomes the job's completion."""
@@ -95,23 +94,22 @@ class CudaSwapEngine(SwapEngine):
         self._undelivered += 1
         lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
         lane.submit(job, len(job.pairs) * self.layout.block_bytes)
-        if job.before_compute:
-            lane.fail_unqueued()
 
     def await_loads(self) -> None:
-        if self.can_load_before_compute:
-            self._state.lanes["before_compute"].await_all()
+        """See `SwapEngine`. The host waits for what does not fit into the stream's queue."""
+        if (lane := self._state.lanes.get("before_compute")) is not None:
+            lane.await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`: by one `cudaMemcpyAsync` a page, which the host has unpacked."""
+        """See `SwapEngine`: by one `cudaMemcpyAsync` a page, which the host may have unpacked."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
         arena = self._state.arena
         if lane is None or arena is None or self._capturing():
             raise JobError(
-                f"a load of {len(pairs)} blocks before compute was asked of an engine that has no "
-                f"kernels, or captures a CUDA graph"
+                f"a load of {len(pairs)} blocks before compute was asked of an engine that is "
+                f"released, or captures a CUDA graph"
             )
         compute = self._cuda.current_stream(self._device)
         try:
@@ -120,7 +118,7 @@ class CudaSwapEngine(SwapEngine):
             if self.layout.num_tiles:
                 self._load_unpacked(arena, pairs, compute)
             else:
-                self._copier.copy(cut_copies(self.layout, arena, Direction.LOAD, pairs), compute)
+                self._copier.load(pairs, compute)
             compute.synchronize()
         except (RuntimeError, ValueError) as error:
             raise CopyError(
@@ -155,21 +153,21 @@ class CudaSwapEngine(SwapEngine):
             stream.synchronize()  # they read `pages`
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Queue the writing of the waves' table. Raises `JobError`, or `CopyError` from CUDA."""
+        """See `SwapEngine`: may queue the writing of a table. Raises `CopyError` from CUDA, too."""
         self.check_waves(waves)
         lane = self._state.lanes.get("before_compute")
         if lane is None or self._capturing():
-            raise JobError("waves are set outside of a capture, on an engine that has kernels")
+            raise JobError("waves are set outside of a capture, on an engine that is not released")
         try:
-            for table in self._state.wave_tables:
-                table.write(waves, lane.stream.stream)
+            lane.path.set_waves(waves, lane.stream.stream)
         except RuntimeError as error:
             raise CopyError(f"writing the table of {len(waves)} waves failed: {error}") from error
         self._num_waves = len(waves)
 
     def await_wave(self, wave: int) -> None:
-        if self.can_load_before_compute:
-            self._state.lanes["before_compute"].await_wave(wave)
+        """See `SwapEngine`. The host waits for what does not fit into the stream's queue."""
+        if (lane := self._state.lanes.get("before_compute")) is not None:
+            lane.await_wave(wave)
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""

@@ -176,17 +176,23 @@ def can_pack(capability: tuple[int, int]) -> bool:
 def families_of(layout: KVLayout, raw: KernelFamily | None) -> list[KernelFamily]:
     """Return what moves the blocks of a layout together, where `raw` copies what is not packed.
 
-    Without `raw` nothing does. Raises `DeviceError` if the layout is packed and `raw` is not the
-    family of devices that can pack.
+    Raises `DeviceError` without `raw`, and if the layout is packed and `raw` is not the family of
+    devices that can pack.
     """
+    if raw is None:
+        major, minor = VECTOR.min_capability
+        raise DeviceError(
+            f"this GPU runs no copy kernel: they need compute capability {major}.{minor} or newer, "
+            f"and {VECTOR.shared_bytes} bytes of shared memory for a block of threads"
+        )
     if not layout.num_tiles:
-        return [] if raw is None else [raw]
+        return [raw]
     if raw is not BULK:
         major, minor = PACKED.min_capability
         raise DeviceError(
             f"the layout is packed, which needs the kernels of compute capability {major}.{minor} "
             f"and newer with {PACKED.shared_bytes} bytes of shared memory for a block of threads, "
-            f"but this engine has {'no kernels' if raw is None else 'others'}: do not pack KV here"
+            f"but this GPU has less: do not pack KV here"
         )
     all_packed = all(region.raw_part is None for region in layout.regions)
     return [PACKED] if all_packed else [PACKED, raw]

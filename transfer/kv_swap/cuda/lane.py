@@ -1,6 +1,6 @@
 """Jobs of one direction over one copy path: cut into slices, an event behind each.
 
-The paths are the swap kernels (`swap.py`) and the copy engine (`dma.py`).
+The paths are the swap kernels (`swap.py`) and the copy engine (`gated.py`).
 
 Until the event of a slice completes, its copies read the source pages and what the path keeps for
 it, and write the destination pages. The owners of the blocks and slots leave both alone until the
@@ -9,6 +9,8 @@ job's completion. Slices of one lane run in order, slices of two lanes side by s
 
 from __future__ import annotations
 
+import enum
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,6 +28,8 @@ from kv_swap.errors import CopyError
 if TYPE_CHECKING:
     from torch.cuda import Event, Stream
 
+    from kv_swap.cuda.pump import Pump
+
 WaveRange = range
 """Waves that follow one another and are copied together."""
 
@@ -35,18 +39,42 @@ Refusals = Callable[[], Sequence[int]]
 Slice = tuple[WaveRange | None, Any]
 """Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
 
+LEAST_WAVE_BYTES = 512 << 10
+"""Least bytes of a slot for every part that a load in waves has beyond its first.
+
+Behind the loads of a lone prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to
+first token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1
+and 102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
+
+_ROOM_SECONDS = 30.0
+"""How long a load that compute waits for may wait for room in the queue of its stream."""
+
+_ROOM_POLL_SECONDS = 0.0001
+
+
+def join_waves(wave_bytes: Sequence[int]) -> list[WaveRange]:
+    """Return the waves that are copied together: the first are joined where slots are small.
+
+    More parts would cost more than they hide. `wave_bytes` are those of a slot in each wave.
+    """
+    parts = 1 + sum(wave_bytes) // LEAST_WAVE_BYTES
+    joined = max(1, len(wave_bytes) + 1 - parts)
+    return [range(joined), *(range(wave, wave + 1) for wave in range(joined, len(wave_bytes)))]
+
 
 class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
 
     A lane cuts a job with `slices`, hands them to `queue` in order, and records an event behind
-    each. At most `max_in_flight` slices are in flight, and one call of the engine queues at most
-    `slices_per_call`. `call` names in errors what failed.
+    each. At most `max_in_flight` slices are in flight. `call` names in errors what failed.
     """
 
     call: str
     max_in_flight: int
-    slices_per_call: int
+
+    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
+        """Prepare for jobs in waves, on the lane's stream; once. Raises `RuntimeError`."""
+        raise NotImplementedError(f"{type(self).__name__} does not copy in waves")
 
     @abstractmethod
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
@@ -70,14 +98,20 @@ class CopyPath(ABC):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `in_flight` slices are queued, `following` is next, then come `rest`."""
+    """A job on its way: `in_flight` slices are queued, `following` is next, then come `rest`.
+
+    Until it `began`, its stream has to wait for `events`. `seconds` count from `started`, which is
+    one of these; all are the job's until it has ended.
+    """
 
     job_id: int
     nbytes: int
     rest: Iterator[Slice]
     submitted: float
     following: Slice | None
+    events: list[Event]
     started: Event | None = None
+    began: bool = False
     in_flight: int = 0
     seconds: float = 0.0
     error: CopyError | None = None
@@ -90,17 +124,49 @@ class _Running:
     @property
     def ended(self) -> bool:
         # After an error, too, the job holds its blocks and slots until its last slice has ended.
-        return self.in_flight == 0 and not self.to_queue
+        # In this order: a pump adds to `in_flight` before it takes `following`.
+        return not self.to_queue and self.in_flight == 0
+
+    def has_queued(self, wave: int) -> bool:
+        """Whether a wave and all before it are queued; all others are if the job has failed."""
+        if not self.to_queue:
+            return True
+        assert self.following is not None
+        waves = self.following[0]
+        return waves is not None and waves.start > wave
+
+
+class Progress(enum.Enum):
+    """How far `Lane.queue` came."""
+
+    DONE = "nothing is left to queue"
+    MORE = "more could be queued at once"
+    FULL = "a slice must end first"
 
 
 class Lane:
-    """Runs the jobs of one direction on one stream over one path, in order. Nothing here blocks."""
+    """Runs the jobs of one direction on one stream over one path, in order.
 
-    def __init__(self, direction: Direction, path: CopyPath, stream: CopyStream) -> None:
+    One thread calls all methods, and nothing here blocks but the wait of `await_all` and
+    `await_wave` for slices that are not queued yet. With a pump, `submit` queues one slice and the
+    pump's thread queues the others: it calls `queue` and `fail_unqueued` only.
+    """
+
+    def __init__(
+        self, direction: Direction, path: CopyPath, stream: CopyStream, pump: Pump | None = None
+    ) -> None:
         self.path = path
         self.stream = stream
         self._direction = direction
+        self._pump = pump
         self._jobs: deque[_Running] = deque()
+        # Those of the jobs that may have slices to queue, and what a new job comes after.
+        self._unqueued: deque[_Running] = deque()
+        self._fences: dict[int, Event] = {}
+        # The pump shares these. Who queues has the first lock throughout, and whoever touches
+        # slices in flight has the second for a moment.
+        self._queueing = threading.Lock()
+        self._lock = threading.Lock()
         self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
         # Of the job submitted last, if it comes in waves: the event behind the last slice of every
         # range of waves, by its first wave. Those of waves that have ended may be in other use:
@@ -116,32 +182,45 @@ class Lane:
     def submit(self, job: SwapJob, nbytes: int) -> None:
         """Order the job after what is queued on the compute stream now, if it is `behind_compute`.
 
-        Then queue what may be. Slices of earlier jobs that were not queued yet will wait, too.
+        And after what was at the last `wait_for_compute`. Then queue what may be.
         """
-        started = failure = None
+        events, started, failure = list(self._fences.values()), None, None
+        self._fences.clear()
         try:
-            # First: what the device does about it goes on while the slice is made.
-            started = self.stream.wait_stream() if job.behind_compute else None
+            if job.behind_compute:
+                # First: what the device does about it goes on while the slice is made.
+                marks = self.stream.mark()
+                started = marks[0]
+                events += marks
         except RuntimeError as error:
             failure = error
         rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
         self._waves.clear()
         self._awaited = None
-        running = _Running(job.job_id, nbytes, rest, time.perf_counter(), next(rest), started)
+        now = time.perf_counter()
+        running = _Running(job.job_id, nbytes, rest, now, next(rest), events, started)
         if failure is not None:
             self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
-        self._queue()
+        self._unqueued.append(running)
+        if self._pump is None:
+            self.queue(self.path.max_in_flight)
+        elif self.queue(1) is not Progress.DONE:
+            self._pump.wake()
 
     def wait_for_compute(self) -> None:
-        """Order all slices queued from now on after what is queued on the compute stream now."""
-        self.stream.recycle(self.stream.wait_stream())
+        """Order jobs submitted from now on after what is queued on the compute stream now."""
+        stream = self.stream.compute_stream()
+        self._fences[stream] = self.stream.mark_compute(self._fences.get(stream))
 
     def await_all(self) -> None:
-        """Make what the compute stream is given from now on wait for all slices queued so far.
+        """Make what the compute stream is given from now on wait for all slices of all jobs.
 
-        Raises `CopyError` if the job submitted last has failed, or cannot be waited for.
+        The host waits where not all of them fit into the stream's queue. Raises `CopyError` if the
+        job submitted last has failed, or cannot be waited for.
         """
+        if self._jobs:
+            self._queue_until(lambda: not self._jobs[-1].to_queue)
         if self._slices:
             self._make_wait(self.stream.compute_stream(), self._slices[-1][0])
         self._raise_failure()
@@ -152,6 +231,9 @@ class Lane:
         stream = self.stream.compute_stream()
         if self._awaited and stream == self._awaited[0] and wave <= self._awaited[1]:
             return
+        if self._jobs:
+            self._queue_until(lambda: self._jobs[-1].has_queued(wave))
+            self._raise_failure()
         for first in reversed(self._waves):
             if first <= wave:
                 self._make_wait(stream, self._waves[first])
@@ -159,17 +241,28 @@ class Lane:
                 self._awaited = stream, wave
                 return
 
+    def _queue_until(self, queued: Callable[[], bool]) -> None:
+        """Queue slices as earlier ones end. The device has a full queue of copies meanwhile."""
+        deadline = time.monotonic() + _ROOM_SECONDS
+        while not queued():
+            if self.queue(self.path.max_in_flight) is not Progress.FULL:
+                continue
+            if time.monotonic() > deadline:
+                full = f"{len(self._slices)} slices have not ended for {_ROOM_SECONDS:g} s"
+                self.fail_unqueued(RuntimeError(full))
+            time.sleep(_ROOM_POLL_SECONDS)
+            self._collect_or_fail()
+
     def _raise_failure(self) -> None:
         # The job submitted last, which is the last here unless it has ended well.
         if self._jobs and (error := self._jobs[-1].error) is not None:
             raise error
 
-    def fail_unqueued(self) -> None:
-        """Fail the jobs with slices still to be queued: compute could not be made to wait."""
-        full = RuntimeError(f"{len(self._slices)} slices are in flight, no more fit")
-        for running in self._jobs:
+    def fail_unqueued(self, error: RuntimeError) -> None:
+        """Fail the jobs with slices still to be queued."""
+        for running in list(self._unqueued):
             if running.to_queue:
-                self._fail(running, self.path.call, full)
+                self._fail(running, self.path.call, error)
 
     def _make_wait(self, stream: int, event: Event) -> None:
         try:
@@ -180,23 +273,18 @@ class Lane:
 
     def advance(self) -> list[Completion]:
         """Queue what may be queued now, and return the jobs that have ended."""
-        try:
-            self._collect()
-        except RuntimeError as error:
-            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
-            self._slices.clear()
-            lost = "; the CUDA context is lost, end this process and start the engine anew"
-            for running in self._jobs:
-                running.in_flight = 0
-                self._fail(running, "querying its event", error, lost)
-        self._queue()
+        self._collect_or_fail()
+        if self._pump is None:
+            self.queue(self.path.max_in_flight)
+        elif self._unqueued:
+            self._pump.wake()
         completions = []
         while self._jobs and self._jobs[0].ended:
             running = self._jobs.popleft()
             if running.error is not None:
                 running.seconds = time.perf_counter() - running.submitted
-            elif running.started is not None:
-                self.stream.recycle(running.started)
+            else:
+                self.stream.recycle(*running.events)
             completions.append(
                 Completion(
                     running.job_id,
@@ -209,26 +297,57 @@ class Lane:
             )
         return completions
 
+    def _collect_or_fail(self) -> None:
+        try:
+            self._collect()
+        except RuntimeError as error:
+            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
+            lost = "; the CUDA context is lost, end this process and start the engine anew"
+            with self._queueing, self._lock:
+                self._slices.clear()
+                for running in self._jobs:
+                    running.in_flight = 0
+                    self._fail(running, "querying its event", error, lost)
+
     def _collect(self) -> None:
         """Take off the slices that have ended; they end in order."""
-        while self._slices and self._slices[0][0].query():
-            event, running, refusals = self._slices.popleft()
-            running.in_flight -= 1
-            if refusals is not None:
-                running.refused_rows.extend(refusals())
-            if running.ended and running.started is not None:
-                running.seconds = running.started.elapsed_time(event) / 1000
-            self.stream.recycle(event)
+        with self._lock:
+            while self._slices and self._slices[0][0].query():
+                event, running, refusals = self._slices.popleft()
+                running.in_flight -= 1
+                if refusals is not None:
+                    running.refused_rows.extend(refusals())
+                if running.ended and running.started is not None:
+                    running.seconds = running.started.elapsed_time(event) / 1000
+                self.stream.recycle(event)
 
-    def _queue(self) -> None:
-        """Queue slices, oldest job first, as many as the path allows within a call."""
-        left = self.path.slices_per_call
-        for running in self._jobs:
-            while running.to_queue:
-                if left == 0 or len(self._slices) == self.path.max_in_flight:
-                    return
-                left -= 1
-                self._queue_slice(running)
+    def queue(self, most: int) -> Progress:
+        """Queue at most `most` slices, oldest job first; nothing while another thread does."""
+        if not self._queueing.acquire(blocking=False):
+            return Progress.MORE
+        try:
+            while self._unqueued:
+                running = self._unqueued[0]
+                if not running.to_queue:
+                    self._unqueued.popleft()
+                elif not most:
+                    return Progress.MORE
+                elif not self._has_room():
+                    return Progress.FULL
+                else:
+                    most -= 1
+                    self._queue_slice(running)
+            return Progress.DONE
+        finally:
+            self._queueing.release()
+
+    def _has_room(self) -> bool:
+        if len(self._slices) == self.path.max_in_flight:
+            try:
+                self._collect()
+            except RuntimeError:
+                return False  # `_collect_or_fail` finds the same
+        return len(self._slices) < self.path.max_in_flight
 
     def _queue_slice(self, running: _Running) -> None:
         part = running.following
@@ -236,33 +355,43 @@ class Lane:
         waves, _ = part
         try:
             event = self.stream.take()
-            if running.started is None:
-                # It does not wait for compute: it starts when all slices before it have ended.
-                running.started = self.stream.record()
         except RuntimeError as error:
             # Nothing would tell when the slice has ended, so it must not be queued.
             self._fail(running, "making an event", error)
             return
-        refusals = None
+        if not running.began:
+            try:
+                self.stream.wait_stream(running.events)
+                if running.started is None:
+                    # It does not wait for compute: it starts when all before it have ended.
+                    running.started = self.stream.record()
+                    running.events.append(running.started)
+            except RuntimeError as error:
+                self._fail(running, "waiting for the compute stream", error)
+                return
+            running.began = True
+        with self._lock:
+            running.in_flight += 1
+        refusals = running.following = None
         try:
             refusals = self.path.queue(part, self.stream.stream)
-        except RuntimeError as error:
+            running.following = next(running.rest, None)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it fails the job alone
             self._fail(running, self.path.call, error)
-        running.following = next(running.rest, None)
         # Also behind a slice that failed: part of it may run.
         try:
             self.stream.record(event)
         except RuntimeError as error:
             self._fail(running, "recording an event", error)
+            with self._lock:
+                running.in_flight -= 1
             return
         if waves is not None:
             self._waves[waves.start] = event
-        self._slices.append((event, running, refusals))
-        running.in_flight += 1
+        with self._lock:
+            self._slices.append((event, running, refusals))
 
-    def _fail(
-        self, running: _Running, call: str, error: RuntimeError, consequence: str = ""
-    ) -> None:
+    def _fail(self, running: _Running, call: str, error: Exception, consequence: str = "") -> None:
         if running.error is None:
             running.error = CopyError(
                 f"{call} failed with {error}: {self._direction.value} job {running.job_id} of "

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from kv_swap.cuda.block_copies import suits_copy_engine
 from kv_swap.cuda.device import CudaRegistrar
-from kv_swap.cuda.dma import DmaPath
+from kv_swap.cuda.gate_test import check_gates
+from kv_swap.cuda.gated import GatedPath
 from kv_swap.cuda.kernel_families import choose_family, families_of
 from kv_swap.cuda.lane import CopyPath, Lane
+from kv_swap.cuda.pump import Pump
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable
-from kv_swap.engine import Direction, Held
+from kv_swap.engine import CopiesWith, Direction, Held
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
@@ -27,14 +32,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Held):
-    """What copies in flight need. Loads are advanced first: somebody waits for them."""
+    """What copies in flight need. Loads are advanced first: requests wait for them."""
 
+    copies_with: CopiesWith = "kernels"
     lanes: dict[Direction | Literal["before_compute"], Lane] = field(default_factory=dict)
-    wave_tables: Sequence[WaveTable] = ()
+    pump: Pump | None = None
 
 
 _LEAKED: list[State] = []
 """Of copies that may still run, or of a parent process; it is never freed."""
+
+
+def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:
+    """Return what copies a layout: the copy engine where blocks are few long copies.
+
+    The log says once where the copy engine would copy, but does not yield at gates.
+    """
+    if not suits_copy_engine(layout):
+        return "kernels"
+    report = check_gates(device)
+    if report.yields:
+        return "gates"
+    _warn_once(report.found)
+    return "kernels"
+
+
+@cache
+def _warn_once(found: str) -> None:
+    logger.warning(
+        "kernels copy, not the copy engine: small copies would wait too long for it here (%s)",
+        found,
+    )
 
 
 def make_state(
@@ -43,26 +71,39 @@ def make_state(
     device: torch.device,
     keep_alive: Sequence[object],
     output_copy_stream: torch.cuda.Stream | None,
-    copy_engine_only: bool,
+    copies_with: CopiesWith | None,
 ) -> State:
-    """Compile the kernels and allocate what copies need. Synchronises. Raises `DeviceError`."""
-    registrar = CudaRegistrar(device)
-    state = State(arena, tuple(keep_alive))
-    families = families_of(layout, None if copy_engine_only else choose_family(device))
-    kernels = [SwapKernel(layout, arena, device, family) for family in families]
-    block_bytes = layout.block_bytes
-    for direction, awaited in ((Direction.LOAD, None), (Direction.STORE, output_copy_stream)):
-        path: CopyPath
-        if not kernels:
-            path = DmaPath(direction, layout, arena, device)
-        else:
-            path = KernelPath(direction, kernels, block_bytes, registrar)
-        state.lanes[direction] = _make_lane(direction, path, device, awaited)
-    if kernels:
+    """Allocate what copies need, and compile the kernels if they copy; `None` chooses.
+
+    Synchronises. Raises `DeviceError`.
+    """
+    state = State(
+        arena, tuple(keep_alive), copies_with=copies_with or choose_copies(layout, device)
+    )
+    ways = (Direction.LOAD, Direction.STORE, Direction.LOAD)
+    paths: list[CopyPath]
+    if state.copies_with == "gates":
+        paths = [GatedPath(direction, layout, arena, device) for direction in ways]
+        state.pump = Pump(device)
+    else:
+        registrar = CudaRegistrar(device)
+        families = families_of(layout, choose_family(device))
+        kernels = [SwapKernel(layout, arena, device, family) for family in families]
         tables = [WaveTable(layout, family, device, registrar) for family in families]
-        path = KernelPath(Direction.LOAD, kernels, block_bytes, registrar, tables)
-        state.wave_tables = tables
-        state.lanes["before_compute"] = _make_lane(Direction.LOAD, path, device, None)
+        paths = [
+            KernelPath(direction, kernels, layout.block_bytes, registrar, tables_of)
+            for direction, tables_of in zip(ways, ((), (), tables), strict=True)
+        ]
+    load, store, before_compute = paths
+    pump = state.pump
+    state.lanes = {
+        Direction.LOAD: _make_lane(Direction.LOAD, load, device, None, pump),
+        Direction.STORE: _make_lane(Direction.STORE, store, device, output_copy_stream, pump),
+        # What waits for a load of it needs all its slices queued: no pump.
+        "before_compute": _make_lane(Direction.LOAD, before_compute, device, None, None),
+    }
+    if pump is not None:
+        pump.start()
     return state
 
 
@@ -71,12 +112,16 @@ def _make_lane(
     path: CopyPath,
     device: torch.device,
     output_copy_stream: torch.cuda.Stream | None,
+    pump: Pump | None,
 ) -> Lane:
     # As many events for jobs as for slices: a job has one of its own and at least a slice.
     stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
     path.warm_up(stream.stream)
     stream.stream.synchronize()
-    return Lane(direction, path, stream)
+    lane = Lane(direction, path, stream, pump)
+    if pump is not None:
+        pump.add(lane)
+    return lane
 
 
 def release(state: State) -> None:
@@ -87,6 +132,11 @@ def release(state: State) -> None:
     if os.getpid() != state.process:
         _LEAKED.append(state)
         return
+    if state.pump is not None:
+        if state.pump.is_current_thread:  # which collected garbage, and may be queueing
+            threading.Thread(target=release, args=(state,), name="kv-swap-release").start()
+            return
+        state.pump.stop()
     try:
         for lane in state.lanes.values():
             lane.stream.stream.synchronize()
@@ -95,6 +145,5 @@ def release(state: State) -> None:
         _LEAKED.append(state)
         return
     state.lanes.clear()
-    state.wave_tables = ()
     state.arena = None
     state.keep_alive = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.cuda.device import device_index, import_cupy
@@ -15,7 +16,8 @@ class CopyStream:
     """A stream for the copies of one direction on `device`.
 
     `num_events` events are made here and reused; recording one again does not disturb a wait that
-    was queued on its earlier recording. More are made only while more are out.
+    was queued on its earlier recording. More are made only while more are out. Two threads may call
+    at a time.
 
     A copy begins only after these calls. So they take the shortest way: plain handles, through
     CuPy. Events are queried through torch: CuPy's query of an event that has not completed leaves
@@ -40,31 +42,43 @@ class CopyStream:
         self.stream: Stream = torch.cuda.Stream(device)
         self._handle: int = self.stream.cuda_stream
         self._events = [self._new_event() for _ in range(num_events)]
-        self._output_event: Event = self._new_event()
 
     def compute_stream(self) -> int:
         """Return the handle of the current stream; the next step may have another."""
         handle: int = self._current_stream(self._index)
         return handle
 
-    def wait_stream(self) -> Event:
-        """Make this stream wait for all that is queued now on the compute stream.
+    def mark_compute(self, event: Event | None = None) -> Event:
+        """Return an event that completes with all that is queued now on the compute stream.
 
-        And on the output-copy stream, so that a store does not delay the tokens of its step.
-        Returns the event on the compute stream; `recycle` it.
+        Given one from `take` it makes none.
         """
-        if self._current_device() != self._index:
-            with self._device(self._index):  # each device has a default stream, of handle 0
-                return self.wait_stream()
-        event = self.take()
-        handle = event.cuda_event
-        self._record(handle, self.compute_stream())
-        self._wait_event(self._handle, handle)
-        if self._output_copy_stream is not None:
-            handle = self._output_event.cuda_event
-            self._record(handle, self._output_copy_stream.cuda_stream)
-            self._wait_event(self._handle, handle)
+        event = self.take() if event is None else event
+        self._record_on(self.compute_stream(), event)
         return event
+
+    def mark(self) -> list[Event]:
+        """Return events for all that is queued now: first that of compute.
+
+        Then one for the output-copy stream, so that a store does not delay the tokens of its step.
+        """
+        marks = [self.mark_compute()]
+        if self._output_copy_stream is not None:
+            marks.append(self.take())
+            self._record_on(self._output_copy_stream.cuda_stream, marks[-1])
+        return marks
+
+    def _record_on(self, stream: int, event: Event) -> None:
+        if self._current_device() == self._index:
+            self._record(event.cuda_event, stream)
+        else:
+            with self._device(self._index):  # each device has a default stream, of handle 0
+                self._record(event.cuda_event, stream)
+
+    def wait_stream(self, marks: Sequence[Event]) -> None:
+        """Make what this stream is given from now on wait for these events of other streams."""
+        for event in marks:
+            self._wait_event(self._handle, event.cuda_event)
 
     def make_compute_wait(self, stream: int, event: Event) -> None:
         """Make what is queued from now on on `stream`, which compute runs on, wait for `event`."""
@@ -85,7 +99,10 @@ class CopyStream:
 
     def take(self) -> Event:
         """Return an event that nobody uses; `recycle` it. CUDA may lack memory for one more."""
-        return self._events.pop() if self._events else self._new_event()
+        try:
+            return self._events.pop()
+        except IndexError:
+            return self._new_event()
 
     def recycle(self, *events: Event) -> None:
         """Take events back; the caller must not use them any more."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.device import KERNEL_CACHE_REMEDY, device_index, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
-from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange
+from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange, join_waves
 from kv_swap.cuda.tiles import Tiles, WaveTable, columns_table, cut_waves
 from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
@@ -46,13 +46,6 @@ LIST_BYTES = STATUS_OFFSET_BYTES + MAX_PAIRS
 SLICE_BYTES = 256 << 20
 """Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. At every
 launch the link idles for microseconds: slices of 16 MiB would cost a percent of it."""
-
-PIECE_BYTES = 512 << 10
-"""Least bytes of a slot for every launch that a load in waves makes beyond its first.
-
-Behind the loads of a lone prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to
-first token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1
-and 102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
 
 RING_ENTRIES = 128
 """Launches queued at once: behind about 1,000 operations of a stream CUDA makes the caller wait."""
@@ -242,7 +235,7 @@ class KernelPath(CopyPath):
         wave_tables: Sequence[WaveTable] = (),
     ) -> None:
         self.call = f"launching swap_{direction.value}"
-        self.max_in_flight = self.slices_per_call = RING_ENTRIES
+        self.max_in_flight = RING_ENTRIES
         self._direction = direction
         self._kernels = kernels
         self._block_bytes = block_bytes
@@ -254,19 +247,19 @@ class KernelPath(CopyPath):
         self._next_entry = 0
         self._wave_tables = wave_tables
 
-    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
-        """Yield the first row, and a view of at most MAX_PAIRS pairs and `SLICE_BYTES`, or of one.
+    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
+        """Queue the writing of the waves' tables."""
+        for table in self._wave_tables:
+            table.write(waves, stream)
 
-        The first waves are joined where more launches would cost more than they hide.
-        """
+    def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
+        """Yield the first row and a view of at most MAX_PAIRS pairs and SLICE_BYTES, or of one."""
         if not in_waves:
             yield from self._cut(None, pairs, self._block_bytes)
             return
         assert self._wave_tables, "a path without tables was asked for waves"
         wave_bytes = self._wave_tables[0].wave_bytes
-        launches = 1 + self._block_bytes // PIECE_BYTES
-        joined = max(1, len(wave_bytes) + 1 - launches)
-        for waves in (range(joined), *(range(i, i + 1) for i in range(joined, len(wave_bytes)))):
+        for waves in join_waves(wave_bytes):
             yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
 
     @staticmethod

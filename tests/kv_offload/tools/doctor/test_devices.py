@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from kv_swap.cuda.gate_test import GateReport
 
 from kv_offload.tools.doctor import copies
 from kv_offload.tools.doctor.copies import Rates, measure
@@ -16,6 +17,7 @@ from kv_offload.tools.doctor.devices import (
     check_nodes,
     check_packing,
     check_rates,
+    judge_gates,
     judge_rates,
     may_have_gpu,
 )
@@ -92,7 +94,6 @@ def test_a_narrow_link_is_a_warning(more: dict[str, Any], state: str) -> None:
 CUDA_TORCH, CPU_TORCH = Torch("2.11.0", "13.0"), Torch("2.11.0+cpu", None)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "dma"])
 @pytest.mark.parametrize(
     ("machine", "torch", "may_have_one", "state"),
     [
@@ -105,13 +106,13 @@ CUDA_TORCH, CPU_TORCH = Torch("2.11.0", "13.0"), Torch("2.11.0+cpu", None)
     ],
 )
 def test_a_transfer_engine_without_its_gpu_is_a_problem(
-    machine: Machine, torch: Torch | None, may_have_one: bool, kind: Any, state: str
+    machine: Machine, torch: Torch | None, may_have_one: bool, state: str
 ) -> None:
     """Where nobody could ask for GPUs, there may be one all the same."""
     assert may_have_gpu(machine, torch) is may_have_one
-    (check,) = check_asked_for(machine, torch, kind)
+    (check,) = check_asked_for(machine, torch, "cuda")
     assert (check.name, check.state) == ("transfer engine", state)
-    assert kind in check.found
+    assert "asks for cuda" in check.found
     assert bool(check.remedy) == (state == "problem")
 
 
@@ -119,23 +120,27 @@ def test_a_transfer_engine_without_its_gpu_is_a_problem(
 
 
 @pytest.mark.parametrize(
-    ("store", "load", "path", "kind", "of", "state"),
+    ("store", "load", "of", "state"),
     [
-        (50e9, 49e9, "the kernels", "auto", gpu(), "ok"),
-        (50e9, 20e9, "the kernels", "auto", gpu(), "warning"),
-        (50e9, 20e9, "the kernels", "auto", gpu(max_generation=4, max_width=8), "ok"),
-        (50e9, 49e9, "the copy engine", "auto", gpu(), "warning"),
-        (50e9, 49e9, "the copy engine", "dma", gpu(), "ok"),
-        (50e9, 49e9, "the kernels", "auto", None, "not checked"),
-        (50e9, 49e9, "the kernels", "auto", gpu(max_generation=9), "not checked"),
+        (50e9, 49e9, gpu(), "ok"),
+        (50e9, 20e9, gpu(), "warning"),
+        (50e9, 20e9, gpu(max_generation=4, max_width=8), "ok"),
+        (50e9, 49e9, None, "not checked"),
+        (50e9, 49e9, gpu(max_generation=9), "not checked"),
     ],
 )
-def test_rates_against_the_link(
-    store: float, load: float, path: Any, kind: Any, of: Gpu | None, state: str
-) -> None:
-    check = judge_rates("copy rate", Rates(store, load, path), of, kind)
+def test_rates_against_the_link(store: float, load: float, of: Gpu | None, state: str) -> None:
+    check = judge_rates("copy rate", Rates(store, load, "the kernels"), of)
     assert check.state == state
     assert f"{store / 1e9:.1f} GB/s to host memory, {load / 1e9:.1f} GB/s back" in check.found
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_a_copy_engine_that_does_not_yield_is_a_warning(yields: bool) -> None:
+    check = judge_gates("copy engine of cuda:0", GateReport(yields, "3 small loads took 9 pieces"))
+    assert check.state == ("ok" if yields else "warning")
+    assert check.found == "3 small loads took 9 pieces"
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in check.remedy) is not yields
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,279 @@
+"""The gated path on a device: failures within a job, small copies beside it, and its start."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_swap.cuda.driver import Driver
+from kv_swap.cuda.gate_test import check_gates
+from kv_swap.cuda.pump import Pump
+from kv_swap.cuda.state import choose_copies
+from kv_swap.engine import Direction, SwapJob
+from kv_swap.errors import CopyError
+
+from tests.gpu.caches import (
+    KIB,
+    LOAD,
+    MIB,
+    STORE,
+    Pages,
+    expect_copied,
+    finish,
+    ids,
+    make_cache,
+    make_engine,
+    random_pairs,
+    randomize,
+    same_pairs,
+    torch,
+)
+from tests.gpu.gate import Gate
+
+DEVICE = torch.device("cuda", 0)
+
+RUNS: Pages = [(2 * MIB, 2 * MIB)]
+ROWS: Pages = [(64 * KIB, 64 * KIB)] * 32
+BATCH, STRIDED = "copy_batch", "copy_strided"
+
+
+def make(pages: Pages, count: int) -> Any:
+    engine, cache, slots = make_engine(count, pages, count, copies_with="gates")
+    randomize(cache.storage, slots)
+    return engine, cache, slots
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, call: str, after: int) -> None:
+    """Have CUDA itself refuse the call of this name that comes after so many."""
+    made, calls = getattr(Driver, call), [0]
+
+    def call_or_refuse(driver: Driver, *arguments: int) -> None:
+        calls[0] += 1
+        if calls[0] == after + 1:
+            # No copies, no description, an odd address: arguments that each function refuses.
+            arguments = {
+                "copy_batch": (*arguments[:3], 0, *arguments[4:]),
+                "copy_strided": (0, *arguments[1:]),
+                "write_value": (arguments[0], arguments[1] + 1, *arguments[2:]),
+            }[call]
+        made(driver, *arguments)
+
+    monkeypatch.setattr(Driver, call, call_or_refuse)
+
+
+FAULTS = [(RUNS, BATCH), (ROWS, STRIDED), (RUNS, "write_value"), (ROWS, "write_value")]
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize(("pages", "call"), FAULTS)
+@pytest.mark.parametrize("after", [0, 2, 30])
+def test_a_call_that_cuda_refuses_fails_its_job_alone(
+    monkeypatch: pytest.MonkeyPatch, pages: Pages, call: str, after: int, direction: Direction
+) -> None:
+    """At the start of a job, in its first slice, and in what the pump queues."""
+    engine, cache, slots = make(pages, 400)
+    first, second = (random_pairs(np.random.default_rng(0), 400, 400, 400)[i::2] for i in range(2))
+    expected_storage, expected_slots = expect_copied(cache, slots, second, direction)
+    with monkeypatch.context() as patch:
+        refuse(patch, call, after)
+        engine.submit(SwapJob(1, direction, first))
+        (failed,) = finish(engine)
+    assert "queueing gated copies failed with cu" in str(failed.error)
+    assert "CUDA_ERROR_INVALID_VALUE" in str(failed.error)
+    engine.submit(SwapJob(2, direction, second))
+    (fine,) = finish(engine)
+    assert fine.error is None
+    block_ids, slot_ids = ids(second)
+    if direction is STORE:
+        assert torch.equal(slots[slot_ids], expected_slots[slot_ids])
+    else:
+        expected = torch.cat(cache.pages(expected_storage), 1)
+        assert torch.equal(cache.blocks()[block_ids], expected[block_ids])
+    engine.close()
+
+
+@pytest.mark.parametrize(("pages", "call"), FAULTS)
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_a_load_that_compute_waits_for_is_made_good(
+    monkeypatch: pytest.MonkeyPatch, pages: Pages, call: str, in_waves: bool
+) -> None:
+    if in_waves and len(pages) == 1:
+        pytest.skip("one region is one wave")
+    engine, cache, slots = make(pages, 100)
+    if in_waves:
+        engine.set_waves([range(16), range(16, 32)])
+    pairs = random_pairs(np.random.default_rng(0), 100, 100, 90)
+    expected, _ = expect_copied(cache, slots, pairs, LOAD)
+    with monkeypatch.context() as patch:
+        refuse(patch, call, 5)
+        engine.submit(SwapJob(1, LOAD, pairs, before_compute=True, in_waves=in_waves))
+        with pytest.raises(CopyError, match="CUDA_ERROR_INVALID_VALUE"):
+            engine.await_wave(1) if in_waves else engine.await_loads()
+    engine.load_now(pairs)
+    assert torch.equal(cache.storage.cpu(), expected)
+    (failed,) = finish(engine)
+    assert failed.error is not None
+    engine.close()
+
+
+# -- a load larger than what a stream's queue takes --------------------------------------------
+
+
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_compute_waits_for_more_than_a_queue_holds(in_waves: bool) -> None:
+    """3 GiB, of which 2 are queued at most; the host waits until the rest is."""
+    count = 1536
+    engine, cache, slots = make(ROWS, count)
+    if in_waves:
+        engine.set_waves([range(8), range(8, 20), range(20, 32)])
+    pairs = random_pairs(np.random.default_rng(0), count, count, count)
+    block_ids, slot_ids = ids(pairs)
+    engine.submit(SwapJob(1, LOAD, pairs, before_compute=True, in_waves=in_waves))
+    seen = []
+    for wave in range(3):
+        if in_waves:
+            engine.await_wave(wave)
+        else:
+            engine.await_loads()
+        seen.append(cache.tensors[(0, 8, 31)[wave]].clone())
+    torch.cuda.synchronize()
+    for tensor, region in zip(seen, (0, 8, 31), strict=True):
+        place = cache.layout.regions[region].slot_offset_bytes
+        assert torch.equal(tensor.cpu()[block_ids], slots[slot_ids, place : place + 64 * KIB])
+    (done,) = finish(engine)
+    assert done.error is None
+    engine.close()
+
+
+def test_a_load_starts_while_a_long_store_waits_for_compute() -> None:
+    """3 GiB: the pump has more to queue, and no room for it."""
+    engine, cache, slots = make(RUNS, 1600)
+    pairs = same_pairs(1600)
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        engine.submit(SwapJob(1, STORE, pairs[:1500]))
+        time.sleep(0.05)
+        engine.submit(SwapJob(2, LOAD, pairs[1500:], behind_compute=False))
+        deadline = time.monotonic() + 20
+        ended = []
+        while not ended and time.monotonic() < deadline:
+            ended = engine.poll()
+        gate.release()
+    assert [(done.job_id, done.error) for done in ended] == [(2, None)]
+    assert torch.equal(cache.tensors[0][1500:].cpu(), slots[1500:])
+    (stored,) = finish(engine)
+    assert stored.error is None
+    assert torch.equal(cache.tensors[0][:1500].cpu(), slots[:1500])
+    engine.close()
+
+
+# -- what the pump queues comes after compute, too ----------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_last_bytes_of_a_long_store_are_what_compute_wrote_late(
+    monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    """A wait that is missing shows here: racecheck does not look at a copy engine. With a control.
+
+    The kernel writes when all would have been copied that waits for nothing.
+    """
+    count = 600
+    engine, cache, slots = make(RUNS, count)
+    if not ordered:
+        monkeypatch.setattr("kv_swap.cuda.streams.CopyStream.wait_stream", lambda *given: None)
+    cache.storage.fill_(1)
+    torch.cuda.synchronize()
+    gate = Gate()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.hold()
+        cache.storage.fill_(9)
+        engine.submit(SwapJob(1, STORE, same_pairs(count)))
+        gate.open(engine, after_copies=not ordered)
+    finish(engine)
+    assert slots[[0, 1, 40, count - 1]].unique().tolist() == [9 if ordered else 1]
+    engine.close()
+
+
+# -- others ------------------------------------------------------------------------------------
+
+
+def small_copies_us(direction: Direction, busy: Callable[[], bool]) -> list[float]:
+    """Microseconds of three copies of 2 KiB in a row, time after time, while `busy`."""
+    host = torch.zeros(3, 2 * KIB, dtype=torch.uint8).pin_memory()
+    device = torch.zeros(3, 2 * KIB, dtype=torch.uint8, device=DEVICE)
+    target, source = (device, host) if direction is LOAD else (host, device)
+    took = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while busy():
+            began = time.perf_counter()
+            for row in range(3):
+                target[row].copy_(source[row], non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            took.append((time.perf_counter() - began) * 1e6)
+    return took
+
+
+@pytest.mark.parametrize("pages", [RUNS, ROWS])
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+def test_small_copies_get_through(direction: Direction, pages: Pages) -> None:
+    engine, _, _ = make(pages, 1000)
+    engine.submit(SwapJob(1, direction, same_pairs(1000)))
+    took = small_copies_us(direction, lambda: not engine.poll())
+    assert len(took) > 10
+    assert statistics.median(took) < 1000, "2 GB take 40 ms, and without gates so do these"
+    engine.close()
+
+
+def test_the_gate_is_chosen_for_long_runs_here() -> None:
+    report = check_gates(DEVICE)
+    assert report.yields, report.found
+    for pages, chosen in (
+        (RUNS, "gates"),
+        (ROWS, "gates"),
+        ([(16 * KIB, 16 * KIB)] * 8, "kernels"),
+    ):
+        assert choose_copies(make_cache(4, pages).layout, DEVICE) == chosen
+
+
+@pytest.mark.parametrize(("connections", "yields"), [("1", False), ("2", True), ("32", True)])
+def test_the_test_of_gates_fails_where_copies_share_a_connection(
+    connections: str, yields: bool
+) -> None:
+    script = (
+        "import torch; from kv_swap.cuda.gate_test import check_gates; "
+        "print(check_gates(torch.device('cuda', 0)))"
+    )
+    root = str(Path(sys.modules["kv_swap"].__file__ or "").parents[1])
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": root, "CUDA_DEVICE_MAX_CONNECTIONS": connections},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert f"yields={yields}" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_an_engine_that_is_dropped_ends_its_pump(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, *_ = make(RUNS, 600)
+    pump: Pump | None = engine._state.pump
+    assert pump is not None
+    thread = pump._thread
+    engine.submit(SwapJob(1, STORE, same_pairs(600)))
+    assert thread.is_alive()
+    del engine
+    assert not thread.is_alive()

@@ -1,0 +1,209 @@
+"""Blocks cut into copies: every byte once, at its place, and within one registration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_swap.cuda.block_copies import (
+    LEAST_ROW_BYTES,
+    LEAST_RUN_BYTES,
+    MOST_COPY_BYTES,
+    BlockCutter,
+    Copies,
+    Run,
+    runs_of,
+    suits_copy_engine,
+)
+from kv_swap.cuda.driver import MEMORY_DEVICE, MEMORY_HOST
+from kv_swap.engine import Direction
+from kv_swap.layout import KVLayout, Packing, Region
+
+from tests.support.played_cuda import rows_of
+
+KIB, MIB = 1 << 10, 1 << 20
+ARENA, CACHE = 1 << 40, 1 << 50
+NEVER = 1 << 40
+"""A registration that no slot crosses."""
+
+
+def layers(count: int, page_bytes: int, step: int, first: int = CACHE) -> KVLayout:
+    """Layers of an allocation, `step` bytes apart."""
+    return KVLayout(
+        64,
+        tuple(
+            Region(first + i * step, page_bytes, page_bytes, i * page_bytes) for i in range(count)
+        ),
+    )
+
+
+def arena_of(layout: KVLayout, piece_bytes: int = NEVER) -> Any:
+    return SimpleNamespace(address=ARENA, slot_bytes=layout.slot_bytes, piece_bytes=piece_bytes)
+
+
+def parts_of(copies: Copies, direction: Direction) -> list[tuple[int, int, int]]:
+    """Host, device and bytes of every row, as CUDA reads the copies."""
+    found = []
+    for i in range(len(copies)):
+        row = -1 if copies.strided is None else int(copies.strided[i])
+        ends = [(int(copies.destinations[i]), int(copies.sources[i]))]
+        nbytes = int(copies.nbytes[i])
+        if row >= 0:
+            assert copies.descriptors is not None
+            names = copies.descriptors.dtype.names
+            given = {name: int(copies.descriptors[row][name]) for name in names}
+            ends, nbytes = [*rows_of(given)], given["width"]
+            assert len(ends) * nbytes == copies.nbytes[i]
+            host, device = ("dst", "src") if direction is Direction.STORE else ("src", "dst")
+            assert given[f"{host}_type"] == MEMORY_HOST
+            assert given[f"{device}_type"] == MEMORY_DEVICE
+        for to, of in ends:
+            found.append((to, of, nbytes) if direction is Direction.STORE else (of, to, nbytes))
+    return found
+
+
+def expected_parts(layout: KVLayout, pairs: Any) -> dict[int, int]:
+    """The device address of every 16 bytes of the slots."""
+    return {
+        ARENA + int(slot) * layout.slot_bytes + region.slot_offset_bytes + at: region.address
+        + int(block) * region.block_stride_bytes
+        + at
+        for block, slot in pairs
+        for region in layout.regions
+        for at in range(0, region.page_bytes, 16)
+    }
+
+
+def in_sixteens(parts: list[tuple[int, int, int]]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for host, device, nbytes in parts:
+        for at in range(0, nbytes, 16):
+            assert host + at not in found, "copied twice"
+            found[host + at] = device + at
+    return found
+
+
+TWO = KVLayout(9, (Region(CACHE, 64, 64, 0), Region(CACHE + 8192, 48, 80, 64)))
+ROWS = layers(5, 64 * KIB, 9 * 64 * KIB)
+FAR = layers(3, 64 * KIB, 5 << 31)
+"""Farther apart than a pitch may be."""
+MIXED = KVLayout(
+    64,
+    (
+        *layers(4, 96 * KIB, 64 * 96 * KIB).regions,
+        Region(CACHE + (1 << 40), 5 * MIB, 6 * MIB, 384 * KIB),
+    ),
+)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    ("layout", "piece_bytes"),
+    [
+        *((TWO, piece_bytes) for piece_bytes in (16, 48, 80, 4096, NEVER)),
+        *((ROWS, piece_bytes) for piece_bytes in (4096, 48 * KIB, 320 * KIB, 400 * KIB, NEVER)),
+        *((FAR, piece_bytes) for piece_bytes in (4096, 400 * KIB, NEVER)),
+        *((MIXED, piece_bytes) for piece_bytes in (MIB, 7 * MIB, NEVER)),
+    ],
+)
+def test_copies_bring_every_byte_and_end_where_a_registration_does(
+    layout: KVLayout, piece_bytes: int, direction: Direction, plain: bool
+) -> None:
+    pairs = np.array([(8, 0), (2, 5), (3, 1)], np.int32)
+    cutter = BlockCutter(layout.regions, arena_of(layout, piece_bytes), plain=plain)
+    copies = cutter.cut(pairs, direction)
+    parts = parts_of(copies, direction)
+    assert in_sixteens(parts) == expected_parts(layout, pairs)
+    places = copies.sources if direction is Direction.LOAD else copies.destinations
+    for host, nbytes in zip(places.tolist(), copies.nbytes.tolist(), strict=True):
+        assert (host - ARENA) // piece_bytes == (host - ARENA + nbytes - 1) // piece_bytes
+        assert nbytes <= MOST_COPY_BYTES
+    if plain:
+        assert copies.strided is None
+
+
+def test_equally_spaced_rows_are_one_copy_a_block() -> None:
+    pairs = np.array([(8, 0), (2, 5)], np.int32)
+    for layout in (ROWS, FAR):
+        copies = BlockCutter(layout.regions, arena_of(layout)).cut(pairs, Direction.LOAD)
+        assert copies.nbytes.tolist() == [layout.block_bytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "runs"),
+    [
+        (layers(3, 64, 640), [Run(CACHE, 64, 0, 64, 3, 640)]),
+        (TWO, [Run(CACHE, 64, 0, 64), Run(CACHE + 8192, 80, 64, 48)]),
+        # K and V of a layer are near, and the next layer is not.
+        (
+            KVLayout(
+                9,
+                tuple(
+                    Region(CACHE + at, 64, 64, 64 * i) for i, at in enumerate((0, 640, 9000, 9640))
+                ),
+            ),
+            [Run(CACHE, 64, 0, 64, 2, 640), Run(CACHE + 9000, 64, 128, 64, 2, 640)],
+        ),
+        # The second layer is below the first.
+        (layers(2, 64, -640), [Run(CACHE, 64, 0, 64), Run(CACHE - 640, 64, 64, 64)]),
+    ],
+)
+def test_the_runs_of_a_layout(layout: KVLayout, runs: list[Run]) -> None:
+    assert runs_of(layout.regions) == runs
+
+
+NHD = Packing(128)
+
+
+@pytest.mark.parametrize(
+    ("layout", "suits"),
+    [
+        (layers(1, 2 * MIB, 0), True),
+        (layers(1, LEAST_RUN_BYTES, 0), True),
+        (layers(1, LEAST_RUN_BYTES - 16, 0), False),
+        (layers(32, LEAST_ROW_BYTES, 1 << 30), True),
+        (layers(32, LEAST_ROW_BYTES - 16, 1 << 30), False),
+        (layers(2, LEAST_ROW_BYTES, 1 << 30), False),  # so short a strided copy is no better
+        (layers(32, 2 * MIB, 1 << 30), True),
+        (MIXED, True),
+        (layers(32, 64 * KIB, 1 << 30).packed({"": NHD}), True),  # nothing has that name
+    ],
+)
+def test_which_layouts_a_copy_engine_moves_well(layout: KVLayout, suits: bool) -> None:
+    assert suits_copy_engine(layout) is suits
+
+
+def test_only_kernels_pack() -> None:
+    region = Region(CACHE, 2 * MIB, 2 * MIB, 0, frozenset(["kv"]))
+    layout = KVLayout(64, (region,))
+    assert suits_copy_engine(layout)
+    assert not suits_copy_engine(layout.packed({"kv": NHD}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"),
+    [
+        ([2, 2, 2, 2, 2], [(0, 4), (4, 5)]),
+        ([3, 3, 3], [(0, 2), (2, 3)]),
+        ([9, 1, 7, 1], [(0, 1), (1, 3), (3, 4)]),
+        ([8], [(0, 1)]),
+    ],
+)
+def test_pieces(sizes: list[int], pieces: list[tuple[int, int]]) -> None:
+    nbytes = np.array(sizes)
+    assert Copies(nbytes, nbytes, nbytes).pieces(8) == pieces
+
+
+@pytest.mark.parametrize("page_bytes", [5 * MIB, 9 * MIB, 8 * MIB + 16, 100 * MIB, 4 * MIB])
+def test_pieces_of_long_blocks_are_more_than_half_full(page_bytes: int) -> None:
+    layout = layers(1, page_bytes, 0)
+    pairs = np.stack([np.arange(20)] * 2, 1).astype(np.int32)
+    copies = BlockCutter(layout.regions, arena_of(layout)).cut(pairs, Direction.LOAD)
+    ends = np.cumsum(copies.nbytes)
+    firsts = [first for first, _ in copies.pieces(8 * MIB)]
+    sizes = np.diff([*(ends[firsts] - copies.nbytes[firsts]), ends[-1]])
+    assert (sizes <= 8 * MIB).all()
+    assert (sizes[:-1] > 4 * MIB).all()

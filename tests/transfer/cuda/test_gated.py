@@ -1,0 +1,262 @@
+"""The gated path on a played device: pieces and gates, failures, and which layouts have it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from kv_swap.cuda import gate_test, gated, state  # noqa: E402
+from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
+from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
+from kv_swap.cuda.gate_test import MOST_PIECES, TURNS, GateReport, Turn, judge  # noqa: E402
+from kv_swap.cuda.gated import IN_FLIGHT, PIECE_BYTES, SLICE_PIECES  # noqa: E402
+from kv_swap.engine import Direction, SwapJob  # noqa: E402
+from kv_swap.layout import KVLayout  # noqa: E402
+from kv_swap.memory.arena import HostArena  # noqa: E402
+
+from tests.support.kv_memory import Storage  # noqa: E402
+from tests.support.played_cuda import PlayedCuda  # noqa: E402
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+KIB, MIB = 1 << 10, 1 << 20
+DEVICE = torch.device("cuda", 0)
+
+
+class Bed:
+    """Layers of an allocation, whose bytes tell layer and block, and slots of zeros."""
+
+    def __init__(self, page_bytes: int, num_layers: int, blocks: int) -> None:
+        self.storage = Storage(num_layers * blocks * page_bytes)
+        self.pages = self.storage.data.reshape(num_layers, blocks, page_bytes)
+        layer, block = np.ogrid[:num_layers, :blocks]
+        self.pages[:] = ((7 * layer + block) % 251)[:, :, None]
+        layout = KVLayout.from_tensors(
+            blocks,
+            [
+                self.storage.describe(
+                    f"layer.{i}", blocks, (blocks, page_bytes), (page_bytes, 1),
+                    offset=i * blocks * page_bytes,
+                )
+                for i in range(num_layers)
+            ],
+        )  # fmt: skip
+        arena = HostArena(blocks, layout.slot_bytes, register=CudaRegistrar(DEVICE))
+        self.slots = arena.view()
+        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage])
+
+    def pages_in_slots(self) -> np.ndarray:
+        shape = (len(self.slots), *self.pages.shape[::2])
+        return self.slots.reshape(shape).swapaxes(0, 1)
+
+
+def pairs_of(count: int) -> Any:
+    return np.stack([np.arange(count), np.arange(count)[::-1]], 1).astype(np.int32)
+
+
+def handle(bed: Bed, lane: Any) -> int:
+    return bed.engine._state.lanes[lane].stream.stream.cuda_stream
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+@pytest.mark.parametrize("direction", [STORE, LOAD])
+@pytest.mark.parametrize(
+    ("page_bytes", "num_layers", "blocks", "gates"),
+    [(2 * MIB, 1, 18, 5), (64 * KIB, 8, 40, 3), (9 * MIB, 1, 3, 5)],
+)
+def test_a_gate_follows_every_piece(
+    cuda: PlayedCuda,
+    page_bytes: int,
+    num_layers: int,
+    blocks: int,
+    gates: int,
+    direction: Direction,
+    has_batches: bool,
+) -> None:
+    cuda.has_batches = has_batches
+    bed = Bed(page_bytes, num_layers, blocks)
+    assert bed.engine.copies_with == "gates"
+    expected = bed.pages[:, ::-1].copy()
+    if direction is LOAD:
+        bed.pages_in_slots()[:] = bed.pages
+        bed.pages[:] = 0
+    cuda.calls.clear()
+    bed.engine.submit(SwapJob(1, direction, pairs_of(blocks)))
+    cuda.run()
+    (done,) = bed.engine.poll()
+    assert done.error is None
+    np.testing.assert_array_equal(
+        bed.pages if direction is LOAD else bed.pages_in_slots(), expected
+    )
+    *pieces, rest = cuda.gates[handle(bed, direction)]
+    assert rest == 0, "the last piece has a gate, too"
+    assert len(pieces) == gates
+    assert all(PIECE_BYTES // 2 < nbytes <= PIECE_BYTES for nbytes in pieces[:-1])
+    calls = Counter(call for call, _ in cuda.calls)
+    assert calls["cuStreamWriteValue32"] == gates
+    if num_layers > 1:
+        assert calls["cuMemcpy3DAsync"] == blocks
+    elif has_batches:
+        assert calls["cuMemcpyBatchAsync"] + calls["cuMemcpyAsync"] == gates
+    else:
+        assert calls["cuMemcpyAsync"] >= blocks
+
+
+def test_no_more_gates_are_queued_than_fit(cuda: PlayedCuda, monkeypatch: Any) -> None:
+    """Else CUDA would make the step wait."""
+    monkeypatch.setattr(gated, "PIECE_BYTES", 64 * KIB)
+    bed = Bed(256 * KIB, 1, 300)
+    cuda.queue(lambda: None)
+    bed.engine.submit(SwapJob(1, STORE, pairs_of(300)))
+    most = IN_FLIGHT * SLICE_PIECES
+    assert most == 256
+    assert most - SLICE_PIECES < len(cuda.gates[handle(bed, STORE)]) - 1 <= most
+    cuda.run()
+    assert bed.engine.poll() == [], "what has ended makes room for the rest"
+    assert len(cuda.gates[handle(bed, STORE)]) - 1 == 300
+    cuda.run()
+    (done,) = bed.engine.poll()
+    assert done.error is None
+    np.testing.assert_array_equal(bed.pages_in_slots(), bed.pages[:, ::-1])
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuStreamWriteValue32"])
+def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(cuda: PlayedCuda, call: str) -> None:
+    bed = Bed(2 * MIB, 1, 40)
+    pump: Any = bed.engine._state.pump
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pump, "wake", lambda: None)
+        bed.engine.submit(SwapJob(1, STORE, pairs_of(40)[:30]))
+        assert bed.engine.poll() == []
+    cuda.failing = {call}
+    pump.wake()
+    cuda.failing = set()
+    bed.engine.submit(SwapJob(2, STORE, pairs_of(40)[30:]))
+    assert bed.engine.poll() == [], "what was queued of the first still runs"
+    cuda.run()
+    failed, fine = bed.engine.poll()
+    assert f"queueing gated copies failed with {call}: injected fault" in str(failed.error)
+    assert fine.error is None
+    np.testing.assert_array_equal(bed.pages_in_slots()[:, :10], bed.pages[:, ::-1][:, :10])
+
+
+@pytest.mark.parametrize("call", ["cuMemcpy3DAsync", "cuStreamWriteValue32"])
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_a_load_before_compute_that_fails_is_known_before_compute_is_queued(
+    cuda: PlayedCuda, call: str, in_waves: bool
+) -> None:
+    from kv_swap.errors import CopyError
+
+    bed = Bed(64 * KIB, 8, 12)
+    bed.engine.set_waves([range(4), range(4, 8)])
+    cuda.failing = {call}
+    job = SwapJob(1, LOAD, pairs_of(12), before_compute=True, in_waves=in_waves)
+    bed.engine.submit(job)
+    cuda.failing = set()
+    with pytest.raises(CopyError, match=call):
+        bed.engine.await_wave(0) if in_waves else bed.engine.await_loads()
+    bed.slots[:] = 9
+    bed.engine.load_now(pairs_of(12))
+    assert set(np.unique(bed.pages)) == {9}
+    cuda.run()
+    (failed,) = bed.engine.poll()
+    assert call in str(failed.error)
+
+
+def test_waves_are_rows_of_strided_copies(cuda: PlayedCuda) -> None:
+    bed = Bed(64 * KIB, 32, 6)
+    bed.engine.set_waves([range(8), range(8, 32)])
+    bed.pages_in_slots()[:] = 5
+    cuda.calls.clear()
+    job = SwapJob(1, LOAD, pairs_of(6), before_compute=True, in_waves=True)
+    bed.engine.submit(job)
+    bed.engine.await_wave(0)
+    read: list[list[int]] = []
+    look = lambda: read.append([int(page[2, 0]) for page in bed.pages])  # noqa: E731
+    cuda.queue(look)
+    for _ in range(2 * 7 * 8):
+        cuda.run(0)
+        cuda.step_copies()
+        if read:
+            break
+    assert read[0][:8] == [5] * 8
+    assert read[0][31] != 5
+    bed.engine.await_wave(1)
+    cuda.queue(look)
+    cuda.run()
+    assert read[1] == [5] * 32
+    assert Counter(call for call, _ in cuda.calls)["cuMemcpy3DAsync"] == 12
+    assert bed.engine.poll()[0].error is None
+
+
+# -- which path --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "num_layers", "yields", "chosen"),
+    [
+        (256 * KIB, 1, True, "gates"),
+        (256 * KIB, 1, False, "kernels"),
+        (128 * KIB, 1, True, "kernels"),
+        (64 * KIB, 4, True, "gates"),
+        (32 * KIB, 8, True, "kernels"),
+    ],
+)
+def test_the_gate_is_for_long_runs_where_it_yields(
+    cuda: PlayedCuda, page_bytes: int, num_layers: int, yields: bool, chosen: str, caplog: Any
+) -> None:
+    state._warn_once.cache_clear()
+    cuda.yields = yields
+    for _ in range(2):
+        assert Bed(page_bytes, num_layers, 2).engine.copies_with == chosen
+    told = caplog.text.count("kernels copy, not the copy engine")
+    assert told == (0 if yields else 1), "once, and only where the copy engine would copy"
+
+
+def turn(waited: float, *, began: float = 0.1) -> Turn:
+    """A turn of 8 ms in which small copies took so many pieces."""
+    return Turn(8.0, began, began + waited)
+
+
+@pytest.mark.parametrize(
+    ("loads", "stores", "yields", "found"),
+    [
+        ([1.1] * 3, [0.8] * 3, True, "3 small loads took the time of 1.1 pieces of 8 MiB"),
+        ([1.1] * 3, [7.9] * 3, False, "3 small stores took the time of 7.9 pieces"),
+        ([7.9] * 3, [1.1] * 3, False, "at most 3 pass"),
+        ([9.0, 1.2, 1.3], [1.1] * 3, True, "1.3 pieces"),  # a turn may be spoiled
+        ([MOST_PIECES + 0.1] * 3, [1.0] * 3, False, ""),
+    ],
+)
+def test_small_copies_must_be_served_within_three_pieces(
+    loads: list[float], stores: list[float], yields: bool, found: str
+) -> None:
+    report = judge({LOAD: [*map(turn, loads)], STORE: [*map(turn, stores)]})
+    assert report.yields is yields
+    assert found in report.found
+
+
+def test_turns_count_only_if_the_small_copies_came_early() -> None:
+    """Of a slow host they may come when all long copies have ended, and wait for nothing."""
+    late = [turn(0.1, began=7.0)] * 9
+    report = judge({LOAD: [*late, *map(turn, [7.9] * TURNS)], STORE: [turn(1.0)] * TURNS})
+    assert not report.yields
+    assert "7.9" in report.found
+    report = judge({LOAD: late, STORE: [turn(1.0)] * TURNS})
+    assert report == GateReport(
+        yields=False,
+        found="the host was too slow to test it: 0 of 9 turns of loads count, 3 are needed",
+    )
+
+
+def test_a_driver_without_gates_leaves_it_to_the_kernels() -> None:
+    """As here: no driver, or no CuPy. Nothing is raised, and the report says why."""
+    gate_test._test.cache_clear()
+    report = gate_test.check_gates(DEVICE)
+    gate_test._test.cache_clear()
+    assert not report.yields
+    assert "it could not be tested: " in report.found

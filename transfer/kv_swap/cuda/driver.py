@@ -1,0 +1,146 @@
+"""The driver calls that gated copies need and CuPy has no names for.
+
+Each call queues work on a stream, given as its handle, and returns: copies of page-locked memory do
+not block the host while the stream's queue has room. Calls release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import DeviceError
+
+MEMORY_HOST, MEMORY_DEVICE = 1, 2
+"""CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_DEVICE."""
+
+STRIDED_COPY = np.dtype(
+    {
+        "names": [
+            *("src_type", "src_host", "src_device", "src_pitch", "src_height"),
+            *("dst_type", "dst_host", "dst_device", "dst_pitch", "dst_height"),
+            *("width", "height", "depth"),
+        ],
+        "formats": ["<u8"] * 13,
+        "offsets": [8 * word for word in (4, 5, 6, 9, 10, 15, 16, 17, 20, 21, 22, 23, 24)],
+        "itemsize": 8 * 25,
+    }
+)
+"""CUDA_MEMCPY3D: `depth` slices of `height` rows of `width` bytes, `pitch * height` bytes apart."""
+
+_SRC_ACCESS_ORDER_STREAM = 1
+_BATCH_VERSION, _VALUE_VERSION, _COPY_VERSION = 12080, 11070, 4000
+"""The versions of CUDA whose signatures are used here. CUDA 13 changed that of the batch copy, and
+drivers keep the older one."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("src_access_order", ctypes.c_uint),
+        ("src_hint", _Location),
+        ("dst_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """Bindings of libcuda. Raises `DeviceError` where it is missing or too old.
+
+    Every method raises `RuntimeError` with the driver's name of the error.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._library: Any = ctypes.CDLL("libcuda.so.1")
+            self._find: Any = self._library.cuGetProcAddress_v2
+        except (OSError, AttributeError) as error:
+            raise DeviceError(
+                f"the NVIDIA driver has no cuGetProcAddress, which came with 12.0: {error}"
+            ) from error
+        handle, word, size = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
+        self._write: Any = self._function(
+            "cuStreamWriteValue32", _VALUE_VERSION, handle, ctypes.c_uint64, word, ctypes.c_uint
+        )
+        copy_types = (ctypes.c_uint64, ctypes.c_uint64, size, handle)
+        self._copy: Any = self._function("cuMemcpyAsync", _COPY_VERSION, *copy_types)
+        self._copy_strided: Any = self._function("cuMemcpy3DAsync", _COPY_VERSION, handle, handle)
+        batch_types = (*[handle] * 3, size, handle, handle, size, handle, handle)
+        self._copy_batch: Any = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, *batch_types)
+        if self._write is None or self._copy is None or self._copy_strided is None:
+            raise DeviceError("the NVIDIA driver has no stream memory operations: update it")
+        # The same for all copies of all batches, and only read: threads share them.
+        self._attributes = _Attributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
+        self._first = ctypes.c_size_t(0)
+        self._shared = (ctypes.addressof(self._attributes), ctypes.addressof(self._first))
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the driver takes many copies in one call: 12.8 and newer."""
+        return self._copy_batch is not None
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Queue the writing of a 32-bit word."""
+        if code := self._write(stream, address, value, 0):
+            raise self._error("cuStreamWriteValue32", code)
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue one copy."""
+        if code := self._copy(destination, source, nbytes, stream):
+            raise self._error("cuMemcpyAsync", code, f" (one copy of {nbytes} bytes)")
+
+    def copy_batch(
+        self, destinations: int, sources: int, sizes: int, count: int, stream: int
+    ) -> None:
+        """Queue `count` copies: addresses of three arrays of 64-bit words, read in this call."""
+        failed = ctypes.c_size_t(0)
+        code = self._copy_batch(
+            destinations, sources, sizes, count, *self._shared, 1, ctypes.byref(failed), stream
+        )
+        if code:
+            raise self._error("cuMemcpyBatchAsync", code, f" (copy {failed.value} of {count})")
+
+    def copy_strided(self, address: int, stream: int) -> None:
+        """Queue the copy that a `STRIDED_COPY` at `address` describes, read in this call."""
+        if code := self._copy_strided(address, stream):
+            raise self._error("cuMemcpy3DAsync", code)
+
+    def _function(self, name: str, version: int, *types: Any) -> Any:
+        """Return a function with the signature of a version of CUDA; None if there is none."""
+        found, status = ctypes.c_void_p(), ctypes.c_int()
+        code = self._find(
+            name.encode(),
+            ctypes.byref(found),
+            ctypes.c_int(version),
+            ctypes.c_uint64(0),
+            ctypes.byref(status),
+        )
+        if code or not found.value:
+            return None
+        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(found.value)
+
+    def _error(self, call: str, code: int, more: str = "") -> RuntimeError:
+        name = ctypes.c_char_p()
+        self._library.cuGetErrorName(code, ctypes.byref(name))
+        said = name.value.decode() if name.value else f"CUresult {code}"
+        return RuntimeError(f"{call}: {said}{more}")
+
+
+@cache
+def load_driver() -> Driver:
+    """Return the bindings of this process. Raises `DeviceError`."""
+    return Driver()
+
+
+def strided_copies(count: int) -> NDArray[Any]:
+    """Return `count` zeroed `STRIDED_COPY`s."""
+    return np.zeros(count, STRIDED_COPY)

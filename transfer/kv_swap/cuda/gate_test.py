@@ -1,0 +1,156 @@
+"""Proves at start that gates let small copies through on this machine.
+
+64 MiB are copied in pieces with gates, and meanwhile several small copies in a row on another
+stream: a lone one may take another path and never wait. All is timed by the device, so a host that
+is busy spoils a turn at most. It fails where a process has a single connection for copies
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`), as it should.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_swap.cuda.block_copies import Copies
+from kv_swap.cuda.device import CudaRegistrar, device_index, import_cupy
+from kv_swap.cuda.gated import PIECE_BYTES, Gates
+from kv_swap.engine import Direction
+from kv_swap.errors import DeviceError, PinnedMemoryError
+from kv_swap.memory.arena import HostArena
+
+if TYPE_CHECKING:
+    import torch
+
+PIECES = 8
+COPIES = 4
+"""Copies of a piece."""
+
+SMALL_COPIES, SMALL_BYTES = 3, 2048
+
+MOST_PIECES = 3.0
+"""In the time of so many pieces the small copies must have been made."""
+
+TURNS, MOST_TURNS = 3, 12
+"""Turns that count, and tries to get them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Milliseconds on the device, from the first piece's start.
+
+    `ended` is when the last piece has ended; the small copies ran from `small_began` to
+    `small_ended`.
+    """
+
+    ended: float
+    small_began: float
+    small_ended: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the small copies came early enough to have to wait, were there no gates."""
+        return self.small_began < self.ended * (1 - (MOST_PIECES + 1) / PIECES)
+
+    @property
+    def pieces_waited(self) -> float:
+        """The time of the small copies, in pieces."""
+        return (self.small_ended - self.small_began) / (self.ended / PIECES)
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """Whether the copy engine yields at gates, and how that was found."""
+
+    yields: bool
+    found: str
+
+
+def judge(turns: dict[Direction, Sequence[Turn]]) -> GateReport:
+    """Judge the turns of both directions: medians of those that count."""
+    waits = {}
+    for direction, tried in turns.items():
+        counting = [turn for turn in tried if turn.counts]
+        if len(counting) < TURNS:
+            return GateReport(
+                yields=False,
+                found=f"the host was too slow to test it: {len(counting)} of {len(tried)} turns of "
+                f"{direction.value}s count, {TURNS} are needed",
+            )
+        waits[direction] = statistics.median(turn.pieces_waited for turn in counting)
+    found = " and ".join(
+        f"{SMALL_COPIES} small {direction.value}s took the time of {waited:.1f} pieces of "
+        f"{PIECE_BYTES >> 20} MiB"
+        for direction, waited in waits.items()
+    )
+    return GateReport(max(waits.values()) <= MOST_PIECES, f"{found}, at most {MOST_PIECES:g} pass")
+
+
+@cache
+def _test(index: int) -> GateReport:
+    import torch
+
+    try:
+        bench = _Bench(torch.device("cuda", index))
+        turns = {direction: bench.turns(direction) for direction in Direction}
+    except (DeviceError, PinnedMemoryError, RuntimeError) as error:
+        return GateReport(yields=False, found=f"it could not be tested: {error}")
+    return judge(turns)
+
+
+def check_gates(device: torch.device) -> GateReport:
+    """Return whether the copy engine of a device yields at gates; tested once in a process.
+
+    Takes some ten milliseconds, 8 MiB of the device and 8 MiB of page-locked memory meanwhile.
+    """
+    return _test(device_index(device))
+
+
+class _Bench:
+    """Buffers and streams of the test."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        cuda = import_cupy().cuda
+        self._gates = Gates(device)
+        with cuda.Device(device_index(device)):
+            self._memory = cuda.Memory(PIECE_BYTES + SMALL_COPIES * SMALL_BYTES)
+        nbytes = PIECE_BYTES + SMALL_COPIES * SMALL_BYTES
+        self._host = HostArena(1, nbytes, register=CudaRegistrar(device))
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+
+    def turns(self, direction: Direction) -> list[Turn]:
+        """Make turns until enough count, or there were too many; the first only warms up."""
+        self._turn(direction)
+        turns: list[Turn] = []
+        while len(turns) < MOST_TURNS and sum(turn.counts for turn in turns) < TURNS:
+            turns.append(self._turn(direction))
+        return turns
+
+    def _turn(self, direction: Direction) -> Turn:
+        pieces = self._copies(direction, 0, PIECE_BYTES // COPIES, COPIES)
+        small = self._copies(direction, PIECE_BYTES, SMALL_BYTES, SMALL_COPIES)
+        began, ended, small_began, small_ended = self._events
+        long_stream, small_stream = self._streams
+        began.record(long_stream)
+        self._gates.queue(pieces, [(0, COPIES)] * PIECES, long_stream.cuda_stream)
+        ended.record(long_stream)
+        small_began.record(small_stream)
+        singly = [(row, row + 1) for row in range(SMALL_COPIES)]
+        self._gates.queue(small, singly, small_stream.cuda_stream, gated=False)
+        small_ended.record(small_stream)
+        for stream in self._streams:
+            stream.synchronize()
+        return Turn(*(began.elapsed_time(event) for event in (ended, small_began, small_ended)))
+
+    def _copies(self, direction: Direction, first: int, nbytes: int, count: int) -> Copies:
+        offsets = first + nbytes * np.arange(count)
+        device, host = self._memory.ptr + offsets, self._host.address + offsets
+        ends = (device, host) if direction is Direction.LOAD else (host, device)
+        return Copies(*ends, np.full(count, nbytes))
