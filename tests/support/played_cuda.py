@@ -3,7 +3,7 @@
 A stream holds what was queued on it. A test runs streams in the order that shows a missing wait:
 copies as far as they get before compute, or compute before copies. The kernels of csrc are played
 in Python; they read their lists and tables when they run, as a device does. The driver reads the
-copies of a batch when they are queued. What a pump's thread does is done at once.
+copies of a batch when they are queued.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from kv_swap.cuda import zero
 from kv_swap.cuda.driver import MEMORY_DEVICE, MEMORY_HOST, STRIDED_COPY
 from kv_swap.cuda.gate_test import GateReport
-from kv_swap.cuda.lane import Lane, Progress
 from kv_swap.cuda.swap import LIST_HEADER_BYTES, STATUS_OFFSET_BYTES
 from kv_swap.layout import Region
 from kv_swap.packing.columns import TileColumns, describe_columns
@@ -171,7 +170,6 @@ class PlayedCuda:
         patch.setitem(sys.modules, "cupy", self.cupy)
         patch.setattr("kv_swap.cuda.device._exchange_capture_mode", self._exchange)
         patch.setattr("kv_swap.cuda.gated.load_driver", lambda: _Driver(self))
-        patch.setattr("kv_swap.cuda.state.Pump", lambda device: _Pump())
         patch.setattr("kv_swap.cuda.state.check_gates", self._check_gates)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self))
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(self))
@@ -304,11 +302,11 @@ class _Driver:
     def has_batches(self) -> bool:
         return self._cuda.has_batches
 
-    def write_value(self, stream: int, address: int, value: int) -> None:
+    def write_one(self, stream: int, address: int) -> None:
         self._cuda.call("cuStreamWriteValue32")
         self._cuda.gates.setdefault(stream, [0]).append(0)
         word = ctypes.c_uint32.from_address(address)
-        self._cuda._queue(stream, lambda: setattr(word, "value", value))
+        self._cuda._queue(stream, lambda: setattr(word, "value", 1))
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._cuda.call("cuMemcpyAsync")
@@ -350,28 +348,6 @@ def rows_of(given: dict[str, int]) -> Iterator[tuple[int, int]]:
                 first + (index * height + row) * pitch for first, pitch, height in ends
             )
             yield destination, source
-
-
-class _Pump:
-    """Stands in for `kv_swap.cuda.pump.Pump`: queues what has room whenever it is woken."""
-
-    is_current_thread = False
-
-    def __init__(self) -> None:
-        self._lanes: list[Lane] = []
-
-    def add(self, lane: Lane) -> None:
-        self._lanes.append(lane)
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None:
-        self._lanes.clear()
-
-    def wake(self) -> None:
-        for lane in self._lanes:
-            while lane.queue(1) is Progress.MORE:
-                pass
 
 
 def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:

@@ -202,6 +202,8 @@ class _Piece:
     address: int
     nbytes: int
     stride: int
+    whole: bool
+    """Whether these are whole pages of each of the tensors."""
 
     @property
     def end(self) -> int:
@@ -248,8 +250,10 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
             f"bytes, so neighbouring blocks would overlap"
         )
     steps = (range(0, size * stride, stride) for size, stride in split)
+    whole = count == 1 and nbytes % PAGE_ALIGNMENT_BYTES == 0
     for offsets in itertools.product(*steps):
-        yield _Piece(frozenset([name]), tensor.address + sum(offsets), nbytes, block_stride)
+        address = tensor.address + sum(offsets)
+        yield _Piece(frozenset([name]), address, nbytes, block_stride, whole)
 
 
 def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[tuple[int, int]]]:
@@ -284,15 +288,19 @@ def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
     """Join pieces that touch or overlap, as long as the union fits into one block stride.
 
     Beyond that it would run into the next block. `_refuse_shared_bytes` refuses what overlaps then.
+    Pages of one size that only touch stay apart: they are layers, and a load in waves may bring one
+    before another.
     """
     ordered = sorted(set(pieces), key=lambda piece: (piece.stride, piece.address))
     current = ordered[0]
     for piece in ordered[1:]:
         end = max(current.end, piece.end)
-        joins = piece.stride == current.stride and piece.address <= current.end
+        whole = current.whole and piece.whole and current.nbytes == piece.nbytes
+        reach = current.end - 1 if whole else current.end
+        joins = piece.stride == current.stride and piece.address <= reach
         if joins and end - current.address <= piece.stride:
             names = current.names | piece.names
-            current = _Piece(names, current.address, end - current.address, piece.stride)
+            current = _Piece(names, current.address, end - current.address, piece.stride, whole)
         else:
             yield current
             current = piece

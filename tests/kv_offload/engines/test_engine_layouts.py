@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kv_swap.cuda.block_copies import runs_of
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.factory import create_engine
 from vllm.v1.attention.backend import AttentionBackend
@@ -186,10 +187,14 @@ def test_kernel_blocks_that_are_smaller_than_the_managers(layout: str, kernel_to
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
-def test_blocks_outermost_are_one_region_over_all_layers(layout: str) -> None:
+def test_blocks_outermost_are_one_run_over_all_layers(layout: str) -> None:
+    """And a region for each layer, so that loads can come in waves."""
     built = build(groups_of("dense", 32), layout)
-    (region,) = describe_kv_caches(built.caches, built.config).regions
-    assert region.page_bytes == region.block_stride_bytes == bytes_per_block(built.config)
+    regions = describe_kv_caches(built.caches, built.config).regions
+    assert len(regions) == 3
+    (run,) = runs_of(regions)
+    assert (run.rows, run.row_bytes) == (1, bytes_per_block(built.config))
+    assert run.block_stride == run.row_bytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -47,18 +47,17 @@ def parts_of(copies: Copies, direction: Direction) -> list[tuple[int, int, int]]
     """Host, device and bytes of every row, as CUDA reads the copies."""
     found = []
     for i in range(len(copies)):
-        row = -1 if copies.strided is None else int(copies.strided[i])
         ends = [(int(copies.destinations[i]), int(copies.sources[i]))]
         nbytes = int(copies.nbytes[i])
-        if row >= 0:
-            assert copies.descriptors is not None
+        if copies.descriptors is not None:
             names = copies.descriptors.dtype.names
-            given = {name: int(copies.descriptors[row][name]) for name in names}
+            given = {name: int(copies.descriptors[i][name]) for name in names}
             ends, nbytes = [*rows_of(given)], given["width"]
             assert len(ends) * nbytes == copies.nbytes[i]
             host, device = ("dst", "src") if direction is Direction.STORE else ("src", "dst")
             assert given[f"{host}_type"] == MEMORY_HOST
             assert given[f"{device}_type"] == MEMORY_DEVICE
+            assert ends[0] == (copies.destinations[i], copies.sources[i])
         for to, of in ends:
             found.append((to, of, nbytes) if direction is Direction.STORE else (of, to, nbytes))
     return found
@@ -122,7 +121,7 @@ def test_copies_bring_every_byte_and_end_where_a_registration_does(
         assert (host - ARENA) // piece_bytes == (host - ARENA + nbytes - 1) // piece_bytes
         assert nbytes <= MOST_COPY_BYTES
     if plain:
-        assert copies.strided is None
+        assert copies.descriptors is None
 
 
 def test_equally_spaced_rows_are_one_copy_a_block() -> None:

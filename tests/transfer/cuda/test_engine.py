@@ -165,7 +165,7 @@ def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_be
     """Else loads that stand behind others would make the link look slow."""
     monkeypatch.setattr(gated, "SLICE_PIECES", 1)
     monkeypatch.setattr(gated, "PIECE_BYTES", 1)
-    monkeypatch.setattr(gated.GatedPath, "max_in_flight", 1)
+    monkeypatch.setattr(gated, "MOST_CALLS", 1)
     monkeypatch.setattr(swap, "RING_ENTRIES", 1)
     monkeypatch.setattr(swap, "MAX_PAIRS", 1)
     engine = Engine(copies_with=copies_with)

@@ -14,7 +14,7 @@ from kv_swap.cuda import gate_test, gated, state  # noqa: E402
 from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.gate_test import MOST_PIECES, TURNS, GateReport, Turn, judge  # noqa: E402
-from kv_swap.cuda.gated import IN_FLIGHT, PIECE_BYTES, SLICE_PIECES  # noqa: E402
+from kv_swap.cuda.gated import PIECE_BYTES, SLICE_PIECES  # noqa: E402
 from kv_swap.engine import Direction, SwapJob  # noqa: E402
 from kv_swap.layout import KVLayout  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
@@ -106,34 +106,58 @@ def test_a_gate_follows_every_piece(
         assert calls["cuMemcpyAsync"] >= blocks
 
 
-def test_no_more_gates_are_queued_than_fit(cuda: PlayedCuda, monkeypatch: Any) -> None:
-    """Else CUDA would make the step wait."""
-    monkeypatch.setattr(gated, "PIECE_BYTES", 64 * KIB)
-    bed = Bed(256 * KIB, 1, 300)
+@pytest.mark.parametrize(
+    ("page_bytes", "num_layers", "has_batches", "in_waves"),
+    [
+        (256 * KIB, 1, True, False),
+        (256 * KIB, 1, False, False),
+        (64 * KIB, 8, True, False),
+        (64 * KIB, 8, True, True),
+    ],
+)
+def test_no_more_calls_are_queued_than_fit(
+    cuda: PlayedCuda,
+    monkeypatch: Any,
+    page_bytes: int,
+    num_layers: int,
+    has_batches: bool,
+    in_waves: bool,
+) -> None:
+    """Else CUDA would make the step wait. Waves are more copies, of fewer rows each."""
+    monkeypatch.setattr(gated, "PIECE_BYTES", 512 * KIB)
+    monkeypatch.setattr(gated, "MOST_CALLS", 3 * 16)
+    cuda.has_batches = has_batches
+    bed = Bed(page_bytes, num_layers, 100)
+    bed.pages_in_slots()[:] = 5
+    if in_waves:
+        bed.engine.set_waves([range(4), range(4, 8)])
+    expected = np.full_like(bed.pages, 5) if in_waves else bed.pages[:, ::-1].copy()
     cuda.queue(lambda: None)
-    bed.engine.submit(SwapJob(1, STORE, pairs_of(300)))
-    most = IN_FLIGHT * SLICE_PIECES
-    assert most == 256
-    assert most - SLICE_PIECES < len(cuda.gates[handle(bed, STORE)]) - 1 <= most
-    cuda.run()
-    assert bed.engine.poll() == [], "what has ended makes room for the rest"
-    assert len(cuda.gates[handle(bed, STORE)]) - 1 == 300
-    cuda.run()
-    (done,) = bed.engine.poll()
-    assert done.error is None
-    np.testing.assert_array_equal(bed.pages_in_slots(), bed.pages[:, ::-1])
+    cuda.calls.clear()
+    direction = LOAD if in_waves else STORE
+    bed.engine.submit(SwapJob(1, direction, pairs_of(100), in_waves, in_waves))
+    queued = [call for call, _ in cuda.calls if call.startswith("cu")]
+    assert len(queued) == 48
+    assert queued.count("cuStreamWriteValue32") % SLICE_PIECES == 0
+    before = 0
+    while before < len(cuda.calls):
+        before = len(cuda.calls)
+        cuda.run()
+        done = bed.engine.poll()
+    assert done[0].error is None
+    np.testing.assert_array_equal(bed.pages if in_waves else bed.pages_in_slots(), expected)
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuStreamWriteValue32"])
 def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(cuda: PlayedCuda, call: str) -> None:
     bed = Bed(2 * MIB, 1, 40)
-    pump: Any = bed.engine._state.pump
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pump, "wake", lambda: None)
-        bed.engine.submit(SwapJob(1, STORE, pairs_of(40)[:30]))
-        assert bed.engine.poll() == []
+    lane = bed.engine._state.lanes[STORE]
+    lane.path.max_in_flight = 1
+    bed.engine.submit(SwapJob(1, STORE, pairs_of(40)[:36]))
+    assert bed.engine.poll() == []
+    cuda.run(handle(bed, STORE))
     cuda.failing = {call}
-    pump.wake()
+    assert bed.engine.poll() == []
     cuda.failing = set()
     bed.engine.submit(SwapJob(2, STORE, pairs_of(40)[30:]))
     assert bed.engine.poll() == [], "what was queued of the first still runs"
@@ -217,9 +241,9 @@ def test_the_gate_is_for_long_runs_where_it_yields(
     assert told == (0 if yields else 1), "once, and only where the copy engine would copy"
 
 
-def turn(waited: float, *, began: float = 0.1) -> Turn:
+def turn(waited: float, *, began: float = 0.1, queued_early: bool = True) -> Turn:
     """A turn of 8 ms in which small copies took so many pieces."""
-    return Turn(8.0, began, began + waited)
+    return Turn(8.0, began, began + waited, queued_early)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +266,7 @@ def test_small_copies_must_be_served_within_three_pieces(
 
 def test_turns_count_only_if_the_small_copies_came_early() -> None:
     """Of a slow host they may come when all long copies have ended, and wait for nothing."""
-    late = [turn(0.1, began=7.0)] * 9
+    late = [turn(0.1, began=7.0, queued_early=False)] * 9
     report = judge({LOAD: [*late, *map(turn, [7.9] * TURNS)], STORE: [turn(1.0)] * TURNS})
     assert not report.yields
     assert "7.9" in report.found
@@ -251,6 +275,14 @@ def test_turns_count_only_if_the_small_copies_came_early() -> None:
         yields=False,
         found="the host was too slow to test it: 0 of 9 turns of loads count, 3 are needed",
     )
+
+
+def test_copies_that_were_queued_early_and_began_late_had_to_wait() -> None:
+    """As those of a process with one connection do: its events wait, too."""
+    report = judge({LOAD: [turn(0.1, began=8.0)] * 12, STORE: []})
+    assert not report.yields
+    assert "in 12 of 12 turns small loads began only when most of the long ones" in report.found
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in report.found
 
 
 def test_a_driver_without_gates_leaves_it_to_the_kernels() -> None:

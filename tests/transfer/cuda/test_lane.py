@@ -12,7 +12,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 from kv_swap.cuda import lane as lane_module  # noqa: E402
-from kv_swap.cuda.lane import CopyPath, Lane, Progress  # noqa: E402
+from kv_swap.cuda.lane import CopyPath, Lane  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError  # noqa: E402
@@ -55,11 +55,11 @@ class Path(CopyPath):
 class Bed:
     """A lane on a played device; a test says how many slices have ended."""
 
-    def __init__(self, cuda: PlayedCuda, max_in_flight: int = 4, pump: Any = None) -> None:
+    def __init__(self, cuda: PlayedCuda, max_in_flight: int = 4) -> None:
         self.cuda = cuda
         self.path = Path(cuda, max_in_flight)
         stream = CopyStream(torch.device("cuda", 0), 2 * max_in_flight)
-        self.lane = Lane(Direction.STORE, self.path, stream, pump)
+        self.lane = Lane(Direction.STORE, self.path, stream)
         self.read: list[int] = []
         """How many slices had ended when compute came to each `look`."""
         cuda.run()
@@ -114,50 +114,17 @@ def test_no_more_slices_are_in_flight_than_the_path_allows(cuda: PlayedCuda) -> 
     assert len(cuda.recorded) == made
 
 
-class Turns:
-    """A pump that queues so many slices when a test says so."""
-
-    def __init__(self) -> None:
-        self.woken = 0
-
-    def wake(self) -> None:
-        self.woken += 1
-
-
-def test_a_pump_queues_what_is_left_of_a_job(cuda: PlayedCuda) -> None:
-    """Each `submit` queues one slice, of the oldest job that has one left."""
-    turns: Any = Turns()
-    bed = Bed(cuda, max_in_flight=3, pump=turns)
-    expected = [*bed.submit(1, 8), *bed.submit(2, 12), *bed.submit(3, 4)]
-    assert (bed.path.queued, turns.woken) == (3, 3)
-    assert bed.lane.queue(9) is Progress.FULL
-    bed.complete(2)
-    assert bed.ended() == [1]
-    assert bed.path.queued == 3, "polls leave it to the pump"
-    assert bed.lane.queue(1) is Progress.MORE
-    assert bed.lane.queue(2) is Progress.FULL
-    ended = []
-    while bed.path.queued < 6:
-        bed.complete(1)
-        ended += bed.ended()
-        bed.lane.queue(1)
-    bed.complete(3)
-    assert [*ended, *bed.ended()] == [2, 3]
-    assert bed.lane.queue(1) is Progress.DONE
-    assert list(chain(*bed.path.copied)) == expected
-
-
 def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda: PlayedCuda) -> None:
-    """What the pump has yet to queue of a job does not wait for the steps of jobs behind it."""
-    turns: Any = Turns()
-    bed = Bed(cuda, pump=turns)
+    """What is yet to be queued of a job does not wait for the steps of jobs behind it."""
+    bed = Bed(cuda, max_in_flight=1)
     first = bed.submit(1, 8)
     written: list[int] = []
     cuda.queue(lambda: written.append(1))
     pairs = np.array([[3, 5]], np.int32)
     bed.lane.submit(SwapJob(2, Direction.STORE, pairs), 1)
-    bed.lane.queue(9)
-    cuda.run_copies()
+    for _ in range(2):
+        cuda.run_copies()
+        assert bed.ended() == [1][: len(bed.path.copied) - 1]
     assert bed.path.copied == [first[:4], first[4:]]
     cuda.run()
     assert bed.path.copied[2:] == [[[3, 5]]]
@@ -168,13 +135,11 @@ def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda: Playe
 def test_whatever_fails_in_a_slice_fails_its_job_and_no_other(
     cuda: PlayedCuda, call: type[Exception]
 ) -> None:
-    turns: Any = Turns()
-    bed = Bed(cuda, pump=turns)
+    bed = Bed(cuda)
     bed.submit(1, 4)
     bed.path.failing, bed.path.failure = 2, call("refused")
     bed.submit(2, 8)
     bed.submit(3, 4)
-    bed.lane.queue(9)
     cuda.run()
     one, two, three = bed.lane.advance()
     assert (one.error, three.error) == (None, None)

@@ -9,8 +9,8 @@ registration, so a copy ends where a piece of the arena does.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -59,20 +59,33 @@ class Run:
 
 def runs_of(regions: Sequence[Region]) -> list[Run]:
     """Return the runs of these raw regions, in the order of their places in the slot."""
-    runs: list[Run] = []
-    for region in sorted(regions, key=lambda region: region.slot_offset_bytes):
-        one = Run(
-            region.address, region.block_stride_bytes, region.slot_offset_bytes, region.page_bytes
-        )
-        longer = _join(runs[-1], one) if runs else None
-        if longer is None:
-            runs.append(one)
+    rows = [
+        Run(region.address, region.block_stride_bytes, region.slot_offset_bytes, region.page_bytes)
+        for region in sorted(regions, key=lambda region: region.slot_offset_bytes)
+    ]
+    return _joined(_add_row, _joined(_lengthen, rows))
+
+
+def _joined(join: Callable[[Run, Run], Run | None], runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for run in runs:
+        joined = join(found[-1], run) if found else None
+        if joined is None:
+            found.append(run)
         else:
-            runs[-1] = longer
-    return runs
+            found[-1] = joined
+    return found
 
 
-def _join(run: Run, row: Run) -> Run | None:
+def _lengthen(row: Run, more: Run) -> Run | None:
+    """Join rows of which one begins where the other ends, on both sides."""
+    end = row.address + row.row_bytes, row.slot_offset + row.row_bytes, row.block_stride
+    if end != (more.address, more.slot_offset, more.block_stride):
+        return None
+    return replace(row, row_bytes=row.row_bytes + more.row_bytes)
+
+
+def _add_row(run: Run, row: Run) -> Run | None:
     same = (run.row_bytes, run.block_stride) == (row.row_bytes, row.block_stride)
     step = row.address - run.address - (run.rows - 1) * run.row_stride
     evenly = step == run.row_stride if run.rows > 1 else step >= run.row_bytes
@@ -94,13 +107,12 @@ def suits_copy_engine(layout: KVLayout) -> bool:
 class Copies:
     """Copies in their order: addresses and bytes as int64 of `(n,)`.
 
-    `strided` is the row of `descriptors` that a copy is, or -1; None where none is strided.
+    `descriptors` describe all of them, if one is strided.
     """
 
     destinations: NDArray[np.int64]
     sources: NDArray[np.int64]
     nbytes: NDArray[np.int64]
-    strided: NDArray[np.int64] | None = None
     descriptors: NDArray[Any] | None = None
 
     def __len__(self) -> int:
@@ -108,6 +120,10 @@ class Copies:
 
     def pieces(self, piece_bytes: int) -> list[tuple[int, int]]:
         """Return the first copy and the end of pieces of at most `piece_bytes`, or of one copy."""
+        longest = int(self.nbytes.max())
+        if longest == self.nbytes.min():
+            step, count = max(1, piece_bytes // longest), len(self)
+            return [(first, min(first + step, count)) for first in range(0, count, step)]
         ends = np.cumsum(self.nbytes).tolist()
         pieces = []
         first = done = 0
@@ -145,66 +161,73 @@ class BlockCutter:
         self._nbytes = _array(part.nbytes for part in parts)
         self._rows = _array(part.rows for part in parts)
         self._row_stride = _array(part.row_stride for part in parts)
-        self._strided = bool((self._rows > 1).any())
+        self.strided = bool((self._rows > 1).any())
+        """Whether copies are described, as strided ones are."""
+        self.least_copy_bytes = int(self._nbytes.min())
+        """Of a block that is not cut at a border."""
+        # Without addresses: of a block that is not cut.
+        self._described = {
+            load: self._describe(self._nbytes, self._rows, self._row_stride, load=load)
+            for load in (False, True)
+            if self.strided
+        }
 
     def cut(self, pairs: NDArray[np.int32], direction: Direction) -> Copies:
         """Return the copies of `pairs`, `(n, 2)`, pair by pair."""
         wide = pairs.astype(np.int64)
+        load = direction is Direction.LOAD
         device = (self._address + wide[:, :1] * self._block_stride).ravel()
         offset = (self._slot_offset + wide[:, 1:] * self._slot_bytes).ravel()
         nbytes = np.tile(self._nbytes, len(pairs))
-        rows = row_stride = None
-        if self._strided:
-            rows = np.tile(self._rows, len(pairs))
-            row_stride = np.tile(self._row_stride, len(pairs))
         crosses = offset // self._border_bytes != (offset + nbytes - 1) // self._border_bytes
+        descriptors = None
         if crosses.any():
-            if rows is not None and row_stride is not None:
+            rows, row_stride = (
+                np.tile(values, len(pairs)) for values in (self._rows, self._row_stride)
+            )
+            if self.strided:
                 device, offset, nbytes, rows, row_stride = _single_rows(
                     crosses & (rows > 1), device, offset, nbytes, rows, row_stride
                 )
             device, offset, nbytes, rows, row_stride = _cut_at_borders(
                 self._border_bytes, device, offset, nbytes, rows, row_stride
             )
+            if self.strided:
+                descriptors = self._describe(nbytes, rows, row_stride, load=load)
+        elif self.strided:
+            descriptors = np.tile(self._described[load], len(pairs))
         host = self._arena_address + offset
-        load = direction is Direction.LOAD
+        if descriptors is not None:
+            kv, slot = ("dst", "src") if load else ("src", "dst")
+            descriptors[f"{kv}_device"] = device
+            descriptors[f"{slot}_host"] = host
         ends = (device, host) if load else (host, device)
-        if rows is None or row_stride is None:
-            return Copies(*ends, nbytes)
-        strided = np.full(len(nbytes), -1)
-        chosen = np.flatnonzero(rows > 1)
-        strided[chosen] = np.arange(len(chosen))
-        descriptors = self._describe(
-            device[chosen], host[chosen], nbytes[chosen], rows[chosen], row_stride[chosen], load
-        )
-        return Copies(*ends, nbytes, strided, descriptors)
+        return Copies(*ends, nbytes, descriptors)
 
     def _describe(
         self,
-        device: NDArray[np.int64],
-        host: NDArray[np.int64],
         nbytes: NDArray[np.int64],
         rows: NDArray[np.int64],
         row_stride: NDArray[np.int64],
+        *,
         load: bool,
     ) -> NDArray[Any]:
-        """Describe strided copies; as slices of some rows each where the pitch would be too long.
+        """Describe copies but for their addresses; as slices of some rows where a pitch is too long.
 
         Of a slice only the first row is copied then: a slice is as high as makes its pitch fit.
         """
         found = strided_copies(len(rows))
         kv, slot = ("dst", "src") if load else ("src", "dst")
         width = nbytes // rows
+        row_stride = np.where(rows > 1, row_stride, width)
         long = row_stride > self._most_pitch_bytes
         height = np.ones_like(row_stride)
         while (too_long := row_stride // height > self._most_pitch_bytes).any():
             height[too_long] *= 2  # strides are multiples of 16
         found[f"{kv}_type"] = MEMORY_DEVICE
-        found[f"{kv}_device"] = device
         found[f"{kv}_pitch"] = row_stride // height
         found[f"{kv}_height"] = np.where(long, height, rows)
         found[f"{slot}_type"] = MEMORY_HOST
-        found[f"{slot}_host"] = host
         found[f"{slot}_pitch"] = width
         found[f"{slot}_height"] = np.where(long, 1, rows)
         found["width"] = width
@@ -286,9 +309,9 @@ def _cut_at_borders(
     device: NDArray[np.int64],
     offset: NDArray[np.int64],
     nbytes: NDArray[np.int64],
-    rows: NDArray[np.int64] | None,
-    row_stride: NDArray[np.int64] | None,
-) -> tuple[Any, ...]:
+    rows: NDArray[np.int64],
+    row_stride: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], ...]:
     """Cut copies of one row where a multiple of `border_bytes` lies inside."""
     first = offset // border_bytes
     counts = (offset + nbytes - 1) // border_bytes - first + 1
@@ -297,8 +320,6 @@ def _cut_at_borders(
     end = np.minimum(begin + border_bytes, (offset + nbytes)[index])
     begin = np.maximum(begin, offset[index])
     moved = device[index] + begin - offset[index]
-    if rows is None or row_stride is None:
-        return moved, begin, end - begin, None, None
     return moved, begin, end - begin, rows[index], row_stride[index]
 
 

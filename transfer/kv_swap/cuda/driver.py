@@ -1,7 +1,8 @@
 """The driver calls that gated copies need and CuPy has no names for.
 
 Each call queues work on a stream, given as its handle, and returns: copies of page-locked memory do
-not block the host while the stream's queue has room. Calls release the GIL.
+not block the host while the stream's queue has room. Calls keep the GIL: they take microseconds, and
+a thread that let go of it in each would get it back after milliseconds, where another one computes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            self._library: Any = ctypes.CDLL("libcuda.so.1")
+            self._library: Any = ctypes.PyDLL("libcuda.so.1")
             self._find: Any = self._library.cuGetProcAddress_v2
         except (OSError, AttributeError) as error:
             raise DeviceError(
@@ -78,19 +79,24 @@ class Driver:
         self._copy_batch: Any = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, *batch_types)
         if self._write is None or self._copy is None or self._copy_strided is None:
             raise DeviceError("the NVIDIA driver has no stream memory operations: update it")
-        # The same for all copies of all batches, and only read: threads share them.
+        # The same for all copies of all batches, and only read; a failure is written, and read at
+        # once. ctypes passes values that are made here faster than numbers.
         self._attributes = _Attributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
-        self._first = ctypes.c_size_t(0)
-        self._shared = (ctypes.addressof(self._attributes), ctypes.addressof(self._first))
+        self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        of_all = ctypes.c_void_p(ctypes.addressof(self._attributes))
+        first = ctypes.c_void_p(ctypes.addressof(self._first))
+        failed = ctypes.c_void_p(ctypes.addressof(self._failed))
+        self._shared = (of_all, first, ctypes.c_size_t(1), failed)
+        self._one = (word(1), ctypes.c_uint(0))
 
     @property
     def has_batches(self) -> bool:
         """Whether the driver takes many copies in one call: 12.8 and newer."""
         return self._copy_batch is not None
 
-    def write_value(self, stream: int, address: int, value: int) -> None:
-        """Queue the writing of a 32-bit word."""
-        if code := self._write(stream, address, value, 0):
+    def write_one(self, stream: int, address: int) -> None:
+        """Queue the writing of a 32-bit word, 1."""
+        if code := self._write(stream, address, *self._one):
             raise self._error("cuStreamWriteValue32", code)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
@@ -102,12 +108,9 @@ class Driver:
         self, destinations: int, sources: int, sizes: int, count: int, stream: int
     ) -> None:
         """Queue `count` copies: addresses of three arrays of 64-bit words, read in this call."""
-        failed = ctypes.c_size_t(0)
-        code = self._copy_batch(
-            destinations, sources, sizes, count, *self._shared, 1, ctypes.byref(failed), stream
-        )
-        if code:
-            raise self._error("cuMemcpyBatchAsync", code, f" (copy {failed.value} of {count})")
+        if code := self._copy_batch(destinations, sources, sizes, count, *self._shared, stream):
+            which = f" (copy {self._failed.value} of {count})"
+            raise self._error("cuMemcpyBatchAsync", code, which)
 
     def copy_strided(self, address: int, stream: int) -> None:
         """Queue the copy that a `STRIDED_COPY` at `address` describes, read in this call."""
@@ -126,7 +129,7 @@ class Driver:
         )
         if code or not found.value:
             return None
-        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(found.value)
+        return ctypes.PYFUNCTYPE(ctypes.c_int, *types)(found.value)
 
     def _error(self, call: str, code: int, more: str = "") -> RuntimeError:
         name = ctypes.c_char_p()

@@ -9,7 +9,7 @@ piece, 0.1 ms. The link stays full, and no SM is used. The yield is not document
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,15 +31,15 @@ PIECE_BYTES = 8 << 20
 """Between two gates. 4 MiB cost 4 % of the rate, with 16 MiB a small copy waits 0.3 ms instead of
 0.1 ms (H200, driver 580, 28 Nov 2026)."""
 
-SLICE_PIECES = 4
-"""Pieces of a slice, which ends with an event; `submit` queues one slice itself."""
+SLICE_PIECES = 8
+"""Pieces of a slice, which ends with an event."""
 
-IN_FLIGHT = 64
-"""Slices queued at once: 256 gates. With about 512 in a stream's queue CUDA makes the caller wait,
-and 256 pieces are 40 ms of a full link."""
+MOST_CALLS = 768
+"""Calls of copies and gates queued at once. A stream's queue holds about 1,000, 512 batches with a
+gate each, and then CUDA makes the caller wait. 384 batches are 60 ms of a full link."""
 
-CUT_BYTES = 1 << 30
-"""Bytes whose copies are listed together, after those of the first slice."""
+CUT_BYTES = 256 << 20
+"""Bytes whose copies are listed together."""
 
 
 class Gates:
@@ -63,36 +63,50 @@ class Gates:
             with self._device(self._index):
                 self.queue(copies, pieces, stream, gated=gated)
             return
-        driver, word = self._driver, self._word.ptr
-        batches = driver.has_batches and copies.strided is None
-        to, of, sizes = (
-            array.ctypes.data for array in (copies.destinations, copies.sources, copies.nbytes)
-        )
+        word, write = self._word.ptr, self._driver.write_one
+        queue_piece = self._queue_piece(copies, stream)
         for first, end in pieces:
-            if batches and end - first > 1:
-                at = 8 * first
-                driver.copy_batch(to + at, of + at, sizes + at, end - first, stream)
-            else:
-                self._copy_singly(copies, first, end, stream)
+            queue_piece(first, end)
             if gated:
-                driver.write_value(stream, word, 1)
+                write(stream, word)
 
-    def _copy_singly(self, copies: Copies, first: int, end: int, stream: int) -> None:
-        parts = slice(first, end)
-        descriptors = 0 if copies.descriptors is None else copies.descriptors.ctypes.data
-        strided = [-1] * (end - first) if copies.strided is None else copies.strided[parts].tolist()
-        listed = zip(
-            strided,
-            copies.destinations[parts].tolist(),
-            copies.sources[parts].tolist(),
-            copies.nbytes[parts].tolist(),
-            strict=True,
-        )
-        for row, destination, source, nbytes in listed:
-            if row < 0:
-                self._driver.copy(destination, source, nbytes, stream)
-            else:
-                self._driver.copy_strided(descriptors + row * STRIDED_COPY.itemsize, stream)
+    def calls_of(self, cutter: BlockCutter) -> int:
+        """Return how many calls a piece of a cutter's copies may take, with its gate."""
+        batches = self._driver.has_batches and not cutter.strided
+        return 2 if batches else 1 + max(1, PIECE_BYTES // cutter.least_copy_bytes)
+
+    def _queue_piece(self, copies: Copies, stream: int) -> Callable[[int, int], None]:
+        """Return what queues some of these copies: the least work for each piece."""
+        if copies.descriptors is not None:
+            strided, size = self._driver.copy_strided, STRIDED_COPY.itemsize
+            described = copies.descriptors.ctypes.data
+
+            def copy_strided(first: int, end: int) -> None:
+                for address in range(described + first * size, described + end * size, size):
+                    strided(address, stream)
+
+            return copy_strided
+        if self._driver.has_batches:
+            batch = self._driver.copy_batch
+            to, of, sizes = (
+                array.ctypes.data for array in (copies.destinations, copies.sources, copies.nbytes)
+            )
+
+            def copy_batch(first: int, end: int) -> None:
+                at = 8 * first
+                batch(to + at, of + at, sizes + at, end - first, stream)
+
+            return copy_batch
+
+        copy = self._driver.copy
+
+        def copy_singly(first: int, end: int) -> None:
+            parts = slice(first, end)
+            arrays = (copies.destinations, copies.sources, copies.nbytes)
+            for one in zip(*(array[parts].tolist() for array in arrays), strict=True):
+                copy(*one, stream)
+
+        return copy_singly
 
 
 class GatedPath(CopyPath):
@@ -102,7 +116,6 @@ class GatedPath(CopyPath):
     """
 
     call = "queueing gated copies"
-    max_in_flight = IN_FLIGHT
 
     def __init__(
         self, direction: Direction, layout: KVLayout, arena: HostArena, device: torch.device
@@ -113,6 +126,10 @@ class GatedPath(CopyPath):
         self._gates = Gates(device)
         self._whole = BlockCutter(layout.regions, arena)
         self._waves: list[tuple[WaveRange, BlockCutter]] = []
+        self.max_in_flight = self._most_slices(self._whole)
+
+    def _most_slices(self, cutter: BlockCutter) -> int:
+        return max(1, MOST_CALLS // (SLICE_PIECES * self._gates.calls_of(cutter)))
 
     def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
         """Cut blocks as the waves do; nothing is queued."""
@@ -127,6 +144,7 @@ class GatedPath(CopyPath):
             )
             for joined in join_waves(sizes)
         ]
+        self.max_in_flight = min(self._most_slices(cutter) for _, cutter in self._waves)
 
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield copies and at most `SLICE_PIECES` pieces of them."""
@@ -140,16 +158,12 @@ class GatedPath(CopyPath):
     def _cut(
         self, waves: WaveRange | None, cutter: BlockCutter, pairs: NDArray[np.int32]
     ) -> Iterator[Slice]:
-        # What the first slice needs comes first: the caller's step waits for it.
-        count = max(1, SLICE_PIECES * PIECE_BYTES // cutter.nbytes)
-        first = 0
-        while first < len(pairs):
+        count = max(1, CUT_BYTES // cutter.nbytes)
+        for first in range(0, len(pairs), count):
             copies = cutter.cut(pairs[first : first + count], self._direction)
             pieces = copies.pieces(PIECE_BYTES)
             for piece in range(0, len(pieces), SLICE_PIECES):
                 yield waves, (copies, pieces[piece : piece + SLICE_PIECES])
-            first += count
-            count = max(1, CUT_BYTES // cutter.nbytes)
 
     def queue(self, part: Slice, stream: Stream) -> None:
         """Queue the pieces of a slice on `stream`; nothing is refused."""

@@ -9,8 +9,6 @@ job's completion. Slices of one lane run in order, slices of two lanes side by s
 
 from __future__ import annotations
 
-import enum
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,8 +25,6 @@ from kv_swap.errors import CopyError
 
 if TYPE_CHECKING:
     from torch.cuda import Event, Stream
-
-    from kv_swap.cuda.pump import Pump
 
 WaveRange = range
 """Waves that follow one another and are copied together."""
@@ -124,7 +120,6 @@ class _Running:
     @property
     def ended(self) -> bool:
         # After an error, too, the job holds its blocks and slots until its last slice has ended.
-        # In this order: a pump adds to `in_flight` before it takes `following`.
         return not self.to_queue and self.in_flight == 0
 
     def has_queued(self, wave: int) -> bool:
@@ -136,37 +131,21 @@ class _Running:
         return waves is not None and waves.start > wave
 
 
-class Progress(enum.Enum):
-    """How far `Lane.queue` came."""
-
-    DONE = "nothing is left to queue"
-    MORE = "more could be queued at once"
-    FULL = "a slice must end first"
-
-
 class Lane:
     """Runs the jobs of one direction on one stream over one path, in order.
 
     One thread calls all methods, and nothing here blocks but the wait of `await_all` and
-    `await_wave` for slices that are not queued yet. With a pump, `submit` queues one slice and the
-    pump's thread queues the others: it calls `queue` and `fail_unqueued` only.
+    `await_wave` for slices that are not queued yet.
     """
 
-    def __init__(
-        self, direction: Direction, path: CopyPath, stream: CopyStream, pump: Pump | None = None
-    ) -> None:
+    def __init__(self, direction: Direction, path: CopyPath, stream: CopyStream) -> None:
         self.path = path
         self.stream = stream
         self._direction = direction
-        self._pump = pump
         self._jobs: deque[_Running] = deque()
         # Those of the jobs that may have slices to queue, and what a new job comes after.
         self._unqueued: deque[_Running] = deque()
         self._fences: dict[int, Event] = {}
-        # The pump shares these. Who queues has the first lock throughout, and whoever touches
-        # slices in flight has the second for a moment.
-        self._queueing = threading.Lock()
-        self._lock = threading.Lock()
         self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
         # Of the job submitted last, if it comes in waves: the event behind the last slice of every
         # range of waves, by its first wave. Those of waves that have ended may be in other use:
@@ -203,10 +182,7 @@ class Lane:
             self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
         self._unqueued.append(running)
-        if self._pump is None:
-            self.queue(self.path.max_in_flight)
-        elif self.queue(1) is not Progress.DONE:
-            self._pump.wake()
+        self._queue()
 
     def wait_for_compute(self) -> None:
         """Order jobs submitted from now on after what is queued on the compute stream now."""
@@ -244,25 +220,21 @@ class Lane:
     def _queue_until(self, queued: Callable[[], bool]) -> None:
         """Queue slices as earlier ones end. The device has a full queue of copies meanwhile."""
         deadline = time.monotonic() + _ROOM_SECONDS
+        self._queue()
         while not queued():
-            if self.queue(self.path.max_in_flight) is not Progress.FULL:
-                continue
             if time.monotonic() > deadline:
                 full = f"{len(self._slices)} slices have not ended for {_ROOM_SECONDS:g} s"
-                self.fail_unqueued(RuntimeError(full))
+                for running in self._unqueued:
+                    self._fail(running, self.path.call, RuntimeError(full))
+                return
             time.sleep(_ROOM_POLL_SECONDS)
-            self._collect_or_fail()
+            self._collect()
+            self._queue()
 
     def _raise_failure(self) -> None:
         # The job submitted last, which is the last here unless it has ended well.
         if self._jobs and (error := self._jobs[-1].error) is not None:
             raise error
-
-    def fail_unqueued(self, error: RuntimeError) -> None:
-        """Fail the jobs with slices still to be queued."""
-        for running in list(self._unqueued):
-            if running.to_queue:
-                self._fail(running, self.path.call, error)
 
     def _make_wait(self, stream: int, event: Event) -> None:
         try:
@@ -273,11 +245,8 @@ class Lane:
 
     def advance(self) -> list[Completion]:
         """Queue what may be queued now, and return the jobs that have ended."""
-        self._collect_or_fail()
-        if self._pump is None:
-            self.queue(self.path.max_in_flight)
-        elif self._unqueued:
-            self._pump.wake()
+        self._collect()
+        self._queue()
         completions = []
         while self._jobs and self._jobs[0].ended:
             running = self._jobs.popleft()
@@ -297,21 +266,9 @@ class Lane:
             )
         return completions
 
-    def _collect_or_fail(self) -> None:
-        try:
-            self._collect()
-        except RuntimeError as error:
-            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
-            lost = "; the CUDA context is lost, end this process and start the engine anew"
-            with self._queueing, self._lock:
-                self._slices.clear()
-                for running in self._jobs:
-                    running.in_flight = 0
-                    self._fail(running, "querying its event", error, lost)
-
     def _collect(self) -> None:
         """Take off the slices that have ended; they end in order."""
-        with self._lock:
+        try:
             while self._slices and self._slices[0][0].query():
                 event, running, refusals = self._slices.popleft()
                 running.in_flight -= 1
@@ -320,34 +277,24 @@ class Lane:
                 if running.ended and running.started is not None:
                     running.seconds = running.started.elapsed_time(event) / 1000
                 self.stream.recycle(event)
+        except RuntimeError as error:
+            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
+            lost = "; the CUDA context is lost, end this process and start the engine anew"
+            self._slices.clear()
+            for running in self._jobs:
+                running.in_flight = 0
+                self._fail(running, "querying its event", error, lost)
 
-    def queue(self, most: int) -> Progress:
-        """Queue at most `most` slices, oldest job first; nothing while another thread does."""
-        if not self._queueing.acquire(blocking=False):
-            return Progress.MORE
-        try:
-            while self._unqueued:
-                running = self._unqueued[0]
-                if not running.to_queue:
-                    self._unqueued.popleft()
-                elif not most:
-                    return Progress.MORE
-                elif not self._has_room():
-                    return Progress.FULL
-                else:
-                    most -= 1
-                    self._queue_slice(running)
-            return Progress.DONE
-        finally:
-            self._queueing.release()
-
-    def _has_room(self) -> bool:
-        if len(self._slices) == self.path.max_in_flight:
-            try:
-                self._collect()
-            except RuntimeError:
-                return False  # `_collect_or_fail` finds the same
-        return len(self._slices) < self.path.max_in_flight
+    def _queue(self) -> None:
+        """Queue the slices that have room, oldest job first."""
+        while self._unqueued:
+            running = self._unqueued[0]
+            if not running.to_queue:
+                self._unqueued.popleft()
+            elif len(self._slices) < self.path.max_in_flight:
+                self._queue_slice(running)
+            else:
+                return
 
     def _queue_slice(self, running: _Running) -> None:
         part = running.following
@@ -370,8 +317,6 @@ class Lane:
                 self._fail(running, "waiting for the compute stream", error)
                 return
             running.began = True
-        with self._lock:
-            running.in_flight += 1
         refusals = running.following = None
         try:
             refusals = self.path.queue(part, self.stream.stream)
@@ -383,13 +328,11 @@ class Lane:
             self.stream.record(event)
         except RuntimeError as error:
             self._fail(running, "recording an event", error)
-            with self._lock:
-                running.in_flight -= 1
             return
         if waves is not None:
             self._waves[waves.start] = event
-        with self._lock:
-            self._slices.append((event, running, refusals))
+        running.in_flight += 1
+        self._slices.append((event, running, refusals))
 
     def _fail(self, running: _Running, call: str, error: Exception, consequence: str = "") -> None:
         if running.error is None:

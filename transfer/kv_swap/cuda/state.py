@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +15,6 @@ from kv_swap.cuda.gate_test import check_gates
 from kv_swap.cuda.gated import GatedPath
 from kv_swap.cuda.kernel_families import choose_family, families_of
 from kv_swap.cuda.lane import CopyPath, Lane
-from kv_swap.cuda.pump import Pump
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable
@@ -36,7 +34,6 @@ class State(Held):
 
     copies_with: CopiesWith = "kernels"
     lanes: dict[Direction | Literal["before_compute"], Lane] = field(default_factory=dict)
-    pump: Pump | None = None
 
 
 _LEAKED: list[State] = []
@@ -84,7 +81,6 @@ def make_state(
     paths: list[CopyPath]
     if state.copies_with == "gates":
         paths = [GatedPath(direction, layout, arena, device) for direction in ways]
-        state.pump = Pump(device)
     else:
         registrar = CudaRegistrar(device)
         families = families_of(layout, choose_family(device))
@@ -95,15 +91,11 @@ def make_state(
             for direction, tables_of in zip(ways, ((), (), tables), strict=True)
         ]
     load, store, before_compute = paths
-    pump = state.pump
     state.lanes = {
-        Direction.LOAD: _make_lane(Direction.LOAD, load, device, None, pump),
-        Direction.STORE: _make_lane(Direction.STORE, store, device, output_copy_stream, pump),
-        # What waits for a load of it needs all its slices queued: no pump.
-        "before_compute": _make_lane(Direction.LOAD, before_compute, device, None, None),
+        Direction.LOAD: _make_lane(Direction.LOAD, load, device, None),
+        Direction.STORE: _make_lane(Direction.STORE, store, device, output_copy_stream),
+        "before_compute": _make_lane(Direction.LOAD, before_compute, device, None),
     }
-    if pump is not None:
-        pump.start()
     return state
 
 
@@ -112,16 +104,12 @@ def _make_lane(
     path: CopyPath,
     device: torch.device,
     output_copy_stream: torch.cuda.Stream | None,
-    pump: Pump | None,
 ) -> Lane:
     # As many events for jobs as for slices: a job has one of its own and at least a slice.
     stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
     path.warm_up(stream.stream)
     stream.stream.synchronize()
-    lane = Lane(direction, path, stream, pump)
-    if pump is not None:
-        pump.add(lane)
-    return lane
+    return Lane(direction, path, stream)
 
 
 def release(state: State) -> None:
@@ -132,11 +120,6 @@ def release(state: State) -> None:
     if os.getpid() != state.process:
         _LEAKED.append(state)
         return
-    if state.pump is not None:
-        if state.pump.is_current_thread:  # which collected garbage, and may be queueing
-            threading.Thread(target=release, args=(state,), name="kv-swap-release").start()
-            return
-        state.pump.stop()
     try:
         for lane in state.lanes.values():
             lane.stream.stream.synchronize()

@@ -16,8 +16,7 @@ class CopyStream:
     """A stream for the copies of one direction on `device`.
 
     `num_events` events are made here and reused; recording one again does not disturb a wait that
-    was queued on its earlier recording. More are made only while more are out. Two threads may call
-    at a time.
+    was queued on its earlier recording. More are made only while more are out.
 
     A copy begins only after these calls. So they take the shortest way: plain handles, through
     CuPy. Events are queried through torch: CuPy's query of an event that has not completed leaves
@@ -99,10 +98,7 @@ class CopyStream:
 
     def take(self) -> Event:
         """Return an event that nobody uses; `recycle` it. CUDA may lack memory for one more."""
-        try:
-            return self._events.pop()
-        except IndexError:
-            return self._new_event()
+        return self._events.pop() if self._events else self._new_event()
 
     def recycle(self, *events: Event) -> None:
         """Take events back; the caller must not use them any more."""
