@@ -55,20 +55,22 @@ class Gates:
             # CUDA's own memory, past the pools: a caller that sleeps leaves it.
             self._word = cuda.Memory(4)
 
-    def queue(
-        self, copies: Copies, pieces: Sequence[tuple[int, int]], stream: int, *, gated: bool = True
-    ) -> None:
+    def copy(self, copies: Copies, stream: int) -> None:
+        """Queue copies as others do: one by one, without a gate."""
+        with self._device(self._index):
+            self._one_by_one(copies, stream)(0, len(copies))
+
+    def queue(self, copies: Copies, pieces: Sequence[tuple[int, int]], stream: int) -> None:
         """Queue pieces of `copies`. Raises `RuntimeError`; some may then be queued."""
         if self._current_device() != self._index:
             with self._device(self._index):
-                self.queue(copies, pieces, stream, gated=gated)
+                self.queue(copies, pieces, stream)
             return
         word, write = self._word.ptr, self._driver.write_one
         queue_piece = self._queue_piece(copies, stream)
         for first, end in pieces:
             queue_piece(first, end)
-            if gated:
-                write(stream, word)
+            write(stream, word)
 
     def calls_of(self, cutter: BlockCutter) -> int:
         """Return how many calls a piece of a cutter's copies may take, with its gate."""
@@ -97,7 +99,9 @@ class Gates:
                 batch(to + at, of + at, sizes + at, end - first, stream)
 
             return copy_batch
+        return self._one_by_one(copies, stream)
 
+    def _one_by_one(self, copies: Copies, stream: int) -> Callable[[int, int], None]:
         copy = self._driver.copy
 
         def copy_singly(first: int, end: int) -> None:
