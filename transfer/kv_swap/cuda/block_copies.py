@@ -212,7 +212,7 @@ class BlockCutter:
         *,
         load: bool,
     ) -> NDArray[Any]:
-        """Describe copies but for their addresses; as slices of some rows where a pitch is too long.
+        """Describe copies without addresses; as slices of some rows where a pitch is too long.
 
         Of a slice only the first row is copied then: a slice is as high as makes its pitch fit.
         """

@@ -1,8 +1,8 @@
 """The driver calls that gated copies need and CuPy has no names for.
 
 Each call queues work on a stream, given as its handle, and returns: copies of page-locked memory do
-not block the host while the stream's queue has room. Calls keep the GIL: they take microseconds, and
-a thread that let go of it in each would get it back after milliseconds, where another one computes.
+not block the host while the stream's queue has room. Calls keep the GIL: they take microseconds,
+and a thread that let go of it in each would get it back after milliseconds if another one computes.
 """
 
 from __future__ import annotations
