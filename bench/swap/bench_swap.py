@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.cuda.kernel_families import can_pack
-from kv_swap.engine import Direction, SwapJob
+from kv_swap.engine import CopiesWith, Direction, SwapEngine, SwapJob
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import Packing
 from kv_swap.memory.arena import HostArena
@@ -34,12 +34,18 @@ from bench.swap.bed import (
     engine_copies,
     scattered,
 )
-from bench.swap.workloads import beside, make_workloads
+from bench.swap.workloads import Decodes, Workload, beside, make_workloads
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 15
 PAGES = [4 * KIB, 16 * KIB, 64 * KIB, 512 * KIB, 2 * MIB]
 SMALL_COPIES = 200
+
+LONG_BLOCKS = 256
+LONG_SHAPES = {"runs": 1, "rows": 32}
+"""Rows of a block of 2 MiB."""
+
+PATHS: tuple[CopiesWith, ...] = ("gates", "kernels")
 
 PACKED_PAGES = [16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB]
 NHD = Packing(128)
@@ -58,7 +64,8 @@ Row = dict[str, Any]
 
 `ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
 alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
-completion, or the latency that the name says. A packed engine's rates are of bytes in the KV cache;
+completion, or the latency that the name says. `path` names what copies: kernels, gates (the copy
+engine with gates), the host, or one big copy. A packed engine's rates are of bytes in the KV cache;
 `raw_gbps` is what the engine reaches without packing, taking turns with it, and `wire_ratio` the
 rate of bytes on the link to the roofline: a store writes pools, a load reads none that is empty.
 """
@@ -76,7 +83,7 @@ def measure(
     benchmark: Any,
     results: list[Row],
     page_bytes: int,
-    path: str = "engine",
+    path: str = "kernels",
     name: str = "one way",
     rounds: int = ROUNDS,
 ) -> None:
@@ -157,7 +164,7 @@ def test_host_engine(
 def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
     """256 MiB of scattered pages, 32 regions."""
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
-    bed = CudaBed(page_bytes, 2 * count)
+    bed = CudaBed(page_bytes, 2 * count, copies_with="kernels")
     measure(bed.case(scattered(direction, 2 * count, count)), benchmark, results, page_bytes)
 
 
@@ -169,7 +176,8 @@ def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_b
     skip_unless_it_packs()
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
     job = scattered(direction, 2 * count, count)
-    raw, packed = CudaBed(page_bytes, 2 * count), CudaBed(page_bytes, 2 * count, packing=NHD)
+    raw = CudaBed(page_bytes, 2 * count, copies_with="kernels")
+    packed = CudaBed(page_bytes, 2 * count, packing=NHD)
     packed.store_everything()
     case = packed.case(job)
     case.others.pop("peer", None)
@@ -197,7 +205,7 @@ def test_packed_zeros(benchmark: Any, results: list[Row], direction: Direction) 
 @both_ways
 def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> None:
     """8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
-    case = CudaBed(64 * KIB, 64).case(scattered(direction, 64, 8))
+    case = CudaBed(64 * KIB, 64, copies_with="kernels").case(scattered(direction, 64, 8))
     measure(case, benchmark, results, 64 * KIB, name="small job", rounds=200)
 
 
@@ -217,7 +225,7 @@ def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers
 def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) -> None:
     """A store and a load at once; GB/s of both together, until the later one has ended."""
     count = blocks_of(256 * MIB, page_bytes)
-    bed = CudaBed(page_bytes, 2 * count)
+    bed = CudaBed(page_bytes, 2 * count, copies_with="kernels")
     order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
     jobs = [
         SwapJob(index, way, np.stack([part, part[::-1]], 1))
@@ -250,7 +258,7 @@ def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) ->
     gbps, roofline_gbps = (2 * nbytes / statistics.median(took) / 1e9 for took in seconds.values())
     rates = {"gbps": gbps, "roofline_gbps": roofline_gbps, "ratio": gbps / roofline_gbps}
     if benchmark.enabled:
-        results.append(row_of("both directions", "both", page_bytes, "engine", **rates))
+        results.append(row_of("both directions", "both", page_bytes, "kernels", **rates))
     bed.engine.close()
 
 
@@ -261,10 +269,10 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     count = blocks_of(256 * MIB, 64 * KIB)
-    bed = CudaBed(64 * KIB, 2 * count)
+    bed = CudaBed(64 * KIB, 2 * count, copies_with="kernels")
     job = scattered(direction, 2 * count, count)
     ways: dict[str, Copies] = {
-        "engine": engine_copies(bed, job),
+        "kernels": engine_copies(bed, job),
         "one big copy": big_copies(bed, job),
     }
     packed = None
@@ -288,7 +296,7 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
 def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
     """A 2 KiB copy to the host, as of sampled tokens, while 256 MiB are stored."""
     count = blocks_of(256 * MIB, 64 * KIB)
-    bed = CudaBed(64 * KIB, 2 * count)
+    bed = CudaBed(64 * KIB, 2 * count, copies_with="kernels")
     torch, job = bed.torch, scattered(Direction.STORE, 2 * count, count)
     tokens = torch.ones(2 * KIB, dtype=torch.uint8, device=bed.device)
     target = torch.empty(2 * KIB, dtype=torch.uint8, pin_memory=True)
@@ -303,7 +311,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
 
     ways: dict[str, Copies] = {
         "alone": NO_COPIES,
-        "engine": engine_copies(bed, job),
+        "kernels": engine_copies(bed, job),
         "one big copy": big_copies(bed, job),
     }
     for path, copies in ways.items():
@@ -322,3 +330,179 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
                 results.append(row_of(name, "store", 64 * KIB, path, microseconds=microseconds))
     benchmark.pedantic(copy_tokens, rounds=1)
     bed.engine.close()
+
+
+# -- blocks of 2 MiB: the copy engine with gates, kernels, and contiguous copies by turns ----------
+
+
+@pytest.fixture
+def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
+    """Beds of 512 blocks: in one run each, and in 32 rows; over each path."""
+    if not benchmark.enabled:
+        pytest.skip("takes gigabytes; run with --benchmark-enable")
+    beds = {
+        f"{name}, {path}": CudaBed(2 * MIB // rows, 2 * LONG_BLOCKS, rows, copies_with=path)
+        for name, rows in LONG_SHAPES.items()
+        for path in PATHS
+    }
+    yield beds
+    for bed in beds.values():
+        bed.engine.close()
+
+
+def halves() -> list[SwapJob]:
+    """Return a store and a load of scattered blocks, none of which is in both."""
+    order = np.random.default_rng(0).permutation(2 * LONG_BLOCKS).astype(np.int32)
+    parts = zip(Direction, (order[:LONG_BLOCKS], order[LONG_BLOCKS:]), strict=True)
+    return [
+        SwapJob(index, way, np.stack([part, part[::-1]], 1))
+        for index, (way, part) in enumerate(parts)
+    ]
+
+
+def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
+    """Return how long these jobs take at once."""
+    started = time.perf_counter()
+    for job in jobs:
+        engine.submit(job)
+    ended = 0
+    while ended < len(jobs):
+        ended += len(engine.poll())
+    return time.perf_counter() - started
+
+
+def contiguous_seconds(bed: CudaBed, ways: list[Direction]) -> float:
+    """Return how long one contiguous copy in each of these directions takes."""
+    nbytes = LONG_BLOCKS * bed.layout.block_bytes
+    started = time.perf_counter()
+    for place, way in enumerate(ways):
+        bed.copy(way, slice(place * nbytes, (place + 1) * nbytes))
+    for way in ways:
+        bed.streams[way].synchronize()
+    return time.perf_counter() - started
+
+
+@on_gpu
+@pytest.mark.parametrize("ways", [["store"], ["load"], ["store", "load"]], ids="+".join)
+def test_long_blocks(
+    benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], ways: list[str]
+) -> None:
+    """GB/s alone, of one direction or of both at once; and beside decodes."""
+    directions = [Direction(way) for way in ways]
+    jobs = [job for job in halves() if job.direction in directions]
+    first = next(iter(long_beds.values()))
+    nbytes = len(jobs) * LONG_BLOCKS * first.layout.block_bytes
+    took: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for path, bed in long_beds.items():
+            took.setdefault(path, []).append(seconds_of(bed.engine, jobs))
+        took.setdefault("contiguous", []).append(contiguous_seconds(first, directions))
+    contiguous = statistics.median(took["contiguous"][2:])
+    decodes = Decodes(first.torch)
+    work = Workload(first.torch, "decodes", decodes.step, 4)
+    for path, seconds in took.items():
+        median = statistics.median(seconds[2:])
+        rates = {"gbps": nbytes / median / 1e9, "ratio": contiguous / median}
+        results.append(row_of("long blocks", "+".join(ways), 2 * MIB, path, **rates))
+        if path == "contiguous":
+            continue
+        copies = jobs_copies(long_beds[path], jobs)
+        slower, each = beside(first.torch, work, copies, median, 5)
+        rates = {"gbps": nbytes / each / 1e9, "ratio": slower}
+        results.append(row_of("slowdown of decodes", "+".join(ways), 2 * MIB, path, **rates))
+    benchmark.pedantic(lambda: seconds_of(first.engine, jobs), rounds=1)
+
+
+def jobs_copies(bed: CudaBed, jobs: list[SwapJob]) -> Copies:
+    """Return these jobs at once, over and over; they have ended when all have."""
+    nbytes = len(jobs) * LONG_BLOCKS * bed.layout.block_bytes
+    count = [0]
+
+    def start() -> None:
+        for job in jobs:
+            bed.engine.submit(job)
+
+    def ended() -> int:
+        count[0] += len(bed.engine.poll())
+        whole, count[0] = divmod(count[0], len(jobs))
+        return whole
+
+    return Copies(nbytes, start, ended)
+
+
+@on_gpu
+@both_ways
+def test_product_beside_long_blocks(
+    benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
+) -> None:
+    jobs = [job for job in halves() if job.direction is direction]
+    first = next(iter(long_beds.values()))
+    (product,) = make_workloads(first.torch, ["product"])
+    for path, bed in long_beds.items():
+        copies = jobs_copies(bed, jobs)
+        slower, seconds = beside(first.torch, product, copies, 0.01, 7)
+        rates = {"gbps": copies.nbytes / seconds / 1e9, "ratio": slower}
+        results.append(row_of("slowdown of product", direction.value, 2 * MIB, path, **rates))
+    benchmark.pedantic(lambda: seconds_of(first.engine, jobs), rounds=1)
+
+
+@on_gpu
+@both_ways
+def test_small_copies_beside_long_blocks(
+    benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
+) -> None:
+    """Three copies of 2 KiB in a row, which a step's inputs and tokens are like."""
+    first = next(iter(long_beds.values()))
+    torch, jobs = first.torch, halves()
+    host = torch.zeros(3, 2 * KIB, dtype=torch.uint8).pin_memory()
+    device = torch.zeros(3, 2 * KIB, dtype=torch.uint8, device=first.device)
+    target, source = (device, host) if direction is Direction.LOAD else (host, device)
+    stream = torch.cuda.Stream()
+
+    def small() -> float:
+        started = time.perf_counter()
+        with torch.cuda.stream(stream):
+            for row in range(3):
+                target[row].copy_(source[row], non_blocking=True)
+        stream.synchronize()
+        return (time.perf_counter() - started) * 1e6
+
+    ways = {path: jobs_copies(bed, jobs) for path, bed in long_beds.items()}
+    for path, copies in {"alone": NO_COPIES, **ways}.items():
+        times: list[float] = []
+        while len(times) < 10 * SMALL_COPIES:
+            copies.start()
+            times.append(small())
+            while not copies.ended():
+                times.append(small())
+        for name, value in (("median", 50), ("p99", 99)):
+            microseconds = float(np.percentile(times, value))
+            name = f"3 x 2 KiB beside both ways, {name}"
+            results.append(row_of(name, direction.value, 2 * MIB, path, microseconds=microseconds))
+    benchmark.pedantic(small, rounds=1)
+
+
+@on_gpu
+@both_ways
+def test_hooks_of_long_blocks(
+    benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
+) -> None:
+    """The host's microseconds for a job of 512 MiB: `submit`, and all polls of every 5 ms."""
+    jobs = [job for job in halves() if job.direction is direction]
+    for path, bed in long_beds.items():
+        took: dict[str, list[float]] = {"submit": [], "polls": []}
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            bed.engine.submit(jobs[0])
+            took["submit"].append((time.perf_counter() - started) * 1e6)
+            polls, done = 0.0, False
+            while not done:
+                time.sleep(0.005)
+                started = time.perf_counter()
+                done = bool(bed.engine.poll())
+                polls += (time.perf_counter() - started) * 1e6
+            took["polls"].append(polls)
+        for name, times in took.items():
+            figures = {"microseconds": statistics.median(times)}
+            results.append(row_of(f"host, {name}", direction.value, 2 * MIB, path, **figures))
+    benchmark.pedantic(lambda: seconds_of(bed.engine, jobs), rounds=1)

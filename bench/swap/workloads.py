@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.swap.bed import Copies
@@ -12,11 +12,13 @@ from bench.swap.bed import Copies
 DECODE_TOKENS, HIDDEN, WIDE = 32, 4096, 14336
 MOST_COPIES = 64
 
+WORKLOADS = ("product", "reduction", "decode")
+
 
 class Workload:
     """A CUDA graph of some milliseconds, its inputs too large for the L2 unless it is a product."""
 
-    def __init__(self, torch: Any, name: str, step: Callable[[], None], steps: int) -> None:
+    def __init__(self, torch: Any, name: str, step: Callable[[], object], steps: int) -> None:
         self.name = name
         self._torch = torch
         self._step = step  # the graph reads the tensors that it holds
@@ -40,7 +42,7 @@ class Workload:
         return events[0], events[1]
 
 
-def make_workloads(torch: Any) -> list[Workload]:
+def make_workloads(torch: Any, names: Sequence[str] = WORKLOADS) -> list[Workload]:
     """An 8192-cubed bf16 product, a sum over 2 GiB, and products of 32 rows with 2.4 GB of weights.
 
     Random inputs: a product of zeros runs faster than any real one.
@@ -61,11 +63,12 @@ def make_workloads(torch: Any) -> list[Workload]:
             torch.matmul(tokens, one)
             torch.matmul(tokens, other)
 
-    return [
-        Workload(torch, "product", lambda: torch.matmul(left, right, out=out), 6),
-        Workload(torch, "reduction", lambda: torch.sum(values, dim=0, out=total), 16),
-        Workload(torch, "decode", decode, 12),
-    ]
+    kinds: dict[str, tuple[Callable[[], object], int]] = {
+        "product": (lambda: torch.matmul(left, right, out=out), 6),
+        "reduction": (lambda: torch.sum(values, dim=0, out=total), 16),
+        "decode": (decode, 12),
+    }
+    return [Workload(torch, name, *kinds[name]) for name in names]
 
 
 class Decodes:

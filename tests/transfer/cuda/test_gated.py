@@ -218,6 +218,19 @@ def test_waves_are_rows_of_strided_copies(cuda: PlayedCuda) -> None:
     assert bed.engine.poll()[0].error is None
 
 
+@pytest.mark.parametrize(("page_bytes", "num_layers"), [(2 * MIB, 1), (64 * KIB, 8)])
+def test_copies_and_gates_are_queued_on_the_device_of_the_cache(
+    cuda: PlayedCuda, page_bytes: int, num_layers: int
+) -> None:
+    """The thread that submits may use another one meanwhile."""
+    bed = Bed(page_bytes, num_layers, 6)
+    cuda.calls.clear()
+    cuda.device = 1
+    bed.engine.submit(SwapJob(1, STORE, pairs_of(6)))
+    assert cuda.device == 1
+    assert {device for call, device in cuda.calls if call.startswith("cu")} == {0}
+
+
 # -- which path --------------------------------------------------------------------------------
 
 

@@ -201,8 +201,8 @@ class BlockCutter:
             kv, slot = ("dst", "src") if load else ("src", "dst")
             descriptors[f"{kv}_device"] = device
             descriptors[f"{slot}_host"] = host
-        ends = (device, host) if load else (host, device)
-        return Copies(*ends, nbytes, descriptors)
+        to, of = (device, host) if load else (host, device)
+        return Copies(to, of, nbytes, descriptors)
 
     def _describe(
         self,

@@ -34,9 +34,7 @@ def enclosing_connectors() -> tuple[MultiConnector, ...]:
 
 def is_asked_of_member() -> bool:
     """Return whether a MultiConnector asks its members' classes, before any of them is built."""
-    return any(
-        isinstance(cls, type) and issubclass(cls, MultiConnector) for cls in callers("cls")
-    )
+    return any(isinstance(cls, type) and issubclass(cls, MultiConnector) for cls in callers("cls"))
 
 
 def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
