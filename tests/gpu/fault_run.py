@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kv_swap.cuda import state
 from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
 
@@ -142,7 +143,8 @@ def silent_layer() -> Iterator[list[int]]:
 
 
 def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    count = arguments.pop("requests")
+    count, copies_with = arguments.pop("requests"), arguments.pop("copies_with")
+    state.choose_copies = lambda *_given: copies_with  # its blocks are too small for a rule
     settings = {**SETTINGS, "blocks": 260, **arguments}
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     asked = busy_requests(count)
@@ -153,6 +155,7 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     LoadMode.is_synchronous = lambda *_slots, **_busy: chance.random() < 0.6  # type: ignore[method-assign]
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         result["asynchronous"] = ours.core.batch_queue is not None
+        result["copies_with"] = ours.rank.transfer.copies_with
 
         def compare(name: str, *, empty: bool = True) -> None:
             ours.reset_gpu_cache()

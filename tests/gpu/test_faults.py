@@ -12,8 +12,10 @@ REQUESTS = 428
 
 
 @pytest.mark.filterwarnings("default")
-def test_every_answer_is_right_while_copies_fail(run_in_every_mode: Any) -> None:
-    result = run_in_every_mode("tests.gpu.fault_run", requests=REQUESTS)
+@pytest.mark.parametrize("copies_with", ["kernels", "gates"])
+def test_every_answer_is_right_while_copies_fail(run_in_every_mode: Any, copies_with: str) -> None:
+    result = run_in_every_mode("tests.gpu.fault_run", requests=REQUESTS, copies_with=copies_with)
+    assert result["copies_with"] == copies_with
     for name in ("without faults", "with faults", "with faults again", "silent layer"):
         found = result[name]
         assert (found["wrong"], found["answered"]) == (0, REQUESTS), name

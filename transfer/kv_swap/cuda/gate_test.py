@@ -165,11 +165,13 @@ class _Bench:
         queued_early = not half.query()
         for stream in self._streams:
             stream.synchronize()
-        times = (began.elapsed_time(event) for event in (ended, small_began, small_ended))
-        return Turn(*times, queued_early)
+        ended_at, small_began_at, small_ended_at = (
+            began.elapsed_time(event) for event in (ended, small_began, small_ended)
+        )
+        return Turn(ended_at, small_began_at, small_ended_at, queued_early)
 
     def _copies(self, direction: Direction, first: int, nbytes: int, count: int) -> Copies:
         offsets = first + nbytes * np.arange(count)
         device, host = self._memory.ptr + offsets, self._host.address + offsets
-        ends = (device, host) if direction is Direction.LOAD else (host, device)
-        return Copies(*ends, np.full(count, nbytes))
+        to, of = (device, host) if direction is Direction.LOAD else (host, device)
+        return Copies(to, of, np.full(count, nbytes))

@@ -107,8 +107,9 @@ class Gates:
         def copy_singly(first: int, end: int) -> None:
             parts = slice(first, end)
             arrays = (copies.destinations, copies.sources, copies.nbytes)
-            for one in zip(*(array[parts].tolist() for array in arrays), strict=True):
-                copy(*one, stream)
+            listed = (array[parts].tolist() for array in arrays)
+            for destination, source, nbytes in zip(*listed, strict=True):
+                copy(destination, source, nbytes, stream)
 
         return copy_singly
 
