@@ -162,13 +162,14 @@ def test_layers_and_their_regions() -> None:
 
 
 def test_layers_that_share_their_bytes_share_a_region() -> None:
-    """Layers side by side in a block are one region, as are groups that overlay each other."""
+    """Groups that overlay each other; layers side by side in a block have a region each."""
     both, same = cache(BLOCKS, 2, *BLOCK_SHAPE), cache(BLOCKS, *BLOCK_SHAPE)
-    for caches, page_bytes in (
-        ({"a": both[:, 0], "b": both[:, 1]}, 2 * PAGE_BYTES),
-        ({"a": same, "b": same.view(same.shape)}, PAGE_BYTES),
+    for caches, places, of_b in (
+        ({"a": both[:, 0], "b": both[:, 1]}, [0, PAGE_BYTES], 1),
+        ({"a": same, "b": same.view(same.shape)}, [0], 0),
     ):
         layout = describe_kv_caches(caches, config(a=HEAD_SIZE, b=HEAD_SIZE))
-        assert regions(layout, caches["a"]) == [(0, page_bytes, page_bytes)]
-        assert layout.slot_bytes == page_bytes
-        assert layer_regions(caches, layout) == {"a": frozenset([0]), "b": frozenset([0])}
+        stride = len(places) * PAGE_BYTES
+        assert regions(layout, caches["a"]) == [(place, PAGE_BYTES, stride) for place in places]
+        assert layout.slot_bytes == stride
+        assert layer_regions(caches, layout) == {"a": frozenset([0]), "b": frozenset([of_b])}

@@ -246,6 +246,24 @@ def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(
     assert bed.lane.idle
 
 
+def test_a_job_whose_place_after_compute_is_not_known_is_not_copied(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no event")
+
+    bed = Bed(cuda)
+    with monkeypatch.context() as patch:
+        patch.setattr(bed.lane.stream, "mark", refuse)
+        bed.submit(1, 4)
+    expected = bed.submit(2, 4)
+    cuda.run()
+    failed, fine = bed.lane.advance()
+    assert "waiting for the compute stream failed with no event" in str(failed.error)
+    assert fine.error is None
+    assert bed.path.copied == [expected]
+
+
 def test_a_lost_context_fails_every_job(cuda: PlayedCuda) -> None:
     bed = Bed(cuda)
     bed.submit(1, 20)
