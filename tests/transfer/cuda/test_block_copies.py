@@ -86,6 +86,10 @@ def in_sixteens(parts: list[tuple[int, int, int]]) -> dict[int, int]:
 
 TWO = KVLayout(9, (Region(CACHE, 64, 64, 0), Region(CACHE + 8192, 48, 80, 64)))
 ROWS = layers(5, 64 * KIB, 9 * 64 * KIB)
+OUTERMOST = KVLayout(
+    64, tuple(Region(CACHE + i * 4096, 4096, 4 * 4096, i * 4096) for i in range(4))
+)
+"""Layers of a block side by side: one run."""
 FAR = layers(3, 64 * KIB, 5 << 31)
 """Farther apart than a pitch may be."""
 MIXED = KVLayout(
@@ -104,6 +108,7 @@ MIXED = KVLayout(
     [
         *((TWO, piece_bytes) for piece_bytes in (16, 48, 80, 4096, NEVER)),
         *((ROWS, piece_bytes) for piece_bytes in (4096, 48 * KIB, 320 * KIB, 400 * KIB, NEVER)),
+        *((OUTERMOST, piece_bytes) for piece_bytes in (4096, 6144, NEVER)),
         *((FAR, piece_bytes) for piece_bytes in (4096, 400 * KIB, NEVER)),
         *((MIXED, piece_bytes) for piece_bytes in (MIB, 7 * MIB, NEVER)),
     ],
@@ -126,7 +131,7 @@ def test_copies_bring_every_byte_and_end_where_a_registration_does(
 
 def test_equally_spaced_rows_are_one_copy_a_block() -> None:
     pairs = np.array([(8, 0), (2, 5)], np.int32)
-    for layout in (ROWS, FAR):
+    for layout in (ROWS, FAR, OUTERMOST):
         copies = BlockCutter(layout.regions, arena_of(layout)).cut(pairs, Direction.LOAD)
         assert copies.nbytes.tolist() == [layout.block_bytes] * 2
 
