@@ -234,6 +234,10 @@ _REMOVED: Mapping[str, tuple[str | None, str]] = {
         "remove the key. eviction_policy: auto, the default, prefers prefixes that are used again; "
         "to write less to a disk, lower disk_write_rate",
     ),
+    "transfer_engine": (
+        "dma",
+        "use auto, the default, which copies with the copy engine where that is faster",
+    ),
 }
 """What earlier versions had: by key, the value that was removed (None for the whole key), and what
 to do now."""
