@@ -126,7 +126,8 @@ def test_a_member_leaves_the_order_to_the_others() -> None:
 
     def around(options: dict[str, Any]) -> dict[str, Any]:
         ours = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
-        theirs = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        theirs: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        theirs["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 20}
         members = [{**ours, "kv_connector_extra_config": options}, theirs]
         return {
             "kv_connector": "MultiConnector",
