@@ -102,6 +102,14 @@ class HitDensity:
         ages: NDArray[np.int64] = np.minimum(self.epoch - buckets // CLASSES, AGES)
         return ages
 
+    def by_age(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the lives that go on, and those that an access ended in this epoch.
+
+        Both by age and class, shape `(AGES + 1, CLASSES)`.
+        """
+        places = np.append((self.epoch - np.arange(AGES)) % AGES, AGES)
+        return self._alive.reshape(-1, CLASSES)[places], self._new_hits.reshape(CLASSES, -1).T
+
     @property
     def lives(self) -> int:
         """How many lives go on."""
@@ -138,6 +146,7 @@ class HitDensity:
         later = room > 1e-12
         densities = np.where(later, hits / np.where(later, room, 1.0), 0.0).max(axis=2)
         self._density: NDArray[np.float64] = densities[:, BIN_OF_AGE]
+        self.worth = self._density.T.copy()
         self._chance = (1 - unused[:, -1:] / np.maximum(unused[:, :-1], 1e-300))[:, BIN_OF_AGE]
         self.taught = bool(self._hits.any())
         """Whether any block has ever come again."""
