@@ -1,6 +1,8 @@
-"""Keep what is likely to bring the most hits for the room that it takes, and store nothing worse.
+"""Keep what was used last, or what brings more hits for the room that it takes if that is known.
 
-Which blocks these are is learnt from the traffic (`density`): by how often a block was used, how
+`rivals` compares both rules by the traffic, and says which leads. While recency leads, everything
+is stored and the least recent leaves. While hit density leads, nothing is stored that is worth less
+than what would leave for it. Which blocks these are is learnt from the traffic (`density`): by how often a block was used, how
 long ago, and how long the prompt was that first had it. Keys that have no slot are watched as well
 (`history`), so what is learnt does not depend on what was kept. Slots of one class and age stand in
 a bucket, and the worst buckets give the victims (`ranking`), no block before the one behind it
@@ -56,7 +58,7 @@ _FOLLOWS = -2
 
 
 class AutoPolicy(EvictionPolicy):
-    """Hit density, with admission. A key that was declined still counts as accessed."""
+    """Recency, or hit density with admission. A key that was declined still counts as accessed."""
 
     reads_runs = True
 
@@ -85,7 +87,7 @@ class AutoPolicy(EvictionPolicy):
         # What `admit` found of the keys that `add` and `replace` are called for next.
         self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
         self._last_added = FIRST
-        self._found = 0
+        self._found = 0  # accesses in this epoch to keys that had a slot
         self._accesses = self._noted = self._noted_before = 0
         self._begun: list[Buckets] = []
         self._ended: list[Buckets] = []
@@ -297,6 +299,8 @@ class AutoPolicy(EvictionPolicy):
     # -- the tier below ------------------------------------------------------------------------
 
     def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+        if not self._rivals.density_leads:
+            return super().worth_keeping(slots)
         return self._density.likely(self._bucket_of[slots])
 
     def take_risen(self) -> Slots:

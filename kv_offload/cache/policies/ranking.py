@@ -101,7 +101,10 @@ class Ranking:
                     self._add(bucket, live)
 
     def rank(self, *, by_recency: bool = False) -> None:
-        """Order the buckets by what their slots are worth now, the older first of equals."""
+        """Order the buckets by what their slots are worth now, the older first of equals.
+
+        Or `by_recency`: by the epoch of the last access, those used least often first.
+        """
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
             self._num_entries += len(slots)
