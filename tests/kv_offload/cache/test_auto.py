@@ -258,6 +258,40 @@ def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later() ->
     assert len(manager.prepare_store([b"new %d" % at for at in range(8)])) == 8
 
 
+def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning() -> None:
+    policy = AutoPolicy(64)
+    rivals, epoch = policy._rivals, policy._epoch_accesses
+    rivals._judge(0)
+    assert not rivals.density_leads
+    for _ in range(100):
+        rivals._judge(epoch / 2)
+    assert rivals.density_leads
+    for _ in range(40):
+        rivals._judge(-epoch / 2)
+    assert not rivals.density_leads
+    for _ in range(100):
+        rivals._judge(epoch / 2)
+    for _ in range(400):
+        rivals._judge(0)
+    assert not rivals.density_leads, "its hits have ended"
+    rivals._judge(epoch * 1e3)
+    policy.clear()
+    assert not rivals.density_leads
+
+
+def test_the_hits_of_both_rules_are_known_without_their_caches() -> None:
+    """Of a loop over twice the capacity recency keeps nothing, and hit density a part."""
+    policy = AutoPolicy(512)
+    manager = CacheManager(policy)
+    leads: list[float] = []
+    policy._rivals._judge = leads.append  # type: ignore[method-assign]
+    prompts = [[b"%d %d" % (prompt, block) for block in range(16)] for prompt in range(64)]
+    for _ in range(40):
+        for prompt in prompts:
+            serve(manager, prompt)
+    assert 0.3 < np.mean(leads[len(leads) // 2 :]) / policy._epoch_accesses < 0.6
+
+
 # -- what stands behind what ---------------------------------------------------------------------
 
 
