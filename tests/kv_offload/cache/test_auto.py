@@ -258,6 +258,16 @@ def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later() ->
     assert len(manager.prepare_store([b"new %d" % at for at in range(8)])) == 8
 
 
+def test_nothing_is_declined_while_recency_leads() -> None:
+    policy, manager = full_cache(once=0.0, twice=10.0)
+    policy._rivals.clear()
+    slots, worth = manager.offer([b"x", b"y"], [Run(2, 100)])
+    assert worth.tolist() == [True, True]
+    assert len(slots) == 2
+    manager.complete_store(slots)
+    assert policy.worth_keeping(slots).all(), "and all is worth a write to a tier below"
+
+
 def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning() -> None:
     policy = AutoPolicy(64)
     rivals, epoch = policy._rivals, policy._epoch_accesses
