@@ -1,10 +1,12 @@
-"""Keep what is likely to bring the most hits for the room that it takes, and store nothing worse.
+"""Keep what was used last, or what brings more hits for the room that it takes if that is known.
 
-Which blocks these are is learnt from the traffic (`density`): by how often a block was used, how
-long ago, and how long the prompt was that first had it. Keys that have no slot are watched as well
-(`history`), so what is learnt does not depend on what was kept. Slots of one class and age stand in
-a bucket, and the worst buckets give the victims (`ranking`), no block before the one behind it
-(`prefixes`). A new block that is worth less than they are is not stored.
+`rivals` compares both rules by the traffic, and says which leads. While recency leads, everything
+is stored and the least recent leaves. While hit density leads, nothing is stored that is worth less
+than what would leave for it. What a block is worth is learnt from the traffic (`density`): by how
+often it was used, how long ago, and how long the prompt was that first had it. Keys that have no
+slot are watched as well (`history`), so what is learnt does not depend on what was kept. Slots of
+one class and age stand in a bucket, and the worst buckets give the victims (`ranking`), no block
+before the one behind it (`prefixes`).
 
 A step pays for a few array operations. Everything that can wait is noted and taken in in a step
 without an access, or when too much has been noted. After an epoch of accesses the buckets are
@@ -29,6 +31,7 @@ from kv_offload.cache.policies.density import (
 from kv_offload.cache.policies.history import Hashes, History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST
 from kv_offload.cache.policies.ranking import Ranking
+from kv_offload.cache.policies.rivals import Rivals
 from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 
 NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
@@ -55,7 +58,7 @@ _FOLLOWS = -2
 
 
 class AutoPolicy(EvictionPolicy):
-    """Hit density, with admission. A key that was declined still counts as accessed."""
+    """Recency, or hit density with admission. A key that was declined still counts as accessed."""
 
     reads_runs = True
 
@@ -67,10 +70,12 @@ class AutoPolicy(EvictionPolicy):
         )
         memory = max(MIN_MEMORY, MEMORY_OF_CAPACITY * capacity)
         self._density = HitDensity(memory / self._epoch_accesses)
+        self._rivals = Rivals(capacity, self._density, self._epoch_accesses)
         self.clear()
 
     def clear(self) -> None:
         self._density.clear()
+        self._rivals.clear()
         self._ranking = Ranking(self.capacity, self._density)
         self._bucket_of = self._ranking.bucket_of
         self._hash_of = np.zeros(self.capacity, np.uint64)
@@ -82,6 +87,7 @@ class AutoPolicy(EvictionPolicy):
         # What `admit` found of the keys that `add` and `replace` are called for next.
         self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
         self._last_added = FIRST
+        self._found = 0  # accesses in this epoch to keys that had a slot
         self._accesses = self._noted = self._noted_before = 0
         self._begun: list[Buckets] = []
         self._ended: list[Buckets] = []
@@ -113,7 +119,7 @@ class AutoPolicy(EvictionPolicy):
         buckets = classes + self._density.epoch * CLASSES
         self._begun.append(buckets)
         self._count(len(keys))
-        if free >= len(keys) or not self._density.taught:
+        if free >= len(keys) or not self._rivals.density_leads:
             self._admitted = hashes, buckets, before
             return np.ones(len(keys), bool)
         worth = self._worth_a_slot(classes, free)
@@ -216,6 +222,7 @@ class AutoPolicy(EvictionPolicy):
 
     def use(self, slots: Slots) -> None:
         self._advance()
+        self._found += len(slots)
         old = self._bucket_of[slots]
         classes = old % CLASSES
         self._risen[slots] = self.has_risen = True
@@ -253,10 +260,13 @@ class AutoPolicy(EvictionPolicy):
         if self._accesses >= self._epoch_accesses:
             self._take_in()
             for _ in range(self._accesses // self._epoch_accesses):
+                self._rivals.end_epoch(self._found)
+                self._found = 0
                 self._density.next_epoch()
             self._accesses %= self._epoch_accesses
             self._density.compute()
-            self._ranking.rank()
+            self._rivals.begin_epoch()
+            self._rank()
         elif self._noted >= self._max_noted:
             self._take_in()
 
@@ -265,9 +275,12 @@ class AutoPolicy(EvictionPolicy):
             self._take_in()
         self._noted_before = self._noted
 
+    def _rank(self) -> None:
+        self._ranking.rank(by_recency=not self._rivals.density_leads)
+
     def _rank_anew(self) -> None:
         self._take_in()
-        self._ranking.rank()
+        self._rank()
 
     def _take_in(self) -> None:
         if self._gone:
@@ -286,6 +299,8 @@ class AutoPolicy(EvictionPolicy):
     # -- the tier below ------------------------------------------------------------------------
 
     def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+        if not self._rivals.density_leads:
+            return super().worth_keeping(slots)
         return self._density.likely(self._bucket_of[slots])
 
     def take_risen(self) -> Slots:

@@ -102,6 +102,16 @@ class HitDensity:
         ages: NDArray[np.int64] = np.minimum(self.epoch - buckets // CLASSES, AGES)
         return ages
 
+    def by_age(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the lives that go on, and those that an access ended in this epoch.
+
+        Both by age and class, shape `(AGES + 1, CLASSES)`.
+        """
+        place = self.epoch % AGES
+        alive = self._alive.reshape(-1, CLASSES)
+        by_age = np.concatenate((alive[place::-1], alive[AGES - 1 : place : -1], alive[AGES:]))
+        return by_age, self._new_hits.reshape(CLASSES, -1).T
+
     @property
     def lives(self) -> int:
         """How many lives go on."""
@@ -112,11 +122,12 @@ class HitDensity:
         """Let all lives that go on become an epoch older."""
         hits = self._new_hits.reshape(CLASSES, -1)
         alive = self._alive.reshape(-1, CLASSES)
-        places = (self.epoch - np.arange(AGES)) % AGES
-        lived = np.concatenate((alive[places], alive[AGES:])).T + hits / 2
+        lived = self.by_age()[0].T + hits / 2
         lived[:, 0] /= 2
-        self._hits = self._hits * self._decay + hits
-        self._lived = self._lived * self._decay + lived
+        self._hits *= self._decay
+        self._hits += hits
+        self._lived *= self._decay
+        self._lived += lived
         self._new_hits[:] = 0
         self.epoch += 1
         place = self.epoch % AGES
@@ -135,13 +146,11 @@ class HitDensity:
         # By class, age and the age at which it leaves.
         hits = unused[:, :-1, None] - unused[:, None, 1:]
         room = taken[:, None, 1:] - taken[:, :-1, None]
-        later = room > 1e-12
-        densities = np.where(later, hits / np.where(later, room, 1.0), 0.0).max(axis=2)
-        self._density: NDArray[np.float64] = densities[:, BIN_OF_AGE]
+        densities = (hits / np.maximum(room, 1e-12)).max(axis=2)  # no room: it leaves no later
+        self.worth: NDArray[np.float64] = densities.T[BIN_OF_AGE]
+        """What a block is worth, by age and class."""
         self._chance = (1 - unused[:, -1:] / np.maximum(unused[:, :-1], 1e-300))[:, BIN_OF_AGE]
-        self.taught = bool(self._hits.any())
-        """Whether any block has ever come again."""
-        self.new = self._density[:, 0].copy()
+        self.new = self.worth[0].copy()
         """What a block of each class is worth at its access."""
 
     def _rates(self) -> NDArray[np.float64]:
@@ -159,7 +168,7 @@ class HitDensity:
 
     def of(self, buckets: Buckets) -> NDArray[np.float64]:
         """Return what the blocks of each bucket are worth: hits per block and epoch."""
-        density: NDArray[np.float64] = self._density[buckets % CLASSES, self._ages(buckets)]
+        density: NDArray[np.float64] = self.worth[self._ages(buckets), buckets % CLASSES]
         return density
 
     def likely(self, buckets: Buckets) -> NDArray[np.bool_]:

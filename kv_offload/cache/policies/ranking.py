@@ -100,8 +100,11 @@ class Ranking:
                 if len(live := self._take(bucket)):
                     self._add(bucket, live)
 
-    def rank(self) -> None:
-        """Order the buckets by what their slots are worth now, the older first of equals."""
+    def rank(self, *, by_recency: bool = False) -> None:
+        """Order the buckets by what their slots are worth now, the older first of equals.
+
+        Or `by_recency`: by the epoch of the last access, those used least often first.
+        """
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
             self._num_entries += len(slots)
@@ -116,7 +119,7 @@ class Ranking:
         before = [bucket for bucket in self._entries if bucket < now]
         buckets = np.array([*before, *range(now, now + CLASSES)])
         densities = self._density.of(buckets)
-        order = np.lexsort((buckets, densities))
+        order = np.argsort(buckets) if by_recency else np.lexsort((buckets, densities))
         self._order = [*zip(buckets[order].tolist(), densities[order].tolist(), strict=True)]
         self._at = 0
 

@@ -175,12 +175,18 @@ def test_what_never_comes_again_does_not_displace_what_does() -> None:
     assert warmed("lru").readable(HOT).mean() < 0.5, "the control"
 
 
+def let_density_lead(policy: AutoPolicy) -> None:
+    """Do as if hit density had been far ahead of recency."""
+    policy._rivals._judge(policy._rivals._capacity * 1e6)
+    assert policy._rivals.density_leads
+
+
 def full_cache(once: float, twice: float) -> tuple[AutoPolicy, CacheManager]:
     """Return a full cache, and what a new block is to be worth that was used once or twice."""
     policy = AutoPolicy(4)
     manager = CacheManager(policy)
     manager.complete_store(manager.prepare_store([b"a", b"b", b"c", b"d"]))
-    policy._density.taught = True
+    let_density_lead(policy)
     policy._density.new[:LENGTHS] = once
     policy._density.new[LENGTHS:] = twice
     return policy, manager
@@ -252,6 +258,50 @@ def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later() ->
     assert len(manager.prepare_store([b"new %d" % at for at in range(8)])) == 8
 
 
+def test_nothing_is_declined_while_recency_leads() -> None:
+    policy, manager = full_cache(once=0.0, twice=10.0)
+    policy._rivals.clear()
+    slots, worth = manager.offer([b"x", b"y"], [Run(2, 100)])
+    assert worth.tolist() == [True, True]
+    assert len(slots) == 2
+    manager.complete_store(slots)
+    assert policy.worth_keeping(slots).all(), "and all is worth a write to a tier below"
+
+
+def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning() -> None:
+    policy = AutoPolicy(64)
+    rivals, epoch = policy._rivals, policy._epoch_accesses
+    rivals._judge(0)
+    assert not rivals.density_leads
+    for _ in range(100):
+        rivals._judge(epoch / 2)
+    assert rivals.density_leads
+    for _ in range(40):
+        rivals._judge(-epoch / 2)
+    assert not rivals.density_leads
+    for _ in range(100):
+        rivals._judge(epoch / 2)
+    for _ in range(400):
+        rivals._judge(0)
+    assert not rivals.density_leads, "its hits have ended"
+    rivals._judge(epoch * 1e3)
+    policy.clear()
+    assert not rivals.density_leads
+
+
+def test_the_hits_of_both_rules_are_known_without_their_caches() -> None:
+    """Of a loop over twice the capacity recency keeps nothing, and hit density a part."""
+    policy = AutoPolicy(512)
+    manager = CacheManager(policy)
+    leads: list[float] = []
+    policy._rivals._judge = leads.append  # type: ignore[method-assign]
+    prompts = [[b"%d %d" % (prompt, block) for block in range(16)] for prompt in range(64)]
+    for _ in range(40):
+        for prompt in prompts:
+            serve(manager, prompt)
+    assert 0.3 < np.mean(leads[len(leads) // 2 :]) / policy._epoch_accesses < 0.6
+
+
 # -- what stands behind what ---------------------------------------------------------------------
 
 
@@ -268,7 +318,8 @@ def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth() -> None:
     for prompt in prompts:
         slots, _ = manager.offer(prompt[1:], [Run(3, 100, behind=prompt[0])])
         manager.complete_store(slots)
-    policy._density._density[-LENGTHS:] = 0.0
+    let_density_lead(policy)
+    policy._density.worth[:, -LENGTHS:] = 0.0
     policy._rank_anew()
     for at in range(20):
         manager.complete_store(manager.prepare_store([b"new %d" % at]))
@@ -417,8 +468,9 @@ def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more() -> None:
     best = [b"best %d" % block for block in range(4)]
     manager.complete_store(manager.offer(best, [Run(4, 100)])[0])
     manager.complete_load(manager.prepare_load(best))
+    let_density_lead(policy)
     for uses, density in enumerate((2.0, 3.0, 1.0, 1.0)):
-        policy._density._density[uses * LENGTHS :][:LENGTHS] = density
+        policy._density.worth[:, uses * LENGTHS :][:, :LENGTHS] = density
     policy._rank_anew()
     for at in range(8):
         manager.complete_store(manager.prepare_store([b"new %d" % at]))
@@ -438,7 +490,8 @@ def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(
         tokens = 5000 if at == 99 else 100 if at % 2 else 2000
         behind = prompt[at - 1] if at else None
         manager.complete_store(manager.offer([key], [Run(1, tokens, behind=behind)])[0])
-    policy._density._density[:LENGTHS] = np.arange(1, 1 + LENGTHS)[:, None]
+    let_density_lead(policy)
+    policy._density.worth[:, :LENGTHS] = np.arange(1, 1 + LENGTHS)
     policy._rank_anew()
     looked, leave = [], PrefixOrder.leave
 
@@ -464,8 +517,9 @@ def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail() -> No
         behind = prompt[at - 1] if at else None
         manager.complete_store(manager.offer([key], [Run(1, tokens, behind=behind)])[0])
     manager.complete_store(manager.offer([b"x", b"y"], [Run(2, 50_000)])[0])
-    policy._density._density[:LENGTHS] = np.arange(1, 1 + LENGTHS)[:, None]
-    policy._density._density[LENGTHS:] = 100.0
+    let_density_lead(policy)
+    policy._density.worth[:, :LENGTHS] = np.arange(1, 1 + LENGTHS)
+    policy._density.worth[:, LENGTHS:] = 100.0
     policy._rank_anew()
     manager.complete_store(manager.prepare_store([b"first"]))
     assert not manager.readable([b"d"]).any(), "its tail"
@@ -541,7 +595,9 @@ def test_entries_of_hot_slots_do_not_pile_up() -> None:
 
 
 def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_evictable() -> None:
-    manager = CacheManager(AutoPolicy(4))
+    policy = AutoPolicy(4)
+    let_density_lead(policy)
+    manager = CacheManager(policy)
     manager.complete_store(manager.prepare_store([b"old", b"used"]))
     for _ in range(MIN_EPOCH + 1):
         manager.use(np.full(1, 1, np.int32))

@@ -1,0 +1,177 @@
+"""`python -m bench.trace.shifts`: hits of `lru` and `auto` in each phase of traffic that changes.
+
+Each workload is a list of phases, each a list of prompts in blocks of 16 tokens. The capacities are
+such that some of the phases just fit and others do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+from bench.serving.report import markdown_table
+from kv_offload.simulation.replay import Replay
+from kv_offload.simulation.trace import TraceRequest
+
+BLOCK_TOKENS = 16
+
+Prompt: TypeAlias = list[int]
+Phases: TypeAlias = list[list[Prompt]]
+
+
+class _Blocks:
+    """Draws prompts of blocks that no other prompt has."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._names: Iterator[int] = itertools.count()
+
+    def new(self, blocks: int) -> Prompt:
+        return list(itertools.islice(self._names, blocks))
+
+    def prompts(self, count: int, blocks: int) -> list[Prompt]:
+        return [self.new(blocks) for _ in range(count)]
+
+
+def _documents(blocks: _Blocks) -> Phases:
+    """A few prompts of many lengths twice, then new ones that just fit, in three passes."""
+    warm = [prompt for size in (32, 128, 512, 1024) for prompt in blocks.prompts(3, size)]
+    documents = blocks.prompts(48, 256)
+    return [[prompt for prompt in warm for _ in range(2)], documents, documents, documents]
+
+
+def _users(blocks: _Blocks) -> Phases:
+    """A chat service whose users change, and whose conversations grow."""
+    phases = []
+    for _ in range(4):
+        users, asked = blocks.prompts(60, 64), []
+        for _ in range(450):
+            at = blocks.random.randrange(len(users))
+            if len(users[at]) < 300:
+                users[at] = users[at] + blocks.new(16)
+            asked.append(users[at])
+        phases.append(asked)
+    return phases
+
+
+def _scan(blocks: _Blocks) -> Phases:
+    """Documents that are asked at random, a scan of others, and new documents."""
+
+    def asked() -> list[Prompt]:
+        documents = blocks.prompts(100, 50)
+        return [blocks.random.choice(documents) for _ in range(500)]
+
+    before, after = asked(), asked()
+    return [before, before, blocks.prompts(60, 200), after, after]
+
+
+def _system_prompts(blocks: _Blocks) -> Phases:
+    """One system prompt for all requests, which is replaced."""
+    return [
+        [system + blocks.new(blocks.random.randint(5, 40)) for _ in range(300)]
+        for system in blocks.prompts(4, 100)
+    ]
+
+
+def _day_and_night(blocks: _Blocks) -> Phases:
+    """Two groups of users by turns, whose conversations grow."""
+    groups = [[blocks.new(blocks.random.choice((30, 60, 120))) for _ in range(40)] for _ in "ab"]
+    phases = []
+    for turn in range(4):
+        users, asked = groups[turn % 2], []
+        for _ in range(250):
+            at = blocks.random.randrange(len(users))
+            users[at] = blocks.new(50) if len(users[at]) > 300 else users[at] + blocks.new(4)
+            asked.append(users[at])
+        phases.append(asked)
+    return phases
+
+
+def _once_then_again(blocks: _Blocks) -> Phases:
+    """Prompts that nobody repeats, then some that are repeated five times, and again."""
+    phases = []
+    for _ in range(2):
+        phases.append(blocks.prompts(500, 50))
+        phases.append(blocks.prompts(90, 50) * 6)
+    return phases
+
+
+def _ending_chats(blocks: _Blocks) -> Phases:
+    """Conversations that grow and end; in each phase of other numbers, turns and lengths."""
+    phases = []
+    for at_once, turns, growth in ((40, 12, 10), (100, 3, 30), (20, 40, 5)):
+        chats: list[tuple[Prompt, int]] = []
+        asked = []
+        for _ in range(600):
+            if len(chats) < at_once:
+                chats.append((blocks.new(20), blocks.random.randint(1, turns)))
+            said, left = chats.pop(blocks.random.randrange(len(chats)))
+            said = said + blocks.new(blocks.random.randint(1, growth))
+            asked.append(said)
+            if left > 1:
+                chats.append((said, left - 1))
+        phases.append(asked)
+    return phases
+
+
+def _popularity(blocks: _Blocks) -> Phases:
+    """Prompts by Zipf, of which others become the popular ones."""
+    prompts = [blocks.new(blocks.random.randint(10, 60)) for _ in range(600)]
+    weights = [1 / rank for rank in range(1, len(prompts) + 1)]
+    phases = []
+    for _ in range(3):
+        blocks.random.shuffle(prompts)
+        phases.append(blocks.random.choices(prompts, weights, k=800))
+    return phases
+
+
+class Shift(NamedTuple):
+    """Traffic that changes, and capacities in blocks to try."""
+
+    phases: Callable[[_Blocks], Phases]
+    capacities: tuple[int, ...]
+
+    def make(self, seed: int = 0) -> Phases:
+        """Draw the prompts."""
+        return self.phases(_Blocks(seed))
+
+
+SHIFTS: Mapping[str, Shift] = {
+    "documents that just fit": Shift(_documents, (12_288, 15_000)),
+    "users who change": Shift(_users, (7_500, 12_500)),
+    "a scan between documents": Shift(_scan, (2_500, 4_750, 5_250)),
+    "a system prompt that is replaced": Shift(_system_prompts, (1_000, 5_000)),
+    "day and night": Shift(_day_and_night, (4_000, 6_000, 10_000)),
+    "prompts asked once, then prompts asked again": Shift(_once_then_again, (4_550, 6_000)),
+    "conversations that end": Shift(_ending_chats, (2_000, 5_000)),
+    "popularity that moves": Shift(_popularity, (1_000, 4_000, 10_000)),
+}
+
+
+def hits_by_phase(phases: Phases, policy: str, capacity: int) -> list[float]:
+    """Return the per cent of the blocks of each phase that prefix hits bring."""
+    cache, shares = Replay(policy, capacity), []
+    for prompts in phases:
+        hits = sum(
+            cache.serve(TraceRequest(0.0, BLOCK_TOKENS * len(ids), 1, tuple(ids), BLOCK_TOKENS))
+            for ids in prompts
+        )
+        shares.append(100 * hits / sum(map(len, prompts)))
+    return shares
+
+
+def main() -> None:
+    """Print a table."""
+    lines = []
+    for name, shift in SHIFTS.items():
+        for capacity in shift.capacities:
+            found = [hits_by_phase(shift.make(), policy, capacity) for policy in ("lru", "auto")]
+            shares = [", ".join(f"{share:.1f}" for share in each) for each in found]
+            lines.append([f"{name}, {capacity:,}", *shares])
+    print(markdown_table("Hits in % by phase", ["workload, blocks", "lru", "auto"], lines))
+
+
+if __name__ == "__main__":
+    main()
