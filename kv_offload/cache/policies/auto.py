@@ -2,7 +2,7 @@
 
 `rivals` compares both rules by the traffic, and says which leads. While recency leads, everything
 is stored and the least recent leaves. While hit density leads, nothing is stored that is worth less
-than what would leave for it. What a block is worth is learnt from the traffic (`density`): by how
+than what would leave for it, until many keys come that nobody has seen before. What a block is worth is learnt from the traffic (`density`): by how
 often it was used, how long ago, and how long the prompt was that first had it. Keys that have no
 slot are watched as well (`history`), so what is learnt does not depend on what was kept. Slots of
 one class and age stand in a bucket, and the worst buckets give the victims (`ranking`), no block
@@ -119,7 +119,9 @@ class AutoPolicy(EvictionPolicy):
         buckets = classes + self._density.epoch * CLASSES
         self._begun.append(buckets)
         self._count(len(keys))
-        if free >= len(keys) or not self._rivals.density_leads:
+        if self._rivals.see_new(known > 0):
+            self._rank_anew()
+        if free >= len(keys) or self._rivals.stores_all:
             self._admitted = hashes, buckets, before
             return np.ones(len(keys), bool)
         worth = self._worth_a_slot(classes, free)
@@ -222,6 +224,8 @@ class AutoPolicy(EvictionPolicy):
 
     def use(self, slots: Slots) -> None:
         self._advance()
+        if self._rivals.see_known():
+            self._rank_anew()
         self._found += len(slots)
         old = self._bucket_of[slots]
         classes = old % CLASSES
@@ -276,7 +280,7 @@ class AutoPolicy(EvictionPolicy):
         self._noted_before = self._noted
 
     def _rank(self) -> None:
-        self._ranking.rank(by_recency=not self._rivals.density_leads)
+        self._ranking.rank(self._rivals.recent_from)
 
     def _rank_anew(self) -> None:
         self._take_in()
@@ -299,7 +303,7 @@ class AutoPolicy(EvictionPolicy):
     # -- the tier below ------------------------------------------------------------------------
 
     def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
-        if not self._rivals.density_leads:
+        if self._rivals.stores_all:
             return super().worth_keeping(slots)
         return self._density.likely(self._bucket_of[slots])
 

@@ -20,6 +20,9 @@ QUEUED_SLOTS = 4096
 """How many slots of a bucket come into the queue at a time: a step pays for so many, and a bucket
 may have an eighth of all."""
 
+NEVER = 1 << 62
+"""An epoch that does not come."""
+
 WINDOW_SLOTS = 64
 """How many slots a search for victims looks at, beyond twice those that it wants."""
 
@@ -100,10 +103,11 @@ class Ranking:
                 if len(live := self._take(bucket)):
                     self._add(bucket, live)
 
-    def rank(self, *, by_recency: bool = False) -> None:
+    def rank(self, recent_from: int = NEVER) -> None:
         """Order the buckets by what their slots are worth now, the older first of equals.
 
-        Or `by_recency`: by the epoch of the last access, those used least often first.
+        Those from the epoch `recent_from` on come last, by the epoch of the last access, those used
+        least often first.
         """
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
@@ -119,7 +123,8 @@ class Ranking:
         before = [bucket for bucket in self._entries if bucket < now]
         buckets = np.array([*before, *range(now, now + CLASSES)])
         densities = self._density.of(buckets)
-        order = np.argsort(buckets) if by_recency else np.lexsort((buckets, densities))
+        recent = buckets // CLASSES >= recent_from
+        order = np.lexsort((buckets, np.where(recent, 0, densities), recent))
         self._order = [*zip(buckets[order].tolist(), densities[order].tolist(), strict=True)]
         self._at = 0
 
