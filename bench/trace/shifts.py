@@ -127,6 +127,62 @@ def _popularity(blocks: _Blocks) -> Phases:
     return phases
 
 
+def _loop_then_documents(blocks: _Blocks) -> Phases:
+    """A loop over more than memory holds, of which `auto` keeps a part, then new prompts."""
+    documents = blocks.prompts(70, 64)
+    return [blocks.prompts(100, 64) * 6, documents, documents, documents]
+
+
+def _popular_then_documents(blocks: _Blocks) -> Phases:
+    """Popular prompts among others that nobody repeats, then new prompts that just fit."""
+    popular = blocks.prompts(40, 32)
+    asked = [
+        blocks.random.choice(popular) if blocks.random.random() < 0.3 else blocks.new(64)
+        for _ in range(1500)
+    ]
+    documents = blocks.prompts(60, 64)
+    return [asked, documents, documents, documents]
+
+
+def _batches(blocks: _Blocks) -> Phases:
+    """Three passes over documents with a question each; in each phase of another length."""
+    phases = []
+    for size in (128, 512, 32, 256, 1024, 64):
+        documents = blocks.prompts(max(4, 6000 // size), size)
+        passes = [blocks.random.sample(documents, len(documents)) for _ in range(3)]
+        phases.append([document + blocks.new(2) for each in passes for document in each])
+    return phases
+
+
+def _lengths_that_swap(blocks: _Blocks) -> Phases:
+    """Short prompts come again and long ones do not, then the other way round."""
+    phases = []
+    for again, once in ((30, 200), (200, 30)) * 2:
+        popular = blocks.prompts(30, again)
+        phases.append(
+            [
+                blocks.random.choice(popular) if blocks.random.random() < 0.5 else blocks.new(once)
+                for _ in range(600)
+            ]
+        )
+    return phases
+
+
+def _once_then_each_again(blocks: _Blocks) -> Phases:
+    """Prompts that nobody repeats and some popular ones, then each comes again after 40 others."""
+    popular = blocks.prompts(20, 50)
+    phases = [
+        [
+            blocks.random.choice(popular) if blocks.random.random() < 0.25 else blocks.new(50)
+            for _ in range(800)
+        ]
+    ]
+    for _ in range(2):
+        prompts = blocks.prompts(800, 50)
+        phases.append([one for at in range(40, 800) for one in (prompts[at], prompts[at - 40])])
+    return phases
+
+
 class Shift(NamedTuple):
     """Traffic that changes, and capacities in blocks to try."""
 
@@ -146,6 +202,11 @@ SHIFTS: Mapping[str, Shift] = {
     "day and night": Shift(_day_and_night, (4_000, 6_000, 10_000)),
     "prompts asked once, then prompts asked again": Shift(_once_then_again, (4_550, 6_000)),
     "conversations that end": Shift(_ending_chats, (2_000, 5_000)),
+    "a loop, then documents that just fit": Shift(_loop_then_documents, (4_500, 5_000, 5_500)),
+    "popular prompts, then documents that just fit": Shift(_popular_then_documents, (2_000, 4_000)),
+    "batches of new lengths": Shift(_batches, (3_000, 5_000, 6_250)),
+    "lengths that swap": Shift(_lengths_that_swap, (3_000, 7_000, 10_000)),
+    "prompts asked once, then each again": Shift(_once_then_each_again, (2_250, 4_500)),
     "popularity that moves": Shift(_popularity, (1_000, 4_000, 10_000)),
 }
 

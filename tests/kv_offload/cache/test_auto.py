@@ -19,6 +19,7 @@ from kv_offload.cache.policies.auto import (
 from kv_offload.cache.policies.density import AGES, CLASSES, LENGTHS, HitDensity
 from kv_offload.cache.policies.history import History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST, PrefixOrder
+from kv_offload.cache.policies.rivals import MIN_CHANGE, MIN_NEW
 from kv_offload.cache.slots import NO_SLOTS, Run, Slots
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest
@@ -289,12 +290,47 @@ def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning()
     assert not rivals.density_leads
 
 
-def test_the_hits_of_both_rules_are_known_without_their_caches() -> None:
+def test_many_new_keys_in_a_row_are_stored_until_a_known_one_comes() -> None:
+    policy = AutoPolicy(4096)
+    manager = CacheManager(policy)
+    keys = [b"%d" % at for at in range(8192)]
+    manager.complete_store(manager.prepare_store(keys[:4096]))
+    let_density_lead(policy)
+    policy._rivals.see_known()
+    policy._density.new[:] = 0.0
+    stored = []
+    for at in range(4096, 4096 + 4 * MIN_NEW, MIN_NEW // 2):
+        slots, _ = manager.offer(keys[at : at + MIN_NEW // 2], [Run(MIN_NEW // 2, 100)])
+        manager.complete_store(slots)
+        stored.append(len(slots))
+    assert stored == [0, 0] + 6 * [MIN_NEW // 2]
+    assert manager.readable(keys[4096 + MIN_NEW : 4096 + 4 * MIN_NEW]).all()
+    manager.use(np.array(manager.slot_numbers(keys[4096 + MIN_NEW : 4097 + MIN_NEW]), np.int32))
+    assert policy._rivals.density_leads
+    policy._density.new[:] = 0.0
+    slots, _ = manager.offer(keys[6000:6010], [Run(10, 100)])
+    assert len(slots) == 0
+    manager.check_integrity()
+
+
+def test_after_many_new_keys_in_a_row_recency_leads() -> None:
+    policy = AutoPolicy(4096)
+    let_density_lead(policy)
+    known = np.zeros(MIN_NEW, bool)
+    for _ in range(2 + MIN_CHANGE // MIN_NEW):
+        policy._rivals.see_new(known)
+    policy._rivals.see_known()
+    assert not policy._rivals.density_leads
+
+
+def test_the_hits_of_both_rules_are_known_without_their_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a loop over twice the capacity recency keeps nothing, and hit density a part."""
     policy = AutoPolicy(512)
     manager = CacheManager(policy)
     leads: list[float] = []
-    policy._rivals._judge = leads.append  # type: ignore[method-assign]
+    monkeypatch.setattr(policy._rivals, "_judge", leads.append)
     prompts = [[b"%d %d" % (prompt, block) for block in range(16)] for prompt in range(64)]
     for _ in range(40):
         for prompt in prompts:
