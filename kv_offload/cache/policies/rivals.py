@@ -51,8 +51,8 @@ MIN_NEW, NEW_OF_CAPACITY = 64, 100
 worth: one for so many slots, and so many at least. As many are missing in the next pass."""
 
 MIN_CHANGE = 1024
-"""So many more, or an epoch if that is more, are a change of the traffic. With 512, a cache for 1,000
-blocks had 1.1 points less in Mooncake's synthetic trace (November 2026)."""
+"""So many more, or an epoch if that is more, are a change of the traffic. With 512, a cache for
+1,000 blocks had 1.1 points less in Mooncake's synthetic trace (November 2026)."""
 
 
 class Rivals:
