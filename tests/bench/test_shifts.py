@@ -11,10 +11,11 @@ ALLOWED = 2.0
 
 MORE = {
     # Of what just fits the first prompt is declined, and so is not there in the next pass.
-    ("batches of new lengths", 5_000): 8.0,
-    ("batches of new lengths", 3_000): 8.0,
+    ("batches of new lengths", 5_000): 5.0,
     # No room is left for what comes twice, as recency knows ages only by the epoch.
-    ("a loop, then documents that just fit", 4_500): 10.0,
+    ("a loop, then documents that just fit", 4_500): 8.0,
+    # Half of the prompts fit, and hit density leads by turns.
+    ("a scan between documents", 2_500): 3.0,
 }
 """What a phase can lose more, and why."""
 
