@@ -236,7 +236,7 @@ _REMOVED: Mapping[str, tuple[str | None, str]] = {
     ),
     "transfer_engine": (
         "dma",
-        "use auto, the default, which copies with the copy engine where that is faster",
+        "use copy_engine, which lets the tokens' copies through, or auto, the default",
     ),
 }
 """What earlier versions had: by key, the value that was removed (None for the whole key), and what

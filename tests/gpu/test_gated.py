@@ -248,7 +248,8 @@ def test_the_gate_is_chosen_for_long_runs_here() -> None:
         (ROWS, "gates"),
         ([(16 * KIB, 16 * KIB)] * 8, "kernels"),
     ):
-        assert choose_copies(make_cache(4, pages).layout, DEVICE) == chosen
+        layout = make_cache(4, pages).layout
+        assert choose_copies(layout, DEVICE, copy_engine=True) == chosen
 
 
 @pytest.mark.parametrize(("connections", "yields"), [("1", False), ("2", True), ("32", True)])

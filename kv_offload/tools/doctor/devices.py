@@ -146,8 +146,8 @@ def judge_gates(name: str, report: GateReport) -> Check:
     """Say whether small copies get through between the pieces of long ones."""
     needed = "small copies that are served between two pieces of a long one"
     remedy = (
-        "Kernels copy instead, and take some of compute's time. Unset CUDA_DEVICE_MAX_CONNECTIONS "
-        "if it is 1, and look for a newer driver."
+        "With transfer_engine: copy_engine kernels would copy instead. Unset "
+        "CUDA_DEVICE_MAX_CONNECTIONS if it is 1, and look for a newer driver."
     )
     return judged(name, report.found, needed, remedy, fits=report.yields, otherwise="warning")
 

@@ -47,7 +47,8 @@ class Bed:
         )  # fmt: skip
         arena = HostArena(blocks, layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
-        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage])
+        copies_with = state.choose_copies(layout, DEVICE, copy_engine=True)
+        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage], copies_with=copies_with)
 
     def pages_in_slots(self) -> np.ndarray:
         shape = (len(self.slots), *self.pages.shape[::2])
@@ -250,7 +251,9 @@ def test_the_gate_is_for_long_runs_where_it_yields(
     state._warn_once.cache_clear()
     cuda.yields = yields
     for _ in range(2):
-        assert Bed(page_bytes, num_layers, 2).engine.copies_with == chosen
+        engine = Bed(page_bytes, num_layers, 2).engine
+        assert engine.copies_with == chosen
+        assert state.choose_copies(engine.layout, DEVICE) == "kernels", "unless it is asked for"
     told = caplog.text.count("kernels copy, not the copy engine")
     assert told == (0 if yields else 1), "once, and only where the copy engine would copy"
 

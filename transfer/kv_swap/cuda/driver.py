@@ -19,19 +19,17 @@ from kv_swap.errors import DeviceError
 MEMORY_HOST, MEMORY_DEVICE = 1, 2
 """CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_DEVICE."""
 
+_END = ("x", "y", "z", "lod", "type", "host", "device", "array", "reserved", "pitch", "height")
 STRIDED_COPY = np.dtype(
-    {
-        "names": [
-            *("src_type", "src_host", "src_device", "src_pitch", "src_height"),
-            *("dst_type", "dst_host", "dst_device", "dst_pitch", "dst_height"),
-            *("width", "height", "depth"),
-        ],
-        "formats": ["<u8"] * 13,
-        "offsets": [8 * word for word in (4, 5, 6, 9, 10, 15, 16, 17, 20, 21, 22, 23, 24)],
-        "itemsize": 8 * 25,
-    }
+    [
+        *((f"{end}_{name}", "<u8") for end in ("src", "dst") for name in _END),
+        *((name, "<u8") for name in ("width", "height", "depth")),
+    ]
 )
-"""CUDA_MEMCPY3D: `depth` slices of `height` rows of `width` bytes, `pitch * height` bytes apart."""
+"""CUDA_MEMCPY3D: `depth` slices of `height` rows of `width` bytes, `pitch * height` bytes apart.
+
+Every word has a name, since NumPy copies named fields only, and CUDA refuses a copy whose reserved
+words are not 0."""
 
 _SRC_ACCESS_ORDER_STREAM = 1
 _BATCH_VERSION, _VALUE_VERSION, _COPY_VERSION = 12080, 11070, 4000

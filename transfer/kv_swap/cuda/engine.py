@@ -40,9 +40,9 @@ class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
     `keep_alive` are the tensors behind `layout`. The compute stream is the one that is current on
-    `device` at each call. `copies_with` is chosen unless it is given. `seconds` of a completion are
-    the device's: from when the compute stream reached the point of submission, or for a load that
-    does not wait for it, from when earlier loads ended.
+    `device` at each call. Kernels copy unless `copies_with` says otherwise. `seconds` of a
+    completion are the device's: from when the compute stream reached the point of submission, or
+    for a load that does not wait for it, from when earlier loads ended.
 
     The constructor tests the copy engine or compiles the kernels, allocates all it needs and
     synchronises: before any CUDA graph is captured. Raises `LayoutError` if a slot of the arena

@@ -40,12 +40,15 @@ _LEAKED: list[State] = []
 """Of copies that may still run, or of a parent process; it is never freed."""
 
 
-def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:
-    """Return what copies a layout: the copy engine where blocks are few long copies.
+def choose_copies(
+    layout: KVLayout, device: torch.device, *, copy_engine: bool = False
+) -> CopiesWith:
+    """Return what copies a layout: kernels, or the copy engine if it is asked for and fits.
 
-    The log says once where the copy engine would copy, but does not yield at gates.
+    It fits if blocks are few long copies and the engine yields at gates. The log says once if the
+    gates are the reason that it does not copy.
     """
-    if not suits_copy_engine(layout):
+    if not (copy_engine and suits_copy_engine(layout)):
         return "kernels"
     report = check_gates(device)
     if report.yields:
