@@ -94,6 +94,16 @@ class RunningRequests(Protocol):
     """Requests whose `new_block_ids` replace what was known."""
 
 
+class BlockState(Protocol):
+    """What the engine says of the blocks of a step beyond the new ones."""
+
+    boundary_state_offloads: Mapping[str, Sequence[tuple[int, int, int]]]
+    """By request id: cache group, block and how many tokens, of each state that the step names.
+
+    A state need not lie where its tokens would be in the request's list of blocks: the engine moves
+    blocks of drafts within it, and keeps the state before a prompt's end in a block of its own."""
+
+
 class StepOutput(Protocol):
     """What the engine's scheduler put into one step."""
 
@@ -102,6 +112,7 @@ class StepOutput(Protocol):
     total_num_scheduled_tokens: int
     scheduled_new_reqs: Sequence[NewRequest]
     scheduled_cached_reqs: RunningRequests
+    kv_connector_block_state: BlockState | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,18 +32,25 @@ LOOKUP_GROWTH = 4
 class CacheGroup:
     """Layers that share a block table, and how far back a query of theirs reads.
 
-    At most one of the first three is set; where none is, a query reads all tokens before it.
+    At most one of the first four is set; where none is, a query reads all tokens before it.
 
     - `window_tokens`: it reads itself and the `window_tokens - 1` tokens before it.
     - `chunk_tokens`: it reads from the last multiple of `chunk_tokens` on (chunked-local
       attention).
     - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
       holds the state after its last token; some blocks of a prefix are never made.
+    - `is_scratch`: it reads what only the request itself has written: a ring with the keys that are
+      still to be compressed, or a window that the engine computes again after a hit. No block of
+      it is stored or loaded.
     - `sees_next_token`: the KV of a token also depends on the next token, because a draft head is
       fed both. That of a block's last token then depends on a token that only the hash of the next
       block covers. So a hit needs a proof: the block after its end is readable too.
     - `retention_tokens`: of a window, the engine names the blocks before the end of a prompt and
       before each multiple of this alone; 0 is the end of a prompt alone, None is all blocks.
+    - `unnamed_tokens`: so many of the last tokens that a step computes are named in a later one,
+      because several MTP modules compute their KV again.
+    - `state_tokens`: how many tokens are compressed into each thing that a block holds. The last
+      token of a hit cannot be computed again on its own where that is more than one.
     """
 
     group_id: int
@@ -53,11 +60,15 @@ class CacheGroup:
     holds_state: bool = False
     sees_next_token: bool = False
     retention_tokens: int | None = None
+    is_scratch: bool = False
+    state_tokens: int = 1
+    unnamed_tokens: int = 0
 
     @property
     def reads_all(self) -> bool:
         """Whether a query reads every token before it."""
-        return self.window_tokens is None and self.chunk_tokens is None and not self.holds_state
+        partial = self.window_tokens is not None or self.chunk_tokens is not None
+        return not (partial or self.holds_state or self.is_scratch)
 
     def first_needed_token(self, end_tokens: int) -> int:
         """Return the first token whose KV a query at `end_tokens` reads; `end_tokens` if none."""
@@ -98,18 +109,22 @@ class PrefixMap:
         """By group: how many of a request's hashes one block spans."""
         self.alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         """Hits end at multiples of this, where every group has a whole block."""
+        self.stored_groups = tuple(group for group in self.groups if not group.is_scratch)
+        self.unnamed_tokens = max(group.unnamed_tokens for group in self.groups)
         self._reads_all = tuple(group.reads_all for group in self.groups)
-        self._search_order = sorted(self.groups, key=lambda group: not group.reads_all)
+        self._search_order = sorted(self.stored_groups, key=lambda group: not group.reads_all)
         self._has_full = self._search_order[0].reads_all
         chain_group = self._search_order[0].group_id
         self._chain_suffix = self._suffix[chain_group] if chain_group else b""
         self.serves_whole_requests = all(
-            group.reads_all and not group.sees_next_token for group in self.groups
+            group.reads_all and group.state_tokens == 1 and not group.sees_next_token
+            for group in self.groups
         )
         """Whether a hit may cover all tokens of a request: the engine computes the last one again.
 
-        A window could begin one token too late for it, a state would already include it, and KV
-        that depends on the next token would have no proof.
+        A window could begin one token too late for it, a state would already include it, scratch
+        would lack the tokens that it is compressed with, and KV that depends on the next token
+        would have no proof.
         """
 
     def align(self, tokens: int) -> int:
@@ -123,15 +138,23 @@ class PrefixMap:
     def pool_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[bytes]:
-        """Return the engine's keys of blocks `first` to `last` (exclusive), as far as known."""
+        """Return the engine's keys of blocks `first` to `last` (exclusive), as far as known.
+
+        There are none of scratch.
+        """
+        if group.is_scratch:
+            return []
         suffix = self._suffix[group.group_id]
         return [block_hash + suffix for block_hash in self._ends(hashes, group, first, last)]
 
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:
-        """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist."""
-        if group.group_id == 0:
+        """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist.
+
+        There are none of scratch.
+        """
+        if group.group_id == 0 and not group.is_scratch:
             # No suffix: Python has hashed the request's own bytes already, which saves much time.
             # They are shorter than keys with a suffix, so no two keys are the same.
             return list(self._ends(hashes, group, first, last))
@@ -159,6 +182,8 @@ class PrefixMap:
 
     def needed_slots(self, group: CacheGroup, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that a group must load to extend a prefix to `end_tokens`."""
+        if group.is_scratch:
+            return range(0)
         first = max(start_tokens, group.first_needed_token(end_tokens))
         return range(first // group.block_tokens, end_tokens // group.block_tokens)
 
@@ -168,7 +193,7 @@ class PrefixMap:
         Of states and, with `retention_tokens`, of windows it names only what a hit at certain
         tokens reads. Which states these are is not known here: none counts.
         """
-        if group.holds_state:
+        if group.holds_state or group.is_scratch:
             return 0
         if group.retention_tokens is None:
             return len(slots)
@@ -286,7 +311,7 @@ class PrefixMap:
                 end = self._covered_end(group, hashes, readable, start, end)
                 if end <= start_tokens:
                     break
-            if len(self.groups) == 1:
+            if len(self._search_order) == 1:
                 break  # the only group covers this end
         end = max(end, start_tokens)
         return end, max(end, full_end or 0)

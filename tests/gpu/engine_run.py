@@ -97,7 +97,7 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
 
 def corrupt(slots: np.ndarray, kind: str) -> None:
     """Change what host memory holds without making NaNs of it, which end runner V2."""
-    if kind in ("jamba", "falcon_h1", "qwen3_next"):
+    if kind in ("jamba", "falcon_h1", "qwen3_next", "qwen3_next_mtp"):
         slots ^= 0x01  # exponents too; states in the place of keys would make NaNs
     else:
         slots[:] = np.roll(slots, 7, axis=0)  # right bytes in wrong places

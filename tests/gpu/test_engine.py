@@ -14,6 +14,12 @@ BLOCK_TOKENS = 32
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
+OF_TEXT = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+}
+
+OF_MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "graphs": ("qwen3", {"enforce_eager": False}),
@@ -62,6 +68,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {"enable_prefix_caching": True, "gdn_prefill_backend": "triton"},
     ),
+    "Mamba 2, drafts of text": (
+        "falcon_h1",
+        {"enable_prefix_caching": True, "mamba_cache_mode": "align", **OF_TEXT},
+    ),
+    "gated delta nets, drafts of text": (
+        "qwen3_next",
+        {"enable_prefix_caching": True, "gdn_prefill_backend": "triton", **OF_TEXT},
+    ),
+    "gated delta nets, MTP": (
+        "qwen3_next_mtp",
+        {"enable_prefix_caching": True, "gdn_prefill_backend": "triton", **OF_MTP},
+    ),
+    "gated delta nets, MTP, graphs": (
+        "qwen3_next_mtp",
+        {
+            "enable_prefix_caching": True,
+            "gdn_prefill_backend": "triton",
+            "enforce_eager": False,
+            **OF_MTP,
+        },
+    ),
+    "int4 scale per token and head": ("qwen3", {"kv_cache_dtype": "int4_per_token_head"}),
+    "codes of 4 bits": ("llama_wide", {"kv_cache_dtype": "turboquant_4bit_nc"}),
+    "fp8 keys, codes of 4 bits": ("llama_wide", {"kv_cache_dtype": "turboquant_k8v4"}),
     "draft head": ("llama", {"draft_head": True}),
     "draft head, graphs": ("llama", {"draft_head": True, "enforce_eager": False}),
     "sleep": ("qwen3", {"enable_sleep_mode": True}),

@@ -50,3 +50,22 @@ def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
     )
     assert engine.hash_block_tokens == 8, "vLLM's own answer"
     serve_again(engine)
+
+
+@both_ways
+@pytest.mark.parametrize("ranks", [{"context_ranks": 2}, {"prefill_ranks": 2}], ids=str)
+def test_drafts_of_a_head(async_scheduling: bool, ranks: dict[str, int]) -> None:
+    engine = PlayedEngine(
+        groups=(CacheGroup(0, 4),),
+        ranks=2,
+        drafts=2,
+        draft_head=True,
+        async_scheduling=async_scheduling,
+        **ranks,
+    )
+    store(engine, TEXT)
+    engine.check_host_memory()
+    engine.serve("again", TEXT)
+    # All whole blocks but the last, which is the proof of what the head has read ahead.
+    assert engine.totals["hit_tokens"] == 40 - engine.hash_block_tokens
+    engine.check_rest()

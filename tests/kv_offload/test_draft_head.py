@@ -63,7 +63,8 @@ class PlayedHead(PlayedModel):
 
     @property
     def heads(self) -> Sequence[CacheGroup]:
-        return [group for group in self.groups if group.sees_next_token] or self.groups
+        attention = [group for group in self.groups if not group.holds_state]
+        return [group for group in attention if group.sees_next_token] or attention
 
     def forward_request(self, request_id: str, computed: int, output: Any, draft: Draft) -> Tokens:
         request = self.requests[request_id]
@@ -98,8 +99,8 @@ class PlayedHead(PlayedModel):
             assert found in expected, f"{place.request_id}: wrong KV at {position} of the head"
         return right
 
-    def write(self, place: Place, inputs: list[int], start: int) -> None:
-        super().write(self.without_head(place), inputs, start)
+    def write(self, place: Place, inputs: list[int], start: int, drafts: int) -> None:
+        super().write(self.without_head(place), inputs, start, drafts)
 
     def without_head(self, place: Place) -> Place:
         words = place.words[..., :-1] if place.group in self.heads else place.words
@@ -113,9 +114,10 @@ def successors(name: int) -> set[int]:
 class HeadEngine(HarshEngine):
     """Drafts with a head; alternates between drafts that are right, half right and wrong."""
 
+    model_class = PlayedHead
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, drafts=DRAFTS, draft_head=True, **more)
-        self.model = PlayedHead(self.groups, [rank.kv for rank in self.ranks])
         self.accepted = self.rejected = 0
         self.propose = self.mixed_drafts
 

@@ -69,17 +69,23 @@ class HarshEngine(PlayedEngine):
             rank.connector.handle_preemptions(metadata)
             if not self.zeroes_first:
                 self.poison(output, rank)
+            rank.copy_blocks(output)
             rank.connector.bind_connector_metadata(metadata)
         reports = [rank.end(output) for rank in self.ranks]
         self.take_results(output, self.forward(output), reports)
 
     def poison(self, output: Any, rank: Any) -> None:
         """Fill the blocks that this step's requests were given and that hold nothing yet."""
-        given = [(new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
+        given = [
+            (self.held_tokens(new.req_id, new.num_computed_tokens), new.block_ids)
+            for new in output.scheduled_new_reqs
+        ]
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             resumed = request_id in cached.resumed_req_ids
-            computed = cached.num_computed_tokens[index] if resumed else 0
+            computed = 0
+            if resumed:
+                computed = self.held_tokens(request_id, cached.num_computed_tokens[index])
             given.append((computed, cached.new_block_ids[index] or [[] for _ in self.groups]))
         for computed, by_group in given:
             for group, table in zip(self.groups, by_group, strict=True):
@@ -87,6 +93,11 @@ class HarshEngine(PlayedEngine):
                 fresh = [block for block in table[first:] if block != 0]
                 rank.memory[fresh] = POISON
                 self.poisoned_blocks += len(fresh)
+
+    def held_tokens(self, request_id: str, computed: int) -> int:
+        """Return up to where a request's blocks hold something, also where that is replayed."""
+        start = self.scheduler.requests[request_id].replay_start
+        return max(computed, start + self.scheduler.prefix_replay_tokens if start else 0)
 
 
 def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import functools
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -89,8 +92,15 @@ def make_spec(
     window_tokens: int | None = None,
     chunk_tokens: int | None = None,
     holds_state: bool = False,
+    is_scratch: bool = False,
+    drafts: int = 0,
+    checkpoints: int = 0,
+    modules: int = 1,
 ) -> Any:
-    """Return a spec whose page has `PAGE_WORDS` words."""
+    """Return a spec whose page has `PAGE_WORDS` words.
+
+    Scratch with a window is one that is replayed after a hit, without one it is a ring.
+    """
     if holds_state:
         return MambaSpec(
             block_size=block_tokens,
@@ -98,6 +108,9 @@ def make_spec(
             dtypes=(torch.int32, torch.int64),
             page_size_padded=PAGE_WORDS * 8,
             mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
+            num_prefill_checkpoint_blocks=checkpoints,
+            prefill_checkpoint_alignment=checkpoints or None,
         )
     shape = {
         "block_size": block_tokens,
@@ -105,11 +118,18 @@ def make_spec(
         "head_size": PAGE_WORDS // block_tokens,
         "dtype": torch.float32,
     }
+    if is_scratch and window_tokens is None:
+        return CircularBufferSpec(**shape, dcp_sharded=False)
+    if is_scratch:
+        shape["head_size"] *= 2  # one latent vector in place of a key and a value
+        return SlidingWindowMLASpec(**shape, sliding_window=window_tokens, bounded_replay=True)
     if chunk_tokens is not None:
         return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk_tokens)
     if window_tokens is None:
         return FullAttentionSpec(**shape)
-    return SlidingWindowSpec(**shape, sliding_window=window_tokens)
+    return SlidingWindowSpec(
+        **shape, sliding_window=window_tokens, extra_retained_tokens=modules - 1
+    )
 
 
 def set_layers(kv_cache_config: Any, specs: dict[str, Any]) -> None:
@@ -132,10 +152,19 @@ def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
     return KVCacheTensor(size=size, shared_by=layers)
 
 
-def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCacheConfig:
+def make_kv_cache_config(
+    groups: Sequence[CacheGroup],
+    num_blocks: int,
+    *,
+    drafts: int = 0,
+    checkpoints: int = 0,
+    modules: int = 1,
+) -> KVCacheConfig:
     """Return a configuration of one layer per group; all of them overlay the same bytes.
 
     Groups that see the next token are those of a draft head that vLLM can tell from the model's.
+    States have a block for each of `drafts`, and of `checkpoints` within a prefill.
+    With several `modules` of MTP vLLM keeps more tokens than a window has.
     """
     retention = {g.retention_tokens for g in groups} - {None}
     layers = [f"layer.{group.group_id}" for group in groups]
@@ -146,7 +175,12 @@ def make_kv_cache_config(groups: Sequence[CacheGroup], num_blocks: int) -> KVCac
             KVCacheGroupSpec(
                 [layer],
                 make_spec(
-                    group.block_tokens, group.window_tokens, group.chunk_tokens, group.holds_state
+                    *(group.block_tokens, group.window_tokens, group.chunk_tokens),
+                    holds_state=group.holds_state,
+                    is_scratch=group.is_scratch,
+                    drafts=drafts,
+                    checkpoints=checkpoints,
+                    modules=modules,
                 ),
                 **({"is_eagle_group": True} if group.sees_next_token else {}),
             )
@@ -214,6 +248,7 @@ def make_vllm_config(
     max_num_seqs: int = 4,
     drafts: int = 0,
     draft_head: bool = False,
+    modules: int = 1,
     async_scheduling: bool = False,
     scheduling_policy: str = "fcfs",
     long_prefill_token_threshold: int = 0,
@@ -226,6 +261,7 @@ def make_vllm_config(
     """Return the configuration that vLLM makes of a user's arguments, in the front end.
 
     Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
+    More `modules` than one are those of MTP.
     `events` has KV events made, and published nowhere. `traces` is where spans go.
     `transfer_config` makes that of the engine's connector from the options of the plugin.
     """
@@ -254,7 +290,9 @@ def make_vllm_config(
     transfer = config.kv_transfer_config
     _set_options(transfer.kv_connector, transfer.kv_connector_extra_config, exact)
     if draft_head:
-        config.speculative_config.method = "eagle"
+        config.speculative_config.method = "eagle" if modules == 1 else "mtp"
+        model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))
+        config.speculative_config.draft_model_config = model
     # The CPU platform turns it off and allows no second rank; the scheduler does not mind.
     config.scheduler_config.async_scheduling = async_scheduling
     config.parallel_config.world_size = ranks

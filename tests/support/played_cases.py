@@ -49,6 +49,28 @@ def store(engine: Engine, prompt: Sequence[int], request_id: str = "stored") -> 
     return forget(engine)
 
 
+def serve_under_pressure(engine: Engine) -> Engine:
+    """Serve requests that share prefixes and do not fit, one of which is aborted, to the end.
+
+    Then one of them again, of which the engine itself knows nothing any more.
+    """
+    branch = [*PROMPT[:16], PROMPT[16] ^ 1, 1, 0, 0, 1]
+    for i, text in enumerate([PROMPT, branch] * 4):
+        engine.add(f"{i}", [*text, *OTHER[: i + 1]], max_tokens=28)
+    requests = list(engine.scheduler.requests.values())
+    for step in range(900):
+        if not engine.scheduler.has_requests():
+            break
+        if step == 25:
+            engine.abort("1")
+        engine.step(copies=bool(step % 3))
+        engine.check_host_memory()
+    assert sum(request.num_preemptions for request in requests) > 0
+    store(engine, PROMPT).serve("again", PROMPT)
+    assert engine.totals["hit_tokens"] > 0
+    return engine
+
+
 def forget(engine: Engine) -> Engine:
     """Forget what the engine has computed, and the totals."""
     assert engine.scheduler.reset_prefix_cache() is True

@@ -20,6 +20,7 @@ from kv_swap.engine import Direction
 from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
@@ -60,6 +61,7 @@ class PlayedEngine:
 
     beside = False
     """Whether an only rank lives in the process of the scheduler, which then asks it what ended."""
+    model_class: type[PlayedModel] = PlayedModel
 
     def __init__(
         self,
@@ -72,11 +74,14 @@ class PlayedEngine:
         async_scheduling: bool = False,
         drafts: int = 0,
         draft_head: bool = False,
+        modules: int = 1,
         replaces_resumed: bool = False,
         synchronous_loads: bool = False,
         context_ranks: int = 1,
         prefill_ranks: int = 1,
         interleave: int = 1,
+        match_tokens: int | None = None,
+        checkpoints: int = 0,
         replica: int | None = None,
         beside: bool | None = None,
         locked_slots: int | None = None,
@@ -93,12 +98,14 @@ class PlayedEngine:
             plugin,
             drafts=drafts,
             draft_head=draft_head,
+            modules=modules,
             async_scheduling=async_scheduling,
             ranks=ranks,
             **arguments,
         )
         config.cache_config.block_size = groups[0].block_tokens
         config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.prefix_match_unit = match_tokens
         if any(group.holds_state for group in groups):
             config.cache_config.mamba_cache_mode = "align"
         config.parallel_config.decode_context_parallel_size = context_ranks
@@ -107,10 +114,14 @@ class PlayedEngine:
         if replica is not None:
             config.parallel_config.data_parallel_size = 2
             config.parallel_config.data_parallel_rank = replica
-        kv_cache_config = make_kv_cache_config(groups, blocks)
+        kv_cache_config = make_kv_cache_config(
+            groups, blocks, drafts=drafts, checkpoints=checkpoints, modules=modules
+        )
         block_tokens, self.hash_block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self.groups = tuple(
-            dataclasses.replace(group, block_tokens=group.block_tokens * context_ranks)
+            group
+            if group.holds_state or group.is_scratch
+            else dataclasses.replace(group, block_tokens=group.block_tokens * context_ranks)
             for group in groups
         )
         self.max_steps_under_way = 2 if async_scheduling else 1
@@ -146,7 +157,9 @@ class PlayedEngine:
             self.groups, self.hash_block_tokens, make_block_hash_with_group_id
         )
         kv = [rank.kv for rank in self.ranks]
-        self.model = PlayedModel(self.groups, kv, context_ranks, interleave)
+        self.model = self.model_class(self.groups, kv, context_ranks, interleave)
+        if checkpoints:
+            self.model.find_checkpoint = self._find_checkpoint
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
@@ -174,6 +187,20 @@ class PlayedEngine:
                 for clears_all in (True, False)
             ]
             self.scheduler.kv_event_publisher.publish = self._publish
+
+    def _find_checkpoint(self, start: int, end: int, block_tokens: int) -> tuple[int, int]:
+        """Return how far into a prefill a state is kept, and where in the table; 0 for nowhere."""
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        (offset,), (slot,) = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=self.hash_block_tokens,
+            mamba_block_size=block_tokens,
+            checkpoint_alignment=1,
+            drop_eagle_block=self.scheduler.use_eagle_block_drop,
+            cache_hit_alignment_tokens=coordinator._cache_hit_alignment_tokens,
+        )
+        return offset, slot
 
     def _publish(self, batch: Any) -> None:
         self._learn_keys()
@@ -415,7 +442,7 @@ class PlayedEngine:
         for key, slot in manager.readable_slots().items():
             names, group_id = self.known[key]
             for rank, played in enumerate(self.ranks):
-                own = names[self.model.is_own(rank, np.arange(len(names)))]
+                own = self._names_on(rank, names, group_id)
                 found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
                 self.check_slot(slot, found - group_id, own)
 
@@ -424,9 +451,15 @@ class PlayedEngine:
                 prefix = self.offload.tier.tier.generation
                 if name.startswith(prefix) and name.removeprefix(prefix) in self.known:
                     names, group_id = self.known[name.removeprefix(prefix)]
-                    own = names[self.model.is_own(rank, np.arange(len(names)))]
+                    own = self._names_on(rank, names, group_id)
                     found = content.view(np.int64).reshape(len(own), -1)
                     self.check_slot(name, found - group_id, own)
+
+    def _names_on(self, rank: int, names: NDArray[np.int64], group_id: int) -> NDArray[np.int64]:
+        """Return what a rank has of a block: its share of the tokens, or the whole state."""
+        if self.groups[group_id].holds_state:
+            return names
+        return names[self.model.is_own(rank, np.arange(len(names)))]
 
     def check_slot(
         self, slot: int | bytes, found: NDArray[np.int64], names: NDArray[np.int64]
@@ -441,7 +474,7 @@ class PlayedEngine:
                 continue
             self._requests[index] = (request, len(hashes))
             names = name_prefixes(request.all_token_ids, self.model.weights)
-            for group in self.groups:
+            for group in self._prefixes.stored_groups:
                 tokens = group.block_tokens
                 for end in range(tokens, len(names) + 1, tokens):
                     last = end // self.hash_block_tokens

@@ -55,6 +55,12 @@ class _ModelRequest:
     tokens: Tokens
     block_ids: list[list[int]]
     names: list[int] = dataclasses.field(default_factory=list)
+    state_slot: int | None = None
+    """Where in its table the state is that the next step begins with; None before the first."""
+    accepted: int = 1
+    """How many tokens of the last step stay: its state is so many blocks behind, less one."""
+    first_computed: int | None = None
+    """The first token that it has computed since it got its blocks: scratch has none before."""
 
     def extend_names(self, weights: int) -> list[int]:
         return name_prefixes(self.tokens, weights, self.names)
@@ -69,6 +75,11 @@ class Place:
     group: CacheGroup
     words: NDArray[np.int64]
     blocks: NDArray[np.int64]
+    first_computed: int = 0
+    state_slot: int = 0
+    """Of states, where in `blocks` that is which the step reads."""
+    running_slot: int = 0
+    """Of states, where that after the first token goes that is followed by drafts alone."""
 
 
 class PlayedModel:
@@ -98,6 +109,9 @@ class PlayedModel:
         self.sampled: dict[tuple[str, int], set[int]] = {}
         """By request and position: tokens that were sampled from right KV."""
         self.requests: dict[str, _ModelRequest] = {}
+        self.find_checkpoint: Callable[[int, int, int], tuple[int, int]] = lambda *_: (0, 0)
+        """Says of a prefill from one token to another, and of blocks of so many tokens, which state
+        within it is kept."""
         self.drafts: dict[str, Tokens] = {}
 
     def follow(self, output: Any) -> None:
@@ -118,6 +132,7 @@ class PlayedModel:
                 request.tokens, request.names = list(sent), []
             if resumed:
                 request.block_ids = [list(ids) for ids in new_ids]
+                request.state_slot = request.first_computed = None
             else:
                 for ids, more in zip(request.block_ids, new_ids or (), strict=bool(new_ids)):
                     ids.extend(more)
@@ -150,17 +165,28 @@ class PlayedModel:
         inputs = names[start:end]
         for token in drafts[: max(0, end - known)]:
             inputs.append(name_prefix(inputs[-1], token))
+        if request.first_computed is None:
+            request.first_computed = start
         places = [
-            Place(request_id, rank, group, words, np.array(request.block_ids[group.group_id]))
+            Place(
+                *(request_id, rank, group, words, np.array(request.block_ids[group.group_id])),
+                first_computed=request.first_computed,
+            )
             for rank, kv in enumerate(self.kv)
             for group, words in zip(self.groups, kv, strict=True)
         ]
+        states = [place for place in places if place.group.holds_state]
+        for place in states:
+            self.begin_states(request, place, start, end)
         right = all([self.check(place, names, start) for place in places])  # noqa: C419
         if not right:
             inputs = [~name for name in inputs]
         for place in places:
-            self.write(place, inputs, start)
+            self.write(place, inputs, start, len(drafts))
+        if not drafts:
+            self.keep_checkpoints(states, inputs, start)
         if end - len(drafts) < known:
+            self.end_states(request, states, end, 1)
             return []
         sampled: Tokens = []
         current = names[known - 1]
@@ -174,6 +200,7 @@ class PlayedModel:
                 self.sampled.setdefault((request_id, position), set()).add(token)
         else:
             sampled = [(sampled[0] + 1) % VOCABULARY]
+        self.end_states(request, states, end - len(drafts), len(sampled))
         request.tokens.extend(sampled)
         self.drafts[request_id] = draft(request.tokens)
         return sampled
@@ -181,9 +208,20 @@ class PlayedModel:
     def check(self, place: Place, names: list[int], start: int) -> bool:
         """Check the KV that the query at `start` reads."""
         group = place.group
-        positions = self._own(place.rank, group.first_needed_token(start), start)
-        row = 0 if group.holds_state else self._rows(group, positions)
-        found = place.words[place.blocks[positions // group.block_tokens], row]
+        first = group.first_needed_token(start)
+        if group.holds_state:
+            positions, row = np.arange(first, start), 0
+            blocks = place.blocks[[place.state_slot] * len(positions)]
+        elif group.is_scratch:
+            # A window is replayed from where it is empty. A ring must have all that is open.
+            replayed = place.first_computed if group.window_tokens else 0
+            positions = np.arange(max(first, replayed), start)
+            blocks, row = self._scratch(place, positions)
+        else:
+            positions = self._own(place.rank, first, start)
+            row = self._rows(group, positions)
+            blocks = place.blocks[positions // group.block_tokens]
+        found = place.words[blocks, row]
         expected = np.array(names[:start], np.int64)[positions] + group.group_id
         wrong = np.flatnonzero((found != expected[:, None]).any(axis=1))
         assert not len(wrong) or self.may_lose_kv, (
@@ -191,6 +229,45 @@ class PlayedModel:
             f"{positions[wrong]}, read before position {start}"
         )
         return not len(wrong)
+
+    def begin_states(self, request: _ModelRequest, place: Place, start: int, end: int) -> None:
+        """Move a request's state to where a step that ends at `end` runs, as vLLM's runners do."""
+        tokens = place.group.block_tokens
+        before, bias = request.state_slot, request.accepted - 1
+        if before is None:
+            before, bias = (start - 1) // tokens, 0
+        place.state_slot = slot = -(-end // tokens) - 1
+        if before in (-1, slot):
+            place.state_slot += bias  # it stays where the last accepted token left it
+        else:
+            place.words[place.blocks[slot]] = place.words[place.blocks[before + bias]]
+        place.running_slot = slot
+
+    def keep_checkpoints(self, states: Sequence[Place], inputs: list[int], start: int) -> None:
+        """Keep a state within a prefill, as backends do that can."""
+        for place in states:
+            group = place.group
+            end = start + len(inputs)
+            offset, slot = self.find_checkpoint(start, end, group.block_tokens)
+            if offset:
+                place.words[place.blocks[slot]] = inputs[offset - 1] + group.group_id
+
+    def end_states(
+        self, request: _ModelRequest, states: Sequence[Place], end: int, accepted: int
+    ) -> None:
+        """Keep the state at a block's end, where accepted drafts have passed it.
+
+        `end` is where the step's tokens end without drafts.
+        """
+        for place in states:
+            tokens, slot = place.group.block_tokens, place.running_slot
+            aligned = (end + accepted - 1) // tokens * tokens
+            kept = accepted
+            if aligned >= end:
+                target = aligned // tokens - 1
+                place.words[place.blocks[target]] = place.words[place.blocks[slot + aligned - end]]
+                kept = 1 if target == slot else accepted
+            request.state_slot, request.accepted = slot, kept
 
     def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
         """Return the positions of which a rank has the KV."""
@@ -206,15 +283,27 @@ class PlayedModel:
         runs, inside = np.divmod(positions % group.block_tokens, self.interleave)
         return np.asarray(runs // self.context_ranks * self.interleave + inside)
 
-    def write(self, place: Place, inputs: list[int], start: int) -> None:
-        """Write KV; a state that at the end of the step, in place while it stays in one block."""
-        group = place.group
-        positions = self._own(place.rank, start, start + len(inputs))
+    def _scratch(self, place: Place, positions: NDArray[np.int64]) -> Any:
+        """Return in which blocks and rows a request's scratch has these tokens; a ring has one."""
+        tokens = place.group.block_tokens
+        slots = positions // tokens if place.group.window_tokens else np.zeros_like(positions)
+        return place.blocks[slots], positions % tokens
+
+    def write(self, place: Place, inputs: list[int], start: int, drafts: int) -> None:
+        """Write KV, or states: that after the last token that is no draft, and after each draft."""
+        group, end = place.group, start + len(inputs)
         if group.holds_state:
-            positions = np.array([start + len(inputs) - 1])
-        targets = place.blocks[positions // group.block_tokens]
+            positions = np.arange(end - 1 - drafts, end)
+            targets, rows = place.blocks[place.running_slot :][: 1 + drafts], 0
+        elif group.is_scratch:
+            kept = end - group.block_tokens if group.window_tokens is None else start
+            positions = np.arange(max(start, kept), end)
+            targets, rows = self._scratch(place, positions)
+        else:
+            positions = self._own(place.rank, start, end)
+            targets = place.blocks[positions // group.block_tokens]
+            rows = self._rows(group, positions)
         assert targets.all(), "the null block is written"
-        rows = 0 if group.holds_state else self._rows(group, positions)
         place.words[targets, rows] = (
             np.array(inputs, np.int64)[positions - start, None] + group.group_id
         )

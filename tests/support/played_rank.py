@@ -81,8 +81,14 @@ class PlayedRank:
         self.connector.handle_preemptions(metadata)
         if output.new_block_ids_to_zero:
             self.memory[output.new_block_ids_to_zero] = 0
+        self.copy_blocks(output)
         self.connector.bind_connector_metadata(metadata)
         self.connector.start_load_kv(None)
+
+    def copy_blocks(self, output: Any) -> None:
+        """Copy the blocks in which hits end that requests go on writing."""
+        for copied in output.kv_cache_block_copies or ():
+            self.memory[copied.dst_block_id] = self.memory[copied.src_block_id]
 
     def end(self, output: Any) -> KVConnectorOutput | None:
         """Run the hooks of a step's end as the model runner of this vLLM does.

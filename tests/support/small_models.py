@@ -24,6 +24,23 @@ _COMMON = {
     "tie_word_embeddings": False,  # tied, a random model repeats its input whatever its KV
 }
 _QWEN3 = {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+_QWEN3_NEXT = {
+    **_COMMON,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 _LLAMA = {**_COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -136,23 +153,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 256,
     },
     # Gated delta nets interleaved with full attention, and experts.
-    "qwen3_next": {
-        **_COMMON,
-        "model_type": "qwen3_next",
-        "architectures": ["Qwen3NextForCausalLM"],
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    },
+    "qwen3_next": _QWEN3_NEXT,
+    # With a module that drafts.
+    "qwen3_next_mtp": {**_QWEN3_NEXT, "num_nextn_predict_layers": 1},
 }
 """Hugging Face configurations by kind, as a `config.json` has them."""
 
@@ -178,6 +181,8 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
         if kind == "llama":
             _scale_embeddings(model)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+        if kind == "qwen3_next_mtp":
+            _write_mtp_module(folder / "model.safetensors")
         _write_tokenizer(folder)
     return folder
 
@@ -216,6 +221,29 @@ def write_draft_head(model: Path, folder: Path) -> Path:
         config("llama", dtype=dtype).save_pretrained(folder)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def _write_mtp_module(file: Path) -> None:
+    """Give a `qwen3_next` model with these weights a module that drafts.
+
+    It is the last layer again, on embeddings alone, so that some of its drafts are right.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    layer = f"model.layers.{MODELS['qwen3_next']['num_hidden_layers'] - 1}."
+    module = {
+        name.replace(layer, "mtp.layers.0."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith(layer)
+    }
+    embeddings = weights["model.embed_tokens.weight"]
+    eye = torch.eye(embeddings.shape[1], dtype=embeddings.dtype)
+    module["mtp.fc.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        module[f"mtp.{norm}.weight"] = weights["model.norm.weight"].clone()
+    save_file(weights | module, file, {"format": "pt"})
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -126,6 +126,8 @@ class Admissions:
         keys: list[SlotKey] = []
         blocks: list[int] = []
         for group, ids in zip(self._prefixes.groups, tracked.cursor.block_ids, strict=True):
+            if group.is_scratch:
+                continue
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
             # A window group has null blocks in front of the window, never behind.
             skipped = ids[first:last].count(self._null_block_id)

@@ -120,7 +120,7 @@ class Lookups:
             if owner is not None:
                 self._wait(tracked, owner)
                 return None
-        if keys or not all(group.reads_all for group in prefixes.groups):
+        if keys or not all(group.reads_all for group in prefixes.stored_groups):
             # Also that there is none: windows and states were looked for in all of the prompt.
             tracked.offer = Offer(
                 start_tokens,

@@ -32,7 +32,10 @@ class StoreCandidates:
         self._groups = tuple(
             (position, group, group.block_tokens, prefixes.block_hashes[position])
             for position, group in enumerate(prefixes.groups)
+            if not group.is_scratch
         )
+        # Of one group vLLM names each block as soon as its tokens are known, and hashes end there.
+        self._names_follow = len(prefixes.groups) == 1 and not prefixes.unnamed_tokens
         self._spans: list[Span] = []
         self._keys: list[SlotKey] = []  # of all spans
         self._unfinished: set[str] = set()
@@ -54,11 +57,7 @@ class StoreCandidates:
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
         end_tokens = self._wanted(cursor, end_tokens)
-        known = end_tokens
-        if len(next_slot) > 1:
-            # Beyond num_tokens there are drafts and placeholders, which have no hashes. They would
-            # move the boundary up to which blocks are expected to be named.
-            known = self._prefixes.align(min(end_tokens, request.num_tokens))
+        known = end_tokens if self._names_follow else self._named(cursor, end_tokens)
         for position, group, tokens, slot_hashes in self._groups:
             at = next_slot[position]
             # As far as slots are full, have blocks and names, and may be examined.
@@ -98,17 +97,16 @@ class StoreCandidates:
 
     def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Move a cursor to `end_tokens`: host memory has what lies before."""
-        cursor.next_slot = [
-            max(at, end_tokens // tokens)
-            for at, (_, _, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
-        ]
+        next_slot = cursor.next_slot
+        for position, _, tokens, _ in self._groups:
+            next_slot[position] = max(next_slot[position], end_tokens // tokens)
 
     def has_more(self, cursor: StoreCursor, end_tokens: int) -> bool:
         """Say whether `end_tokens` completes a slot beyond those that were examined or skipped."""
         end_tokens = self._wanted(cursor, end_tokens)
         return any(
-            end_tokens >= (at + 1) * tokens
-            for at, (_, _, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
+            end_tokens >= (cursor.next_slot[position] + 1) * tokens
+            for position, _, tokens, _ in self._groups
         )
 
     def count_left(self, cursor: StoreCursor, end_tokens: int) -> int:
@@ -116,19 +114,34 @@ class StoreCandidates:
         prompt_tokens = cursor.request.num_prompt_tokens
         if self._prompt_only:
             end_tokens = min(end_tokens, prompt_tokens)
+        next_slot = cursor.next_slot
         return sum(
-            self._prefixes.count_named(group, range(at, end_tokens // tokens), prompt_tokens)
-            for at, (_, group, tokens, _) in zip(cursor.next_slot, self._groups, strict=True)
+            self._prefixes.count_named(
+                group, range(next_slot[position], end_tokens // tokens), prompt_tokens
+            )
+            for position, group, tokens, _ in self._groups
         )
 
     def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
         """Return by cache group how many slots have blocks and names by `end_tokens`."""
         hashes = cursor.request.block_hashes
-        named = self._prefixes.align(self._wanted(cursor, end_tokens))
-        return [
-            min(named // tokens, len(ids), len(hashes) // slot_hashes)
-            for (_, _, tokens, slot_hashes), ids in zip(self._groups, cursor.block_ids, strict=True)
-        ]
+        named = self._named(cursor, self._wanted(cursor, end_tokens))
+        ends = [0] * len(cursor.block_ids)
+        for position, _, tokens, slot_hashes in self._groups:
+            blocks = len(cursor.block_ids[position])
+            ends[position] = min(named // tokens, blocks, len(hashes) // slot_hashes)
+        return ends
+
+    def _named(self, cursor: StoreCursor, end_tokens: int) -> int:
+        """Return up to where blocks are expected to be named, once `end_tokens` are computed.
+
+        Beyond num_tokens there are drafts and placeholders, which have no hashes.
+        """
+        if self._names_follow:
+            return end_tokens
+        prefixes = self._prefixes
+        known = max(0, min(end_tokens, cursor.request.num_tokens) - prefixes.unnamed_tokens)
+        return prefixes.align(known) if len(prefixes.groups) > 1 else known
 
     def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return up to where tokens are to be stored."""

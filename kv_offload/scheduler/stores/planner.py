@@ -79,6 +79,8 @@ class StorePlanner:
         self._grown_blocks = 0
         self._paused_by_refusals = False
         """Whether too many blocks did not fit packed slots: then new weights end the pause, too."""
+        self._states: Mapping[str, Sequence[tuple[int, int, int]]] = {}
+        """By request, the states that a step names: cache group, block and number of tokens."""
         self._waiting: set[str] = set()
         """Decodes that have got a block and were not looked at since."""
 
@@ -101,6 +103,10 @@ class StorePlanner:
     def _follow(self, output: StepOutput) -> int:
         """Take in a step; return how many blocks requests have got in it that ran before."""
         unfinished = self._candidates.take_unfinished()
+        block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
+        self._states = {} if block_state is None else block_state.boundary_state_offloads
+        if self._states:
+            unfinished.update(self._states)
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             tracked = self._requests.get(new.req_id)
@@ -118,6 +124,8 @@ class StorePlanner:
     ) -> None:
         """Have a request examined that has not run with these blocks before."""
         loaded = tracked.scheduled(block_ids)
+        if self._states:
+            self._place_states(cursor)
         if loaded is not None:
             # Known, and used just now. What the GPU had before it may have been evicted.
             self._candidates.examine(cursor, loaded[0])
@@ -125,6 +133,14 @@ class StorePlanner:
         self._candidates.examine(cursor, end_tokens)
         if self.paused and cursor.wishes.keep is not None:
             self._retain_known(cursor)
+
+    def _place_states(self, cursor: StoreCursor) -> None:
+        """Note where the states are that this step names, which may be in other places."""
+        for group_id, block_id, tokens in self._states.get(cursor.request.request_id, ()):
+            slot, inside = divmod(tokens, self._prefixes.groups[group_id].block_tokens)
+            ids = cursor.block_ids[group_id]
+            if not inside and slot <= len(ids):
+                ids[slot - 1] = block_id
 
     def _follow_running(
         self, cached: RunningRequests, scheduled: Mapping[str, int], unfinished: set[str]
@@ -150,6 +166,8 @@ class StorePlanner:
                     cursor.block_ids[position] += more
                     grown += len(more)
                 grown_blocks += grown
+            if self._states:
+                self._place_states(cursor)
             if waits and grown == 1 and request_id not in unfinished:
                 waiting.add(request_id)
             else:

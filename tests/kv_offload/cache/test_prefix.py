@@ -237,3 +237,29 @@ def test_no_slot_is_looked_up_twice_wherever_a_window_has_its_slots(
     keys = [*chain.from_iterable(asked)]
     assert len(keys) == len({*keys})
     assert len(asked) <= 5, "not one by one either"
+
+
+@pytest.mark.parametrize(
+    ("groups", "whole"),
+    [
+        ([CacheGroup(0, 4)], True),
+        ([CacheGroup(0, 4, state_tokens=2)], False),
+        ([CacheGroup(0, 4), CacheGroup(1, 8, is_scratch=True)], False),
+    ],
+)
+def test_requests_whose_last_token_needs_others_are_not_served_whole(
+    groups: list[CacheGroup], whole: bool
+) -> None:
+    assert make_map(*groups).serves_whole_requests is whole
+
+
+def test_scratch_has_no_keys_and_decides_where_hits_end() -> None:
+    """vLLM has them end where all groups have whole blocks, also those that it never looks up."""
+    full, ring = CacheGroup(0, 4), CacheGroup(1, 6, is_scratch=True)
+    prefixes, hashes = make_map(full, ring, hash_block_tokens=4), make_hashes(6)
+    assert prefixes.alignment_tokens == 12
+    assert prefixes.longest_hits(hashes, among(hashes), 0, 23) == (12, 12)
+    assert prefixes.needed_keys(hashes, 0, 12) == hashes[:3]
+    assert prefixes.slot_keys(hashes, ring, 0, 6) == prefixes.pool_keys(hashes, ring, 0, 6) == []
+    assert prefixes.count_slots(0, 12) == 3
+    assert prefixes.count_named(ring, range(4), 24) == 0

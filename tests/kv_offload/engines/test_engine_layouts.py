@@ -16,7 +16,9 @@ from kv_swap.factory import create_engine
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -24,15 +26,23 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kv_offload.engines.vllm.model.groups import scratch_layers
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,
     describe_unpacked,
+    layer_regions,
 )
-from kv_offload.engines.vllm.versions import bytes_per_block
+from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
-from tests.support.planning import SCALED, attention_spec, get_kv_cache_config_from_groups
+from tests.support.planning import (
+    SCALED,
+    attention_spec,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from tests.support.published_specs import MODELS
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -86,7 +96,10 @@ class Built:
         return rows.contiguous().view(torch.uint8).numpy().tobytes()
 
     def contents(self, block: int) -> list[bytes]:
-        return [self.block(tensor, block) for tensor in self.caches.values()]
+        """Return what the layers read of a block, without scratch."""
+        scratch = scratch_layers(self.config)
+        kept = (tensor for name, tensor in self.caches.items() if name not in scratch)
+        return [self.block(tensor, block) for tensor in kept]
 
     def storages(self) -> Iterator[torch.Tensor]:
         """Yield every allocation once, as bytes."""
@@ -119,7 +132,7 @@ def round_trip(
 ) -> None:
     """Store blocks, poison the cache, load them into other blocks; nothing else may change."""
     layout = describe_kv_caches(built.caches, built.config, packs=packs)
-    assert layout.block_bytes == bytes_per_block(built.config)
+    assert layout.block_bytes <= bytes_per_block(built.config)
     generator = torch.Generator().manual_seed(7)
     for storage in built.storages():
         if packs:
@@ -151,7 +164,20 @@ def round_trip(
         assert set(b"".join(built.contents(block))) == {POISON}
 
 
-NOT_ALL = {"states": {"LHBNC"}, "two pages": {"LHBNC", "BHLNC"}, "padded": {"LHBNC", "BHLNC"}}
+def build_model(name: str, layout: str) -> Built:
+    """Plan and allocate the KV cache of a model that cannot be built here."""
+    vllm_config = make_vllm_config({}, max_model_len=1024, max_num_batched_tokens=1024)
+    vllm_config.cache_config.kv_cache_layout = layout
+    return build(get_kv_cache_groups(vllm_config, MODELS[name]()), layout)
+
+
+NOT_ALL = {
+    "states": {"LHBNC"},
+    "two pages": {"LHBNC", "BHLNC"},
+    "padded": {"LHBNC", "BHLNC"},
+    "DeepSeek V4": {"LBNHC"},
+    "GLM-5.3": {"LBNHC"},
+}
 """Layouts that vLLM has not, or that are refused, by kind."""
 
 
@@ -169,6 +195,33 @@ NOT_ALL = {"states": {"LHBNC"}, "two pages": {"LHBNC", "BHLNC"}, "padded": {"LHB
 )
 def test_blocks_come_back_as_they_were_stored(kind: str, tokens: int, layout: str) -> None:
     round_trip(build(groups_of(kind, tokens), layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name in MODELS
+        for layout in ("LBNHC", "BLHNC")
+        if layout not in NOT_ALL.get(name, ())
+    ],
+)
+def test_blocks_of_models_that_cannot_be_built_here_come_back(name: str, layout: str) -> None:
+    built = build_model(name, layout)
+    round_trip(built)
+    assert describe_pages(make_vllm_config({}), built.config, built.caches)
+
+
+def test_pages_of_scratch_take_no_room_in_a_slot() -> None:
+    """Where vLLM gives it bytes of its own; else they are those of another group."""
+    built = build_model("DeepSeek V4.1", "LBNHC")
+    layout = describe_kv_caches(built.caches, built.config)
+    regions = layer_regions(built.caches, layout)
+    assert {name for name in regions if not regions[name]} == scratch_layers(built.config)
+    with_scratch = replace(built.config, kv_cache_groups=built.config.kv_cache_groups[1:2])
+    assert layout.block_bytes == sum(
+        spec.page_size_bytes for spec in layer_specs(with_scratch).values()
+    )
 
 
 def test_states_over_attention_with_heads_outermost_are_refused() -> None:
@@ -208,6 +261,46 @@ def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) ->
         scales = implementation._k_scale_cache, implementation._v_scale_cache
         assert [tuple(s.shape) for s in scales] == [(NUM_BLOCKS, 32, 2)] * 2
         assert all(cache.data_ptr() <= s.data_ptr() and (s == 1.0).all() for s in scales)
+    round_trip(built)
+
+
+def latent_of(state_bytes: int) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.uint8,
+        state_content_bytes=state_bytes,
+    )
+
+
+def attention_of(state_bytes: int, mode: str) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=32,
+        num_kv_heads=2,
+        head_size=128,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode[mode],
+        state_content_bytes=state_bytes,
+    )
+
+
+PACKED_TYPES = {
+    "fp8_ds_mla": latent_of(656),
+    "nvfp4_ds_mla": latent_of(352),
+    "nvfp4": attention_of(2 * (64 + 8), "NVFP4"),
+    "int4_per_token_head": attention_of(2 * (64 + 4), "INT4_PER_TOKEN_HEAD"),
+    "turboquant_3bit_nc": attention_of(50 + 52, "TURBOQUANT_3BIT_NC"),
+}
+"""Specs of layers, with the bytes of a token and head as vLLM's backends have them."""
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("name", PACKED_TYPES)
+def test_blocks_of_packed_types_come_back_unpacked(name: str, layout: str) -> None:
+    built = build([group("packed", 2, PACKED_TYPES[name])], layout)
+    described = describe_kv_caches(built.caches, built.config, packs=True)
+    assert [region.packing for region in described.regions] == [None] * len(described.regions)
     round_trip(built)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -37,8 +40,9 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
     config = make_kv_cache_config(groups, 40)
     assert cache_groups(config) == groups
     # vLLM names the groups of a head's layers only where it can tell them from the model's.
-    of_head = tuple(dataclasses.replace(group, sees_next_token=True) for group in groups)
-    assert cache_groups(config, drops_last_block=True) == of_head
+    # It has no states, and none waits for a proof.
+    of_head = [dataclasses.replace(g, sees_next_token=not g.holds_state) for g in groups]
+    assert cache_groups(config, drops_last_block=True) == tuple(of_head)
 
 
 def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof() -> None:
@@ -56,13 +60,12 @@ def test_windows_of_which_vllm_names_some_blocks() -> None:
 def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
     config = make_kv_cache_config((CacheGroup(0, 8), CacheGroup(1, 4)), 40)
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 8))
-    whole = SimpleNamespace(block_size=4, dcp_sharded=False)
-    config.kv_cache_groups[1] = KVCacheGroupSpec(["layer.1"], whole)
+    config.kv_cache_groups[1] = KVCacheGroupSpec(["layer.1"], spec_of(dcp_sharded=False))
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 4))
 
 
-def spec_of(**more: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, **more)
+def spec_of(kind: Any = FullAttentionSpec, **more: Any) -> Any:
+    return kind(block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, **more)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,19 @@ def spec_of(**more: Any) -> FullAttentionSpec:
         # Layers that read by different rules need all blocks.
         ([make_spec(4, chunk_tokens=chunk) for chunk in (8, 12)], FULL),
         ([make_spec(4, 6), make_spec(4, chunk_tokens=8)], FULL),
+        ([spec_of(SlidingWindowMLASpec, sliding_window=9)], CacheGroup(0, 4, 9)),
+        # vLLM gives a hit blocks for these tokens too, and knows them by hash afterwards.
+        (
+            [spec_of(SlidingWindowSpec, sliding_window=6, extra_retained_tokens=2)],
+            CacheGroup(0, 4, 8),
+        ),
+        # A group of several tokens is compressed into one thing, which has no tokens of its own.
+        ([spec_of(MLAAttentionSpec, tokens_per_state=4)], CacheGroup(0, 4, state_tokens=4)),
+        ([spec_of(CircularBufferSpec)], CacheGroup(0, 4, is_scratch=True)),
+        (
+            [spec_of(SlidingWindowMLASpec, sliding_window=9, bounded_replay=True)],
+            CacheGroup(0, 4, is_scratch=True),
+        ),
         # So vLLM describes windows and chunks where its hybrid manager is off: nothing is freed.
         ([spec_of(sliding_window=6)], FULL),
         ([spec_of(attention_chunk_size=8)], FULL),
@@ -132,12 +148,14 @@ def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
     group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent()})
     assert equal_ranks(group) == 4
     assert equal_ranks(latent(), tensor=1) == 1
+    window = spec_of(SlidingWindowMLASpec, sliding_window=9, max_tp_shards=1)
+    assert equal_ranks(latent(), window, spec_of(CircularBufferSpec)) == 4, "rings are not stored"
 
 
 def test_ranks_that_may_differ_share_nothing() -> None:
     assert equal_ranks(spec_of()) == 1, "even of one head: what is left of it is not said"
     assert equal_ranks(latent(), spec_of()) == 1
     assert equal_ranks(latent(), decode_context=2) == 1
-    assert equal_ranks() == 1
+    assert equal_ranks() == equal_ranks(spec_of(CircularBufferSpec)) == 1
     assert equal_ranks(latent(max_tp_shards=None)) == 1
     assert equal_ranks(latent(), latent(max_tp_shards=2)) == 1

@@ -221,6 +221,7 @@ def test_weights_of_a_repository_are_known_by_its_commit(
         draft_load_config=None,
         use_eagle=lambda: True,
         use_eagle_block_drop=lambda: True,
+        use_multi_module_mtp=lambda: False,
     )
     model.model, engine.vllm.speculative_config = str(tmp_path), drafts
     assert changed(engine, lambda _: download("c" * 40)) == {"draft_commit", "weights"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +13,24 @@ import torch
 from vllm.config import MultiModalConfig
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
 from vllm.v1.kv_cache_interface import (
-    CrossAttentionSpec,
+    CircularBufferSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.model.groups import SPECS, cache_groups, has_draft_head
 from kv_offload.engines.vllm.start import log
-from kv_offload.engines.vllm.start.support import CACHE_DTYPES, DRAFT_HEADS, check_supported
+from kv_offload.engines.vllm.start.support import (
+    CACHE_DTYPES,
+    REFUSED_SPECS,
+    check_supported,
+)
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import (
@@ -32,6 +39,7 @@ from tests.support.configurations import (
     make_vllm_config,
     set_layers,
 )
+from tests.support.inputs import transfer_config
 from tests.support.planning import get_kv_cache_groups
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 from tests.support.played_engine import PlayedEngine
@@ -83,6 +91,16 @@ def state_spec(mode: str, block_tokens: int = 4) -> MambaSpec:
     )
 
 
+def window_of_latents() -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(
+        block_size=4, num_kv_heads=1, head_size=2, dtype=torch.float32, sliding_window=8
+    )
+
+
+METHODS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Of drafts that read the model's states."""
+
+
 def speculative(method: str, **more: Any) -> dict[str, Any]:
     """Return the settings of a method, as far as the checks read them."""
     values = {"method": method, **more}
@@ -123,9 +141,27 @@ SERVED: dict[str, dict[str, Any]] = {
     "latent attention": {"layers": {"layer.0": spec_like(MLAAttentionSpec)}},
     "states at every block": {"layers": {"layer.0": state_spec("all")}},
     "drafts from the text": {"drafts": 2},
-    **{f"drafts of {method}": speculative(method) for method in sorted(DRAFT_HEADS)},
+    **{f"drafts of {method}": speculative(method) for method in METHODS},
+    **{
+        f"drafts of {method} in one pass": speculative(method, parallel_drafting=True)
+        for method in ("eagle", "draft_model")
+    },
     "one MTP module": mtp(1, 3),
     "one token of several MTP modules": mtp(3, 1),
+    "several MTP modules": mtp(4, 4),
+    "states beside drafts": {"groups": (FULL, STATE), "drafts": 2},
+    "states beside split attention": {"groups": (FULL, STATE), DCP: 2},
+    "states, drafts of a head and split attention": {
+        **speculative("eagle"),
+        "groups": (FULL, STATE),
+        DCP: 2,
+    },
+    **{f"a draft head with {path}": {**speculative("eagle3"), path: 2} for path in (DCP, PCP)},
+    "a window without keys and values": {"layers": {"layer.0": window_of_latents()}},
+    "hidden states": {"layers": {"layer.0": spec_like(HiddenStateCacheSpec)}},
+    "scratch of a kind that nobody knows": {
+        "layers": {"layer.0": spec_like(CircularBufferSpec, "NewRingSpec")}
+    },
     "ranks of every kind": {
         "parallel_config.tensor_parallel_size": 4,
         "parallel_config.pipeline_parallel_size": 2,
@@ -169,35 +205,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             {"cache_config": SimpleNamespace(enable_prefix_caching=True, cache_dtype=dtype)},
             f"kv_cache_dtype is '{dtype}': supported are auto, bfloat16, *",
         )
-        for dtype in ("int4_per_token_head", "turboquant_k8v4", "fp8_inc", "nvfp4")
+        for dtype in ("something_new", "nvfp4_of_somebody")
     },
-    **{
-        f"KV of placeholders, {method}": (
-            speculative(method),
-            f"speculative method '{method}' writes KV that is not known to be*"
-            "use one of eagle, eagle3, mtp, 'ngram' or none",
-        )
-        for method in ("dflash", "dspark")
-    },
-    **{
-        f"drafts of {method} in one pass": (
-            speculative(method, parallel_drafting=True),
-            f"speculative method '{method}' drafts several tokens in one pass*"
-            "set parallel_drafting to false, or use 'ngram'",
-        )
-        for method in ("eagle", "draft_model")
-    },
-    "several MTP modules": (
-        mtp(2, 2),
-        "the model drafts 2 tokens with 2 MTP modules, *set num_speculative_tokens to 1",
+    "more MTP modules than a block holds tokens": (
+        mtp(5, 5),
+        "the model drafts with 5 MTP modules, *holds 4: set num_speculative_tokens to 4 or less, *",
     ),
-    **{
-        f"a draft head with {path}": (
-            {**speculative("eagle3"), path: 2},
-            f"{path.partition('.')[2]} is 2, and with speculative method 'eagle3' only 1 is known*",
-        )
-        for path in (DCP, PCP)
-    },
     "canvases that are only read": (
         diffusion(async_scheduling=True),
         "the model is a diffusion model, *set --no-async-scheduling",
@@ -213,16 +226,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "states with blocks of their own": (
         {"layers": {"layer.0": state_spec("align", block_tokens=8)}},
-        "mamba_block_size is 8 and block_size 4: leave mamba_block_size*",
+        "blocks of states hold 8 tokens, and block_size is 4, *leave mamba_block_size unset, *",
     ),
-    "states beside split attention": (
-        {"groups": (FULL, STATE), DCP: 2},
-        "decode_context_parallel_size is 2, and states are not split*",
+    "drafts beside states at every block": (
+        {"drafts": 2, "layers": {"layer.0": state_spec("all")}},
+        "mamba_cache_mode is 'all' with speculative method 'ngram', *use 'align'",
     ),
-    "states beside drafts": (
-        {"groups": (FULL, STATE), "drafts": 2},
-        "speculative method 'ngram' moves the blocks of states: remove it",
-    ),
+    **{
+        f"layers of {kind}, whose reason is known": (
+            {"layers": {"layer.0": make_spec(4), "layer.1": spec_like(FullAttentionSpec, kind)}},
+            f"the model has layers with a {kind}: {reason}",
+        )
+        for kind, reason in REFUSED_SPECS.items()
+    },
     **{
         f"layers of {type(spec).__name__}": (
             {"layers": {"layer.0": make_spec(4), "layer.1": spec}},
@@ -230,9 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             + ", ".join(sorted(SPECS)),
         )
         for spec in (
-            spec_like(CrossAttentionSpec),
             spec_like(EncoderOnlyAttentionSpec),
-            spec_like(FullAttentionSpec, "SinkFullAttentionSpec"),
             spec_like(FullAttentionSpec, "SomethingNewSpec"),
         )
     },
@@ -274,14 +288,14 @@ def test_a_second_pool_of_blocks_is_refused() -> None:
     engine = Engine()
     groups = engine.cache.kv_cache_groups
     engine.cache = SimpleNamespace(kv_cache_groups=groups, hisparse_host_num_blocks=100)
-    with pytest.raises(UnsupportedError, match=r"\(HiSparse\) has ids of its own"):
+    with pytest.raises(UnsupportedError, match="HiSparse keeps blocks in host memory"):
         engine.check()
 
 
 def test_everything_that_stands_in_the_way_is_listed_at_once() -> None:
     engine = Engine(
         **{ROLE: "kv_consumer", "cache_config.enable_prefix_caching": False},
-        **speculative("dflash"),
+        **mtp(5, 5),
         layers={"layer.0": spec_like(FullAttentionSpec, "OtherSpec")},
     )
     with pytest.raises(UnsupportedError) as caught:
@@ -289,14 +303,15 @@ def test_everything_that_stands_in_the_way_is_listed_at_once() -> None:
     message = str(caught.value)
     assert "\n" not in message, "one line of a log, which a search for kv-offload: finds"
     _, *problems = re.split(r"\(\d\) ", message)
-    beginnings = "kv_role is ", "prefix caching is off", "speculative method", "the model has"
+    beginnings = "kv_role is ", "prefix caching is off", "the model has", "the model drafts"
     for problem, beginning in zip(problems, beginnings, strict=True):
         assert problem.startswith(beginning)
 
 
 def test_no_connector_is_built_for_an_engine_that_cannot_be_served() -> None:
-    with pytest.raises(UnsupportedError, match="decode_context_parallel_size is 2"):
-        PlayedEngine(drafts=2, draft_head=True, context_ranks=2)
+    receives_only = partial(transfer_config, role="kv_consumer")
+    with pytest.raises(UnsupportedError, match="kv_role is 'kv_consumer'"):
+        PlayedEngine(transfer_config=receives_only)
 
 
 # -- where vLLM has what is looked for ---------------------------------------------------------
@@ -307,7 +322,7 @@ def test_the_settings_are_where_they_are_looked_for() -> None:
     assert engine.vllm.model_config.runner_type == "generate"
     assert not engine.vllm.aux_output_config.enable_return_routed_experts
     assert not engine.vllm.model_config.is_diffusion
-    assert all(has_draft_head(Engine(**speculative(method)).vllm) for method in DRAFT_HEADS)
+    assert all(has_draft_head(Engine(**speculative(method)).vllm) for method in METHODS)
     assert not has_draft_head(Engine(drafts=2).vllm)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,31 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-LATENT_SPEC = "MLAAttentionSpec"
-FULL_SPECS = frozenset({"FullAttentionSpec", LATENT_SPEC})
-WINDOW_SPEC = "SlidingWindowSpec"
+LATENT_SPECS = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+FULL_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "HiddenStateCacheSpec"})
+WINDOW_SPECS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
 CHUNK_SPEC = "ChunkedLocalAttentionSpec"
 STATE_SPEC = "MambaSpec"
-SPECS = FULL_SPECS | {WINDOW_SPEC, CHUNK_SPEC, STATE_SPEC}
+SPECS = FULL_SPECS | WINDOW_SPECS | {CHUNK_SPEC, STATE_SPEC}
 """Names of vLLM's KV-cache specs whose blocks are written no more once the pool knows them by hash.
 
-Subclasses with other rules have names of their own and are refused."""
+Subclasses with other rules have names of their own and are refused, but for those whose blocks vLLM
+never gives to another request (`is_scratch`). `docs/design/cache_groups.md` has a line for each."""
+
+
+def is_scratch(spec: Any) -> bool:
+    """Return whether vLLM serves no block of such a layer to another request.
+
+    A hit in its own cache leaves these blocks empty, too, and is right.
+    """
+    return not spec.prefix_cacheable
+
+
+def scratch_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
+    """Return the layers of which nothing is stored."""
+    groups = kv_cache_config.kv_cache_groups
+    scratch = [group for group in groups if is_scratch(group.kv_cache_spec)]
+    return frozenset(name for group in scratch for name in group.layer_names)
 
 
 def has_draft_head(vllm_config: VllmConfig) -> bool:
@@ -38,32 +55,53 @@ def drops_last_block(vllm_config: VllmConfig) -> bool:
     return has_draft_head(vllm_config) and vllm_config.speculative_config.use_eagle_block_drop()
 
 
+def engine_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> tuple[CacheGroup, ...]:
+    """Return the groups of an engine's model, as its configuration has them stored and served."""
+    return cache_groups(
+        kv_cache_config,
+        vllm_config.parallel_config.decode_context_parallel_size,
+        drops_last_block=drops_last_block(vllm_config),
+        lookahead_tokens=vllm_config.num_prefill_lookahead_tokens,
+    )
+
+
 def cache_groups(
     kv_cache_config: KVCacheConfig,
     decode_context_parallel_size: int = 1,
     *,
     drops_last_block: bool = False,
+    lookahead_tokens: int = 0,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups of a supported model in the order in which block tables list them.
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
     context parallelism alone every rank holds them all. Where vLLM drops a block for a draft head
     and does not say which groups hold its layers, all of them count as such; so they do for vLLM.
+    The KV of drafts depends on `lookahead_tokens` after a token: MTP modules write all but one of
+    the last ones again, and vLLM names these later.
     """
     specs = layer_specs(kv_cache_config)
     retention_tokens = kv_cache_config.prefix_cache_retention_interval
     of_head = [group.is_eagle_group for group in kv_cache_config.kv_cache_groups]
     groups = []
-    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        members = [specs[name] for name in group.layer_names] or _specs_of_other_stages(group)
+    for group_id, planned in enumerate(kv_cache_config.kv_cache_groups):
+        members = [specs[name] for name in planned.layer_names] or _specs_of_other_stages(planned)
         split = all(spec.dcp_sharded for spec in members)
         ranks = decode_context_parallel_size if split else 1
-        rule = _reading_rule(members)
+        scratch = is_scratch(planned.kv_cache_spec)
+        rule = {"is_scratch": True} if scratch else _reading_rule(members)
         if "window_tokens" in rule:
             rule["retention_tokens"] = retention_tokens
-        block_tokens = group.kv_cache_spec.block_size * ranks
-        sees_next_token = drops_last_block and (of_head[group_id] or not any(of_head))
-        groups.append(CacheGroup(group_id, block_tokens, **rule, sees_next_token=sees_next_token))
+        block_tokens = planned.kv_cache_spec.block_size * ranks
+        unnamed_tokens = max(0, lookahead_tokens - 1)
+        group = CacheGroup(group_id, block_tokens, **rule, unnamed_tokens=unnamed_tokens)
+        may_be_of_head = of_head[group_id] or not any(of_head)
+        # Draft heads have no states, and vLLM drops none for them.
+        has_proof = not (group.holds_state or group.is_scratch)
+        sees_next_token = drops_last_block and may_be_of_head and has_proof
+        groups.append(dataclasses.replace(group, sees_next_token=sees_next_token))
     return tuple(groups)
 
 
@@ -77,26 +115,30 @@ def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
     """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
 
     Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
-    covers the others.
+    covers the others. Of a window vLLM gives a hit the blocks of `extra_retained_tokens` before it,
+    too, and knows them by hash afterwards, so they must be loaded.
     """
     kinds = {type(spec).__name__ for spec in specs}
-    if kinds == {WINDOW_SPEC}:
-        return {"window_tokens": max(spec.sliding_window for spec in specs)}
+    if kinds <= WINDOW_SPECS:
+        window = max(spec.sliding_window + spec.extra_retained_tokens for spec in specs)
+        return {"window_tokens": window}
     if kinds == {STATE_SPEC}:
         return {"holds_state": True}
     chunks = {getattr(spec, "attention_chunk_size", None) for spec in specs}
     if kinds == {CHUNK_SPEC} and len(chunks) == 1:
         return {"chunk_tokens": chunks.pop()}
-    return {}
+    return {"state_tokens": max(1, *(int(spec.tokens_per_state) for spec in specs))}
 
 
 def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
 
     `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
-    other tokens. A spec says over how many ranks it is split, if it knows.
+    other tokens. Ranks compute latents from the same inputs, and a spec says over how many ranks it
+    is split, if it knows. What is not stored may differ.
     """
-    specs = layer_specs(kv_cache_config).values()
-    whole = all(type(spec).__name__ == LATENT_SPEC and spec.max_tp_shards == 1 for spec in specs)
+    scratch = scratch_layers(kv_cache_config)
+    specs = [spec for name, spec in layer_specs(kv_cache_config).items() if name not in scratch]
+    whole = all(type(spec).__name__ in LATENT_SPECS and spec.max_tp_shards == 1 for spec in specs)
     equal = specs and whole and parallel.decode_context_parallel_size == 1
     return int(parallel.tensor_parallel_size) if equal else 1

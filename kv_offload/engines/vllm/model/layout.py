@@ -10,7 +10,7 @@ from kv_swap.layout import KVLayout, Packing, TensorDescription
 from kv_swap.packing.format import FORMAT_VERSION, GROUP_VALUES, TILE_BYTES
 
 from kv_offload.config.sizes import format_size
-from kv_offload.engines.vllm.model.groups import STATE_SPEC
+from kv_offload.engines.vllm.model.groups import STATE_SPEC, scratch_layers
 from kv_offload.engines.vllm.model.identity import digest
 from kv_offload.engines.vllm.versions import layer_specs
 from kv_offload.errors import UnsupportedError
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, frozenset[int]]:
     """Return for each registered layer which regions of the layout hold what it reads.
 
-    `layout` describes these tensors. A layer that reads the cache of another has its regions.
+    `layout` describes these tensors. A layer that reads the cache of another has its regions. A
+    layer of which nothing is stored has none.
     """
     found: dict[str, set[int]] = {}
     for index, region in enumerate(layout.regions):
@@ -40,17 +41,19 @@ def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, f
 def describe_kv_caches(
     kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, *, packs: bool = False
 ) -> KVLayout:
-    """Return the layout of the registered tensors, one per layer.
+    """Return the layout of the registered tensors, one per layer, without scratch.
 
     With `packs` slots hold packed what can be packed.
 
     Raises `UnsupportedError`, with the layer and its shape, if it could not be copied exactly.
     """
     num_blocks = kv_cache_config.num_blocks
-    specs = layer_specs(kv_cache_config)
+    specs, scratch = layer_specs(kv_cache_config), scratch_layers(kv_cache_config)
     tensors: list[TensorDescription] = []
     try:
         for name, cache in kv_caches.items():
+            if name in scratch:
+                continue
             if name in specs:
                 page_bytes = specs[name].page_size_bytes
                 tensors.append(_describe(name, cache, num_blocks, page_bytes))
@@ -97,7 +100,7 @@ def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> d
     return {
         name: packing
         for name, cache in kv_caches.items()
-        if name in specs
+        if name in specs.keys() - scratch_layers(kv_cache_config)
         and type(specs[name]).__name__ != STATE_SPEC
         and cache.dtype == torch.bfloat16
         and (packing := _packing(name, cache, num_blocks, specs[name].block_size)) is not None
@@ -153,7 +156,10 @@ def describe_pages(
     found: list[Any] = [[(sorted(r.tensors), r.page_bytes) for r in layout.regions]]
     if packed := [(index, r.packing) for index, r in enumerate(layout.regions) if r.packing]:
         found.append((FORMAT_VERSION, repr(packed)))
+    scratch = scratch_layers(kv_cache_config)
     for name, cache in kv_caches.items():
+        if name in scratch:
+            continue
         backend = getattr(layers.get(name), "get_attn_backend", None)
         found.append((name, backend and backend().__qualname__))
         offsets = [cache.data_ptr() - region.address for region in layout.regions]

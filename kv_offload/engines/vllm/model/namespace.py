@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_offload.engines.vllm.model.groups import cache_groups, drops_last_block
+from kv_offload.engines.vllm.model.groups import engine_groups
 from kv_offload.engines.vllm.model.identity import describe_loading, describe_model, digest
 from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs
 
@@ -51,11 +51,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
     method = "none" if speculative is None else speculative.method
-    groups = cache_groups(
-        kv_cache_config,
-        parallel.decode_context_parallel_size,
-        drops_last_block=drops_last_block(vllm_config),
-    )
+    groups = engine_groups(vllm_config, kv_cache_config)
     draft, loading = {}, vllm_config.load_config
     if method not in ("none", *DRAFTS_OF_TEXT):
         of_loading = speculative.draft_load_config or loading

@@ -53,11 +53,7 @@ class Engine:
         self.enclosing = tuple(o._vllm_config.kv_transfer_config for o in self.multi_connectors)
         support.check_supported(vllm_config, self.version, self.enclosing, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self.cache_groups = groups.cache_groups(
-            kv_cache_config,
-            parallel.decode_context_parallel_size,
-            drops_last_block=groups.drops_last_block(vllm_config),
-        )
+        self.cache_groups = groups.engine_groups(vllm_config, kv_cache_config)
         self.gives_idle_blocks = gives_idle_blocks(vllm_config, self.cache_groups)
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
         config = self.traced.config

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm.halves import callers
-from kv_offload.engines.vllm.model.groups import SPECS, STATE_SPEC, has_draft_head
+from kv_offload.engines.vllm.model.groups import (
+    SPECS,
+    STATE_SPEC,
+    engine_groups,
+    scratch_layers,
+)
 from kv_offload.engines.vllm.start import members
 from kv_offload.engines.vllm.versions import layer_specs
 from kv_offload.errors import UnsupportedError
@@ -16,26 +21,33 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 CACHE_DTYPES = {
-    *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    *("fp8_per_token_head", "int8_per_token_head"),
+    *("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"),
+    *("fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"),
+    *("fp8_ds_mla", "nvfp4_ds_mla", "nvfp4", "nvfp4_4over6"),
+    *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
+    *("octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit"),
 }
 """Cache types whose pages carry all that is needed to read them back.
 
-With one scale per tensor the scales are the layer's own and never change. With one per token and
-head they are in the page, between keys and values. The first forward sets them to 1,
-and nothing can be loaded before it: only forwards fill host memory."""
+With one scale per tensor the scales are the layer's own and never change. Those per token, head or
+group of values are in the page; the first forward sets them to 1, and nothing can be loaded before
+it: only forwards fill host memory. Rotations, signs and codebooks are constants of vLLM's source.
+Types that others register with vLLM may keep what they need elsewhere."""
+
+REFUSED_SPECS = {
+    "CrossAttentionSpec": "encoder-decoder models have no prefix that another request shares",
+    "RSWASpec": (
+        "the KV of an answer depends on where its prompt ended, which the hash of a block does not "
+        "cover, so that a longer prompt would be served what another one never computes"
+    ),
+    "SinkFullAttentionSpec": "this vLLM itself cannot plan a cache with prefixes for it",
+}
+"""Why layers with these specs are not served; of others it is not known what a hit needs."""
 
 ROLES = frozenset({"kv_both", "kv_producer"})
 """Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
 
 It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere."""
-
-DRAFT_HEADS = frozenset({"eagle", "eagle3", "mtp"})
-"""Methods whose draft layers write the KV of a computed token in the same step and for the last
-time. That KV depends on the tokens up to the next one.
-
-Beyond the accepted tokens they write guesses, which the next step writes again; stores end before
-it. `dflash` and `dspark` write KV of placeholder tokens."""
 
 
 def check_supported(
@@ -52,7 +64,6 @@ def check_supported(
     problems = [
         *_engine_problems(vllm_config, version),
         *members.problems(vllm_config, enclosing),
-        *_draft_problems(vllm_config),
     ]
     if kv_cache_config is not None:
         problems += _model_problems(vllm_config, kv_cache_config)
@@ -124,72 +135,57 @@ def _model_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if not kv_cache_config.kv_cache_groups:
         yield "the model has no KV cache"
     if kv_cache_config.hisparse_host_num_blocks is not None:
-        yield "a second block pool in host memory (HiSparse) has ids of its own"
-    specs = layer_specs(kv_cache_config).values()
+        yield (
+            "HiSparse keeps blocks in host memory, in a second pool whose ids are also those of "
+            "GPU blocks: run it without kv-offload, or kv-offload without HiSparse"
+        )
+    scratch = scratch_layers(kv_cache_config)
+    specs = [spec for name, spec in layer_specs(kv_cache_config).items() if name not in scratch]
     for kind in sorted({type(spec).__name__ for spec in specs} - SPECS):
-        yield f"the model has layers with a {kind}: supported are {', '.join(sorted(SPECS))}"
+        reason = REFUSED_SPECS.get(kind, f"supported are {', '.join(sorted(SPECS))}")
+        yield f"the model has layers with a {kind}: {reason}"
     states = [spec for spec in specs if type(spec).__name__ == STATE_SPEC]
     if states:
         yield from _state_problems(vllm_config, states)
+    if vllm_config.speculative_config is not None:
+        yield from _draft_problems(vllm_config, kv_cache_config)
 
 
 def _state_problems(vllm_config: VllmConfig, states: Sequence[Any]) -> Iterator[str]:
-    ranks = vllm_config.parallel_config.decode_context_parallel_size
-    if ranks > 1:
-        yield (
-            f"decode_context_parallel_size is {ranks}, and states are not split over its ranks: "
-            "set it to 1"
-        )
-    if vllm_config.speculative_config is not None:
-        yield (
-            f"speculative method {vllm_config.speculative_config.method!r} moves the blocks of "
-            "states: remove it"
-        )
-    for mode in sorted({spec.mamba_cache_mode for spec in states} - {"align", "all"}):
+    modes = {spec.mamba_cache_mode for spec in states}
+    for mode in sorted(modes - {"align", "all"}):
         yield (
             f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
         )
+    # vLLM ends chunks of a prompt by block_size, and then names states that it has not computed.
     block_tokens = vllm_config.cache_config.block_size
     for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
         yield (
-            f"mamba_block_size is {tokens} and block_size {block_tokens}: leave mamba_block_size "
-            "unset, so that both are the same"
+            f"blocks of states hold {tokens} tokens, and block_size is {block_tokens}, the least "
+            "of all groups: leave mamba_block_size unset, and use no draft model with smaller "
+            "blocks, so that both are the same"
+        )
+    if "all" in modes and vllm_config.speculative_config is not None:  # of vLLM 0.31
+        yield (
+            f"mamba_cache_mode is 'all' with speculative method "
+            f"{vllm_config.speculative_config.method!r}, of which it is not known when states are "
+            "final: use 'align'"
         )
 
 
-def _draft_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield what stands in the way of drafts, known before the model is loaded."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return
-    method = speculative.method
-    if speculative.parallel_drafting:
-        yield (
-            f"speculative method {method!r} drafts several tokens in one pass, which writes KV of "
-            "placeholders: set parallel_drafting to false, or use 'ngram'"
-        )
-    elif speculative.use_eagle() and method not in DRAFT_HEADS:
-        yield (
-            f"speculative method {method!r} writes KV that is not known to be final: use one of "
-            f"{', '.join(sorted(DRAFT_HEADS))}, 'ngram' or none"
-        )
-    if method == "mtp":
-        tokens = speculative.num_speculative_tokens
-        hf_config = getattr(speculative.draft_model_config, "hf_config", None)
-        modules = min(getattr(hf_config, "num_nextn_predict_layers", None) or 1, tokens)
-        if modules > 1:
+def _draft_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    """Yield what stands in the way of drafts.
+
+    What a draft's layers keep decides how many drafts are accepted, and no token.
+    """
+    ahead = vllm_config.num_prefill_lookahead_tokens
+    groups = engine_groups(vllm_config, kv_cache_config)
+    for tokens in sorted({g.block_tokens for g in groups if g.sees_next_token}):
+        if tokens < ahead:
             yield (
-                f"the model drafts {tokens} tokens with {modules} MTP modules, which write the KV "
-                "of a prompt's last tokens again: set num_speculative_tokens to 1"
-            )
-    if not has_draft_head(vllm_config):
-        return
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(vllm_config.parallel_config, name)
-        if size > 1:
-            yield (
-                f"{name} is {size}, and with speculative method {method!r} only 1 is known to "
-                "work: set it to 1, or use 'ngram'"
+                f"the model drafts with {ahead} MTP modules, whose KV depends on as many tokens "
+                f"ahead, and a block of theirs holds {tokens}: set num_speculative_tokens to "
+                f"{tokens} or less, or --block-size to {ahead} or more"
             )
 
 

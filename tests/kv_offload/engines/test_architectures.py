@@ -1,0 +1,160 @@
+"""vLLM's own registry, cache types, drafts and specs: what is new there has no verdict yet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from vllm.config import speculative
+from vllm.config.cache import CacheDType
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
+from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
+
+from kv_offload.engines.vllm.model.groups import SPECS, cache_groups
+from kv_offload.engines.vllm.start.support import CACHE_DTYPES, REFUSED_SPECS, check_supported
+from kv_offload.engines.vllm.versions import NEWEST, vllm_version
+from tests.support.architectures import FOLLOWED, Architecture, Source, describe, table
+from tests.support.configurations import make_vllm_config
+from tests.support.planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+from tests.support.published_specs import MODELS
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+PAGE = Path(__file__).parents[3] / "docs/use/architectures.md"
+ROW = re.compile(r"^\| (.+) \| (?:yes|without .+) \| (.+) \|$", re.MULTILINE)
+
+SCRATCH = {"CircularBufferSpec", "KpoolTailSpec", "HiSparseHotSpec", "HiSparseResidentSpec"}
+"""Specs whose blocks vLLM serves to no other request."""
+
+NO_LAYERS = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs", "EncoderOnlyAttentionSpec"}
+"""Bases, several specs together, and layers that keep nothing."""
+
+METHODS = {
+    # Their layers keep what decides how many drafts are accepted, and no token.
+    *("eagle", "eagle3", "mtp", "dflash", "dspark", "draft_model", "custom_class"),
+    # They keep nothing.
+    *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
+    # It drafts nothing, and keeps hidden states as latents are kept.
+    "extract_hidden_states",
+}
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source.installed()
+
+
+@pytest.fixture(scope="module")
+def architectures(source: Source) -> list[Architecture]:
+    return source.architectures()
+
+
+def rows() -> dict[str, str]:
+    """Return by architecture what the page says of its layers."""
+    found = {}
+    for words, names in ROW.findall(PAGE.read_text()):
+        found.update(dict.fromkeys(re.findall(r"`(\w+)`", names), words))
+    return found
+
+
+def test_every_architecture_has_a_verdict(architectures: list[Architecture]) -> None:
+    known = rows()
+    assert len(architectures) > 200
+    new = sorted({found.name for found in architectures} - known.keys())
+    assert not new, f"run python -m tests.support.architectures: no verdict on {new}"
+    if vllm_version() == NEWEST:
+        other = {
+            found.name: describe(found.specs)
+            for found in architectures
+            if known[found.name] != describe(found.specs)
+        }
+        assert not other, f"run python -m tests.support.architectures: other layers in {other}"
+
+
+def test_the_verdicts_are_those_of_the_plugin(architectures: list[Architecture]) -> None:
+    """A layer is refused by its spec alone, and each spec is served or has a reason."""
+    specs = {spec for found in architectures for spec in found.specs}
+    unknown = sorted(specs - SPECS - SCRATCH - REFUSED_SPECS.keys())
+    assert not unknown, f"what does a hit need of {unknown}?"
+    some = [found for found in architectures if found.specs & REFUSED_SPECS.keys()]
+    assert "without reference windows" in table(some, REFUSED_SPECS)
+
+
+def test_what_well_known_models_keep(architectures: list[Architecture]) -> None:
+    """The control: that the source is followed over imports, bases and functions."""
+    layers = {found.name: describe(found.specs) for found in architectures}
+    assert layers["LlamaForCausalLM"] == "attention, windows"
+    assert layers["Qwen3NextForCausalLM"] == "attention, windows, states"
+    assert layers["Llama4ForCausalLM"] == "attention, windows, chunks"
+    assert layers["MambaForCausalLM"] == "states"
+    assert "windows of latents" in layers["DeepseekV4ForCausalLM"]
+    assert "rings" in layers["DeepseekV41ForCausalLM"]
+    assert "cross attention" in layers["WhisperForConditionalGeneration"]
+    assert layers["LlavaForConditionalGeneration"] == "those of the model that it wraps"
+
+
+def test_every_layer_that_keeps_something_is_followed(source: Source) -> None:
+    layers = source.layers()
+    assert len(layers) > 20
+    assert [name for name in layers if not name.startswith(FOLLOWED)] == []
+
+
+def test_every_spec_is_known(source: Source) -> None:
+    new = sorted(source.specs.keys() - SPECS - SCRATCH - NO_LAYERS - REFUSED_SPECS.keys())
+    assert not new, f"what does a hit need of {new}? See docs/design/cache_groups.md"
+
+
+def test_every_cache_type_is_known() -> None:
+    new = sorted(set(get_args(CacheDType)) - CACHE_DTYPES)
+    assert not new, f"is all that reads {new} in the page, or constant?"
+
+
+def test_every_way_to_draft_is_known() -> None:
+    def names(literal: Any) -> set[str]:
+        parts = [{part} if isinstance(part, str) else names(part) for part in get_args(literal)]
+        return set().union(*parts)
+
+    heads = names(speculative.MTPModelTypes) - {"mtp"}  # which vLLM calls `mtp`
+    new = sorted(names(speculative.SpeculativeMethod) - heads - METHODS)
+    assert not new, f"does what {new} keeps decide tokens?"
+
+
+def test_vllm_cannot_plan_sinks() -> None:
+    """Once it can, what a hit needs of them is to be thought through."""
+    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float32}
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        get_manager_for_kv_cache_spec(
+            SinkFullAttentionSpec(**shape, sink_len=4),
+            max_in_flight_tokens=16,
+            max_model_len=64,
+            block_pool=BlockPool(8, True, 4),
+            enable_caching=True,
+            kv_cache_group_id=0,
+            scheduler_block_size=4,
+            needs_kv_cache_zeroing=False,
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_built_here_are_served(name: str) -> None:
+    """vLLM plans their groups from what their layers ask for."""
+    vllm_config = make_vllm_config({}, max_model_len=1024, max_num_batched_tokens=1024)
+    vllm_config.cache_config.num_gpu_blocks_override = 7
+    vllm_config.cache_config.mamba_cache_mode = "align"
+    specs = MODELS[name]()
+    states = [s.block_size for s in specs.values() if hasattr(s, "mamba_cache_mode")]
+    if states:
+        vllm_config.cache_config.block_size = states[0]
+    vllm_config.cache_config.kv_cache_layout = "BLHNC"
+    groups = get_kv_cache_groups(vllm_config, specs)
+    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
+    check_supported(vllm_config, vllm_version(), (), config)
+    for group, planned in zip(cache_groups(config), groups, strict=True):
+        assert group.is_scratch != planned.kv_cache_spec.prefix_cacheable

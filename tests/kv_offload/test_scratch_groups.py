@@ -1,0 +1,109 @@
+"""Groups whose blocks vLLM gives to no other request, under its own scheduler.
+
+A ring has the tokens that are still to be compressed, and must have them when a step begins. A
+window that is replayed is empty before the first token that its request has computed itself.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache.prefix import CacheGroup
+from tests.kv_offload.test_hazards import HarshEngine
+from tests.support.played_cases import (
+    FULL,
+    OTHER,
+    PROMPT,
+    both_runners,
+    both_ways,
+    serve_under_pressure,
+    store,
+)
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+RING = CacheGroup(1, 8, chunk_tokens=4, is_scratch=True)
+REPLAY = CacheGroup(1, 4, window_tokens=8, is_scratch=True)
+CASES: dict[str, tuple[tuple[CacheGroup, ...], int]] = {
+    "ring": ((FULL, RING), 27),
+    "ring first": ((CacheGroup(0, 4, chunk_tokens=4, is_scratch=True), CacheGroup(1, 4)), 27),
+    "replay": ((FULL, REPLAY), 36),
+    "blocks of four sizes": (
+        (
+            *(CacheGroup(0, 8), CacheGroup(1, 4, 9), CacheGroup(2, 2, 4)),
+            CacheGroup(3, 1, chunk_tokens=1, is_scratch=True),
+        ),
+        46,
+    ),
+    "states": ((FULL, RING, CacheGroup(2, 4, 9), CacheGroup(3, 4, holds_state=True)), 58),
+}
+"""Groups, and how many blocks are too few for some requests."""
+
+
+@both_ways
+@both_runners
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize(("groups", "blocks"), CASES.values(), ids=CASES)
+def test_what_is_stored_and_served(
+    async_scheduling: bool,
+    replaces_resumed: bool,
+    drafts: int,
+    groups: tuple[CacheGroup, ...],
+    blocks: int,
+) -> None:
+    engine = HarshEngine(
+        groups,
+        drafts=drafts,
+        blocks=blocks,
+        slots=80,
+        max_model_len=60,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+        plugin={"max_pinned_share": 0.5},
+    )
+    serve_under_pressure(engine)
+    stored = {engine.known[key][1] for key in engine.offload.manager.readable_slots()}
+    assert stored == {group.group_id for group in groups if not group.is_scratch}
+    engine.rest()
+
+
+@both_ways
+def test_no_block_of_scratch_is_copied(async_scheduling: bool) -> None:
+    engine = store(PlayedEngine((FULL, RING), async_scheduling=async_scheduling), PROMPT)
+    assert len(engine.offload.manager.readable_slots()) == 4, "vLLM names two blocks at a time"
+    request = engine.add("b", PROMPT)
+    output = engine.schedule()
+    (load,) = output.kv_connector_metadata.loads
+    attention, ring = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    assert set(chain(*load.pairs[:, :1].tolist())) == set(attention[:4])
+    assert len(ring) == 1
+    engine.rest()
+
+
+@both_ways
+def test_a_window_is_replayed_after_a_hit(async_scheduling: bool) -> None:
+    """vLLM computes the last window of a hit again, since no load brings it."""
+    engine = store(PlayedEngine((FULL, REPLAY), async_scheduling=async_scheduling), PROMPT)
+    engine.add("b", [*PROMPT, *OTHER])
+    while "b" not in engine.model.requests:
+        engine.step(copies=True)
+    assert engine.totals["hit_tokens"] == 20
+    assert engine.model.requests["b"].first_computed == 12
+    engine.rest()
+
+
+@both_ways
+@pytest.mark.parametrize("groups", [(FULL, RING), (FULL, REPLAY)], ids=["ring", "replay"])
+def test_a_hit_ends_before_the_last_block_of_a_prompt_that_fills_it(
+    async_scheduling: bool, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Its last token alone could not be computed again: scratch lacks the tokens before it."""
+    engine = store(PlayedEngine(groups, async_scheduling=async_scheduling), PROMPT)
+    engine.serve("all of it", PROMPT[:20])
+    assert engine.totals["hit_tokens"] == 16
+    engine.check_rest()

@@ -1,0 +1,136 @@
+"""States under vLLM's own scheduler while drafts are accepted and rejected, and ranks split blocks.
+
+The model keeps states where vLLM's runners do: with drafts one after each of them, in blocks of
+their own, and moves the one at a block's end there once it is known which drafts stay. Every state
+that a step begins with is checked, and every state in host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.scheduler.stores.planner import StorePlanner
+from tests.kv_offload.test_draft_head import HeadEngine
+from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step
+from tests.support.played_cases import (
+    FULL,
+    OTHER,
+    PROMPT,
+    STATE,
+    both_runners,
+    both_ways,
+    serve_under_pressure,
+    store,
+    wrong_bytes,
+)
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+HEAD = dataclasses.replace(FULL, sees_next_token=True)
+LONG = [*PROMPT, *OTHER]
+
+
+def states_in(engine: PlayedEngine) -> int:
+    """Return how many states are in host memory."""
+    groups = [engine.known[key][1] for key in engine.offload.manager.readable_slots()]
+    return sum(engine.groups[group_id].holds_state for group_id in groups)
+
+
+@both_ways
+@both_runners
+@pytest.mark.parametrize("head", [FULL, HEAD], ids=["any group's", "known"])
+@pytest.mark.parametrize("checkpoints", [0, 1])
+def test_drafts_of_a_head(
+    async_scheduling: bool, replaces_resumed: bool, head: CacheGroup, checkpoints: int
+) -> None:
+    engine = HeadEngine(
+        (head, STATE),
+        blocks=34,
+        slots=60,
+        max_model_len=60,
+        checkpoints=checkpoints,
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+        plugin={"max_pinned_share": 0.5},
+    )
+    engine.model.strict = False
+    serve_under_pressure(engine)
+    assert states_in(engine) > 0
+    engine.rest()
+    assert engine.accepted > 10
+    assert engine.rejected > 10
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "drafts of the text": {"drafts": 3},
+    "states within a prefill": {"checkpoints": 1},
+    "hits within a block": {"match_tokens": 2},
+    "split blocks": {"ranks": 2, "context_ranks": 2, "blocks": 20},
+    "split blocks with drafts": {"ranks": 2, "context_ranks": 2, "drafts": 2},
+}
+
+
+@both_ways
+@pytest.mark.parametrize("arguments", PLACES.values(), ids=PLACES)
+def test_states_in_other_places(async_scheduling: bool, arguments: dict[str, Any]) -> None:
+    engine = HarshEngine(
+        (FULL, STATE),
+        **{
+            "blocks": 34,
+            "slots": 60,
+            "max_model_len": 60,
+            "async_scheduling": async_scheduling,
+            "plugin": {"max_pinned_share": 0.5},
+            **arguments,
+        },
+    )
+    serve_under_pressure(engine)
+    assert states_in(engine) > 0
+    engine.rest()
+
+
+def test_a_state_stored_in_its_own_step_would_be_that_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: what accepted drafts leave is moved to its block after the step's hooks."""
+    submit_stores_in_their_step(monkeypatch)
+    engine = HarshEngine((FULL, STATE), drafts=3, eager=True)
+    engine.add("a", PROMPT, max_tokens=20)
+    with wrong_bytes():
+        while engine.scheduler.has_requests():
+            engine.step()
+            engine.check_host_memory()
+
+
+@both_ways
+@pytest.mark.parametrize(("drafts", "hit"), [(0, 40), (2, 36)], ids=["no head", "a head"])
+def test_a_state_that_is_kept_within_a_prefill_is_found(
+    async_scheduling: bool, drafts: int, hit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the last block before the end, though with a head it is the state a block before."""
+
+    def hit_tokens() -> int:
+        engine = PlayedEngine(
+            (HEAD if drafts else FULL, STATE),
+            checkpoints=1,
+            drafts=drafts,
+            draft_head=bool(drafts),
+            max_num_batched_tokens=64,
+            async_scheduling=async_scheduling,
+        )
+        store(engine, LONG)
+        engine.serve("again", LONG)
+        engine.check_rest()
+        return int(engine.totals["hit_tokens"])
+
+    assert hit_tokens() == hit
+    if drafts:  # the control: looked for where its tokens would be, it is not found
+        monkeypatch.setattr(StorePlanner, "_place_states", lambda *_: None)
+        assert hit_tokens() == 0
