@@ -30,10 +30,11 @@ LEAVES = frozenset({"", "config", "engine", "errors", "medians", "messages", "me
 
 ALLOWED = {
     "cache": LEAVES,
-    "scheduler": LEAVES | {"cache", "simulation"},
+    "scheduler": LEAVES | {"cache", "simulation", "tiers"},
+    "tiers": LEAVES | {"cache", "scheduler"},
     "simulation": LEAVES | {"cache"},
     "worker": LEAVES | {"kv_swap"},
-    "engines": LEAVES | {"cache", "scheduler", "worker", "kv_swap"},
+    "engines": LEAVES | {"cache", "scheduler", "tiers", "worker", "kv_swap"},
     "tools": LEAVES | {"cache", "engines", "simulation", "worker", "kv_swap"},
     # The leaves among themselves.
     **dict.fromkeys(LEAVES, frozenset[str]()),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import zmq
@@ -115,6 +116,8 @@ def published(models: Path, subscriber: Subscriber) -> Iterator[Engine]:
     events = KVEventsConfig(True, "zmq", subscriber.endpoint)
     plugin = {"cpu_bytes": f"{SLOTS * BLOCK_BYTES}B"}
     with (
+        # A pool of some kilobytes, which an engine refuses.
+        mock.patch("kv_offload.config.checks.SMALLEST_BYTES", 0),
         subscriber.connected() as wait,
         engine(models, "qwen3", plugin, kv_events_config=events) as running,
     ):

@@ -240,9 +240,9 @@ def test_the_time_of_steps_under_way_counts_only_where_loads_may_start_within_it
     zeroes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", zeroes)
-    assert make().offload.loads_overlap is not zeroes
-    assert not make(async_scheduling=False).offload.loads_overlap
-    assert not make(drafts=2).offload.loads_overlap
+    assert make().offload._engine.loads_overlap is not zeroes
+    assert not make(async_scheduling=False).offload._engine.loads_overlap
+    assert not make(drafts=2).offload._engine.loads_overlap
 
 
 def test_loads_wait_in_a_step_that_zeroes_blocks() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.start.disk import find_disk, with_disk
+from kv_offload.engines.vllm.start.disk import disk_tier, find_disk
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.worker.disk import Disk
 from tests.support.configurations import make_kv_cache_config, make_vllm_config
@@ -93,9 +93,7 @@ def test_hashes_that_another_process_draws_anew_are_refused(
 def test_ranks_divide_the_disk_and_share_as_they_share_memory(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 100 << 20, {})
     slots = {
-        (ranks, sharing): with_disk(CONFIG, disk, 4096, ranks, sharing)
-        .keywords["make_tier"]()  # type: ignore[attr-defined]
-        .manager.num_slots
+        (ranks, sharing): disk_tier(CONFIG, disk, 4096, ranks, sharing).make().manager.num_slots
         for ranks, sharing in ((1, 1), (4, 1), (4, 4))
     }
     one = (100 << 20) // 8192
@@ -106,4 +104,4 @@ def test_ranks_divide_the_disk_and_share_as_they_share_memory(tmp_path: Path) ->
 
 def test_a_disk_without_room_for_a_slot_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"disk_bytes gives each of 2 ranks.*one slot takes"):
-        with_disk(CONFIG, Disk(tmp_path, 100 << 10, {}), 4096, 2, 1)
+        disk_tier(CONFIG, Disk(tmp_path, 100 << 10, {}), 4096, 2, 1)

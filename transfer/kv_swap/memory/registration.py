@@ -231,7 +231,8 @@ class Registration:
                     self._missing[batch[0]] = max(0, self._missing[batch[0]] - nbytes)
             with self._driver_turn:
                 for piece in batch:
-                    if self._is_over():
+                    # A failure further on leaves the pieces before it usable.
+                    if self._stopping or min(self._failures, default=piece) < piece:
                         return
                     began = time.monotonic()
                     self._pieces.lock(piece)
