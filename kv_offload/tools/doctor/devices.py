@@ -56,7 +56,7 @@ def check_links(machine: Machine) -> Iterator[Check]:
 
 def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
     """Yield whether there is a GPU for a `transfer_engine` that copies with one; else nothing."""
-    if kind != "cuda":
+    if kind not in ("cuda", "copy_engine"):
         return
     name, asked = "transfer engine", f"the configuration asks for {kind}"
     needed = "a GPU, and a torch for CUDA"
@@ -138,7 +138,7 @@ def check_rates(
             continue
         gpu = next((gpu for gpu in machine.gpus if gpu.uuid == uuid), None)
         yield judge_rates(name, rates, gpu)
-        if kind != "host":
+        if kind == "copy_engine":
             yield judge_gates(f"copy engine of cuda:{index}", check_gates(device))
 
 
@@ -146,8 +146,8 @@ def judge_gates(name: str, report: GateReport) -> Check:
     """Say whether small copies get through between the pieces of long ones."""
     needed = "small copies that are served between two pieces of a long one"
     remedy = (
-        "With transfer_engine: copy_engine kernels would copy instead. Unset "
-        "CUDA_DEVICE_MAX_CONNECTIONS if it is 1, and look for a newer driver."
+        "Kernels copy instead. Unset CUDA_DEVICE_MAX_CONNECTIONS if it is 1, and look for a newer "
+        "driver."
     )
     return judged(name, report.found, needed, remedy, fits=report.yields, otherwise="warning")
 
