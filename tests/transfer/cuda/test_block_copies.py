@@ -17,7 +17,7 @@ from kv_swap.cuda.block_copies import (
     runs_of,
     suits_copy_engine,
 )
-from kv_swap.cuda.driver import MEMORY_DEVICE, MEMORY_HOST
+from kv_swap.cuda.driver import MEMORY_DEVICE, MEMORY_HOST, STRIDED_COPY
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Packing, Region
 
@@ -127,6 +127,23 @@ def test_copies_bring_every_byte_and_end_where_a_registration_does(
         assert nbytes <= MOST_COPY_BYTES
     if plain:
         assert copies.descriptors is None
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_words_of_a_strided_copy_that_cuda_reserves_are_zero(blocks: int) -> None:
+    """CUDA refuses the copy otherwise. Memory that NumPy reuses shows what it leaves as it was."""
+    layout = layers(8, 64 * KIB, 1 * MIB)
+    cutter = BlockCutter(layout.regions, arena_of(layout))
+    pairs = np.stack([np.arange(blocks), np.arange(blocks)], 1).astype(np.int32)
+    for _ in range(20):
+        dirt = np.full(blocks * STRIDED_COPY.itemsize, 255, np.uint8)
+        del dirt
+        found = cutter.cut(pairs, Direction.LOAD).descriptors
+        assert found is not None
+        for name in ("x", "y", "z", "lod", "array", "reserved"):
+            for end in ("src", "dst"):
+                assert not found[f"{end}_{name}"].any()
+    assert STRIDED_COPY.itemsize == 8 * len(STRIDED_COPY.names or ()), "each word has a name"
 
 
 def test_equally_spaced_rows_are_one_copy_a_block() -> None:

@@ -1,8 +1,8 @@
 """KV caches on a CUDA device.
 
 Each direction has a lane with a stream of its own. Loads that compute waits for have a third lane,
-where they stand behind nothing but each other. The copy engine copies blocks that are few long
-runs, in pieces with a gate after each, and the swap kernels all others (`choose_copies`).
+where they wait for nothing but each other. The swap kernels copy. If it is asked for, the copy
+engine copies blocks that are few long runs, in pieces with a gate after each (`choose_copies`).
 
 The engine itself holds addresses and numbers only: what copies use is in its state (`state.py`).
 """
