@@ -303,7 +303,8 @@ class Promoter:
         read.parts = [(at, move) for move, at in parts.items()]
         if len(rows):  # there was no room for these
             read.end_tokens = read.full_tokens = min(end, int(first_tokens[rows].min()))
-        if read.end_tokens > start and (prefixes.serves_whole_requests or not len(rows)):
+        complete = prefixes.serves_whole_requests or not len(rows)
+        if read.parts and read.end_tokens > start and complete:
             read.keys = prefixes.chain_keys(hashes, start, read.full_tokens)
             self._reads.update(dict.fromkeys(read.keys, read))
             for _, move in read.parts:

@@ -288,7 +288,8 @@ def make_vllm_config(
         otlp_traces_endpoint=traces,
     ).create_engine_config()
     transfer = config.kv_transfer_config
-    _set_options(transfer.kv_connector, transfer.kv_connector_extra_config, exact)
+    if transfer is not None:  # else an engine without a connector was asked for
+        _set_options(transfer.kv_connector, transfer.kv_connector_extra_config, exact)
     if draft_head:
         config.speculative_config.method = "eagle" if modules == 1 else "mtp"
         model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))

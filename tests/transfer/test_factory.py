@@ -57,7 +57,7 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     layout, arena, *others = made.arguments
     assert layout is LAYOUT
     assert others == [device, tensors, stream]
-    assert made.more == {}, "what copies is the engine's choice"
+    assert made.more == {"copies_with": "kernels"}, "unless the copy engine is asked for"
     assert arena.arguments == (3, 64)
     assert arena.more["register"].arguments == (device,)
     assert arena.more["background"]
