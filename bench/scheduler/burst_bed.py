@@ -136,7 +136,7 @@ class BurstBed:
         if self._where == "host memory":
             manager = self.scheduler.connector.offload_scheduler.manager
         elif self._where == "disk":
-            manager = self.scheduler.connector.offload_scheduler._tier.manager
+            manager = self.scheduler.connector.offload_scheduler.tier.tier.manager
         else:
             return
         manager.complete_store(manager.prepare_store(keys))

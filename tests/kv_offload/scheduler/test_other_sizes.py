@@ -96,7 +96,7 @@ def test_estimates_are_within_few_points_of_replays(
     assert hits["four_times"] > hits["same"] + all_tokens / 20, "sizes hardly differ"
     assert told.data["hit_tokens_at_same"] == hits["same"]
     # A small miniature of `auto` changes its rule a little earlier or later than the whole cache.
-    most_points = {"auto": 3, "lru": 2}[policy]
+    most_points = {"auto": 4, "lru": 2}[policy]
     for size in OTHER_SIZES:
         error = (told.data[f"hit_tokens_at_{size}"] - hits[size]) / all_tokens
         assert abs(100 * error) < most_points, f"{size}: {100 * error:.1f} points"
