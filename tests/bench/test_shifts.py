@@ -12,8 +12,8 @@ ALLOWED = 2.0
 MORE = {
     # Of what just fits the first prompt is declined, and so is not there in the next pass.
     ("batches of new lengths", 5_000): 5.0,
-    # No room is left for what comes twice, as recency knows ages only by the epoch.
-    ("a loop, then documents that just fit", 4_500): 8.0,
+    # Hit density took the lead in the night, and loses it while the day's users come back.
+    ("day and night", 6_000): 3.0,
     # Half of the prompts fit, and hit density leads by turns.
     ("a scan between documents", 2_500): 3.0,
 }

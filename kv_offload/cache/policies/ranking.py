@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 
@@ -48,27 +49,35 @@ class Ranking:
         self._to_sweep: list[int] = []
         self._queue: deque[tuple[int, float, Slots]] = deque()  # with bucket and density
         self._queued = 0
-        self._opened: tuple[int, float, Slots] | None = None
-        """What is left of the bucket from which slots came into the queue last."""
+        self._opened = NO_SLOTS
+        """What is left of the buckets from which slots came into the queue last."""
+        self._opened_from = self.bucket_of[:0]
         self._freed = NO_SLOTS
         """What can leave once all of the queue has. It has entries as well."""
         self._freed_from = self.bucket_of[:0]
-        self._order: list[tuple[int, float]] = []
+        self._order: list[int] = []
+        self._densities: dict[int, float] = {}
         self._at = 0
+        self._recent_from = NEVER
+        self._accesses = 0
+        self._accessed = np.zeros(capacity, np.int64)  # by slot, its place among all accesses
         self._last_place = np.zeros(capacity, np.int32)  # only within `_distinct`
         self.rank()
 
     def put(self, slots: Slots) -> None:
         """Add entries, the last the most recent, to the buckets in which the slots are now."""
-        for bucket, part in self._by_bucket(self._distinct(slots)):
+        slots = self._distinct(slots)
+        self._accessed[slots] = np.arange(self._accesses, self._accesses + len(slots))
+        self._accesses += len(slots)
+        for bucket, part in self._by_bucket(slots, self.bucket_of[slots]):
             if bucket:
                 self._add(bucket, part)
         if self._num_entries > self._max_entries:
             self._sweep(4 * len(slots))
 
-    def _by_bucket(self, slots: Slots) -> Iterator[tuple[int, Slots]]:
+    @staticmethod
+    def _by_bucket(slots: Slots, buckets: NDArray[np.int64]) -> Iterator[tuple[int, Slots]]:
         """Yield the slots of each bucket, in their order."""
-        buckets = self.bucket_of[slots]
         order = np.argsort(buckets, kind="stable")
         slots, buckets = slots[order], buckets[order]
         changes = (np.flatnonzero(buckets[1:] != buckets[:-1]) + 1).tolist()
@@ -106,8 +115,7 @@ class Ranking:
     def rank(self, recent_from: int = NEVER) -> None:
         """Order the buckets by what their slots are worth now, the older first of equals.
 
-        Those from the epoch `recent_from` on come last, by the epoch of the last access, those used
-        least often first.
+        Those from the epoch `recent_from` on come last, and give their slots by the last access.
         """
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
@@ -115,7 +123,7 @@ class Ranking:
         self.prefixes.begin(slots for _, _, slots in self._queue)
         self._queue.clear()
         self._queued = 0
-        self._opened = None
+        self._opened, self._opened_from = NO_SLOTS, self.bucket_of[:0]
         self._freed, self._freed_from = NO_SLOTS, self.bucket_of[:0]
         now = self._density.epoch * CLASSES
         self._merge_old(now - (AGES - 1) * CLASSES)
@@ -125,8 +133,10 @@ class Ranking:
         densities = self._density.of(buckets)
         recent = buckets // CLASSES >= recent_from
         order = np.lexsort((buckets, np.where(recent, 0, densities), recent))
-        self._order = [*zip(buckets[order].tolist(), densities[order].tolist(), strict=True)]
+        self._order = buckets[order].tolist()
+        self._densities = dict(zip(self._order, densities[order].tolist(), strict=True))
         self._at = 0
+        self._recent_from = recent_from
 
     def _merge_old(self, first_told_apart: int) -> None:
         """Move what has become too old to be told apart to the buckets of epoch `OLD`."""
@@ -144,23 +154,40 @@ class Ranking:
             if len(self._freed):
                 self._enqueue_freed()
                 continue
-            if self._opened is None:
+            if not len(self._opened):
                 if self._at == len(self._order):
                     break
-                bucket, density = self._order[self._at]
-                self._at += 1
-                if bucket not in self._entries:
-                    continue
-                slots = self._take(bucket)
-            else:
-                bucket, density, slots = self._opened
-            slots, later = slots[:QUEUED_SLOTS], slots[QUEUED_SLOTS:]
-            self._opened = (bucket, density, later) if len(later) else None
-            slots, blocked = self.prefixes.split(slots)
+                self._open()
+                continue
+            opened_from = self._opened_from[:QUEUED_SLOTS]
+            others = np.flatnonzero(opened_from != opened_from[0])
+            end = int(others[0]) if len(others) else len(opened_from)
+            bucket = int(opened_from[0])
+            slots, blocked = self.prefixes.split(self._opened[:end])
+            self._opened, self._opened_from = self._opened[end:], self._opened_from[end:]
             if len(blocked):
                 self._add(bucket, blocked)
             if len(slots):
-                self._enqueue(bucket, density, slots)
+                self._enqueue(bucket, self._densities[bucket], slots)
+
+    def _open(self) -> None:
+        """Take out the next bucket; of recent ones all of an epoch, by their last access."""
+        first = self._order[self._at]
+        end = self._at + 1
+        if first // CLASSES >= self._recent_from:
+            end = bisect_left(self._order, (first // CLASSES + 1) * CLASSES, self._at)
+        taken = {
+            bucket: self._take(bucket)
+            for bucket in self._order[self._at : end]
+            if bucket in self._entries
+        }
+        self._at = end
+        slots = np.concatenate([NO_SLOTS, *taken.values()])
+        buckets = np.repeat(np.array([*taken], np.int64), [len(part) for part in taken.values()])
+        if len(taken) > 1:
+            by_access = np.argsort(self._accessed[slots], kind="stable")
+            slots, buckets = slots[by_access], buckets[by_access]
+        self._opened, self._opened_from = slots, buckets
 
     def _enqueue(self, bucket: int, density: float, slots: Slots) -> None:
         """Have slots of a bucket leave next."""
@@ -171,7 +198,7 @@ class Ranking:
     def _enqueue_freed(self) -> None:
         """Have what had to stay for the queue leave after it, but for what was used since."""
         slots = self._freed[self.bucket_of[self._freed] == self._freed_from]
-        parts = list(self._by_bucket(slots))
+        parts = list(self._by_bucket(slots, self.bucket_of[slots]))
         densities = self._density.of(np.array([bucket for bucket, _ in parts], np.int64)).tolist()
         for (bucket, part), density in zip(parts, densities, strict=True):
             self._queue.append((bucket, density, part))
@@ -185,7 +212,11 @@ class Ranking:
 
     def _waiting(self) -> list[tuple[int, float, Slots]]:
         """Return what was taken out of buckets and has not left, with bucket and density."""
-        return [*self._queue, *([] if self._opened is None else [self._opened])]
+        opened = self._by_bucket(self._opened, self._opened_from)
+        return [
+            *self._queue,
+            *((bucket, self._densities[bucket], slots) for bucket, slots in opened),
+        ]
 
     def next_density(self, count: int) -> float | None:
         """Return what each of the next `count` victims is worth; None if they are not alike."""
