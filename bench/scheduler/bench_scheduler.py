@@ -208,7 +208,7 @@ def test_step_with_events(rows: list[Row], size: Size) -> None:
 
 
 def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
-    """What is told after resets: of the engine, whose caches are told again, and of host memory."""
+    """Events after resets: of the engine, whose caches are announced again, and of host memory."""
     prefixes = PrefixMap((CacheGroup(0, BLOCK_TOKENS),), BLOCK_TOKENS, lambda key, _: key)
     manager = CacheManager(make_policy("lru", size.slots))
     told = Announcer(manager, prefixes, lambda *_: None)

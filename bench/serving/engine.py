@@ -40,7 +40,7 @@ class ServingEngine:
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
         self.counted: Counter[str] = Counter()
-        """What this project's connector has counted."""
+        """The counters of this project's connector."""
         self.gauges: dict[str, float] = {}
         self.clock = ConnectorClock()
         self.registrations: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""What the serving bench measures on one engine. Seconds everywhere, bytes where the name says so.
+"""Measurements of the serving bench on one engine. Seconds everywhere, bytes where named.
 
 A prompt is computed once; then the GPU's prefix cache is emptied and the prompt is sent again, so
 that only the connector's memory can serve it. Random weights cannot tell right KV from wrong: for

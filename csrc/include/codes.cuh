@@ -38,7 +38,7 @@ __device__ __forceinline__ uint4 join_values(uint2 exponents, uint2 mantissas, u
                     __funnelshift_r(c, c, 1) + both, __funnelshift_r(d, d, 1) + both);
 }
 
-// Of a column, from its greatest magnitude. From 1 to 240.
+// A column's scale, from its greatest magnitude: 1 to 240.
 __device__ __forceinline__ u32 base_of(u32 greatest) {
   return max(greatest >> 7, kGreatestCode + 1) - kGreatestCode;
 }

@@ -1,4 +1,4 @@
-// What packing and unpacking share: the format of a tile, the table of tiles, and how both read it.
+// Shared by packing and unpacking: the format of a tile, the table of tiles, and how both read it.
 //
 // kv_swap/packing/format.py has the format, and names the constants that come from there;
 // kv_swap/cuda/tiles.py writes the tables.
@@ -112,7 +112,7 @@ __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[
   return num_pairs;
 }
 
-// Of the 4 groups of values of a thread, a byte each.
+// One byte for each of a thread's 4 groups of values.
 __device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
   return columns >> 8 * unit & 0xff;
 }

@@ -1,4 +1,4 @@
-// What every swap kernel reads: the list of a launch and the table of a layout.
+// Read by every swap kernel: the list of a launch and the table of a layout.
 //
 // kv_swap/cuda/swap.py writes lists, kv_swap/cuda/tiles.py tables. No includes: NVRTC compiles this
 // on machines without a CUDA toolkit.

@@ -21,7 +21,7 @@ from kv_offload.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 LARGE_PART = 0.8
-"""Of what is available; more than this is said at the start. A choice, not a measurement: the rest
+"""Share of the available memory; the start warns above it. A choice, not a measurement: the rest
 is all that requests, page tables and other processes have to grow in."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -30,9 +30,9 @@ class StepLoads:
     jobs: Sequence[LoadJob]
     started: bool = False
     in_waves: bool = False
-    """Whether the transfer brings them wave by wave."""
+    """True if the transfer brings them wave by wave."""
     error: Exception | None = None
-    """What went wrong while the loads could still be made good."""
+    """The error, if one came while the loads could still be made good."""
     done: Completion | None = None
     """How the transfer ended, if it did so while a layer of the forward could still read early."""
 
@@ -43,7 +43,7 @@ class StepLoads:
 
     @property
     def whole(self) -> bool:
-        """Whether a forward writes to blocks that are loaded, before a layer waits for them."""
+        """True if a forward writes to blocks that are loaded, before a layer waits for them."""
         return any(job.whole for job in self.jobs)
 
 
@@ -69,7 +69,7 @@ class ForwardLoads:
         # By id: transfers whose end is to be reported. How one ends that was made good or lost does
         # not matter any more.
         self._copying: dict[int, StepLoads] = {}
-        # Whether the last forward that had loads to wait for could wait layer by layer, or will
+        # True if the last forward that had loads to wait for could wait layer by layer, or will
         # have taught us to. What kind of forward follows is not known when its loads start.
         self._layers_can_wait = True
 
@@ -243,7 +243,7 @@ class ForwardLoads:
         if loads is None:
             return
         if loads is self._awaited:
-            # What failed is made good before the forward, or lost after it.
+            # A failed load is made good before the forward, or lost after it.
             loads.done, loads.error = done, done.error
         else:
             self._report(loads, done)

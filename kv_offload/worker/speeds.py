@@ -24,9 +24,9 @@ class CopySpeeds:
 
     def __init__(self) -> None:
         self._running: dict[Direction, set[int]] = {direction: set() for direction in Direction}
-        # Whether the load that started last has been the only load since.
+        # True if the load that started last has been the only load since.
         self._load_alone = False
-        # Whether the store that started last has been the only copy since.
+        # True if the store that started last has been the only copy since.
         self._store_alone = False
         self._load_speed: float | None = None
         self._store_speeds = RecentMedian(REMEMBERED_STORES)

@@ -74,7 +74,7 @@ class OffloadWorker:
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
         self._cut_short: int | None = None
-        # What the scheduler was told last.
+        # The last report to the scheduler.
         self._told_ready_slots = self._told_weight_loads = 0
         self._count_weight_loads: Callable[[], int] = lambda: 0
         # The KV tensors that the transfer engine held before a sleep.
@@ -161,7 +161,7 @@ class OffloadWorker:
 
     @property
     def waves(self) -> LayerWaves:
-        """What is known of the layers that wait for their part of a load."""
+        """The layers that wait for their part of a load."""
         return self._forward_loads.waves
 
     @property

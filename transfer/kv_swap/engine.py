@@ -71,7 +71,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Held:
-    """What copies need as long as one may run. Not to be freed in a process that was forked."""
+    """Resources of copies that may still run. Not to be freed in a process that was forked."""
 
     arena: HostArena | None
     keep_alive: Sequence[object]
@@ -121,12 +121,12 @@ class SwapEngine(ABC):
 
     @property
     def copies_with(self) -> CopiesWith:
-        """What copies the blocks of this layout."""
+        """Name of the mechanism that copies the blocks of this layout."""
         return "host"
 
     @property
     def can_load_before_compute(self) -> bool:
-        """Whether `submit` takes jobs with `before_compute`, also in waves."""
+        """True if `submit` takes jobs with `before_compute`, also in waves."""
         return True
 
     @abstractmethod

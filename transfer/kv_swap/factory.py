@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 EngineKind = Literal["host", "cuda"]
-"""What copies: the host, or a CUDA device."""
+"""The copying device: the host, or a CUDA device."""
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:

@@ -31,7 +31,7 @@ PAGE_ALIGNMENT_BYTES = 16
 """Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of it."""
 
 _MAX_PIECES = 1 << 16
-"""Of one tensor: far above what any model has, far below what would stall a start."""
+"""Limit for one tensor: far above what any model has, far below what would stall a start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Region:
 
     @property
     def raw_part(self) -> Region | None:
-        """What is copied as it is: the region, the rest behind its tiles, or `None` without one."""
+        """The part copied unpacked: the region, the rest after its tiles, or `None` without one."""
         if self.packing is None:
             return self
         tiles_bytes = self.num_tiles * TILE_BYTES
@@ -203,7 +203,7 @@ class _Piece:
     nbytes: int
     stride: int
     whole: bool
-    """Whether these are whole pages of each of the tensors."""
+    """True if these are whole pages of each of the tensors."""
 
     @property
     def end(self) -> int:

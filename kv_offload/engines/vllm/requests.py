@@ -1,4 +1,4 @@
-"""What the plugin does to requests in vLLM's scheduler that its hooks cannot ask for."""
+"""Changes of requests in vLLM's scheduler that no hook can ask for."""
 
 from __future__ import annotations
 

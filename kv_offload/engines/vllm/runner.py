@@ -1,4 +1,4 @@
-"""What a rank asks of vLLM: its model runner, which calls it, and the forward's context."""
+"""Parts of vLLM that a rank uses: its model runner, which calls it, and the forward's context."""
 
 from __future__ import annotations
 

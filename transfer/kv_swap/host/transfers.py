@@ -55,7 +55,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class WorkerState(Held):
-    """What the worker needs. `condition` guards everything but what it holds.
+    """State of the worker. `condition` guards everything but what it holds.
 
     Its lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
     """

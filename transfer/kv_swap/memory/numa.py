@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
-"""Of the system call, from Linux' syscall tables; glibc has no wrapper for it."""
+"""Number of the system call, from Linux' syscall tables; glibc has no wrapper for it."""
 
 _MPOL_PREFERRED = 1
 """From linux/mempolicy.h: take memory of one node while it has some, then of others."""

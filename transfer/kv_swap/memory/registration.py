@@ -74,7 +74,7 @@ def choose_piece_bytes(slot_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """What is available on this host, and what of it a pool that grows leaves free.
+    """Memory that is available on this host, and the part that a growing pool leaves free.
 
     `read` returns the bytes that this process could take now, and where the figure is from. Several
     threads call it at a time. What it raises counts as a failure to lock memory.

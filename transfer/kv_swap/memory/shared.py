@@ -25,7 +25,7 @@ from kv_swap.memory.mapping import describe_limits, whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
-"""Of the other process, once it is connected."""
+"""How long the other process may take to answer, once it is connected."""
 
 _RETRY_SECONDS = 0.02
 

@@ -57,7 +57,7 @@ POOL_ENTRY_BYTES = TILE_BYTES - MAIN_BYTES
 TILES_PER_POOL_ENTRY = 64
 
 SLOT_ALIGNMENT_BYTES = 128
-"""Of packed pages, of the pool and of slots that have them."""
+"""Alignment of packed pages, of the pool and of slots that have them."""
 
 STRIPS = 8
 

@@ -89,7 +89,7 @@ class _Revocation:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """True if it has ended with an error."""
         return not self._thread.is_alive() and bool(self._problem)
 
     def wait(self, timeout_seconds: float) -> str:

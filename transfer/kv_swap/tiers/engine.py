@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kv_swap.tiers.mover import Mover
 
 MAX_NAME_BYTES = 1024
-"""Of one block, in every tier."""
+"""Longest name of a block, in every tier."""
 
 
 class TierDirection(enum.Enum):
@@ -89,7 +89,7 @@ class TierEngine:
     """
 
     file_id: str
-    """What is kept there is found again by whoever has the same one."""
+    """Identifies the contents: a tier with the same one finds them again."""
 
     def __init__(
         self,

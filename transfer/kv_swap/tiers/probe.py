@@ -1,4 +1,4 @@
-"""What a disk gives without a tier: blocks of one size, written and read by as many threads."""
+"""Measures a disk without a tier: blocks of one size, written and read by as many threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MEMORY_BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """What the disk of a folder gives."""
+    """The rates of a folder's disk."""
 
     direct: bool
     write_bytes_per_second: float

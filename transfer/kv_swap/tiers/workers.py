@@ -87,7 +87,7 @@ class Lane:
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the threads need. `ended` guards `running` and `gone`, and notifies of every job.
+    """State of the threads. `ended` guards `running` and `gone`, and notifies of every job.
 
     `gone` is when the tier did not answer last, and the error.
     """

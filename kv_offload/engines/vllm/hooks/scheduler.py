@@ -48,7 +48,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _multi_connectors: Sequence[MultiConnector]
     """Those around this connector, the inner first."""
     _only_rank: bool
-    """Whether the engine has one rank, which may live in this process."""
+    """Return whether the engine has one rank, which may live in this process."""
     _num_slots: int
     _slot_bytes: int
     _make_scheduler: SchedulerMaker
@@ -126,7 +126,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
 
     def loads(self, request_id: str) -> bool:
-        """Whether a request's tokens are, or were, to be loaded by this one of several members."""
+        """Return whether this member is to load, or was to load, a request's tokens."""
         loading = self.offload_scheduler.loading_requests()
         return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 

@@ -93,7 +93,7 @@ def _describe_loader(options: Mapping[str, Any]) -> str:
     """Describe the options of a loader; of local files that Tensorizer is to read, these too."""
     tensorizer = options.get("tensorizer_config") or options
     paths = [Path(path) for name in TENSORIZED if (path := tensorizer.get(name))]
-    # Of a sharded model each rank puts its number into the name.
+    # Each rank of a sharded model puts its number into the name.
     paths = [path.parent if "%" in path.name else path for path in paths]
     return digest([{**options}, *map(_describe_folder, paths)])
 

@@ -1,4 +1,4 @@
-"""What a block's key and bytes mean, so that what another process kept is used only if it fits.
+"""The meaning of a block's key and bytes: blocks of another process are used only if it is equal.
 
 A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (from vLLM
 0.32 its path, too). Everything else that makes the bytes what they are is described here.
@@ -34,7 +34,7 @@ PARALLEL = (
 """Which part of a block a rank has."""
 
 CPU_FLAGS = ("flags", "Features")
-"""Of a line of /proc/cpuinfo, on x86 and on Arm."""
+"""Names of a line of /proc/cpuinfo, on x86 and on Arm."""
 
 DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
 """Methods without a draft model: the KV is that of the model alone."""

@@ -1,4 +1,4 @@
-"""What vLLM does wrong for its own prefix cache, or for any connector, is put right here."""
+"""Corrections of vLLM's errors with its own prefix cache, or with any connector."""
 
 from __future__ import annotations
 

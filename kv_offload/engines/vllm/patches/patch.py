@@ -30,7 +30,7 @@ _unlogged: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What decides which patches a scheduler's process needs."""
+    """Facts that decide which patches a scheduler's process needs."""
 
     version: Version
     config: OffloadConfig
@@ -48,7 +48,7 @@ class Patch:
     """Wrapped in every process, where an engine with our connector is configured, where a scheduler
     is built, or on one object of a rank."""
     needed: Callable[[Setup], bool] | None = None
-    """Whether an engine needs the patch; None where all do."""
+    """Tells if an engine needs the patch; None where all do."""
 
     @property
     def method(self) -> str:

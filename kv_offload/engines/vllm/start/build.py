@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What vLLM's configuration says, read and checked while a connector is built.
+    """vLLM's configuration, read and checked while a connector is built.
 
     Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """

@@ -1,4 +1,4 @@
-"""What this process's command line says in vLLM's argument, and why the plugin is not in use.
+"""Reads vLLM's argument on this process's command line, and says why the plugin is not in use.
 
 vLLM keeps neither that the argument was given empty nor a key that was given twice. Imports no
 vLLM: most engines that start without the plugin want none.

@@ -1,4 +1,4 @@
-"""What all blocks that an engine keeps below host memory have in common."""
+"""The description that all of an engine's blocks below host memory share."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def describe_contents(
     """
     contents = namespace.describe(vllm_config, kv_cache_config)
     if private or vllm_config.lora_config is not None:
-        # What is in an adapter's files may change under its name, which is all that a key has.
+        # An adapter's files may change under its name, and a key has only the name.
         contents[PROCESS] = secrets.token_hex(16)
     return contents

@@ -1,4 +1,4 @@
-"""What an engine with a shared store is built with."""
+"""Parts that an engine with a remote store is built with."""
 
 from __future__ import annotations
 

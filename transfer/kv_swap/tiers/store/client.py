@@ -1,4 +1,4 @@
-"""What a store must offer to be a tier: named objects that are written once and read whole."""
+"""The interface of a remote store: named objects that are written once and read whole."""
 
 from __future__ import annotations
 
