@@ -29,7 +29,7 @@ namespace {
 
 using namespace kv_swap;
 
-// A stage has a tile, and its columns behind it.
+// A stage has a tile, followed by its columns.
 struct StoreRing {
   static constexpr u32 kThreads = kGroups * (kGroupThreads + 2 * kWarpSize);
   static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
@@ -66,7 +66,7 @@ struct StoreWork {
 
 // State shared by a group that stores. Each barrier is for the stage or buffer of its index.
 //
-// One lane arrives for its warp, behind __syncwarp; every thread that goes on waits for itself.
+// One lane arrives for its warp, after __syncwarp; every thread that goes on waits for itself.
 // compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
 // and what follows the wait: tests/gpu/sanitize_run.py leaves the store out there.
 struct StoreGroup {
@@ -78,7 +78,7 @@ struct StoreGroup {
   Packed handed[StoreRing::kBuffers];
 };
 
-// A barrier that nobody has arrived at lets a wait for the phase before its first pass.
+// A barrier without any arrival lets a wait for the phase before its first pass.
 constexpr u32 kBeforeFirst = 1;
 
 // Packs tiles with the 8 warps of a group.

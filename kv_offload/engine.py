@@ -48,7 +48,7 @@ class Block(Protocol):
 
 
 class BlockPool(Protocol):
-    """The engine's KV blocks. A reference keeps a block from being given to somebody else."""
+    """The engine's KV blocks. A reference keeps a block from being given to another request."""
 
     blocks: Sequence[Block]
     """By block id."""
@@ -58,7 +58,7 @@ class BlockPool(Protocol):
     """Tokens that one block hash covers."""
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks nobody references."""
+        """Return how many blocks have no reference."""
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Reference each block once more."""
@@ -146,7 +146,7 @@ class RankEngine(Protocol):
         """Return the stream that copies sampled tokens to the host; None where there is none."""
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Return what tells how often the model has been given weights from now on."""
+        """Return a function that counts how often the model is given weights from now on."""
 
     def forward_context(self) -> object | None:
         """Return what identifies the forward that runs or is about to; None without one."""

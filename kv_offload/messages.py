@@ -21,7 +21,7 @@ class Outcome(enum.IntEnum):
     FAILED = 1
     """Its destination may hold anything; no forward has read it."""
     LOST = 2
-    """A forward read what a synchronous load had not brought: what it computed is wrong."""
+    """A forward read blocks that a synchronous load had not filled: its results are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class RankReport:
     """The report of one rank. None stands for a figure that has not changed."""
 
     jobs: dict[int, Outcome] = field(default_factory=dict)
-    """By job id, every job that has ended and is not `known`. Each is told until it is."""
+    """By job id, every job that has ended and is not `known`. Each is reported until it is."""
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By job id of a store or move that has ended: which of its pairs failed, if not all went well.
 
     Of a store that is `OK` these are the blocks that do not fit packed slots. A move that was never
     begun has failed without them."""
     cut_short: int | None = None
-    """The `admissions` of the last step that an error of the engine cut short: nobody knows which
+    """The `admissions` of the last step that an error of the engine cut short: it is unknown which
     blocks it computed."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone."""

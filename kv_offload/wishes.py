@@ -51,7 +51,7 @@ class Wishes:
     keep: Keep | None = None
 
     def load_limit(self, start_tokens: int, limit_tokens: int) -> int:
-        """Return up to which token may be loaded behind `start_tokens`, at most `limit_tokens`."""
+        """Return up to which token may be loaded after `start_tokens`, at most `limit_tokens`."""
         if self.max_load_tokens is None:
             return limit_tokens
         return min(limit_tokens, start_tokens + self.max_load_tokens)

@@ -67,7 +67,7 @@ __device__ __forceinline__ bool has_zero(uint2 exponents) {
 }
 
 // Codes where 32 groups have an exponent 0: of this it is 0, of another what it is above its base.
-// Bits of kNoCode in `outside` tell that one is not above it, as in `above`.
+// Bits of kNoCode in `outside` mean that one is not above it, as in `above`.
 struct Codes {
   u32 joined;
   u32 outside;

@@ -29,7 +29,7 @@ constexpr u32 kKindPacked = 1;
 constexpr u32 kKindRaw = 2;
 constexpr u32 kSignature = KV_SWAP_PACKED_MAGIC | KV_SWAP_PACKED_VERSION << 16;
 static_assert(kPackedTileBytes % 128 == 0, "tiles lie in slots as bulk copies want them");
-static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
+static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room after the bases");
 
 constexpr u32 kGroups = 2;
 constexpr u32 kWarps = 8;  // that transform the tiles of a group; each has a strip of them

@@ -1,6 +1,6 @@
 """A rank's synchronous loads: the forward of their own step reads what they bring.
 
-The forward is queued behind them: the compute stream waits, the host does not. Until the forward,
+The forward is queued after them: the compute stream waits, the host does not. Until the forward,
 or the layer that reads them, is queued, a failure can be made good: the host copies the blocks
 itself, while the engine waits. Later the load is lost, and its requests end with an error: under
 asynchronous scheduling the next step is planned already.
@@ -75,9 +75,9 @@ class ForwardLoads:
 
     def take(self, jobs: Sequence[LoadJob]) -> None:
         """Take in the loads of a step; end those of a step that was cut short."""
-        cut_short, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
-        if cut_short is not None:
-            self._end(cut_short)
+        aborted, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
+        if aborted is not None:
+            self._end(aborted)
 
     def start(self, *, behind_compute: bool) -> None:
         """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`.
@@ -109,7 +109,7 @@ class ForwardLoads:
             self._copying[loads.transfer_id] = loads
 
     def make_forward_wait(self, forward: Forward | None) -> None:
-        """Have the compute stream wait for this step's loads: the forward is queued behind them.
+        """Have the compute stream wait for this step's loads: the forward is queued after them.
 
         If the layers wait for the later waves, it waits for the first wave only. What has failed by
         now is made good. `forward` is the one that follows, if its layers are known to call.
@@ -259,7 +259,7 @@ class ForwardLoads:
     def _lose(self, job: LoadJob, why: object) -> None:
         self._jobs.log.error(
             "%d blocks of request %s were not loaded when they were read, so it ends with an "
-            "error, as does whoever shares them: %s",
+            "error, as do all that share them: %s",
             len(job.pairs),
             job.request_id,
             why,

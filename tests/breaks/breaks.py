@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import re
+import symtable
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +13,7 @@ from pathlib import Path
 from tests.breaks.mutations import DoesNotFitError, Source
 
 ROOT = Path(__file__).parents[2]
+_OF_A_MODULE = ("__file__", "__name__")
 FILES = sorted(Path(__file__).parent.glob("*.txt"))
 
 
@@ -41,8 +44,9 @@ class Break:
             broken = self.apply(text)
             if broken == text:
                 yield f"{self.change!r} changes nothing in {self.file}"
-            if path.suffix == ".py":
-                compile(broken, self.file, "exec")
+            is_python = path.suffix == ".py"
+            if is_python and (unknown := _unknown_names(broken) - _unknown_names(text)):
+                yield f"{self.change!r} names {sorted(unknown)}, which {self.file} has not"
         except DoesNotFitError as error:
             yield f"{self.scope}: {error}"
         except SyntaxError as error:
@@ -66,6 +70,23 @@ class Break:
 @lru_cache(maxsize=2)
 def _source(text: str, file: str) -> Source:
     return Source(text, file)  # what it has parsed serves all the breaks of a file
+
+
+@lru_cache(maxsize=4)
+def _unknown_names(text: str) -> set[str]:
+    """Names that a Python module reads and nothing in it binds: each would end any test."""
+    tables = [symtable.symtable(text, "", "exec")]
+    used, bound = set[str](), {*dir(builtins), *_OF_A_MODULE}
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and s.is_global()}
+        if table.get_type() == "module":
+            used |= {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+            bound |= {s.get_name() for s in table.get_symbols() if s.is_assigned()}
+            bound |= {s.get_name() for s in table.get_symbols() if s.is_imported()}
+            bound |= {s.get_name() for s in table.get_symbols() if s.is_namespace()}
+    return used - bound
 
 
 def read(files: Iterable[Path]) -> Iterator[tuple[Path, Break]]:

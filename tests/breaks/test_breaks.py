@@ -89,6 +89,7 @@ def test_a_break_that_fits_has_no_problems(one: Break, tmp_path: Path) -> None:
         ({"change": "remove x"}, "no operator"),
         ({"change": "return x => return x"}, "changes nothing"),
         ({"change": "return x => else"}, "does not compile"),
+        ({"change": "return x => return z"}, "names ['z']"),
         ({"tests": "-k f"}, "names no test file"),
         ({"tests": "test_gone.py"}, "test_gone.py does not exist"),
         ({"tests": "test_product.py::test_g[1]"}, "has no test test_g"),

@@ -38,7 +38,7 @@ class SwapJob:
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena.
     The engine does not keep it after `submit`. For loads only: with `before_compute` the copies do
-    not queue behind other loads, and compute waits for them in `SwapEngine.await_loads`, or with
+    not queue after other loads, and compute waits for them in `SwapEngine.await_loads`, or with
     `in_waves` wave by wave in `await_wave`. Without `behind_compute` a load may start while compute
     still runs that was queued before it; the caller knows that none of it touches the blocks.
     """

@@ -74,7 +74,7 @@ class Region:
     """A run of pages of `tensors`: block `b` has one at `address + b * block_stride_bytes`.
 
     With `packing` the whole tiles of a page are packed in the slot, and what is left of the page
-    lies raw behind them.
+    follows them unpacked.
     """
 
     address: int
@@ -213,7 +213,7 @@ class _Piece:
 def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
     """Yield the pieces of one tensor; together they hold `page_bytes` bytes.
 
-    A dimension whose stride exceeds the block stride (K and V as two halves, heads before blocks)
+    A dimension whose stride exceeds the block stride (K before V, heads before blocks)
     gives a piece per index. So does one inside the block stride whose gaps hold other tensors
     (layers inside heads): then the span from the first to the last byte is more than `page_bytes`.
     Gaps that `page_bytes` covers are the tensor's own (padding, scales) and travel with it.

@@ -57,7 +57,7 @@ class EngineState:
 def find_waker() -> Callable[[], None] | None:
     """Return what has the core of the engine that is being built look for work, if it waits.
 
-    Any thread may call it. None for a core that is no process: its caller steps it, nobody waits.
+    Any thread may call it. None for a core that is no process: its caller steps it.
     """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc

@@ -40,6 +40,6 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
     mask[node // word_bits] = 1 << node % word_bits
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this number.
     arguments = (address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), _MASK_BITS + 1, 0)
     return not _libc.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments))

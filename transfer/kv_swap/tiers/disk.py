@@ -81,7 +81,7 @@ class _Revocation:
     def _run(self) -> None:
         try:
             revoke(self._fd, self._content)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller has to be told
+        except Exception as error:  # noqa: BLE001 - the caller has to learn of any error
             why = explain(error) if isinstance(error, OSError) else repr(error)
             self._problem = f"cannot write {self._path}: {why}"
         finally:

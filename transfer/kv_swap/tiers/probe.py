@@ -92,7 +92,7 @@ class PlainFile:
 def measure(path: Path, nbytes: int, block_bytes: int) -> DiskRates:
     """Write and read about `nbytes` in a folder, in blocks as large as slots are to be.
 
-    Takes their space meanwhile, in a file without a name, which nothing leaves behind. Raises
+    Takes their space meanwhile, in a file without a name, which leaves nothing on the disk. Raises
     `TierError` if the folder, the space or the disk does not allow it.
     """
     num_blocks = max(1, nbytes // block_bytes)

@@ -72,7 +72,7 @@ class RecordFormat:
 
     @property
     def pad_bytes(self) -> int:
-        """Bytes of no meaning behind the data."""
+        """Bytes of padding after the data."""
         return -self.slot_bytes % PAGE_BYTES
 
     @property

@@ -172,6 +172,6 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self: ConnectorWorkerMetadata(**vars(self.offload_worker.take_losses())))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
-        """Report the jobs that ended; after an error only what must be told in this step."""
+        """Report the jobs that ended; after an error only what must be reported in this step."""
         report = self.offload_worker.take_report()
         return None if report is None else ConnectorWorkerMetadata(**vars(report))

@@ -3,7 +3,7 @@
 A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (from vLLM
 0.32 its path, too). Everything else that makes the bytes what they are is described here.
 
-Nobody looks into an adapter's files, so of an engine with LoRA no other process uses anything
+An adapter's files are not read, so of an engine with LoRA no other process uses anything
 (`start.contents`), and one that is replaced under its name needs a reset of the prefix cache.
 """
 
@@ -43,7 +43,7 @@ DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
     """Return by name all that must be equal for a block of another process to be of use here.
 
-    If each process draws its hashes anew, no description equals that of another process. What only
+    If each process draws its own hashes, no description equals that of another process. What only
     a rank knows is in `layout.describe_pages`.
     """
     import vllm

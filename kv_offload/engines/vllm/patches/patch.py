@@ -1,7 +1,7 @@
 """How a method of vLLM is wrapped.
 
 A wrapper calls the method that it found, so it works with wrappers of other plugins. Each also
-works when set twice: another plugin may hide ours behind a wrapper without `functools.wraps`.
+works when set twice: another plugin may hide ours in a wrapper without `functools.wraps`.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 
 def tell_first(listener: Callable[..., None], original: Method, *args: Any, **kwargs: Any) -> Any:
-    """Run around a method of which `listener` is told."""
+    """Run around a method whose calls `listener` gets."""
     listener(*args, **kwargs)
     return original(*args, **kwargs)

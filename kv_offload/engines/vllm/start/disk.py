@@ -39,7 +39,7 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
     """Make the folder of this replica, and return it; None without a disk.
 
     Raises `ConfigError` where it cannot be made or written, and where another process could not
-    tell what the keys of blocks mean.
+    know what the keys of blocks mean.
     """
     if config.disk_path is None:
         return None
@@ -65,7 +65,7 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
 def replica_index(vllm_config: VllmConfig) -> int:
     """Return which data-parallel replica this is; the folder of each is its own."""
     parallel = vllm_config.parallel_config
-    # Only this tells a replica of a dense model that it is not the only one.
+    # Only this shows a replica of a dense model that it is not the only one.
     return int(parallel.data_parallel_index)
 
 

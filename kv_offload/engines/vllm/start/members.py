@@ -71,7 +71,7 @@ def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
 def own_parts(
     transfer: KVTransferConfig | dict[str, Any] | None,
 ) -> Iterator[tuple[KVTransferConfig, ...]]:
-    """Yield each configuration of our connector, and behind it those around it, the inner first.
+    """Yield each configuration of our connector, followed by those around it, the inner first.
 
     Arguments may have a dictionary, which vLLM turns into a configuration.
     """

@@ -25,7 +25,7 @@ _PROBE_SECONDS = 2.0
 holds all Python threads meanwhile."""
 
 _METADATA = "P2PHANDSHAKE"
-"""Processes tell each other where their memory lies; no server besides the master is needed."""
+"""Processes exchange the addresses of their memory; no server besides the master is needed."""
 
 NOT_INSTALLED = (
     "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for Python 3.11 "
