@@ -51,7 +51,7 @@ test-all:
 	done
 	@$(environment) run --dev --engine $(firstword $(ENGINES)) -- -m pytest bench/*/bench_*.py
 
-# In a copy of the tree. `make breaks ARGUMENTS="tests/breaks/worker.toml --only fence"` tries some.
+# In a copy of the tree. `make breaks ARGUMENTS="tests/breaks/worker.txt --only fence"` tries some.
 breaks:
 	@$(in_venv) -m tests.breaks $(ARGUMENTS)
 

@@ -1,4 +1,4 @@
-"""What this project measures, and the demo. All of it runs as modules from the checkout.
+"""Measurements and the demo. All of it runs as modules from the checkout.
 
     serving/     a real engine with and without offloading: `python -m bench.serving`
     swap/        copies between GPU and host memory

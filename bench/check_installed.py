@@ -23,7 +23,7 @@ def main(checkout: Path) -> None:
         raise SystemExit(f"{package} is the checkout, not an installed package")
     heavy = {"torch", "cupy", "vllm"} & sys.modules.keys()
     if heavy:
-        raise SystemExit(f"importing kv_offload brought {sorted(heavy)}")
+        raise SystemExit(f"importing kv_offload imported {sorted(heavy)}")
     check_copies(checkout / "csrc", Path(kv_swap.__file__).parent / "csrc")
     check_copies(checkout / "docs/grafana", package / "grafana")
     print(

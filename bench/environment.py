@@ -68,7 +68,7 @@ def create(venv: Path) -> None:
 
 def install(venv: Path, what: str, *arguments: str, pip: Sequence[str] = ()) -> None:
     """Run `pip install`; its output goes to a file. Raises `InstallError` with the end of it."""
-    # Compiling 20000 modules that nobody imports takes longer than everything else here.
+    # Compiling 20000 modules that are never imported takes longer than everything else here.
     quiet = ("--disable-pip-version-check", "--progress-bar=off", "--no-compile")
     command = [*(pip or (str(venv / "bin/python"), "-m", "pip")), "install", *quiet, *arguments]
     log = venv / "install.log"
@@ -228,7 +228,7 @@ def main() -> None:
     except InstallError as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: the next call makes what was not finished anew") from None
+        raise SystemExit("interrupted: the next call repeats what was not finished") from None
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ HOOKS = tuple(
 Nor are the two hooks that vLLM calls once a layer: timing them would cost more than they do."""
 
 OWN_HOOKS = ("begin_step", "hear_ranks")
-"""What this project has the engine call besides."""
+"""Functions that this project has the engine call as well."""
 
 
 class ConnectorClock:

@@ -1,4 +1,4 @@
-"""What figures are measured on, and where they are kept."""
+"""The machine that figures are measured on, and the folder where they are kept."""
 
 from __future__ import annotations
 

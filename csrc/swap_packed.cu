@@ -29,7 +29,7 @@ namespace {
 
 using namespace kv_swap;
 
-// A stage has a tile, and its columns behind it.
+// A stage has a tile, followed by its columns.
 struct StoreRing {
   static constexpr u32 kThreads = kGroups * (kGroupThreads + 2 * kWarpSize);
   static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
@@ -50,23 +50,23 @@ struct Escapes {
   u32 counts[kWarps];  // may be more than have room; then the tile is raw
 };
 
-// What a store's warps hand over to the drainer with a buffer.
+// A buffer and its facts, handed over from a store's warps to the drainer.
 struct Packed {
   u32 greatest[kMaxColumns];  // magnitude of each column; zeros before a tile
   u32 zeros;                  // bit n: groups 32 n to 32 n + 31 have an exponent 0; 0 before a tile
   Escapes escapes;
 };
 
-// What filler and drainer need of the tile in a stage. The filler writes it.
+// The tile in a stage, for filler and drainer. The filler writes it.
 struct StoreWork {
   u64 slot_offset_bytes;
   u32 num_columns;
   u32 columns;
 };
 
-// What a group that stores shares. Each barrier is for the stage or buffer of its index.
+// State shared by a group that stores. Each barrier is for the stage or buffer of its index.
 //
-// One lane arrives for its warp, behind __syncwarp; every thread that goes on waits for itself.
+// One lane arrives for its warp, after __syncwarp; every thread that goes on waits for itself.
 // compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
 // and what follows the wait: tests/gpu/sanitize_run.py leaves the store out there.
 struct StoreGroup {
@@ -78,7 +78,7 @@ struct StoreGroup {
   Packed handed[StoreRing::kBuffers];
 };
 
-// A barrier that nobody has arrived at lets a wait for the phase before its first pass.
+// A barrier without any arrival lets a wait for the phase before its first pass.
 constexpr u32 kBeforeFirst = 1;
 
 // Packs tiles with the 8 warps of a group.
@@ -152,7 +152,7 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
     }
     escapes |= (any_outside & kNoCode) != 0;
     u32 count = 0;
-    // Of most KV few groups have an exponent 0 or escape.
+    // Few groups of usual KV have an exponent 0 or escape.
     if (__any_sync(~0u, escapes)) {
       u32 zeros = 0;
       escapes = false;
@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
               u32 pool_entries) {
   using Ring = LoadRing;
   static_assert(Ring::kStages >= 2, "a barrier lies between filling a stage and reading its work");
-  // What all threads of a group need of the tile in a stage. Written when it is filled.
+  // The tile in a stage, for all threads of a group. Written when it is filled.
   struct Work {
     u64 page_address;
     u64 slot_address;

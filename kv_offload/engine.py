@@ -1,4 +1,4 @@
-"""What the plugin needs of the engine, in the plugin's own words.
+"""The engine's objects as the plugin sees them.
 
 `scheduler` and `worker` import no engine. The connector of an engine (`kv_offload.engines`) hands
 them the engine's objects, of which they use what stands here, and nothing else.
@@ -22,7 +22,7 @@ class Request(Protocol):
     block_hashes: Sequence[bytes]
     """One for every full `hash_block_size` tokens; it grows with them."""
     all_token_ids: Sequence[int]
-    """Of the prompt and what was sampled; asked for where KV events are on."""
+    """Tokens of the prompt and the sampled ones; read only where KV events are on."""
     num_tokens: int
     """Prompt and sampled tokens, without drafts and placeholders."""
     num_prompt_tokens: int
@@ -31,11 +31,11 @@ class Request(Protocol):
     """Tokens of steps that have been launched and whose output has not been read."""
     skip_reading_prefix_cache: bool
     kv_transfer_params: Mapping[str, Any] | None
-    """What its client says to connectors (`kv_offload.wishes`)."""
+    """The client's parameters for connectors (`kv_offload.wishes`)."""
     trace_headers: Mapping[str, str] | None
     """Under which span of its client its own belong; asked for where the engine traces."""
     cache_salt: str | None
-    """What its client has mixed into the hashes."""
+    """The client's salt, mixed into the hashes."""
 
 
 class Block(Protocol):
@@ -48,7 +48,7 @@ class Block(Protocol):
 
 
 class BlockPool(Protocol):
-    """The engine's KV blocks. A reference keeps a block from being given to somebody else."""
+    """The engine's KV blocks. A reference keeps a block from being given to another request."""
 
     blocks: Sequence[Block]
     """By block id."""
@@ -58,7 +58,7 @@ class BlockPool(Protocol):
     """Tokens that one block hash covers."""
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks nobody references."""
+        """Return how many blocks have no reference."""
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Reference each block once more."""
@@ -95,7 +95,7 @@ class RunningRequests(Protocol):
 
 
 class BlockState(Protocol):
-    """What the engine says of the blocks of a step beyond the new ones."""
+    """Facts about a step's blocks beyond the list of new ones."""
 
     boundary_state_offloads: Mapping[str, Sequence[tuple[int, int, int]]]
     """By request id: cache group, block and how many tokens, of each state that the step names.
@@ -105,7 +105,7 @@ class BlockState(Protocol):
 
 
 class StepOutput(Protocol):
-    """What the engine's scheduler put into one step."""
+    """The work that the engine's scheduler put into one step."""
 
     num_scheduled_tokens: Mapping[str, int]
     """By request id."""
@@ -132,7 +132,7 @@ class RankEngine(Protocol):
     """
 
     gives_idle_blocks: bool
-    """Whether no forward of an earlier step reads or writes a block that a request is given.
+    """True if no forward of an earlier step reads or writes a block that a request is given.
 
     Where that is not known, a load must wait for those forwards."""
 
@@ -146,7 +146,7 @@ class RankEngine(Protocol):
         """Return the stream that copies sampled tokens to the host; None where there is none."""
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Return what tells how often the model has been given weights from now on."""
+        """Return a function that counts how often the model is given weights from now on."""
 
     def forward_context(self) -> object | None:
         """Return what identifies the forward that runs or is about to; None without one."""

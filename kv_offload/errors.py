@@ -30,4 +30,4 @@ class ServerError(KVOffloadError, RuntimeError):
 
 
 class RequestError(KVOffloadError, ValueError):
-    """What a request says in its `kv_transfer_params` is wrong; that request alone is refused."""
+    """A request's `kv_transfer_params` are wrong; that request alone is refused."""

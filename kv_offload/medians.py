@@ -38,5 +38,5 @@ class RecentMedian:
 
     @property
     def has_risen(self) -> bool:
-        """Whether the last value is so far above the median that this may be out of date."""
+        """True if the last value is so far above the median that this may be out of date."""
         return bool(self._values) and self._values[-1] >= CLEARLY * self.value

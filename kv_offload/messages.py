@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers in a step, and what they answer."""
+"""Messages between the scheduler and the workers in a step: plans and reports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Outcome(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    """What it was to write may hold anything; nobody has read it."""
+    """Its destination may hold anything; no forward has read it."""
     LOST = 2
-    """A forward read what a synchronous load had not brought: what it computed is wrong."""
+    """A forward read blocks that a synchronous load had not filled: its results are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +84,17 @@ class OffloadMetadata:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank tells. None stands for what has not changed."""
+    """The report of one rank. None stands for a figure that has not changed."""
 
     jobs: dict[int, Outcome] = field(default_factory=dict)
-    """By job id, every job that has ended and is not `known`. Each is told until it is."""
+    """By job id, every job that has ended and is not `known`. Each is reported until it is."""
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By job id of a store or move that has ended: which of its pairs failed, if not all went well.
 
     Of a store that is `OK` these are the blocks that do not fit packed slots. A move that was never
     begun has failed without them."""
     cut_short: int | None = None
-    """The `admissions` of the last step that an error of the engine cut short: nobody knows which
+    """The `admissions` of the last step that an error of the engine cut short: it is unknown which
     blocks it computed."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone."""
@@ -108,7 +108,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class OffloadWorkerMetadata:
-    """What ranks report, by rank."""
+    """Reports by rank."""
 
     ranks: dict[int, RankReport] = field(default_factory=dict)
 
@@ -119,25 +119,25 @@ class OffloadWorkerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """What one rank's part of the tier below host memory holds."""
+    """The capacity of one rank's part of the tier below host memory."""
 
     num_slots: int
     file_id: str
-    """Of the file that has the slots: it is another one where that was begun afresh."""
+    """Identifies the file that has the slots; a file that was begun again has another one."""
     sharing_ranks: int = 1
     """How many ranks share host memory, and so write each slot once between them."""
 
 
 @dataclass(frozen=True)
 class WorkerCapacity:
-    """What one rank's arena holds; the scheduler plans with the smallest."""
+    """The capacity of one rank's arena; the scheduler plans with the smallest."""
 
     rank: int
     num_slots: int
     ready_slots: int
     """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
     synchronous_loads: bool = True
-    """Whether the forward can be made to wait for a load on the device."""
+    """True if the forward can be made to wait for a load on the device."""
     tier: TierCapacity | None = None
     slot_bytes: int = 0
-    """What one slot of the arena takes."""
+    """Size of one slot of the arena."""

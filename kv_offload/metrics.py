@@ -39,7 +39,7 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
 PREFIX = "vllm:host_kv_cache_"
 
 OTHER_SIZES: Mapping[str, float] = {"half": 0.5, "same": 1, "twice": 2, "four_times": 4}
-"""Of host memory, for which hits are estimated: the ends of names, and how large they are."""
+"""Sizes of host memory for which hits are estimated, by the end of the metric's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Metric:
     kind: Kind
     documentation: str
     buckets: tuple[float, ...] = ()
-    """Of a histogram: the upper bounds, without infinity."""
+    """A histogram's upper bounds, without infinity."""
 
 
 def _metrics(kind: Literal["counter", "gauge"], **documentation: str) -> list[Metric]:

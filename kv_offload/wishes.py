@@ -1,4 +1,4 @@
-"""What a request may say about its blocks in `kv_transfer_params`, and the check of it.
+"""A request's hints about its blocks in `kv_transfer_params`, and their check.
 
     {"kv_offload": {"store": true, "max_load_tokens": 4096, "retain_seconds": 600, "priority": 2}}
 
@@ -43,7 +43,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one request says; as it stands here it says nothing."""
+    """The hints of one request; the defaults hint at nothing."""
 
     store: bool = True
     load: bool = True
@@ -51,7 +51,7 @@ class Wishes:
     keep: Keep | None = None
 
     def load_limit(self, start_tokens: int, limit_tokens: int) -> int:
-        """Return up to which token may be loaded behind `start_tokens`, at most `limit_tokens`."""
+        """Return up to which token may be loaded after `start_tokens`, at most `limit_tokens`."""
         if self.max_load_tokens is None:
             return limit_tokens
         return min(limit_tokens, start_tokens + self.max_load_tokens)

@@ -1,7 +1,7 @@
 """vLLM's own scheduler with our connector and thousands of blocks, without a model or copies.
 
 Requests, scheduler, block pool and connector are real. Tokens are all the same and hashes are made
-up, since nobody computes; copies end one step after they were submitted.
+up, since there is no model; copies end one step after they were submitted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Return vLLM's scheduler with our connector, full attention and so many GPU blocks."""
     config = make_vllm_config(plugin, max_model_len=4096, **limits)
-    # Beyond what the small model's configuration allows; nobody computes positions here.
+    # Beyond what the small model's configuration allows; positions are not computed here.
     config.model_config.max_model_len = longest_request
     config.cache_config.block_size = BLOCK_TOKENS
     config.cache_config.num_gpu_blocks = blocks
@@ -177,7 +177,7 @@ class SchedulerBed:
             self.step()
 
     def _fill(self, slots: int, longest_prompt: int) -> None:
-        """Fill the host cache with prefixes that nobody runs."""
+        """Fill the host cache with prefixes that no request runs."""
         self._stored_prefixes: list[int] = []
         for _ in range(0, slots, longest_prompt // BLOCK_TOKENS):
             prefix = self.new_prefix()
@@ -214,7 +214,7 @@ class SchedulerBed:
 
     @contextmanager
     def waiting_hit(self, request_id: str, prompt_tokens: int) -> Iterator[Callable[[], None]]:
-        """Queue a prompt that host memory has, while somebody holds one block too many for it.
+        """Queue a prompt that host memory has, while another request holds a block too many.
 
         The function that this gives makes up for the blocks that decodes took; call it before every
         step.

@@ -151,7 +151,7 @@ def test_step_of_decodes(
         costs.append(bed.step())
     rows.append(row_of_steps("step of decodes", prompt_tokens, costs))
     running = len(bed.scheduler.running)
-    assert all(cost.scheduled_tokens == running for cost in costs), "somebody else was scheduled"
+    assert all(cost.scheduled_tokens == running for cost in costs), "another request was scheduled"
     stored = sum(cost.stored_blocks for cost in costs)
     expected = len(costs) * running // BLOCK_TOKENS
     assert stored == pytest.approx(expected, rel=1 / 16), "the prompts were not stored beforehand"
@@ -196,7 +196,7 @@ def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path
 
 
 def test_step_by_policy(rows: list[Row], size: Size) -> None:
-    """With the oldest evicted, and with what is learnt."""
+    """With the oldest evicted, and with what `auto` has learned."""
     beds = {policy: short_bed(size, {"eviction_policy": policy}) for policy in ("lru", "auto")}
     by_turns(rows, size, beds, ("hit", "new prompt"))
 
@@ -208,7 +208,7 @@ def test_step_with_events(rows: list[Row], size: Size) -> None:
 
 
 def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
-    """What is told after resets: of the engine, whose caches are told again, and of host memory."""
+    """Events after resets: of the engine, whose caches are announced again, and of host memory."""
     prefixes = PrefixMap((CacheGroup(0, BLOCK_TOKENS),), BLOCK_TOKENS, lambda key, _: key)
     manager = CacheManager(make_policy("lru", size.slots))
     told = Announcer(manager, prefixes, lambda *_: None)
@@ -232,10 +232,10 @@ def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
 
     measure("reset of the engine's own cache", told.engine_was_reset)
     while told.has_more:
-        measure("step that tells again", told.take)
+        measure("step that announces again", told.take)
     manager.reset()
     while told.has_more:
-        measure("step that tells what is gone", told.take)
+        measure("step that announces removed blocks", told.take)
     for name, times in timed.items():
         row = {"name": f"events: {name}", "count": len(times)}
         rows.append({**row, "p50_us": round(statistics.median(times)), "max_us": round(max(times))})

@@ -40,7 +40,7 @@ class ServingEngine:
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
         self.counted: Counter[str] = Counter()
-        """What this project's connector has counted."""
+        """The counters of this project's connector."""
         self.gauges: dict[str, float] = {}
         self.clock = ConnectorClock()
         self.registrations: list[tuple[float, float]] = []
@@ -146,9 +146,9 @@ class ServingEngine:
         return took, sum(output.num_cached_tokens or 0 for output in outputs)
 
     def rest(self) -> None:
-        """Wait until the connector has nothing left to do, as a server does where nobody asks.
+        """Wait until the connector has nothing left to do, as a server does without requests.
 
-        In one process nobody steps an engine after its last answer, so it is stepped here.
+        In one process no thread steps an engine after its last answer, so it is stepped here.
         """
         deadline = time.monotonic() + RESET_SECONDS
         core = self.llm.llm_engine.engine_core.engine_core

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from bench.serving.engine import ServingEngine
 
 ANSWER_TOKENS = 1500
-"""Of each decode, then others begin: the GPU's cache has room for no more."""
+"""Tokens of each decode before others begin: the GPU's cache has room for no more."""
 LONG = 1.5
 """A step is long that takes so many times the median."""
 
 FIRST_SECONDS = 10.0
-"""Of decodes, in which an engine's host memory is locked."""
+"""Seconds of decodes, in which an engine's host memory is locked."""
 
 Span = tuple[float, float]
 

@@ -41,7 +41,7 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings) -> None:
         self.column = settings.column
         self.counted: dict[str, dict[str, float]] = {}
-        """What the connector counted in each section, of this project only."""
+        """Counters of this project's connector in each section."""
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=serve, args=(settings, theirs))

@@ -1,7 +1,7 @@
-"""What the serving bench measures on one engine. Seconds everywhere, bytes where the name says so.
+"""Measurements of the serving bench on one engine. Seconds everywhere, bytes where named.
 
 A prompt is computed once; then the GPU's prefix cache is emptied and the prompt is sent again, so
-that only the connector's memory can serve it. Random weights cannot tell right KV from wrong: for
+that only the connector's memory can serve it. With random weights wrong KV goes unnoticed: for
 this project the bytes that were loaded are compared with those that had to be; that they are the
 right bytes is what the tests show. Of every column vLLM counts the tokens that were not computed.
 """

@@ -20,7 +20,7 @@ COLUMNS = (OFF, PEER, *PLUGIN_COLUMNS)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine is started with. `column` is one of `COLUMNS`."""
+    """The settings that one engine is started with. `column` is one of `COLUMNS`."""
 
     shape: Shape
     column: str
@@ -31,7 +31,7 @@ class EngineSettings:
 
     @property
     def is_ours(self) -> bool:
-        """Whether loads are counted, and must be proven."""
+        """True if loads are counted, and must be proven."""
         return self.column in PLUGIN_COLUMNS
 
     @property

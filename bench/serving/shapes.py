@@ -1,4 +1,4 @@
-"""What the serving bench runs: the shapes of models with the load that is put on them."""
+"""The shapes of models in the serving bench, with the load that is put on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the swap bench measures on: a transfer engine with a scattered job, and what it is held to.
+"""The swap bench's bed: a transfer engine with a scattered job, and its roofline and peer.
 
 The KV is random, normally distributed bf16, which packs as a model's does; what is not packed does
 not depend on what it is.
@@ -195,7 +195,7 @@ class Copies:
 
 
 NO_COPIES = Copies(0, lambda: None, lambda: 1)
-"""What others are compared with."""
+"""The case that others are compared with."""
 
 
 def engine_copies(bed: CudaBed, job: SwapJob) -> Copies:

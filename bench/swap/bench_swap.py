@@ -213,7 +213,7 @@ def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> 
 @pytest.mark.parametrize("layers", [4, 32, 128])
 @both_ways
 def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers: int) -> None:
-    """What the host spends on 512 blocks, whatever the number of layers."""
+    """Measure the host's time for 512 blocks, whatever the number of layers."""
     case = CudaBed(4 * KIB, 1024, layers).case(scattered(direction, 1024, 512))
     case.others.pop("peer", None)
     name = f"submit 512 blocks x {layers}"
@@ -265,7 +265,7 @@ def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) ->
 @on_gpu
 @both_ways
 def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """What 64 KiB pages on the move do to three kinds of work, beside the copy engine's doing."""
+    """Measure what copies of 64 KiB pages cost three kinds of work, next to the copy engine."""
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     count = blocks_of(256 * MIB, 64 * KIB)

@@ -1,4 +1,4 @@
-"""What packing makes of language models' KV: escapes, raw tiles, and blocks that do not fit.
+"""Packs the KV of language models: escapes, raw tiles, and blocks that do not fit.
 
 usage: python -m bench.swap.real_kv MODEL.gguf [MODEL.gguf ...] --texts NAME=TEXT [NAME=TEXT ...]
        [--out FOLDER]
@@ -55,7 +55,7 @@ class Reader:
         load = transformers.AutoModelForCausalLM.from_pretrained
         whole = load(path.parent, **name, dtype=torch.float32).to(torch.bfloat16).eval()
         self._layers = whole.base_model
-        # What transformers makes of the file forgets that a text begins with a token of its own,
+        # The tokenizer that transformers makes of the file drops the token that begins a text,
         # without which Gemma writes nonsense.
         begins = gguf.GGUFReader(path).fields.get("tokenizer.ggml.add_bos_token")
         self._first = []

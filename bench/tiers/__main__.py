@@ -1,4 +1,4 @@
-"""What a disk or a store below host memory costs and brings: real engines, one after the other.
+"""Cost and gain of a disk or remote store below host memory: real engines, one after the other.
 
 usage: python -m bench.tiers [--shape small|gqa8|mqa] [--disk FOLDER] [--disk-bytes SIZE]
                              [--store-bytes BYTES] [--out FOLDER]

@@ -153,7 +153,7 @@ def test_rate_of_a_disk(
 def test_caller_of_a_disk(
     benchmark: Any, disk_rows: Rows, tmp_path: Path, direction: TierDirection
 ) -> None:
-    """What submitting a job of 64 slots and a poll take of the caller's time."""
+    """Measure the caller's time for submitting a job of 64 slots, and for a poll."""
     slot_bytes, num_slots = 64 * KIB, 512
     arena = filled_arena(num_slots, slot_bytes)
     rng, everything = np.random.default_rng(0), same_slots(num_slots)
@@ -210,7 +210,7 @@ def test_rate_of_a_store(
 
 
 def test_asking_a_store(benchmark: Any, store_rows: Rows, master: str) -> None:
-    """What asking for 256 keys takes a scheduler's thread."""
+    """Measure a scheduler thread's time for asking for 256 keys."""
     asker = MooncakeClient(master, 0)
     asker.connect()
     names = names_of(np.arange(256, dtype=np.int32))

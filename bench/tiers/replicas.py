@@ -1,4 +1,4 @@
-"""What two replicas of one engine gain from a store that they share: first tokens, by place.
+"""The gain of two replicas from a store that they share: first tokens, by place.
 
 usage: python -m bench.tiers.replicas [--shape small|gqa8|mqa] [--store-bytes BYTES] [--out FOLDER]
 

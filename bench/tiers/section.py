@@ -1,4 +1,4 @@
-"""What one engine is asked for where tiers are compared. Seconds everywhere."""
+"""The requests to one engine where tiers are compared. Seconds everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.serving.stats import spread
 REPEATS = 3
 """Prompts of each length."""
 OTHER_PROMPTS = 12
-"""Of `other_tokens` each, that are moved while decodes are watched."""
+"""Prompts of `other_tokens` each that are moved while decodes are watched."""
 
 
 def tiers(engine: ServingEngine) -> Result:
@@ -84,7 +84,7 @@ def _decodes(engine: ServingEngine, seed: int, others: list[Prompt] | None = Non
 
 
 def has_tier(engine: ServingEngine) -> bool:
-    """Whether this engine has a disk or a store."""
+    """Return whether this engine has a disk or a store."""
     return bool({"disk_path", "store"} & engine.settings.options.keys())
 
 

@@ -90,7 +90,7 @@ def _day_and_night(blocks: _Blocks) -> Phases:
 
 
 def _once_then_again(blocks: _Blocks) -> Phases:
-    """Prompts that nobody repeats, then some that are repeated five times, and again."""
+    """Prompts that are never repeated, then some that are repeated five times, and again."""
     phases = []
     for _ in range(2):
         phases.append(blocks.prompts(500, 50))
@@ -134,7 +134,7 @@ def _loop_then_documents(blocks: _Blocks) -> Phases:
 
 
 def _popular_then_documents(blocks: _Blocks) -> Phases:
-    """Popular prompts among others that nobody repeats, then new prompts that just fit."""
+    """Popular prompts among others that are never repeated, then new prompts that just fit."""
     popular = blocks.prompts(40, 32)
     asked = [
         blocks.random.choice(popular) if blocks.random.random() < 0.3 else blocks.new(64)
@@ -169,7 +169,7 @@ def _lengths_that_swap(blocks: _Blocks) -> Phases:
 
 
 def _once_then_each_again(blocks: _Blocks) -> Phases:
-    """Prompts that nobody repeats and some popular ones, then each comes again after 40 others."""
+    """Prompts that are sent once and some popular ones, then each comes again after 40 others."""
     popular = blocks.prompts(20, 50)
     phases = [
         [

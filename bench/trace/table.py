@@ -31,7 +31,7 @@ ROWS: Mapping[str, Cell] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One replay; the share of blocks that prefix hits brought, in per cent."""
+    """One replay; the share of blocks that came from prefix hits, in per cent."""
 
     name: str
     capacity: int

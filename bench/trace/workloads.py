@@ -31,7 +31,7 @@ def _conversations(rng: random.Random, names: Iterator[int], turns: int) -> Prom
 
 
 def _documents(rng: random.Random, names: Iterator[int]) -> Prompts:
-    """Long prompts that nobody sends again."""
+    """Long prompts that are never sent again."""
     while True:
         yield [next(names) for _ in range(rng.randint(20, 120))]
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ uint4 join_values(uint2 exponents, uint2 mantissas, u
                     __funnelshift_r(c, c, 1) + both, __funnelshift_r(d, d, 1) + both);
 }
 
-// Of a column, from its greatest magnitude. From 1 to 240.
+// A column's scale, from its greatest magnitude: 1 to 240.
 __device__ __forceinline__ u32 base_of(u32 greatest) {
   return max(greatest >> 7, kGreatestCode + 1) - kGreatestCode;
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool has_zero(uint2 exponents) {
 }
 
 // Codes where 32 groups have an exponent 0: of this it is 0, of another what it is above its base.
-// Bits of kNoCode in `outside` tell that one is not above it, as in `above`.
+// Bits of kNoCode in `outside` mean that one is not above it, as in `above`.
 struct Codes {
   u32 joined;
   u32 outside;

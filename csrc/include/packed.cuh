@@ -1,4 +1,4 @@
-// What packing and unpacking share: the format of a tile, the table of tiles, and how both read it.
+// Shared by packing and unpacking: the format of a tile, the table of tiles, and how both read it.
 //
 // kv_swap/packing/format.py has the format, and names the constants that come from there;
 // kv_swap/cuda/tiles.py writes the tables.
@@ -29,7 +29,7 @@ constexpr u32 kKindPacked = 1;
 constexpr u32 kKindRaw = 2;
 constexpr u32 kSignature = KV_SWAP_PACKED_MAGIC | KV_SWAP_PACKED_VERSION << 16;
 static_assert(kPackedTileBytes % 128 == 0, "tiles lie in slots as bulk copies want them");
-static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room behind the bases");
+static_assert(kHeaderWords + kMaxColumns / 8 < kTailWords, "escapes have room after the bases");
 
 constexpr u32 kGroups = 2;
 constexpr u32 kWarps = 8;  // that transform the tiles of a group; each has a strip of them
@@ -112,7 +112,7 @@ __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[
   return num_pairs;
 }
 
-// Of the 4 groups of values of a thread, a byte each.
+// One byte for each of a thread's 4 groups of values.
 __device__ __forceinline__ u32 column_of(u32 columns, u32 unit) {
   return columns >> 8 * unit & 0xff;
 }

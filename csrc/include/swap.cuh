@@ -1,4 +1,4 @@
-// What every swap kernel reads: the list of a launch and the table of a layout.
+// Read by every swap kernel: the list of a launch and the table of a layout.
 //
 // kv_swap/cuda/swap.py writes lists, kv_swap/cuda/tiles.py tables. No includes: NVRTC compiles this
 // on machines without a CUDA toolkit.
@@ -18,7 +18,7 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list, in host memory. Behind the last that fits lies a status
+// Precedes the (block, slot) pairs of a list, in host memory. After the last that fits comes a status
 // byte for each pair; only a store that packs writes them, and the host reads them once it has ended.
 struct alignas(16) ListHeader {
   int num_pairs;

@@ -1,6 +1,6 @@
-"""What a cache would have kept: traces of requests, replayed without an engine.
+"""Traces of requests, replayed without an engine to see what a cache would have kept.
 
 trace.py   reads a trace from a file of JSON lines
 replay.py  one trace through the real cache manager and an eviction policy
-bounds.py  what no policy can exceed: Belady's choice, and memory without end
+bounds.py  upper bounds for every policy: Belady's choice, and unlimited memory
 """

@@ -1,4 +1,4 @@
-"""What no policy can exceed: memory without end, and the choice of one who knows the future."""
+"""Upper bounds for every policy: unlimited memory, and eviction with knowledge of the future."""
 
 from __future__ import annotations
 

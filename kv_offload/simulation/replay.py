@@ -15,12 +15,12 @@ from kv_offload.simulation.trace import TraceRequest
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What a replay has counted, in blocks."""
+    """The counts of a replay, in blocks."""
 
     blocks: int = 0
-    """Of all prompts."""
+    """Blocks of all prompts."""
     hits: int = 0
-    """Of them, those in the prefixes that were loaded."""
+    """Those of them in the prefixes that were loaded."""
     stored: int = 0
     evicted: int = 0
 

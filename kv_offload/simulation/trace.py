@@ -48,7 +48,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 def read_trace(path: Path) -> Iterator[TraceRequest]:
     """Yield the requests of a file of JSON lines, which need not fit into memory.
 
-    Empty lines are passed over, and a last line without its end, behind others: an engine writes
+    Empty lines are passed over, and a last line without its end, after others: an engine writes
     it, or was killed meanwhile. Raises `TraceError` for a file or a line that cannot be read.
     """
     try:

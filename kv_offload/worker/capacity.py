@@ -21,7 +21,7 @@ from kv_offload.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 LARGE_PART = 0.8
-"""Of what is available; more than this is said at the start. A choice, not a measurement: the rest
+"""Share of the available memory; the start warns above it. A choice, not a measurement: the rest
 is all that requests, page tables and other processes have to grow in."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -35,13 +35,13 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
     warning if the share is more than `LARGE_PART` of what is available. Raises `CapacityError`.
     """
     this_host = read_boot()
-    told = gather((this_host, read_available_memory()))
-    here = [memory for host, memory in told if host == this_host]
+    reports = gather((this_host, read_available_memory()))
+    here = [memory for host, memory in reports if host == this_host]
     least = min(here, key=lambda memory: memory.size_bytes)
-    share_bytes = traced.config.host_bytes * len(here) // len(told)
+    share_bytes = traced.config.host_bytes * len(here) // len(reports)
     headroom = headroom_bytes(traced.host)
     if share_bytes + headroom > least.size_bytes:
-        part = f", {describe_bytes(share_bytes)} of it here" if len(here) < len(told) else ""
+        part = f", {describe_bytes(share_bytes)} of it here" if len(here) < len(reports) else ""
         raise CapacityError(
             f"{traced.describe_request()}{part}, but only {describe_bytes(least.size_bytes)} are "
             f"available now ({least.source}), of which {format_size(headroom)} must stay free. "
@@ -72,7 +72,7 @@ def describe_share(traced: TracedConfig) -> str:
 
 
 def warn_of_hidden_replicas(traced: TracedConfig) -> None:
-    """Say that a percentage was not divided, because nothing tells how many replicas there are."""
+    """Say that a percentage was not divided, because the number of replicas is not known."""
     written = traced.given["cpu_bytes"].written
     if "%" in written:
         logger.warning(
@@ -84,7 +84,7 @@ def warn_of_hidden_replicas(traced: TracedConfig) -> None:
 
 
 def read_boot() -> str:
-    """Return what tells this host from others, also from inside a container."""
+    """Return what distinguishes this host from others, also from inside a container."""
     try:
         return _BOOT.read_text()
     except OSError:

@@ -70,7 +70,7 @@ class Stores:
         refused = tuple(first + row for row in done.refused_rows)
         self._jobs.end(done.job_id, Outcome.OK, refused)
         if self.sampler is not None:
-            # Nobody writes these slots before this is told. Those of refused blocks are garbage.
+            # No copy writes these slots before the report. Those of refused blocks are garbage.
             slots = np.delete(pairs[:, 1], done.refused_rows) if refused else pairs[:, 1]
             self._count(self.sampler, slots)
 

@@ -83,12 +83,12 @@ class Disk:
         return file
 
     def _remove_surplus(self, num_ranks: int) -> None:
-        """Remove files of ranks that there are no more; one that must stay is told of."""
+        """Remove files of ranks that there are no more; one that must stay is logged."""
         from kv_swap.tiers.file import remove_file
 
         try:
             found = find_ranks(self.folder)
-        except OSError:  # whoever opens a file in this folder says why
+        except OSError:  # the open of a file in this folder gives the reason
             return
         for rank, path in found.items():
             if rank < num_ranks:

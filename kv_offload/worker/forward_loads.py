@@ -1,6 +1,6 @@
 """A rank's synchronous loads: the forward of their own step reads what they bring.
 
-The forward is queued behind them: the compute stream waits, the host does not. Until the forward,
+The forward is queued after them: the compute stream waits, the host does not. Until the forward,
 or the layer that reads them, is queued, a failure can be made good: the host copies the blocks
 itself, while the engine waits. Later the load is lost, and its requests end with an error: under
 asynchronous scheduling the next step is planned already.
@@ -30,9 +30,9 @@ class StepLoads:
     jobs: Sequence[LoadJob]
     started: bool = False
     in_waves: bool = False
-    """Whether the transfer brings them wave by wave."""
+    """True if the transfer brings them wave by wave."""
     error: Exception | None = None
-    """What went wrong while the loads could still be made good."""
+    """The error, if one came while the loads could still be made good."""
     done: Completion | None = None
     """How the transfer ended, if it did so while a layer of the forward could still read early."""
 
@@ -43,7 +43,7 @@ class StepLoads:
 
     @property
     def whole(self) -> bool:
-        """Whether a forward writes to blocks that are loaded, before a layer waits for them."""
+        """True if a forward writes to blocks that are loaded, before a layer waits for them."""
         return any(job.whole for job in self.jobs)
 
 
@@ -69,15 +69,15 @@ class ForwardLoads:
         # By id: transfers whose end is to be reported. How one ends that was made good or lost does
         # not matter any more.
         self._copying: dict[int, StepLoads] = {}
-        # Whether the last forward that had loads to wait for could wait layer by layer, or will
+        # True if the last forward that had loads to wait for could wait layer by layer, or will
         # have taught us to. What kind of forward follows is not known when its loads start.
         self._layers_can_wait = True
 
     def take(self, jobs: Sequence[LoadJob]) -> None:
         """Take in the loads of a step; end those of a step that was cut short."""
-        cut_short, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
-        if cut_short is not None:
-            self._end(cut_short)
+        aborted, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
+        if aborted is not None:
+            self._end(aborted)
 
     def start(self, *, behind_compute: bool) -> None:
         """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`.
@@ -109,7 +109,7 @@ class ForwardLoads:
             self._copying[loads.transfer_id] = loads
 
     def make_forward_wait(self, forward: Forward | None) -> None:
-        """Have the compute stream wait for this step's loads: the forward is queued behind them.
+        """Have the compute stream wait for this step's loads: the forward is queued after them.
 
         If the layers wait for the later waves, it waits for the first wave only. What has failed by
         now is made good. `forward` is the one that follows, if its layers are known to call.
@@ -243,7 +243,7 @@ class ForwardLoads:
         if loads is None:
             return
         if loads is self._awaited:
-            # What failed is made good before the forward, or lost after it.
+            # A failed load is made good before the forward, or lost after it.
             loads.done, loads.error = done, done.error
         else:
             self._report(loads, done)
@@ -259,7 +259,7 @@ class ForwardLoads:
     def _lose(self, job: LoadJob, why: object) -> None:
         self._jobs.log.error(
             "%d blocks of request %s were not loaded when they were read, so it ends with an "
-            "error, as does whoever shares them: %s",
+            "error, as do all that share them: %s",
             len(job.pairs),
             job.request_id,
             why,

@@ -35,7 +35,7 @@ class RankJobs:
         self.ended: dict[int, Outcome] = {}
         """By job id, how the jobs ended that the scheduler does not know to have ended."""
         self.failed_rows: dict[int, tuple[int, ...]] = {}
-        """Of stores and moves among them: which of their pairs failed, if any did."""
+        """Failed pairs of the stores and moves among them, if any failed."""
         self.speeds = CopySpeeds()
         self.stats = OffloadStats()
         self.log = log

@@ -1,7 +1,7 @@
 """A rank's copies between host memory and the tier below it.
 
 They run on threads of the tier. A demotion reads slots that the scheduler holds against eviction;
-a promotion fills slots that nobody is told of before all ranks have ended it. So neither is ordered
+a promotion fills slots that are not announced before all ranks have ended it. So neither is ordered
 with copies to and from the GPU.
 """
 
@@ -32,7 +32,7 @@ class Moves:
         self._peers = ALONE
         # By job, the places of this rank's slots among all of its pairs.
         self._rows: dict[int, list[int]] = {}
-        self._told_speed: float | None = None
+        self._unreported_speed: float | None = None
 
     def use(self, tier: TierEngine, peers: Peers) -> None:
         """Use a tier from now on; `peers` are the ranks that share host memory with this one."""
@@ -87,14 +87,14 @@ class Moves:
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
             # The peers read their parts meanwhile.
-            self._told_speed = self._peers.count * done.nbytes / done.seconds
+            self._unreported_speed = self._peers.count * done.nbytes / done.seconds
 
     def take_speed(self) -> float | None:
-        """Return the speed of the last promotion that tells of it, once; None without one.
+        """Return the speed of the last promotion that showed one, once; None without one.
 
         In bytes of slots that peers read together in a second: each has a part of every job.
         """
-        speed, self._told_speed = self._told_speed, None
+        speed, self._unreported_speed = self._unreported_speed, None
         return speed
 
     def revoke_tier(self, timeout_seconds: float) -> str:

@@ -6,7 +6,7 @@ page-locks it, each stores a part of every job, each loads everything. Two thing
 
 - A slot becomes readable, or free, when *all* ranks have reported, shared or not. So no rank loads
   what another still writes, and none writes what another still loads.
-- A rank that hears of a completion sees its bytes (`kv_swap.memory.shared`). The report travels
+- A rank that learns of a completion sees its bytes (`kv_swap.memory.shared`). The report travels
   through the scheduler, and so does the load that follows.
 
 vLLM makes the bytes equal: same kernels, same shapes, and reductions that give every rank the same
@@ -29,7 +29,7 @@ from kv_offload.messages import StoreJob
 logger = logging.getLogger(__name__)
 
 ATTACH_SECONDS = 5.0
-"""The memory is offered before its name is told: this is for a machine that is very busy."""
+"""The memory is offered before its name is sent: this is for a machine that is very busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def open_shared_memory(
             memory = SharedMemory.create(name, nbytes, peers.count - 1)
         except (PinnedMemoryError, OSError) as error:
             problem = str(error)
-    told = peers.gather((name, memory is not None, layout))
-    name, offered, first_layout = told[0]
+    offers = peers.gather((name, memory is not None, layout))
+    name, offered, first_layout = offers[0]
     if layout != first_layout:
         problem = f"its slots hold {layout}, those of rank 0 hold {first_layout}"
     elif peers.index > 0 and offered:

@@ -24,13 +24,13 @@ class CopySpeeds:
 
     def __init__(self) -> None:
         self._running: dict[Direction, set[int]] = {direction: set() for direction in Direction}
-        # Whether the load that started last has been the only load since.
+        # True if the load that started last has been the only load since.
         self._load_alone = False
-        # Whether the store that started last has been the only copy since.
+        # True if the store that started last has been the only copy since.
         self._store_alone = False
         self._load_speed: float | None = None
         self._store_speeds = RecentMedian(REMEMBERED_STORES)
-        self._told_store_speed = ASSUMED_BYTES_PER_SECOND
+        self._reported_store_speed = ASSUMED_BYTES_PER_SECOND
 
     def starts(self, job: SwapJob) -> None:
         """Take in a job that the transfer engine has accepted."""
@@ -42,7 +42,7 @@ class CopySpeeds:
         self._running[job.direction].add(job.job_id)
 
     def ended(self, done: Completion) -> None:
-        """Learn from the completion of such a job; a failed one tells no speed."""
+        """Learn from the completion of such a job; a failed one shows no speed."""
         self._running[done.direction].discard(done.job_id)
         if done.error is not None or done.seconds <= 0:
             return
@@ -60,8 +60,8 @@ class CopySpeeds:
 
     def take_store_speed(self) -> float | None:
         """Return the bytes per second of stores if that has changed since the last call."""
-        told, self._told_store_speed = self._told_store_speed, self._store_speed
-        return None if told == self._told_store_speed else self._told_store_speed
+        reported, self._reported_store_speed = self._reported_store_speed, self._store_speed
+        return None if reported == self._store_speed else self._store_speed
 
     @property
     def _store_speed(self) -> float:

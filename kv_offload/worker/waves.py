@@ -104,12 +104,12 @@ class LayerWaves:
 
     @property
     def learning(self) -> bool:
-        """Whether the calls of this step's forward are still to be learned."""
+        """True if the calls of this step's forward are still to be learned."""
         return self._forward is not None and self._forward[1] not in self._learned
 
     @property
     def possible(self) -> bool:
-        """Whether a load of this step may arrive in waves."""
+        """True if a load of this step may arrive in waves."""
         if self.cut is None or self._forward is None:
             return False
         return self.cut.wave_of.keys() <= self._learned.get(self._forward[1], frozenset())

@@ -74,8 +74,8 @@ class OffloadWorker:
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
         self._cut_short: int | None = None
-        # What the scheduler was told last.
-        self._told_ready_slots = self._told_weight_loads = 0
+        # The last report to the scheduler.
+        self._reported_ready_slots = self._reported_weight_loads = 0
         self._count_weight_loads: Callable[[], int] = lambda: 0
         # The KV tensors that the transfer engine held before a sleep.
         self._let_go: list[weakref.ref[Any]] = []
@@ -161,7 +161,7 @@ class OffloadWorker:
 
     @property
     def waves(self) -> LayerWaves:
-        """What is known of the layers that wait for their part of a load."""
+        """The layers that wait for their part of a load."""
         return self._forward_loads.waves
 
     @property
@@ -294,18 +294,18 @@ class OffloadWorker:
             jobs.speeds.take_load_speed(),
             jobs.speeds.take_store_speed(),
             self._moves.take_speed(),
-            ready if ready > self._told_ready_slots else None,
-            weights if weights > self._told_weight_loads else None,
+            ready if ready > self._reported_ready_slots else None,
+            weights if weights > self._reported_weight_loads else None,
         )
         if not jobs.ended and news.count(None) == len(news):
             return None  # as in most steps
         self._cut_short = None
-        self._told_ready_slots, self._told_weight_loads = ready, weights
+        self._reported_ready_slots, self._reported_weight_loads = ready, weights
         report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), *news)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_losses(self) -> OffloadWorkerMetadata:
-        """Return what must be told in this step where `take_report` has raised.
+        """Return what must be reported in this step where `take_report` has raised.
 
         The engine takes in the tokens that were computed with what was lost.
         """

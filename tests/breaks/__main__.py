@@ -1,6 +1,6 @@
 """Takes protections out one by one and says whether the tests notice.
 
-    python -m tests.breaks [FILE.toml ...] [--only TEXT]
+    python -m tests.breaks [FILE.txt ...] [--only TEXT]
 
 Exits with 1 if any was not noticed.
 """
@@ -40,7 +40,7 @@ def check(copy: Copy, one: Break) -> tuple[bool, str]:
 def main() -> int:
     """Check the breaks that were asked for; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.breaks", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, default=FILES, metavar="FILE.toml")
+    parser.add_argument("files", nargs="*", type=Path, default=FILES, metavar="FILE.txt")
     parser.add_argument("--only", default="", metavar="TEXT", help="part of a break's text")
     arguments = parser.parse_args()
     chosen = [(f, one) for f, one in read(arguments.files) if arguments.only in repr(one)]
@@ -49,7 +49,7 @@ def main() -> int:
     with copied_tree() as copy:
         for file, one in chosen:
             noticed, why = check(copy, one)
-            line = f"{file.stem}: {one.protects} {one.file}: {why}"
+            line = f"{file.stem}: {one.protects} {one.file} {one.scope}: {why}"
             if not noticed:
                 unnoticed.append(line)
             answer = "noticed    " if noticed else "NOT NOTICED"

@@ -38,7 +38,7 @@ class SwapJob:
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena.
     The engine does not keep it after `submit`. For loads only: with `before_compute` the copies do
-    not queue behind other loads, and compute waits for them in `SwapEngine.await_loads`, or with
+    not queue after other loads, and compute waits for them in `SwapEngine.await_loads`, or with
     `in_waves` wave by wave in `await_wave`. Without `behind_compute` a load may start while compute
     still runs that was queued before it; the caller knows that none of it touches the blocks.
     """
@@ -71,7 +71,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Held:
-    """What copies need as long as one may run. Not to be freed in a process that was forked."""
+    """Resources of copies that may still run. Not to be freed in a process that was forked."""
 
     arena: HostArena | None
     keep_alive: Sequence[object]
@@ -121,12 +121,12 @@ class SwapEngine(ABC):
 
     @property
     def copies_with(self) -> CopiesWith:
-        """What copies the blocks of this layout."""
+        """Name of the mechanism that copies the blocks of this layout."""
         return "host"
 
     @property
     def can_load_before_compute(self) -> bool:
-        """Whether `submit` takes jobs with `before_compute`, also in waves."""
+        """True if `submit` takes jobs with `before_compute`, also in waves."""
         return True
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The errors of `kv_swap`. Whoever catches `TransferError` catches all of them."""
+"""The errors of `kv_swap`. Catch `TransferError` for all of them."""
 
 
 class TransferError(Exception):

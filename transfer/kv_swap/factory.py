@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 EngineKind = Literal["host", "cuda"]
-"""What copies: the host, or a CUDA device."""
+"""The copying device: the host, or a CUDA device."""
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
@@ -40,7 +40,7 @@ def create_engine(
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
-    `keep_alive` are the KV tensors behind `layout`, and `device` is theirs; `auto` is `cuda` for a
+    `keep_alive` are the KV tensors of `layout`, and `device` is theirs; `auto` is `cuda` for a
     CUDA device, else `host`. `cuda` page-locks the arena, most of it in the background
     (`SwapEngine.ready_slots`) and while `room` has memory; its stores also wait for
     `output_copy_stream`. A `shared` arena is the same memory in every process that passes a handle

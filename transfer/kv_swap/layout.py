@@ -31,7 +31,7 @@ PAGE_ALIGNMENT_BYTES = 16
 """Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of it."""
 
 _MAX_PIECES = 1 << 16
-"""Of one tensor: far above what any model has, far below what would stall a start."""
+"""Limit for one tensor: far above what any model has, far below what would stall a start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Region:
     """A run of pages of `tensors`: block `b` has one at `address + b * block_stride_bytes`.
 
     With `packing` the whole tiles of a page are packed in the slot, and what is left of the page
-    lies raw behind them.
+    follows them unpacked.
     """
 
     address: int
@@ -96,7 +96,7 @@ class Region:
 
     @property
     def raw_part(self) -> Region | None:
-        """What is copied as it is: the region, the rest behind its tiles, or `None` without one."""
+        """The part copied unpacked: the region, the rest after its tiles, or `None` without one."""
         if self.packing is None:
             return self
         tiles_bytes = self.num_tiles * TILE_BYTES
@@ -203,7 +203,7 @@ class _Piece:
     nbytes: int
     stride: int
     whole: bool
-    """Whether these are whole pages of each of the tensors."""
+    """True if these are whole pages of each of the tensors."""
 
     @property
     def end(self) -> int:
@@ -213,7 +213,7 @@ class _Piece:
 def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
     """Yield the pieces of one tensor; together they hold `page_bytes` bytes.
 
-    A dimension whose stride exceeds the block stride (K and V as two halves, heads before blocks)
+    A dimension whose stride exceeds the block stride (K before V, heads before blocks)
     gives a piece per index. So does one inside the block stride whose gaps hold other tensors
     (layers inside heads): then the span from the first to the last byte is more than `page_bytes`.
     Gaps that `page_bytes` covers are the tensor's own (padding, scales) and travel with it.

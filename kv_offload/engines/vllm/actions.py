@@ -1,4 +1,4 @@
-"""What a front end has the engine core do, by vLLM's own way to call an engine.
+"""Actions that a front end has the engine core run, by vLLM's own way to call an engine.
 
 That is `collective_rpc`, with a name that no worker has: `patches.weights.watch_call` acts on it.
 Every data-parallel replica that the front end serves gets the call.

@@ -20,7 +20,7 @@ PREFIX = "/v1/kv-offload"
 
 
 class ControlRoutes:
-    """What vLLM asks of an endpoint plugin."""
+    """The interface that vLLM asks of an endpoint plugin."""
 
     name = "kv_offload_control"
     required_tasks = None

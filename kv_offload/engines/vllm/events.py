@@ -26,7 +26,7 @@ NOTHING: Said = (None, None, None)
 
 
 def events_are_on(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM publishes what becomes of its blocks."""
+    """Return whether vLLM publishes events about its blocks."""
     config = vllm_config.kv_events_config
     return config is not None and config.enable_kv_cache_events
 

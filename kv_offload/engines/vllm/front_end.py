@@ -12,7 +12,7 @@ def tell_front_end(core: Any) -> None:
     """Send the plugin's figures to the front end of a vLLM engine core, between two steps.
 
     vLLM asks connectors for figures at the end of a step only. An engine in its user's process has
-    no front end; its next step tells. An error is only logged: what the caller was asked for is
+    no front end; its next step does. An error is only logged: what the caller was asked for is
     done.
     """
     outputs = getattr(core, "output_queue", None)

@@ -33,7 +33,7 @@ def connector_of(core: Any) -> Any | None:
 
 
 class EngineState:
-    """What the engine that is being built has been asked to do since.
+    """Requests to pause or end that reached the engine while it is being built.
 
     Its scheduler, and its core if that is a process, are on the call stack.
     """
@@ -43,11 +43,11 @@ class EngineState:
         self._parts = tuple(found.values())
 
     def is_to_rest(self) -> bool:
-        """Whether it pauses or ends."""
+        """Return whether it pauses or ends."""
         return self._has("pause_state") or self.is_ending()
 
     def is_ending(self) -> bool:
-        """Whether it was asked to end, as by SIGTERM."""
+        """Return whether it was asked to end, as by SIGTERM."""
         return self._has("shutdown_state")
 
     def _has(self, name: str) -> bool:
@@ -57,7 +57,7 @@ class EngineState:
 def find_waker() -> Callable[[], None] | None:
     """Return what has the core of the engine that is being built look for work, if it waits.
 
-    Any thread may call it. None for a core that is no process: its caller steps it, nobody waits.
+    Any thread may call it. None for a core that is no process: its caller steps it.
     """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
@@ -75,7 +75,7 @@ def find_waker() -> Callable[[], None] | None:
 
 
 def _is_of_core(caller: Any) -> bool:
-    """Whether it is vLLM's scheduler, whose state is not there yet, or its engine core."""
+    """Return whether it is vLLM's scheduler, whose state is not there yet, or its engine core."""
     from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.engine.core import EngineCore
 

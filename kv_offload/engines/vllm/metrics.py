@@ -16,7 +16,7 @@ from kv_offload.metrics import KINDS, METRICS, PREFIX, Metric, OffloadStats
 
 
 class ConnectorStats(OffloadStats, KVConnectorStats):
-    """What one half counted; vLLM adds up figures of ranks and of steps."""
+    """Counters of one half; vLLM adds up figures of ranks and of steps."""
 
     @classmethod
     def of(cls, stats: OffloadStats | None) -> ConnectorStats | None:
@@ -79,7 +79,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 def _register(metric: Metric, metric_types: Any, labels: Any) -> Any:
     """Return the family of a metric, of vLLM's class for its kind."""
     kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
-    # Of several API servers each hears of other steps: of a gauge, what was said last is true.
+    # Each of several API servers gets other steps' figures: the latest value of a gauge counts.
     more: dict[str, dict[str, Any]] = {
         "gauge": {"multiprocess_mode": "mostrecent"},
         "histogram": {"buckets": metric.buckets},

@@ -1,4 +1,4 @@
-"""What the plugin does to requests in vLLM's scheduler that its hooks cannot ask for."""
+"""Changes of requests in vLLM's scheduler that no hook can ask for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def keep_at(request: Any, shared_tokens: int) -> None:
     """Have vLLM name the windows and states at the end of a prefix that a request shares.
 
     So it does itself where its own cache has the rest of the prefix. Otherwise it names them at the
-    end of a prompt alone, unless it is told to name more.
+    end of a prompt alone, unless it is asked to name more.
     """
     request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared_tokens)
 
@@ -61,7 +61,7 @@ def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
 def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    vLLM looks them up anew when it is their turn. No step reads or writes these blocks. Of those
+    vLLM looks them up again when it is their turn. No step reads or writes these blocks. Of those
     that vLLM takes to wait for their loads, `recompute` must have been called; vLLM frees them once
     more, which does no harm.
     """
@@ -108,7 +108,7 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
 def tell_failed(
     engine_scheduler: Any, offload: OffloadScheduler, request_ids: set[str]
 ) -> list[Any]:
-    """Have vLLM know whose loads have failed, before it hears that they have ended.
+    """Have vLLM know whose loads have failed, before it learns that they have ended.
 
     Returns the requests that ended with an error, as the user wants it, and had not ended before.
     """

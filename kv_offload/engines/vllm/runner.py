@@ -1,4 +1,4 @@
-"""What a rank asks of vLLM: its model runner, which calls it, and the forward's context."""
+"""Parts of vLLM that a rank uses: its model runner, which calls it, and the forward's context."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class VLLMRank:
         return None
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Have the runner's model count its `load_weights`; return what tells the count, from 0.
+        """Have the runner's model count its `load_weights`; return a getter of the count, from 0.
 
         Trainers in the engine's process call that method, and the engine core does not see it.
         """

@@ -23,11 +23,11 @@ def find_tracer(vllm_config: VllmConfig) -> ReportSpan | None:
         # Without headers of the client it is a trace of its own, as vLLM's own span then is.
         context = extract_trace_context(span.request.trace_headers)
         attributes = {**span.attributes, "gen_ai.request.id": span.request.request_id}
-        told = tracer.start_span(
+        copied = tracer.start_span(
             span.name, context, start_time=span.start_ns, attributes=attributes
         )
         if not span.ok:
-            told.set_status(trace.StatusCode.ERROR)
-        told.end(span.end_ns)
+            copied.set_status(trace.StatusCode.ERROR)
+        copied.end(span.end_ns)
 
     return report

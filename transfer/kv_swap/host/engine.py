@@ -42,7 +42,7 @@ class _Arrival:
 class HostSwapEngine(SwapEngine):
     """Copies between KV tensors and an arena that both lie in host memory.
 
-    `keep_alive` own the memory behind `layout`. Raises `LayoutError` if a slot does not fit.
+    `keep_alive` own the memory of `layout`. Raises `LayoutError` if a slot does not fit.
     """
 
     _state: WorkerState

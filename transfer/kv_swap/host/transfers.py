@@ -42,7 +42,7 @@ _read_memory.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 class Transfer:
     """A job on its way: what is left of it, and how it fares.
 
-    Each item of `slices` has a slice copied, and tells which rows of the job's pairs it refused.
+    Each item of `slices` copies a slice, and yields which rows of the job's pairs it refused.
     """
 
     job_id: int
@@ -55,7 +55,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class WorkerState(Held):
-    """What the worker needs. `condition` guards everything but what it holds.
+    """State of the worker. `condition` guards everything but what it holds.
 
     Its lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
     """
@@ -80,7 +80,7 @@ def stop(state: WorkerState) -> None:
 
 
 def work(state: WorkerState) -> None:
-    """Run slices, of loads first, until told to stop and idle; then let go of the memory."""
+    """Run slices, of loads first, until stopped and idle; then let go of the memory."""
     while True:
         with state.condition:
             state.condition.wait_for(lambda: state.loads or state.stores or state.stopping)

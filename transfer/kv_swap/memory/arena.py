@@ -18,7 +18,7 @@ from kv_swap.memory.registration import MemoryRoom, Registration, choose_piece_b
 from kv_swap.memory.shared import SharedMemory
 
 _INHERITED: list[Mapping] = []
-"""Of a parent process; Python would unmap them when it drops them."""
+"""Arenas of a parent process; Python would unmap them when it drops them."""
 
 
 class HostArena:

@@ -176,7 +176,7 @@ class Pieces:
             ready += 1
 
     def unlock_behind_gap(self) -> None:
-        """Unregister the pieces behind `ready_bytes`, and give their pages back."""
+        """Unregister the pieces after `ready_bytes`, and give their pages back."""
         ready = -(-self.ready_bytes // self._piece_bytes)
         if self._unregister([piece for piece in self._registered if piece >= ready]):
             self._mapping.discard(self.ready_bytes)

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
-"""Of the system call, from Linux' syscall tables; glibc has no wrapper for it."""
+"""Number of the system call, from Linux' syscall tables; glibc has no wrapper for it."""
 
 _MPOL_PREFERRED = 1
 """From linux/mempolicy.h: take memory of one node while it has some, then of others."""
@@ -40,6 +40,6 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
     mask[node // word_bits] = 1 << node % word_bits
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than this number.
     arguments = (address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), _MASK_BITS + 1, 0)
     return not _libc.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments))

@@ -48,7 +48,7 @@ REST = 7.0
 
 POPULATE_BYTES = 32 << 20
 """Bytes that get pages before a thread looks whether it should stop: milliseconds, or 0.2 s where
-a virtual machine has not used its memory lately."""
+a virtual machine has not used its memory recently."""
 
 CAREFUL_BYTES = 16 << 30
 """With less than this left above the headroom, a thread looks before every `POPULATE_BYTES`, not
@@ -74,7 +74,7 @@ def choose_piece_bytes(slot_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """What is available on this host, and what of it a pool that grows leaves free.
+    """Memory that is available on this host, and the part that a growing pool leaves free.
 
     `read` returns the bytes that this process could take now, and where the figure is from. Several
     threads call it at a time. What it raises counts as a failure to lock memory.
@@ -150,7 +150,7 @@ class Registration:
             return self._changed.wait_for(lambda: not self._running_threads, timeout_seconds)
 
     def release(self) -> None:
-        """Stop, unregister and unmap, on the last thread that still runs; nobody uses it."""
+        """Stop, unregister and unmap, on the last thread that still runs; it is not in use."""
         with self._changed:
             self._stopping = self._released = True
             self._changed.notify_all()  # threads that wait for room

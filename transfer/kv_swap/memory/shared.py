@@ -5,7 +5,7 @@ same user get it from its creator, through a socket in Linux' abstract namespace
 with the creator.
 
 Memory model. Host memory is coherent between processes and with a device that has completed its
-copy: a process that has heard of a store's completion, by whatever message, sees its bytes.
+copy: a process that learns of a store's completion, by any message, sees its bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kv_swap.memory.mapping import describe_limits, whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
-"""Of the other process, once it is connected."""
+"""How long the other process may take to answer, once it is connected."""
 
 _RETRY_SECONDS = 0.02
 
@@ -57,7 +57,7 @@ class SharedMemory:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mmap.mmap(-1, mapped_bytes, flags=flags).close()
             os.ftruncate(fd, mapped_bytes)
-            # A file that shrinks would end whoever has mapped it.
+            # A file that shrinks would end every process that has mapped it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)

@@ -6,7 +6,7 @@ A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
     8192   4096  4-bit codes of the exponents, 4 bytes a group: value j and value j + 4 in byte j
     12288    16  header: see `HEADER`
     12304     c  a base for each of c columns, c a multiple of 8; `columns.py` says what a column is
-    12304+c      escapes, 8 bytes each, by strips; zeros behind the last
+    12304+c      escapes, 8 bytes each, by strips; zeros after the last
 
 Each pair of values is a 32-bit word. Rotated left by one bit its odd bytes are exponents, and its
 even bytes are mantissas, each with the sign of the other value.
@@ -57,7 +57,7 @@ POOL_ENTRY_BYTES = TILE_BYTES - MAIN_BYTES
 TILES_PER_POOL_ENTRY = 64
 
 SLOT_ALIGNMENT_BYTES = 128
-"""Of packed pages, of the pool and of slots that have them."""
+"""Alignment of packed pages, of the pool and of slots that have them."""
 
 STRIPS = 8
 
@@ -82,7 +82,7 @@ HEADER = np.dtype(
 )
 """`zeros_or_entry` of a packed tile has bit n if groups 32 * n to 32 * n + 31 have an exponent 0,
 of a raw tile it is the entry of the pool. `escapes_before` counts those before each strip but the
-first. A raw tile has zeros there, in `escapes` and in all bytes behind the header."""
+first. A raw tile has zeros there, in `escapes` and in all bytes after the header."""
 
 KIND_PACKED = 1
 KIND_RAW = 2

@@ -23,7 +23,7 @@ _ESCAPES = MAIN_BYTES + _FIELDS["escapes"][1]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of `tiles` that were looked at, `raw_tiles` are raw; the others have `escapes` together."""
+    """Counts of a sample: `raw_tiles` of its `tiles` are raw; the others have `escapes` in all."""
 
     tiles: int
     escapes: int

@@ -81,7 +81,7 @@ class _Revocation:
     def _run(self) -> None:
         try:
             revoke(self._fd, self._content)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller has to be told
+        except Exception as error:  # noqa: BLE001 - the caller has to learn of any error
             why = explain(error) if isinstance(error, OSError) else repr(error)
             self._problem = f"cannot write {self._path}: {why}"
         finally:
@@ -89,7 +89,7 @@ class _Revocation:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """True if it has ended with an error."""
         return not self._thread.is_alive() and bool(self._problem)
 
     def wait(self, timeout_seconds: float) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kv_swap.tiers.mover import Mover
 
 MAX_NAME_BYTES = 1024
-"""Of one block, in every tier."""
+"""Longest name of a block, in every tier."""
 
 
 class TierDirection(enum.Enum):
@@ -78,18 +78,18 @@ class TierEngine:
     slots is a bound that no job reaches. `arena_shape` is `(slots, slot_bytes)`.
 
     Each of the `movers` of a direction has a thread. A job is cut into chunks of at most
-    `chunk_slots`. `release` is called by the last thread to end: the tier is in nobody's use then.
+    `chunk_slots`. `release` is called by the last thread to end: the tier is not in use then.
 
     Who may touch what. From `submit` until `poll` returns the completion, the copy reads the arena
-    slots of a demotion: the caller lets nobody write them. It writes those of a promotion, also if
-    it fails, with bytes that nothing has verified yet: the caller gives them to nobody, however
+    slots of a demotion: the caller keeps them unchanged. It writes those of a promotion, also if
+    it fails, with bytes that nothing has verified yet: the caller lets no request use them, however
     long it takes. No two jobs are in flight at once on a tier slot or an arena slot that one of
     them writes. Nothing else is ordered. Slots of an arena that grows are named only once they are
     ready.
     """
 
     file_id: str
-    """What is kept there is found again by whoever has the same one."""
+    """Identifies the contents: a tier with the same one finds them again."""
 
     def __init__(
         self,

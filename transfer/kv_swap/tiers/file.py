@@ -36,7 +36,7 @@ _REMOVAL_SECONDS = 5.0
 _RETRY_SECONDS = 0.02
 
 _SPACE_SECONDS = 5.0
-"""How long a file waits for space: files of one engine that are divided anew are opened at about
+"""How long a file waits for space: files of one engine that are divided again are opened at about
 the same time, and one may need what another gives back."""
 
 
@@ -96,7 +96,7 @@ def _open_locked(path: Path) -> int:
     """Open a file, or make it, and lock it. Raises `TierError`."""
     while True:
         try:
-            # KV tells what users wrote: the file is for this user alone.
+            # KV reveals the prompts of users: the file is for this user alone.
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise TierError(f"cannot open {path}: {explain(error)}") from error
@@ -125,7 +125,7 @@ def _make_private(fd: int, path: Path) -> None:
 
 
 def revoke(fd: int, content: FileDescription) -> None:
-    """Give an open file another id on the disk: whoever opens it next believes no record in it.
+    """Give an open file another id on the disk: the next to open it trusts no record in it.
 
     Blocks until that is durable. Raises `OSError`. A region that was written in part counts as
     damaged, so its file is begun afresh: that has the same effect.
@@ -139,7 +139,7 @@ def revoke(fd: int, content: FileDescription) -> None:
 
 
 def remove_file(path: Path) -> int:
-    """Remove the file of a tier, which nobody uses, and return the bytes that this gives back.
+    """Remove the file of a tier, which is not in use, and return the bytes that this gives back.
 
     They are free on return, also where another process has removed it at the same time. Raises
     `TierError` for what no tier has made, what is in use, and what may not be removed.
@@ -197,7 +197,7 @@ def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescript
         size = os.fstat(fd).st_size
         if size < found.nbytes:
             logger.warning(
-                "%s has %d of %d bytes: it was cut, and what lay behind is lost",
+                "%s has %d of %d bytes: it was cut, and the data after that is lost",
                 path,
                 size,
                 found.nbytes,
@@ -263,7 +263,7 @@ def _reserve(fd: int, path: Path, content: FileDescription) -> None:
 
 
 def _turn_direct(fd: int, content: FileDescription, arena: NDArray[np.uint8]) -> bool:
-    """Turn to direct I/O if file and arena allow it, which a record behind the last slot shows."""
+    """Turn to direct I/O if file and arena allow it, which a record after the last slot shows."""
     page = HostArena(1, PAGE_BYTES, register=None).view()[0].data
     # Slot 0 lies at the beginning of a page, all others like slot 1.
     record = [page, arena[min(1, len(arena) - 1)].data, page[: content.records.pad_bytes]]

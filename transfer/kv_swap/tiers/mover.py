@@ -1,4 +1,4 @@
-"""What the threads of a tier need of it: something that moves a few rows of a job."""
+"""The interface of a tier to its threads: it moves a few rows of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors of the system mean for a tier's file, and what helps."""
+"""Explains the system's errors for a tier's file, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a disk gives without a tier: blocks of one size, written and read by as many threads."""
+"""Measures a disk without a tier: blocks of one size, written and read by as many threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MEMORY_BLOCKS = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """What the disk of a folder gives."""
+    """The rates of a folder's disk."""
 
     direct: bool
     write_bytes_per_second: float
@@ -92,7 +92,7 @@ class PlainFile:
 def measure(path: Path, nbytes: int, block_bytes: int) -> DiskRates:
     """Write and read about `nbytes` in a folder, in blocks as large as slots are to be.
 
-    Takes their space meanwhile, in a file without a name, which nothing leaves behind. Raises
+    Takes their space meanwhile, in a file without a name, which leaves nothing on the disk. Raises
     `TierError` if the folder, the space or the disk does not allow it.
     """
     num_blocks = max(1, nbytes // block_bytes)

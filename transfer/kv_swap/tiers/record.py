@@ -33,7 +33,7 @@ PAGE_BYTES = 4096
 """Bytes of a header, and what records are aligned to: direct I/O needs no more on today's disks."""
 
 FORMAT = 1
-"""Of records and of the file around them. It changes when older code would misread a file."""
+"""Version of records and of their file. It changes when older code would misread a file."""
 
 _MAGIC = b"KVRECORD"
 _FIELDS = struct.Struct("<8sIIQ16s16s")
@@ -42,7 +42,7 @@ _SUMMED_BYTES = PAGE_BYTES - _SUM_BYTES
 
 
 class Verdict(enum.Enum):
-    """What a record is, to someone who looks for a name."""
+    """The state of a record for a reader that looks for a name."""
 
     MATCH = "match"
     EMPTY = "empty"
@@ -72,7 +72,7 @@ class RecordFormat:
 
     @property
     def pad_bytes(self) -> int:
-        """Bytes of no meaning behind the data."""
+        """Bytes of padding after the data."""
         return -self.slot_bytes % PAGE_BYTES
 
     @property

@@ -37,7 +37,7 @@ _LARGEST_FILE_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class FileDescription:
-    """What a file says of itself.
+    """The description in a file's header.
 
     `file_id` is 32 hexadecimal digits, random for each beginning of a file. `description` is its
     user's: all that changes what the bytes of a slot mean.

@@ -19,7 +19,7 @@ from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES, Verdict
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}
-"""A request may wait for a promotion, nobody for a demotion. Of three writers one can compute a
+"""A request may wait for a promotion, none for a demotion. Of three writers one can compute a
 checksum while two write: slots of 2 MiB came to 0.93 of what plain writes reach, with two writers
 to 0.84 (two cores, a virtual disk that takes 4.2 GB/s)."""
 

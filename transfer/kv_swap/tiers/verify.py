@@ -23,7 +23,7 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What lies in a slot, and the name in its header: empty unless the header is intact."""
+    """A slot's state, and the name in its header: empty unless the header is intact."""
 
     slot: int
     verdict: Verdict

@@ -1,12 +1,12 @@
 """The threads of a tier: jobs come in by a queue, completions go out by another.
 
-Each direction has threads of its own, so a promotion never stands behind demotions. The caller's
+Each direction has threads of its own, so a promotion never waits for demotions. The caller's
 thread appends to a queue and takes from a deque; it never waits for a lock that is held while bytes
 move. A thread that takes a job cuts it into chunks, and the others take chunks of it, too.
 
 Threads hold the movers, with tier and arena, and never the engine. The last thread lets go of both.
 So a call that hangs keeps its memory mapped, its descriptor from being that of another file, and
-the file locked: nobody else writes where it may yet write.
+the file locked: no other process writes where it may yet write.
 
 A store that is gone takes seconds to say so. What was queued before fails with it, without asking
 again; what comes later is tried.
@@ -53,7 +53,7 @@ class Lane:
 
     num_threads: int
     chunk_slots: int
-    # None tells the threads to end; a finaliser may put it at any moment.
+    # None ends the threads; a finaliser may put it at any moment.
     queue: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
     turn: threading.Lock = field(default_factory=threading.Lock)
     task: Task | None = None
@@ -87,7 +87,7 @@ class Lane:
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the threads need. `ended` guards `running` and `gone`, and notifies of every job.
+    """State of the threads. `ended` guards `running` and `gone`, and notifies of every job.
 
     `gone` is when the tier did not answer last, and the error.
     """

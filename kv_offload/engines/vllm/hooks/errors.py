@@ -1,4 +1,4 @@
-"""What happens when one of the plugin's own hooks raises: the engine goes on, and says so once."""
+"""Errors of the plugin's own hooks: the engine continues without the plugin and logs it once."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _multi_connectors: Sequence[MultiConnector]
     """Those around this connector, the inner first."""
     _only_rank: bool
-    """Whether the engine has one rank, which may live in this process."""
+    """Return whether the engine has one rank, which may live in this process."""
     _num_slots: int
     _slot_bytes: int
     _make_scheduler: SchedulerMaker
@@ -99,7 +99,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. A rank in this process tells first of new weights.
+        """See `OffloadScheduler.match`. A rank in this process reports new weights first.
 
         Inside a MultiConnector the tokens of the first member that has some are loaded.
         """
@@ -126,14 +126,14 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
 
     def loads(self, request_id: str) -> bool:
-        """Whether a request's tokens are, or were, to be loaded by this one of several members."""
+        """Return whether this member is to load, or was to load, a request's tokens."""
         loading = self.offload_scheduler.loading_requests()
         return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
-        """Take in a step's report, then what the rank tells now if it is in this process.
+        """Take in a step's report, then the current report of a rank in this process.
 
-        A report is as old as the launch of its step. Under asynchronous scheduling it tells of a
+        A report is as old as the launch of its step. Under asynchronous scheduling it reports a
         copy's end one or two steps late.
         """
         if report is not None:
@@ -144,12 +144,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def _take_report(self, report: OffloadWorkerMetadata) -> None:
         self.offload_scheduler.take_report(report)
 
-    @survives(lambda self, report: None)  # what was not taken in is told again
+    @survives(lambda self, report: None)  # a report that was not taken in is repeated
     def hear_drain(self, report: OffloadWorkerMetadata) -> None:
-        """Take in what a rank tells between two steps."""
+        """Take in a rank's report between two steps."""
         self._take_report(report)
 
-    @survives(lambda self: None)  # its next report will tell
+    @survives(lambda self: None)  # its next report has it
     def _poll_local_rank(self) -> None:
         rank = self._local_rank()
         if rank is not None and self.offload_scheduler.awaits_ranks:

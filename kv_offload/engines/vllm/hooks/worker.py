@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
-    """Whether the runner zeroes or copies KV blocks for this step, before its forward.
+    """Return whether the runner zeroes or copies KV blocks for this step, before its forward.
 
     Copies of states between the blocks of a running request do not count.
     """
@@ -36,13 +36,13 @@ def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
 
 
 class ConnectorWorkerMetadata(OffloadWorkerMetadata, KVConnectorWorkerMetadata):
-    """What ranks report, as vLLM adds it up over them."""
+    """The reports of all ranks, which vLLM merges."""
 
     aggregate = OffloadWorkerMetadata.merge  # vLLM's name for it
 
 
 class HandshakeMetadata(WorkerCapacity, KVConnectorHandshakeMetadata):
-    """What a rank holds, told once before the first request."""
+    """The capacity of a rank, reported once before the first request."""
 
 
 class WorkerHooks(KVConnectorBase_V1):
@@ -55,11 +55,11 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @property
     def engine_is_gone(self) -> bool:
-        """Whether the half is left of an engine that vLLM did not shut down."""
+        """Return whether this half belongs to an engine that vLLM did not shut down."""
         return self._vllm_worker is not None and self._vllm_worker() is None
 
     def _is_anothers(self) -> bool:
-        """Whether another worker is on the call stack than the one for which this was built."""
+        """Return whether the worker on the call stack is not the one that this was built for."""
         if self._vllm_worker is None:
             return False
         worker = self._vllm_worker()
@@ -172,6 +172,6 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self: ConnectorWorkerMetadata(**vars(self.offload_worker.take_losses())))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
-        """Report the jobs that ended; after an error only what must be told in this step."""
+        """Report the jobs that ended; after an error only what must be reported in this step."""
         report = self.offload_worker.take_report()
         return None if report is None else ConnectorWorkerMetadata(**vars(report))

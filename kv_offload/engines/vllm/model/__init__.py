@@ -1,1 +1,1 @@
-"""What a model's KV cache is to the plugin: its tensors, its cache groups, what it refuses."""
+"""A model's KV cache as the plugin sees it: tensors, cache groups, unsupported kinds."""

@@ -41,13 +41,13 @@ def scratch_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
 
 
 def has_draft_head(vllm_config: VllmConfig) -> bool:
-    """Whether layers of a draft head, fed with the model's states, share its cache groups."""
+    """Return whether a draft head that reads the model's states shares its cache groups."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.use_eagle()
 
 
 def drops_last_block(vllm_config: VllmConfig) -> bool:
-    """Whether a hit ends a block before the last one that matches, which a draft head reads.
+    """Return whether a hit drops its last matching block, which a draft head reads.
 
     Not with `disable_eagle_block_drop`: then vLLM keeps no window after the end of a hit, and the
     user has the head draft with KV that another token may have followed.

@@ -1,7 +1,7 @@
 """Which model it is: its weights, its configuration, and how both are used.
 
 Weights of a repository are known by its commit, those in a folder by the names, sizes and times of
-its files: nobody reads them twice. A file that is replaced by one of the same size and time is not
+its files: they are not read twice. A file that is replaced by one of the same size and time is not
 noticed. What a loader fetches from elsewhere is known by its address.
 """
 
@@ -64,7 +64,7 @@ def _find_commit(model: str, revision: str | None, download_dir: str | None) -> 
     resolved: str | None = getattr(revision, "resolved", None)
     if resolved:
         return resolved
-    repository = model.partition(":")[0]  # behind it stands which GGUF file
+    repository = model.partition(":")[0]  # the name of the GGUF file follows
     name = "--".join(["models", *repository.split("/")])
     folder = Path(download_dir or constants.HF_HUB_CACHE, name)
     try:
@@ -93,7 +93,7 @@ def _describe_loader(options: Mapping[str, Any]) -> str:
     """Describe the options of a loader; of local files that Tensorizer is to read, these too."""
     tensorizer = options.get("tensorizer_config") or options
     paths = [Path(path) for name in TENSORIZED if (path := tensorizer.get(name))]
-    # Of a sharded model each rank puts its number into the name.
+    # Each rank of a sharded model puts its number into the name.
     paths = [path.parent if "%" in path.name else path for path in paths]
     return digest([{**options}, *map(_describe_folder, paths)])
 

@@ -79,7 +79,7 @@ def _unknown(name: str, cache: Any) -> LayoutError:
 
 
 def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
-    """Find the dimension that a block id indexes: the first, or the second behind one for K and V.
+    """Find the dimension that a block id indexes: the first, or the second after one for K and V.
 
     Backends whose kernels use smaller blocks than the manager multiply it.
     """

@@ -1,9 +1,9 @@
-"""What a block's key and bytes mean, so that what another process kept is used only if it fits.
+"""The meaning of a block's key and bytes: blocks of another process are used only if it is equal.
 
 A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (from vLLM
 0.32 its path, too). Everything else that makes the bytes what they are is described here.
 
-Nobody looks into an adapter's files, so of an engine with LoRA no other process uses anything
+An adapter's files are not read, so of an engine with LoRA no other process uses anything
 (`start.contents`), and one that is replaced under its name needs a reset of the prefix cache.
 """
 
@@ -34,7 +34,7 @@ PARALLEL = (
 """Which part of a block a rank has."""
 
 CPU_FLAGS = ("flags", "Features")
-"""Of a line of /proc/cpuinfo, on x86 and on Arm."""
+"""Names of a line of /proc/cpuinfo, on x86 and on Arm."""
 
 DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
 """Methods without a draft model: the KV is that of the model alone."""
@@ -43,7 +43,7 @@ DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
     """Return by name all that must be equal for a block of another process to be of use here.
 
-    If each process draws its hashes anew, no description equals that of another process. What only
+    If each process draws its own hashes, no description equals that of another process. What only
     a rank knows is in `layout.describe_pages`.
     """
     import vllm

@@ -1,4 +1,4 @@
-"""Whether a load may start while forwards of earlier steps still run.
+"""Decides if a load may start while forwards of earlier steps still run.
 
 vLLM launches a step while the one before it runs. A load that waited for that forward would lose up
 to the time of a whole step. It need not wait if the engine gives out only blocks that no launched
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def gives_idle_blocks(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> bool:
-    """Whether no launched step touches a block that the engine gives to a request.
+    """Return whether no launched step touches a block that the engine gives to a request.
 
     False where it is not known, and where only one step is in flight: then nothing is to be gained.
     Inside a MultiConnector loads start too late for it to matter.

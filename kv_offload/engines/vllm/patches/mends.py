@@ -1,4 +1,4 @@
-"""What vLLM does wrong for its own prefix cache, or for any connector, is put right here."""
+"""Corrections of vLLM's errors with its own prefix cache, or with any connector."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 def unname_uncomputed(
     original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run around `Scheduler._preempt_request`: names of blocks that nobody computes go.
+    """Run around `Scheduler._preempt_request`: names of blocks that no step computes go.
 
     vLLM names the full blocks of a step's tokens when it allocates them. With priorities it may
     preempt a request that it has given tokens in the same step, and frees these blocks with their
-    names. Whoever looks up that prefix next is served what lay there before, and the plugin would
+    names. The next look-up of that prefix would get what lay there before, and the plugin would
     keep that in host memory, where it outlives a reset. Blocks of steps under way count as
     computed.
     """

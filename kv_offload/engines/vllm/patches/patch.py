@@ -1,7 +1,7 @@
 """How a method of vLLM is wrapped.
 
 A wrapper calls the method that it found, so it works with wrappers of other plugins. Each also
-works when set twice: another plugin may hide ours behind a wrapper without `functools.wraps`.
+works when set twice: another plugin may hide ours in a wrapper without `functools.wraps`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _unlogged: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What decides which patches a scheduler's process needs."""
+    """Facts that decide which patches a scheduler's process needs."""
 
     version: Version
     config: OffloadConfig
@@ -48,7 +48,7 @@ class Patch:
     """Wrapped in every process, where an engine with our connector is configured, where a scheduler
     is built, or on one object of a rank."""
     needed: Callable[[Setup], bool] | None = None
-    """Whether an engine needs the patch; None where all do."""
+    """Tells if an engine needs the patch; None where all do."""
 
     @property
     def method(self) -> str:
@@ -108,6 +108,6 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 
 def tell_first(listener: Callable[..., None], original: Method, *args: Any, **kwargs: Any) -> Any:
-    """Run around a method of which `listener` is told."""
+    """Run around a method whose calls `listener` gets."""
     listener(*args, **kwargs)
     return original(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Ends all copies before vLLM resets its prefix cache, since their blocks keep it from doing so.
 
-A reset also ends what a disk has for a restart. The caller hears of success only once that is sure:
-a process can be killed at any moment, and whoever changes weights relies on the answer.
+A reset also ends what a disk has for a restart. The caller gets `True` only once that is sure:
+a process can be killed at any moment, and a trainer that changes weights relies on the answer.
 """
 
 from __future__ import annotations

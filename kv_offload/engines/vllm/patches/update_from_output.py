@@ -1,6 +1,6 @@
 """Takes in what ranks report before vLLM takes in the tokens of their step.
 
-vLLM has no right way to hear of a synchronous load that failed: under asynchronous scheduling it
+vLLM has no right way to learn of a synchronous load that failed: under asynchronous scheduling it
 rewinds a running request's computed tokens without its placeholders, and asserts or computes a
 token in the wrong place (0.31 to 0.33). So requests that computed with KV that was not there end
 here.
@@ -68,10 +68,10 @@ def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
 
 
 def _drop_false_names(engine_scheduler: Any, connector: Any, reported: Any) -> None:
-    """Have vLLM not hear that others have received what ours loads, or loaded.
+    """Keep from vLLM that others have received what ours loads, or loaded.
 
     Mooncake's connector in 0.31 says so where nothing is to be fetched. vLLM would run the request
     before our load has ended, or free its blocks, or end with an error.
     """
-    told = reported.finished_recving & engine_scheduler.requests.keys()
-    reported.finished_recving = {name for name in told if not connector.loads(name)}
+    received = reported.finished_recving & engine_scheduler.requests.keys()
+    reported.finished_recving = {name for name in received if not connector.loads(name)}

@@ -1,4 +1,4 @@
-"""What host memory outlives: not a call that may change weights; a sleep, if the user wants it.
+"""Empties host memory at a call that may change weights; keeps it over a sleep if the user wants.
 
 vLLM resets the connector for several reasons in the same words: sleep of level 1 and 2, a pause for
 a weight update, a user's reset. So the engine core's own methods are watched, which know the

@@ -1,1 +1,1 @@
-"""What runs once, at the start of an engine: it checks the settings, builds a half and logs."""
+"""The start of an engine: checks of the settings, construction of each half, logs."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What vLLM's configuration says, read and checked while a connector is built.
+    """vLLM's configuration, read and checked while a connector is built.
 
     Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
@@ -65,7 +65,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
     """Patch vLLM for the scheduler's half; return its slots, their size, and what builds it.
 
     Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots. Where
-    KV is packed only ranks know how much of it: until they tell, slots are as many as could be.
+    KV is packed only ranks know how much of it: until they report, slots are as many as could be.
     """
     config, enclosing = engine.traced.config, engine.enclosing
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)

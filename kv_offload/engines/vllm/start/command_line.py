@@ -1,4 +1,4 @@
-"""What this process's command line says in vLLM's argument, and why the plugin is not in use.
+"""Reads vLLM's argument on this process's command line, and says why the plugin is not in use.
 
 vLLM keeps neither that the argument was given empty nor a key that was given twice. Imports no
 vLLM: most engines that start without the plugin want none.
@@ -91,7 +91,7 @@ def check_keys(argv: Sequence[str]) -> None:
 def supervised_replicas(argv: Sequence[str]) -> int:
     """Return for how many replicas of this host a supervisor starts a server each; 1 without one.
 
-    Such a server is told that it has one.
+    Such a server gets a warning that it has one.
     """
     if SUPERVISOR not in (word.replace("_", "-") for word in argv):
         return 1
@@ -100,7 +100,7 @@ def supervised_replicas(argv: Sequence[str]) -> int:
 
 
 def _values(argv: Sequence[str], *names: str) -> list[str | None]:
-    """Return each value of the argument: the next word, if there is one, or what is behind a `=`.
+    """Return each value of the argument: the next word, if there is one, or the text after a `=`.
 
     It is ours, or one of `names`. vLLM takes names with `_` too.
     """

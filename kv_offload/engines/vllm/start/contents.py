@@ -1,4 +1,4 @@
-"""What all blocks that an engine keeps below host memory have in common."""
+"""The description that all of an engine's blocks below host memory share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_contents(
     keep_on_reset: bool,
     remedy: str = "",
 ) -> None:
-    """Raise `ConfigError` where another process could not tell what keys or bytes of blocks mean.
+    """Raise `ConfigError` where another process could not know what keys or bytes of blocks mean.
 
     `key` is the tier's key in the configuration, and `keep_on_reset` whether its
     `..._keep_on_reset` is set. `remedy` is what else can be done. What is `private`, or of an
@@ -50,10 +50,10 @@ def describe_contents(
 ) -> dict[str, str]:
     """Return by name all that must be equal for a block of another process to be of use here.
 
-    Nobody else's is if `private`, or with LoRA.
+    No other's is if `private`, or with LoRA.
     """
     contents = namespace.describe(vllm_config, kv_cache_config)
     if private or vllm_config.lora_config is not None:
-        # What is in an adapter's files may change under its name, which is all that a key has.
+        # An adapter's files may change under its name, and a key has only the name.
         contents[PROCESS] = secrets.token_hex(16)
     return contents

@@ -1,4 +1,4 @@
-"""What an engine with a disk is built with."""
+"""Parts that an engine with a disk is built with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
     """Make the folder of this replica, and return it; None without a disk.
 
     Raises `ConfigError` where it cannot be made or written, and where another process could not
-    tell what the keys of blocks mean.
+    know what the keys of blocks mean.
     """
     if config.disk_path is None:
         return None
@@ -54,7 +54,7 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
     find_place(path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # What users wrote can be told from what is there.
+        # KV reveals the prompts of users: nobody else may enter.
         path.mkdir(0o700, exist_ok=True)
         folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
@@ -65,7 +65,7 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
 def replica_index(vllm_config: VllmConfig) -> int:
     """Return which data-parallel replica this is; the folder of each is its own."""
     parallel = vllm_config.parallel_config
-    # Of a dense model each replica is told that it is the only one, but for this.
+    # Only this shows a replica of a dense model that it is not the only one.
     return int(parallel.data_parallel_index)
 
 

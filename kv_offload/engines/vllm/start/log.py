@@ -1,4 +1,4 @@
-"""What the start says in the log: the configuration, what it changes for others, the pool."""
+"""Log lines of the start: the configuration, its effects on others, the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the MultiConnectors around the connector say, and what they say for all their members.
+"""Reads the MultiConnectors around the connector, and what they set for all their members.
 
 vLLM gives a member its own part of the configuration, and nothing of what stands around it. But the
 engine reads the outermost configuration.
@@ -33,7 +33,7 @@ def enclosing_connectors() -> tuple[MultiConnector, ...]:
 
 
 def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
-    """Whether a member that is asked before this connector brings tokens of a request.
+    """Return whether a member that is asked before this connector brings tokens of a request.
 
     Asked while the MultiConnectors ask this connector. The member may have said so in an earlier
     step only.
@@ -43,7 +43,7 @@ def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: 
 
 
 def is_chosen(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
-    """Whether this connector is the member that loads a request's tokens, if any does."""
+    """Return whether this connector is the member that loads a request's tokens, if any does."""
     return all(chosen == own for own, chosen in _places(connector, enclosing, request_id))
 
 
@@ -71,7 +71,7 @@ def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
 def own_parts(
     transfer: KVTransferConfig | dict[str, Any] | None,
 ) -> Iterator[tuple[KVTransferConfig, ...]]:
-    """Yield each configuration of our connector, and behind it those around it, the inner first.
+    """Yield each configuration of our connector, followed by those around it, the inner first.
 
     Arguments may have a dictionary, which vLLM turns into a configuration.
     """

@@ -1,4 +1,4 @@
-"""What ranks tell each other and the scheduler at start, and how many replicas share this host.
+"""Facts that ranks exchange with the scheduler at start; the number of replicas on this host.
 
 A replica's configuration may not say how many there are. vLLM makes each replica of a dense model
 an engine of its own. With external load balancing, and where a user starts the replicas
@@ -27,7 +27,7 @@ _NOTED = "_kv_offload_local_replicas"
 """Attribute of a `ParallelConfig`: replicas that its front end starts on this host."""
 
 _REPLICA_ID = re.compile(r"_dp[0-9]+$")
-"""What vLLM appends to the engine id of each replica."""
+"""The suffix that vLLM appends to the engine id of each replica."""
 
 
 def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
@@ -91,7 +91,7 @@ class LocalReplicas:
 
     count: int
     hidden: bool = False
-    """Whether there may be more, which cannot be seen from here."""
+    """True if there may be more, which cannot be seen from here."""
 
 
 def note_local_replicas(vllm_config: VllmConfig, supervised: int = 1) -> None:
@@ -122,7 +122,7 @@ def count_local_replicas(
 
 
 def _is_this_host(address: str) -> bool:
-    """Whether only processes of this host can meet at an address."""
+    """Return whether only processes of this host can meet at an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an engine with a shared store is built with."""
+"""Parts that an engine with a remote store is built with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_store(
 
 
 def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` where other engines could not tell what the keys of blocks mean."""
+    """Raise `ConfigError` where other engines could not know what the keys of blocks mean."""
     if config.store is not None:
         check_contents(vllm_config, "store", keep_on_reset=config.store_keep_on_reset)
 

@@ -68,7 +68,7 @@ def check_supported(
     if kv_cache_config is not None:
         problems += _model_problems(vllm_config, kv_cache_config)
     if problems:
-        # One line, so that whoever looks for `kv-offload:` in a log finds all of it.
+        # One line, so that a search for `kv-offload:` in a log finds all of it.
         numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
         listed = " ".join(numbered) if len(problems) > 1 else problems[0]
         raise UnsupportedError(f"this engine cannot be served correctly: {listed}")
@@ -84,7 +84,7 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
     if backend == "external_launcher" and world_size > 1:
         yield (
             f"distributed_executor_backend is 'external_launcher' with {world_size} ranks, where "
-            "each rank has a scheduler that hears of no other, so no block in host memory would "
+            "each rank has a scheduler that knows of no other, so no block in host memory would "
             "ever become readable: start one process, with 'mp' or 'ray'"
         )
     stages = parallel.pipeline_parallel_size
@@ -97,8 +97,8 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
         )
     if parallel.enable_fault_tolerance:
         yield (
-            "enable_fault_tolerance is on, with which vLLM goes on after an error and tells nobody "
-            "which blocks were not computed, so that they would be kept and served: remove "
+            "enable_fault_tolerance is on, with which vLLM continues after an error and does not "
+            "report which blocks were not computed, so that they would be kept and served: remove "
             "--enable-fault-tolerance"
         )
     if not cache.enable_prefix_caching:

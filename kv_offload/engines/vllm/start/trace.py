@@ -31,7 +31,7 @@ def check_trace(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 
 
 def _path(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
-    """Return this replica's file: those after the first have `.replica-1` and so on behind it."""
+    """Return this replica's file: those after the first have `.replica-1` and so on after it."""
     if config.record_trace is None:
         return None
     replica = replica_index(vllm_config)

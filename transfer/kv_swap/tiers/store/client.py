@@ -1,4 +1,4 @@
-"""What a store must offer to be a tier: named objects that are written once and read whole."""
+"""The interface of a remote store: named objects that are written once and read whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoreClient(ABC):
     """A connection to a store. Any thread may call any method; calls run at the same time.
 
     Calls block. They raise `TierError`, with the remedy, if the store as a whole cannot be asked,
-    and make the connection anew by themselves once it can. Each has a limit of its own, which may
+    and reconnect by themselves once it can. Each has a limit of its own, which may
     be a minute.
     """
 

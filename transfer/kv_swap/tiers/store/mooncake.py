@@ -167,7 +167,7 @@ class MooncakeClient(StoreClient):
         return self._session
 
     def _end(self, session: Session) -> None:
-        """Close a session once nobody calls it, in one thread; return once it is closed.
+        """Close a session once no call uses it, in one thread; return once it is closed.
 
         Mooncake's `close` holds all Python threads: a second or two with a master that answers, 4
         to 20 s with one that is gone or does not. So such a master is waited for before.

@@ -18,14 +18,14 @@ _SETTINGS = {
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
-"""What Mooncake takes from the environment alone. Its own limits are 30 s each."""
+"""Settings that Mooncake takes from the environment alone. Its own limits are 30 s each."""
 
 _PROBE_SECONDS = 2.0
 """For a look whether there is a master. Mooncake itself takes 4.3 s to find none, and its `setup`
 holds all Python threads meanwhile."""
 
 _METADATA = "P2PHANDSHAKE"
-"""Processes tell each other where their memory lies; no server besides the master is needed."""
+"""Processes exchange the addresses of their memory; no server besides the master is needed."""
 
 NOT_INSTALLED = (
     "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for Python 3.11 "
@@ -33,7 +33,7 @@ NOT_INSTALLED = (
 )
 
 _FATAL = 3
-"""Of glog's levels; each failing key of each call would be a line on stderr."""
+"""A level of glog; each failing key of each call would be a line on stderr."""
 
 
 @dataclass(slots=True, eq=False)

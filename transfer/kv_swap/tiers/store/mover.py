@@ -55,7 +55,7 @@ class StoreMover(Mover):
             return Outcome([row.number for row in rows], error=again, gone=True)
 
     def _put(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
-        """Store what nobody has stored yet. Reads arena slots twice: checksum, then network."""
+        """Store blocks that the store lacks. Reads arena slots twice: checksum, then network."""
         there = self._client.exist(keys)
         outcome = Outcome(unmoved=sum(there))
         new = [index for index, is_there in enumerate(there) if not is_there]
@@ -86,7 +86,7 @@ class StoreMover(Mover):
             elif fate is not Fate.DONE:
                 _reject(outcome, row, fate)
         if wrong:
-            # Else it would be found again and again, and never be written anew.
+            # Else it would be found again and again, and never be rewritten.
             with contextlib.suppress(TierError):  # what has come is right, also if this fails
                 self._client.remove(wrong)
         return outcome

@@ -1,4 +1,4 @@
-"""What a store gives: blocks that are stored, found, read back and removed."""
+"""Measures a remote store: blocks are written, found, read back and removed."""
 
 from __future__ import annotations
 

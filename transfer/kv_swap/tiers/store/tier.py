@@ -19,7 +19,7 @@ NUM_SLOTS = 2**31 - 1
 """A store has no slots; this is more than any job has rows."""
 
 NUM_THREADS = {TierDirection.PROMOTE: 2, TierDirection.DEMOTE: 2}
-"""Of two, one can compute checksums while the other's bytes are on the network."""
+"""With two threads, one computes checksums while the other's bytes are on the network."""
 
 CHUNK_BYTES = 16 << 20
 """Bytes of slots in one call."""
