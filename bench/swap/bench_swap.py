@@ -45,7 +45,12 @@ LONG_BLOCKS = 256
 LONG_SHAPES = {"runs": 1, "rows": 32}
 """Rows of a block of 2 MiB."""
 
-PATHS: tuple[CopiesWith, ...] = ("gates", "kernels")
+LONG_PATHS: tuple[tuple[str, CopiesWith], ...] = (
+    ("runs", "gates"),
+    ("runs", "kernels"),
+    ("rows", "kernels"),
+)
+"""Only kernels copy rows."""
 
 PACKED_PAGES = [16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB]
 NHD = Packing(128)
@@ -341,9 +346,10 @@ def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     beds = {
-        f"{name}, {path}": CudaBed(2 * MIB // rows, 2 * LONG_BLOCKS, rows, copies_with=path)
-        for name, rows in LONG_SHAPES.items()
-        for path in PATHS
+        f"{name}, {path}": CudaBed(
+            2 * MIB // LONG_SHAPES[name], 2 * LONG_BLOCKS, LONG_SHAPES[name], copies_with=path
+        )
+        for name, path in LONG_PATHS
     }
     yield beds
     for bed in beds.values():

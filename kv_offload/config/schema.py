@@ -57,11 +57,8 @@ class OffloadConfig:
         _says("What is copied to host memory: all blocks, or only those of the prompt."),
     ] = "all"
     transfer_engine: Annotated[
-        Literal["auto", "host", "cuda", "copy_engine"],
-        _says(
-            "What copies: the host (for the CPU engine), CUDA's kernels, the GPU's copy engine "
-            "where blocks are long and raw (experimental), or whichever fits."
-        ),
+        Literal["auto", "host", "cuda"],
+        _says("What copies: the host (for the CPU engine), CUDA, or whichever fits."),
     ] = "auto"
     pack_kv: Annotated[
         bool,

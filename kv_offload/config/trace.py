@@ -236,7 +236,7 @@ _REMOVED: Mapping[str, tuple[str | None, str]] = {
     ),
     "transfer_engine": (
         "dma",
-        "use copy_engine, which lets the tokens' copies through, or auto, the default",
+        "remove the key: auto, the default, has the copy engine copy where blocks are long",
     ),
 }
 """What earlier versions had: by key, the value that was removed (None for the whole key), and what

@@ -34,8 +34,7 @@ def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
     kind = kinds.get(device.type)
     if kind is None:
         raise UnsupportedError(f"the KV cache is on {device}: supported are CUDA devices and CPU")
-    wanted = "cuda" if config.transfer_engine == "copy_engine" else config.transfer_engine
-    if wanted not in ("auto", kind):
+    if config.transfer_engine not in ("auto", kind):
         raise ConfigError(
             f"transfer_engine is {config.transfer_engine!r}, but the KV cache of this engine is on "
             f"{device}: use 'auto' or {kind!r}"
@@ -95,7 +94,6 @@ def allocate(
                 keep_alive=caches.tensors,
                 output_copy_stream=output_copy_stream,
                 shared=shared,
-                copy_engine=config.transfer_engine == "copy_engine",
                 room=MemoryRoom(read_available_memory, headroom_bytes(read_host_memory())),
             )
     except PinnedMemoryError as error:

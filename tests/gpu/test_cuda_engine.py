@@ -183,7 +183,7 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(
     ("path", "family"),
-    [*(("kernels", family) for family in FAMILIES), ("gates", None)],
+    [("kernels", family) for family in FAMILIES],
     indirect=["path"],
 )
 @pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
@@ -192,7 +192,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     num_blocks: int,
     count: int,
     waves: list[list[int]],
-    family: KernelFamily | None,
+    family: KernelFamily,
     joined: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,8 +307,9 @@ def test_loads_come_after_the_zeroing_of_their_blocks(
     engine.close()
 
 
-def test_submitting_does_not_block_while_the_device_is_busy() -> None:
-    engine, cache, slots = make_engine(1_200, [(16 * KIB, 16 * KIB)] * 8, 1_200)
+def test_submitting_does_not_block_while_the_device_is_busy(path: str) -> None:
+    pages = [(16 * KIB, 16 * KIB)] * 8 if path == "kernels" else [(256 * KIB, 256 * KIB)]
+    engine, cache, slots = make_engine(1_200, pages, 1_200)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(0), 1_200, 1_200, 1_000)
     engine.submit(SwapJob(0, STORE, pairs))

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from kv_swap.cuda import zero
-from kv_swap.cuda.driver import MEMORY_DEVICE, MEMORY_HOST, STRIDED_COPY
 from kv_swap.cuda.gate_test import GateReport
 from kv_swap.cuda.swap import LIST_HEADER_BYTES, STATUS_OFFSET_BYTES
 from kv_swap.layout import Region
@@ -320,34 +319,9 @@ class _Driver:
         for destination, source, nbytes in zip(*listed, strict=True):
             self._move(int(destination), int(source), int(nbytes), stream)
 
-    def copy_strided(self, address: int, stream: int) -> None:
-        self._cuda.call("cuMemcpy3DAsync")
-        (row,) = np.frombuffer(ctypes.string_at(address, STRIDED_COPY.itemsize), STRIDED_COPY)
-        given = {name: int(row[name]) for name in STRIDED_COPY.names or ()}
-        for row_of in rows_of(given):
-            self._move(*row_of, given["width"], stream)
-
     def _move(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._cuda.gates.setdefault(stream, [0])[-1] += nbytes
         self._cuda._queue(stream, lambda: ctypes.memmove(destination, source, nbytes))
-
-
-def rows_of(given: dict[str, int]) -> Iterator[tuple[int, int]]:
-    """Yield where each row of a strided copy goes to, and where it comes from."""
-    places = {MEMORY_HOST: "host", MEMORY_DEVICE: "device"}
-    ends = []
-    for end in ("dst", "src"):
-        first = given[f"{end}_{places[given[f'{end}_type']]}"]
-        pitch, height = given[f"{end}_pitch"], given[f"{end}_height"]
-        assert given["width"] <= pitch < 1 << 31
-        assert given["height"] <= height
-        ends.append((first, pitch, height))
-    for index in range(given["depth"]):
-        for row in range(given["height"]):
-            destination, source = (
-                first + (index * height + row) * pitch for first, pitch, height in ends
-            )
-            yield destination, source
 
 
 def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:

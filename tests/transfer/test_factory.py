@@ -57,7 +57,7 @@ def test_a_cuda_engine_has_a_page_locked_arena(
     layout, arena, *others = made.arguments
     assert layout is LAYOUT
     assert others == [device, tensors, stream]
-    assert made.more == {"copies_with": "kernels"}, "unless the copy engine is asked for"
+    assert not made.more
     assert arena.arguments == (3, 64)
     assert arena.more["register"].arguments == (device,)
     assert arena.more["background"]

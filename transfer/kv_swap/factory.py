@@ -36,7 +36,6 @@ def create_engine(
     output_copy_stream: torch.cuda.Stream | None = None,
     shared: SharedMemory | None = None,
     room: MemoryRoom | None = None,
-    copy_engine: bool = False,
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` and return the engine that copies to and from it.
 
@@ -44,8 +43,7 @@ def create_engine(
     CUDA device, else `host`. `cuda` page-locks the arena, most of it in the background
     (`SwapEngine.ready_slots`) and while `room` has memory; its stores also wait for
     `output_copy_stream`. A `shared` arena is the same memory in every process that passes a handle
-    on it; the handle may be closed afterwards. With `copy_engine` the GPU's copy engine copies
-    where `choose_copies` finds that it fits; otherwise kernels do.
+    on it; the handle may be closed afterwards.
     """
     device = device or keep_alive[0].device
     if kind == "auto":
@@ -54,7 +52,6 @@ def create_engine(
         arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
         return HostSwapEngine(layout, arena, keep_alive)
     from kv_swap.cuda.engine import CudaSwapEngine
-    from kv_swap.cuda.state import choose_copies
 
     registrar = CudaRegistrar(device)
     arena = HostArena(
@@ -67,7 +64,4 @@ def create_engine(
         shared=shared,
         room=room,
     )
-    copies_with = choose_copies(layout, device, copy_engine=True) if copy_engine else "kernels"
-    return CudaSwapEngine(
-        layout, arena, device, keep_alive, output_copy_stream, copies_with=copies_with
-    )
+    return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

@@ -12,10 +12,12 @@ from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
 from kv_offload.engines.vllm.hooks.scheduler import SchedulerHooks
 from kv_offload.engines.vllm.hooks.worker import WorkerHooks
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
+from kv_offload.engines.vllm.model.block_order import wanted_layout
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.runner import find_runner
 from kv_offload.engines.vllm.start.build import Engine, build_worker, prepare_scheduler
+from kv_offload.engines.vllm.start.members import is_asked_of_member
 from kv_offload.engines.vllm.versions import host_hit_source
 
 if TYPE_CHECKING:
@@ -79,6 +81,14 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
             self.offload_worker.shutdown()
         if self.offload_scheduler is not None:
             self.offload_scheduler.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the order of the KV cache that is best to copy, where vLLM has it in any case.
+
+        None for a member: a MultiConnector refuses to start if two members ask for different ones.
+        """
+        return None if is_asked_of_member() else wanted_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

@@ -10,11 +10,11 @@ from typing import Any
 from kv_offload.messages import OffloadWorkerMetadata
 
 
-def callers() -> Iterator[Any]:
-    """Yield what is called `self` in the caller and in its callers, the nearest first."""
+def callers(name: str = "self") -> Iterator[Any]:
+    """Yield what has this name in the caller and in its callers, the nearest first."""
     frame = sys._getframe(1)
     while frame is not None:
-        yield frame.f_locals.get("self")
+        yield frame.f_locals.get(name)
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -28,7 +28,7 @@ PATHS: dict[CopiesWith, str] = {
     "kernels": "the kernels",
     "gates": "the copy engine",
 }
-EngineChoice = EngineKind | Literal["auto", "copy_engine"]
+EngineChoice = EngineKind | Literal["auto"]
 """What `transfer_engine` may be."""
 
 
@@ -53,11 +53,7 @@ def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) ->
     layout = KVLayout.from_tensors(BLOCKS, [TensorDescription.of("kv", kv, BLOCKS)])
     if packs:
         layout = layout.packed({"kv": Packing(period=BLOCK_BYTES // 16)})
-    by_copy_engine = kind == "copy_engine"
-    engine_kind = "cuda" if kind == "copy_engine" else kind
-    with create_engine(
-        engine_kind, layout, BLOCKS, keep_alive=[kv], copy_engine=by_copy_engine
-    ) as engine:
+    with create_engine(kind, layout, BLOCKS, keep_alive=[kv]) as engine:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while engine.ready_slots < BLOCKS:
             if time.monotonic() > deadline:

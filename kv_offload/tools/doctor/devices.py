@@ -56,7 +56,7 @@ def check_links(machine: Machine) -> Iterator[Check]:
 
 def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
     """Yield whether there is a GPU for a `transfer_engine` that copies with one; else nothing."""
-    if kind not in ("cuda", "copy_engine"):
+    if kind != "cuda":
         return
     name, asked = "transfer engine", f"the configuration asks for {kind}"
     needed = "a GPU, and a torch for CUDA"
@@ -138,7 +138,7 @@ def check_rates(
             continue
         gpu = next((gpu for gpu in machine.gpus if gpu.uuid == uuid), None)
         yield judge_rates(name, rates, gpu)
-        if kind == "copy_engine":
+        if not packs:
             yield judge_gates(f"copy engine of cuda:{index}", check_gates(device))
 
 

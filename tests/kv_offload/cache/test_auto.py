@@ -269,6 +269,23 @@ def test_nothing_is_declined_while_recency_leads() -> None:
     assert policy.worth_keeping(slots).all(), "and all is worth a write to a tier below"
 
 
+def test_while_recency_leads_slots_of_one_epoch_leave_by_their_last_access() -> None:
+    """What was used most often leaves first if it was used before the others."""
+    policy = AutoPolicy(1024)
+    manager = CacheManager(policy)
+    often, once, *others = (
+        [b"%d %d" % (prompt, block) for block in range(16)] for prompt in range(65)
+    )
+    epoch = policy._density.epoch
+    for prompt in (often, often, often, once):
+        serve(manager, prompt)
+    assert policy._density.epoch == epoch, "they came in one epoch"
+    for prompt in others:
+        serve(manager, prompt)
+    assert not manager.readable(often).any()
+    assert manager.readable(once).all()
+
+
 def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning() -> None:
     policy = AutoPolicy(64)
     rivals, epoch = policy._rivals, policy._epoch_accesses

@@ -72,7 +72,7 @@ def test_values_that_are_accepted_inline_and_in_a_file(write, key, value, expect
     ("key", "value", "remedy"),
     [
         ("eviction_policy", "arc", "use auto, the default, which keeps reused prefixes through"),
-        ("transfer_engine", "dma", "use copy_engine, which lets the tokens' copies through"),
+        ("transfer_engine", "dma", "remove the key: auto, the default"),
         ("store_after_uses", 2, "remove the key. eviction_policy: auto, the default, prefers"),
     ],
 )

@@ -246,8 +246,7 @@ def test_blocks_outermost_are_one_run_over_all_layers(layout: str) -> None:
     regions = describe_kv_caches(built.caches, built.config).regions
     assert len(regions) == 3
     (run,) = runs_of(regions)
-    assert (run.rows, run.row_bytes) == (1, bytes_per_block(built.config))
-    assert run.block_stride == run.row_bytes
+    assert run.nbytes == run.block_stride == bytes_per_block(built.config)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

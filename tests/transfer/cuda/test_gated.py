@@ -47,8 +47,7 @@ class Bed:
         )  # fmt: skip
         arena = HostArena(blocks, layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
-        copies_with = state.choose_copies(layout, DEVICE, copy_engine=True)
-        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage], copies_with=copies_with)
+        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage])
 
     def pages_in_slots(self) -> np.ndarray:
         shape = (len(self.slots), *self.pages.shape[::2])
@@ -67,7 +66,7 @@ def handle(bed: Bed, lane: Any) -> int:
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 @pytest.mark.parametrize(
     ("page_bytes", "num_layers", "blocks", "gates"),
-    [(2 * MIB, 1, 18, 5), (64 * KIB, 8, 40, 3), (9 * MIB, 1, 3, 5)],
+    [(2 * MIB, 1, 18, 5), (256 * KIB, 2, 40, 3), (9 * MIB, 1, 3, 5)],
 )
 def test_a_gate_follows_every_piece(
     cuda: PlayedCuda,
@@ -99,44 +98,28 @@ def test_a_gate_follows_every_piece(
     assert all(PIECE_BYTES // 2 < nbytes <= PIECE_BYTES for nbytes in pieces[:-1])
     calls = Counter(call for call, _ in cuda.calls)
     assert calls["cuStreamWriteValue32"] == gates
-    if num_layers > 1:
-        assert calls["cuMemcpy3DAsync"] == blocks
-    elif has_batches:
+    if has_batches:
         assert calls["cuMemcpyBatchAsync"] + calls["cuMemcpyAsync"] == gates
     else:
         assert calls["cuMemcpyAsync"] >= blocks
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "num_layers", "has_batches", "in_waves"),
-    [
-        (256 * KIB, 1, True, False),
-        (256 * KIB, 1, False, False),
-        (64 * KIB, 8, True, False),
-        (64 * KIB, 8, True, True),
-    ],
+    ("num_layers", "has_batches"), [(1, True), (1, False), (2, True), (2, False)]
 )
 def test_no_more_calls_are_queued_than_fit(
-    cuda: PlayedCuda,
-    monkeypatch: Any,
-    page_bytes: int,
-    num_layers: int,
-    has_batches: bool,
-    in_waves: bool,
+    cuda: PlayedCuda, monkeypatch: Any, num_layers: int, has_batches: bool
 ) -> None:
-    """Else CUDA would make the step wait. Waves are more copies, of fewer rows each."""
+    """Else CUDA would make the step wait."""
     monkeypatch.setattr(gated, "PIECE_BYTES", 512 * KIB)
     monkeypatch.setattr(gated, "MOST_CALLS", 3 * 16)
+    monkeypatch.setattr(gated, "FIRST_SLICES", 100)
     cuda.has_batches = has_batches
-    bed = Bed(page_bytes, num_layers, 100)
-    bed.pages_in_slots()[:] = 5
-    if in_waves:
-        bed.engine.set_waves([range(4), range(4, 8)])
-    expected = np.full_like(bed.pages, 5) if in_waves else bed.pages[:, ::-1].copy()
+    bed = Bed(256 * KIB, num_layers, 100)
+    expected = bed.pages[:, ::-1].copy()
     cuda.queue(lambda: None)
     cuda.calls.clear()
-    direction = LOAD if in_waves else STORE
-    bed.engine.submit(SwapJob(1, direction, pairs_of(100), in_waves, in_waves))
+    bed.engine.submit(SwapJob(1, STORE, pairs_of(100)))
     queued = [call for call, _ in cuda.calls if call.startswith("cu")]
     assert len(queued) == 48
     assert queued.count("cuStreamWriteValue32") % SLICE_PIECES == 0
@@ -145,14 +128,48 @@ def test_no_more_calls_are_queued_than_fit(
         cuda.run()
         ended += bed.engine.poll()
     assert [done.error for done in ended] == [None]
-    np.testing.assert_array_equal(bed.pages if in_waves else bed.pages_in_slots(), expected)
+    np.testing.assert_array_equal(bed.pages_in_slots(), expected)
+
+
+def slices_queued(cuda: PlayedCuda) -> int:
+    """Return how many slices were queued since the last call."""
+    count = sum(call == "cuStreamWriteValue32" for call, _ in cuda.calls)
+    cuda.calls.clear()
+    assert count % SLICE_PIECES == 0
+    return count // SLICE_PIECES
+
+
+def test_a_step_queues_little_until_the_stream_runs_empty(
+    cuda: PlayedCuda, monkeypatch: Any
+) -> None:
+    """Twice as much each time, and little again once there was nothing to do."""
+    monkeypatch.setattr(gated, "PIECE_BYTES", 256 * KIB)
+    monkeypatch.setattr(gated, "FIRST_SLICES", 2)
+    blocks = SLICE_PIECES * 40
+    bed = Bed(256 * KIB, 1, blocks)
+    for _ in range(2):
+        cuda.calls.clear()
+        cuda.queue(lambda: None)
+        bed.engine.submit(SwapJob(1, STORE, pairs_of(blocks)))
+        queued = [slices_queued(cuda)]
+        while True:
+            ended = bed.engine.poll()
+            assert slices_queued(cuda) == 0, "the stream has not run empty"
+            cuda.run()
+            if ended := bed.engine.poll():
+                break
+            queued.append(slices_queued(cuda))
+        assert queued == [2, 4, 8, 16, 10]
+        assert ended[0].error is None
+    np.testing.assert_array_equal(bed.pages_in_slots(), bed.pages[:, ::-1])
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuStreamWriteValue32"])
-def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(cuda: PlayedCuda, call: str) -> None:
+def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(
+    cuda: PlayedCuda, monkeypatch: Any, call: str
+) -> None:
+    monkeypatch.setattr(gated, "FIRST_SLICES", 1)
     bed = Bed(2 * MIB, 1, 40)
-    lane = bed.engine._state.lanes[STORE]
-    lane.path.max_in_flight = 1
     bed.engine.submit(SwapJob(1, STORE, pairs_of(40)[:36]))
     assert bed.engine.poll() == []
     cuda.run()
@@ -170,56 +187,23 @@ def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(cuda: PlayedCuda, cal
     np.testing.assert_array_equal(bed.pages_in_slots()[:, :4], bed.pages[:, ::-1][:, :4])
 
 
-@pytest.mark.parametrize("call", ["cuMemcpy3DAsync", "cuStreamWriteValue32"])
 @pytest.mark.parametrize("in_waves", [False, True])
-def test_a_load_before_compute_that_fails_is_known_before_compute_is_queued(
-    cuda: PlayedCuda, call: str, in_waves: bool
-) -> None:
-    from kv_swap.errors import CopyError
-
-    bed = Bed(64 * KIB, 8, 12)
-    bed.engine.set_waves([range(4), range(4, 8)])
-    cuda.failing = {call}
-    job = SwapJob(1, LOAD, pairs_of(12), before_compute=True, in_waves=in_waves)
-    bed.engine.submit(job)
-    cuda.failing = set()
-    with pytest.raises(CopyError, match=call):
-        bed.engine.await_wave(0) if in_waves else bed.engine.await_loads()
-    bed.slots[:] = 9
-    bed.engine.load_now(pairs_of(12))
-    assert set(np.unique(bed.pages)) == {9}
-    cuda.run()
-    (failed,) = bed.engine.poll()
-    assert call in str(failed.error)
-
-
-def test_waves_are_rows_of_strided_copies(cuda: PlayedCuda) -> None:
-    bed = Bed(64 * KIB, 32, 6)
-    bed.engine.set_waves([range(8), range(8, 32)])
+def test_kernels_load_what_compute_waits_for(cuda: PlayedCuda, in_waves: bool) -> None:
+    """SMs are free meanwhile, and a load by kernels costs the step less time."""
+    bed = Bed(256 * KIB, 4, 6)
+    bed.engine.set_waves([range(2), range(2, 4)])
     bed.pages_in_slots()[:] = 5
     cuda.calls.clear()
-    job = SwapJob(1, LOAD, pairs_of(6), before_compute=True, in_waves=True)
+    job = SwapJob(1, LOAD, pairs_of(6), before_compute=True, in_waves=in_waves)
     bed.engine.submit(job)
-    bed.engine.await_wave(0)
-    read: list[list[int]] = []
-    look = lambda: read.append([int(page[2, 0]) for page in bed.pages])  # noqa: E731
-    cuda.queue(look)
-    for _ in range(2 * 7 * 8):
-        cuda.run(0)
-        cuda.step_copies()
-        if read:
-            break
-    assert read[0][:8] == [5] * 8
-    assert read[0][31] != 5
-    bed.engine.await_wave(1)
-    cuda.queue(look)
+    bed.engine.await_loads()
     cuda.run()
-    assert read[1] == [5] * 32
-    assert Counter(call for call, _ in cuda.calls)["cuMemcpy3DAsync"] == 12
     assert bed.engine.poll()[0].error is None
+    assert set(np.unique(bed.pages)) == {5}
+    assert not [call for call, _ in cuda.calls if call.startswith("cu")]
 
 
-@pytest.mark.parametrize(("page_bytes", "num_layers"), [(2 * MIB, 1), (64 * KIB, 8)])
+@pytest.mark.parametrize(("page_bytes", "num_layers"), [(2 * MIB, 1), (256 * KIB, 8)])
 def test_copies_and_gates_are_queued_on_the_device_of_the_cache(
     cuda: PlayedCuda, page_bytes: int, num_layers: int
 ) -> None:
@@ -241,8 +225,7 @@ def test_copies_and_gates_are_queued_on_the_device_of_the_cache(
         (256 * KIB, 1, True, "gates"),
         (256 * KIB, 1, False, "kernels"),
         (128 * KIB, 1, True, "kernels"),
-        (64 * KIB, 4, True, "gates"),
-        (32 * KIB, 8, True, "kernels"),
+        (64 * KIB, 4, True, "kernels"),
     ],
 )
 def test_the_gate_is_for_long_runs_where_it_yields(
@@ -251,9 +234,7 @@ def test_the_gate_is_for_long_runs_where_it_yields(
     state._warn_once.cache_clear()
     cuda.yields = yields
     for _ in range(2):
-        engine = Bed(page_bytes, num_layers, 2).engine
-        assert engine.copies_with == chosen
-        assert state.choose_copies(engine.layout, DEVICE) == "kernels", "unless it is asked for"
+        assert Bed(page_bytes, num_layers, 2).engine.copies_with == chosen
     told = caplog.text.count("kernels copy, not the copy engine")
     assert told == (0 if yields else 1), "once, and only where the copy engine would copy"
 

@@ -11,25 +11,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kv_swap.errors import DeviceError
-
-MEMORY_HOST, MEMORY_DEVICE = 1, 2
-"""CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_DEVICE."""
-
-_END = ("x", "y", "z", "lod", "type", "host", "device", "array", "reserved", "pitch", "height")
-STRIDED_COPY = np.dtype(
-    [
-        *((f"{end}_{name}", "<u8") for end in ("src", "dst") for name in _END),
-        *((name, "<u8") for name in ("width", "height", "depth")),
-    ]
-)
-"""CUDA_MEMCPY3D: `depth` slices of `height` rows of `width` bytes, `pitch * height` bytes apart.
-
-Every word has a name, since NumPy copies named fields only, and CUDA refuses a copy whose reserved
-words are not 0."""
 
 _SRC_ACCESS_ORDER_STREAM = 1
 _BATCH_VERSION, _VALUE_VERSION, _COPY_VERSION = 12080, 11070, 4000
@@ -72,10 +54,9 @@ class Driver:
         )
         copy_types = (ctypes.c_uint64, ctypes.c_uint64, size, handle)
         self._copy: Any = self._function("cuMemcpyAsync", _COPY_VERSION, *copy_types)
-        self._copy_strided: Any = self._function("cuMemcpy3DAsync", _COPY_VERSION, handle, handle)
         batch_types = (*[handle] * 3, size, handle, handle, size, handle, handle)
         self._copy_batch: Any = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, *batch_types)
-        if self._write is None or self._copy is None or self._copy_strided is None:
+        if self._write is None or self._copy is None:
             raise DeviceError("the NVIDIA driver has no stream memory operations: update it")
         # The same for all copies of all batches, and only read; a failure is written, and read at
         # once. ctypes passes values that are made here faster than numbers.
@@ -110,11 +91,6 @@ class Driver:
             which = f" (copy {self._failed.value} of {count})"
             raise self._error("cuMemcpyBatchAsync", code, which)
 
-    def copy_strided(self, address: int, stream: int) -> None:
-        """Queue the copy that a `STRIDED_COPY` at `address` describes, read in this call."""
-        if code := self._copy_strided(address, stream):
-            raise self._error("cuMemcpy3DAsync", code)
-
     def _function(self, name: str, version: int, *types: Any) -> Any:
         """Return a function with the signature of a version of CUDA; None if there is none."""
         found, status = ctypes.c_void_p(), ctypes.c_int()
@@ -140,8 +116,3 @@ class Driver:
 def load_driver() -> Driver:
     """Return the bindings of this process. Raises `DeviceError`."""
     return Driver()
-
-
-def strided_copies(count: int) -> NDArray[Any]:
-    """Return `count` zeroed `STRIDED_COPY`s."""
-    return np.zeros(count, STRIDED_COPY)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.block_copies import BlockCutter, Copies
 from kv_swap.cuda.device import device_index, import_cupy
-from kv_swap.cuda.driver import STRIDED_COPY, load_driver
-from kv_swap.cuda.lane import CopyPath, Slice, WaveRange, join_waves
+from kv_swap.cuda.driver import load_driver
+from kv_swap.cuda.lane import CopyPath, Slice
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
@@ -33,6 +33,10 @@ PIECE_BYTES = 8 << 20
 
 SLICE_PIECES = 8
 """Pieces of a slice, which ends with an event."""
+
+FIRST_SLICES = 4
+"""Slices queued at once at first: 256 MiB, 5 ms of a full link, cost the step's thread 0.3 to 0.8
+ms (H200, 28 Nov 2026). A step of decodes takes as long."""
 
 MOST_CALLS = 768
 """Calls of copies and gates queued at once. A stream's queue holds about 1,000, 512 batches with a
@@ -74,20 +78,10 @@ class Gates:
 
     def calls_of(self, cutter: BlockCutter) -> int:
         """Return how many calls a piece of a cutter's copies may take, with its gate."""
-        batches = self._driver.has_batches and not cutter.strided
-        return 2 if batches else 1 + max(1, PIECE_BYTES // cutter.least_copy_bytes)
+        return 2 if self._driver.has_batches else 1 + max(1, PIECE_BYTES // cutter.least_copy_bytes)
 
     def _queue_piece(self, copies: Copies, stream: int) -> Callable[[int, int], None]:
         """Return what queues some of these copies: the least work for each piece."""
-        if copies.descriptors is not None:
-            strided, size = self._driver.copy_strided, STRIDED_COPY.itemsize
-            described = copies.descriptors.ctypes.data
-
-            def copy_strided(first: int, end: int) -> None:
-                for address in range(described + first * size, described + end * size, size):
-                    strided(address, stream)
-
-            return copy_strided
         if self._driver.has_batches:
             batch = self._driver.copy_batch
             to, of, sizes = (
@@ -126,49 +120,25 @@ class GatedPath(CopyPath):
         self, direction: Direction, layout: KVLayout, arena: HostArena, device: torch.device
     ) -> None:
         self._direction = direction
-        self._layout = layout
-        self._arena = arena
         self._gates = Gates(device)
-        self._whole = BlockCutter(layout.regions, arena)
-        self._waves: list[tuple[WaveRange, BlockCutter]] = []
-        self.max_in_flight = self._most_slices(self._whole)
+        self._cutter = BlockCutter(layout.regions, arena)
+        calls = SLICE_PIECES * self._gates.calls_of(self._cutter)
+        self.max_in_flight = max(1, MOST_CALLS // calls)
 
-    def _most_slices(self, cutter: BlockCutter) -> int:
-        return max(1, MOST_CALLS // (SLICE_PIECES * self._gates.calls_of(cutter)))
-
-    def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
-        """Cut blocks as the waves do; nothing is queued."""
-        regions = self._layout.regions
-        sizes = [sum(regions[index].page_bytes for index in wave) for wave in waves]
-        self._waves = [
-            (
-                joined,
-                BlockCutter(
-                    [regions[index] for wave in joined for index in waves[wave]], self._arena
-                ),
-            )
-            for joined in join_waves(sizes)
-        ]
-        self.max_in_flight = min(self._most_slices(cutter) for _, cutter in self._waves)
+    @property
+    def first_in_flight(self) -> int:
+        """A few: to queue 1 GiB takes the step's thread milliseconds."""
+        return min(FIRST_SLICES, self.max_in_flight)
 
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield copies and at most `SLICE_PIECES` pieces of them."""
-        if not in_waves:
-            yield from self._cut(None, self._whole, pairs)
-            return
-        assert self._waves, "a path was asked for waves that it was not given"
-        for waves, cutter in self._waves:
-            yield from self._cut(waves, cutter, pairs)
-
-    def _cut(
-        self, waves: WaveRange | None, cutter: BlockCutter, pairs: NDArray[np.int32]
-    ) -> Iterator[Slice]:
-        count = max(1, CUT_BYTES // cutter.nbytes)
+        assert not in_waves, "loads that come in waves are copied by kernels"
+        count = max(1, CUT_BYTES // self._cutter.nbytes)
         for first in range(0, len(pairs), count):
-            copies = cutter.cut(pairs[first : first + count], self._direction)
+            copies = self._cutter.cut(pairs[first : first + count], self._direction)
             pieces = copies.pieces(PIECE_BYTES)
             for piece in range(0, len(pieces), SLICE_PIECES):
-                yield waves, (copies, pieces[piece : piece + SLICE_PIECES])
+                yield None, (copies, pieces[piece : piece + SLICE_PIECES])
 
     def queue(self, part: Slice, stream: Stream) -> None:
         """Queue the pieces of a slice on `stream`; nothing is refused."""

@@ -68,6 +68,13 @@ class CopyPath(ABC):
     call: str
     max_in_flight: int
 
+    @property
+    def first_in_flight(self) -> int:
+        """Slices that are queued at once at first; twice as many whenever the stream ran empty."""
+        return self.max_in_flight
+
+    first_in_flight: int
+
     def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
         """Prepare for jobs in waves, on the lane's stream; once. Raises `RuntimeError`."""
         raise NotImplementedError(f"{type(self).__name__} does not copy in waves")
@@ -147,6 +154,8 @@ class Lane:
         self._unqueued: deque[_Running] = deque()
         self._fences: dict[int, Event] = {}
         self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
+        # The step waits while slices are queued: no more than keep the device busy until it polls.
+        self._most_slices = path.first_in_flight
         # Of the job submitted last, if it comes in waves: the event behind the last slice of every
         # range of waves, by its first wave. Those of waves that have ended may be in other use:
         # waiting for them does no harm.
@@ -245,6 +254,8 @@ class Lane:
     def advance(self) -> list[Completion]:
         """Queue what may be queued now, and return the jobs that have ended."""
         self._collect()
+        if self._unqueued and not self._slices:
+            self._most_slices = min(2 * self._most_slices, self.path.max_in_flight)
         self._queue()
         completions = []
         while self._jobs and self._jobs[0].ended:
@@ -263,6 +274,8 @@ class Lane:
                     tuple(running.refused_rows),
                 )
             )
+        if not self._jobs:
+            self._most_slices = self.path.first_in_flight
         return completions
 
     def _collect(self) -> None:
@@ -290,7 +303,7 @@ class Lane:
             running = self._unqueued[0]
             if not running.to_queue:
                 self._unqueued.popleft()
-            elif len(self._slices) < self.path.max_in_flight:
+            elif len(self._slices) < self._most_slices:
                 self._queue_slice(running)
             else:
                 return

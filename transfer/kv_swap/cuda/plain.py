@@ -32,7 +32,7 @@ class PlainCopier:
         self._index = device_index(device)
         # A packed layout is unpacked first.
         raw = not layout.num_tiles
-        self._cutter = BlockCutter(layout.regions, arena, plain=True) if raw else None
+        self._cutter = BlockCutter(layout.regions, arena) if raw else None
 
     def load(self, pairs: NDArray[np.int32], stream: Stream) -> None:
         """Queue the loads of pairs of a raw layout. Raises `RuntimeError` from CUDA."""

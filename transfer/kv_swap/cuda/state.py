@@ -40,15 +40,12 @@ _LEAKED: list[State] = []
 """Of copies that may still run, or of a parent process; it is never freed."""
 
 
-def choose_copies(
-    layout: KVLayout, device: torch.device, *, copy_engine: bool = False
-) -> CopiesWith:
-    """Return what copies a layout: kernels, or the copy engine if it is asked for and fits.
+def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:
+    """Return what copies a layout: the copy engine where blocks are few long copies.
 
-    It fits if blocks are few long copies and the engine yields at gates. The log says once if the
-    gates are the reason that it does not copy.
+    The log says once where the copy engine would copy, but does not yield at gates.
     """
-    if not (copy_engine and suits_copy_engine(layout)):
+    if not suits_copy_engine(layout):
         return "kernels"
     report = check_gates(device)
     if report.yields:
@@ -80,20 +77,20 @@ def make_state(
     state = State(
         arena, tuple(keep_alive), copies_with=copies_with or choose_copies(layout, device)
     )
-    ways = (Direction.LOAD, Direction.STORE, Direction.LOAD)
-    paths: list[CopyPath]
-    if state.copies_with == "gates":
-        paths = [GatedPath(direction, layout, arena, device) for direction in ways]
-    else:
-        registrar = CudaRegistrar(device)
-        families = families_of(layout, choose_family(device))
-        kernels = [SwapKernel(layout, arena, device, family) for family in families]
-        tables = [WaveTable(layout, family, device, registrar) for family in families]
-        paths = [
-            KernelPath(direction, kernels, layout.block_bytes, registrar, tables_of)
-            for direction, tables_of in zip(ways, ((), (), tables), strict=True)
-        ]
-    load, store, before_compute = paths
+    registrar = CudaRegistrar(device)
+    families = families_of(layout, choose_family(device))
+    kernels = [SwapKernel(layout, arena, device, family) for family in families]
+    tables = [WaveTable(layout, family, device, registrar) for family in families]
+
+    def path(direction: Direction, *, before_compute: bool = False) -> CopyPath:
+        # Compute waits for its loads in any case: SMs are free, and kernels start sooner.
+        if state.copies_with == "gates" and not before_compute:
+            return GatedPath(direction, layout, arena, device)
+        waves = tables if before_compute else ()
+        return KernelPath(direction, kernels, layout.block_bytes, registrar, waves)
+
+    load, store = path(Direction.LOAD), path(Direction.STORE)
+    before_compute = path(Direction.LOAD, before_compute=True)
     state.lanes = {
         Direction.LOAD: _make_lane(Direction.LOAD, load, device, None),
         Direction.STORE: _make_lane(Direction.STORE, store, device, output_copy_stream),

@@ -32,6 +32,11 @@ def enclosing_connectors() -> tuple[MultiConnector, ...]:
     return tuple(caller for caller in callers() if isinstance(caller, MultiConnector))
 
 
+def is_asked_of_member() -> bool:
+    """Return whether a MultiConnector asks its members' classes, before any of them is built."""
+    return any(isinstance(cls, type) and issubclass(cls, MultiConnector) for cls in callers("cls"))
+
+
 def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
     """Return whether a member that is asked before this connector brings tokens of a request.
 
