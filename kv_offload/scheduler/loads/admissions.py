@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kv_offload.cache.prefix import SlotKey
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kv_offload.cache.prefix import CacheGroup, SlotKey
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.core import Core
@@ -12,6 +15,26 @@ from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.request import Answer, Phase, TrackedRequest
 from kv_offload.tiers.lower import LowerTier
+
+
+def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
+    """Return whether a forward can wait for loads into blocks of these cache groups.
+
+    vLLM may use less than it was offered, and of several groups a window then lacks blocks. States
+    are moved from block to block before the forward that waits for a load.
+    """
+    return len(groups) == 1 and not groups[0].holds_state
+
+
+class Match(NamedTuple):
+    """What can be loaded for a waiting request."""
+
+    tokens: int | None
+    """How many beyond its local hit; None asks the engine to ask again."""
+    asynchronous: bool = False
+    """True if other steps run while it is loaded."""
+    shared_tokens: int = 0
+    """Where windows and states should be kept for others that share its prefix; or 0."""
 
 
 class Admissions:
@@ -32,16 +55,14 @@ class Admissions:
         self._lookups, self._choice, self._mode, self._tier = lookups, choice, mode, tier
         self._other_sizes = other_sizes
         self._null_block_id = core.engine.pool.null_block.block_id
-        groups = self._prefixes.groups
-        # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
-        # States are moved from block to block before the forward that waits for a load.
-        self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
+        self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
-    def match(self, tracked: TrackedRequest, start: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond `start`, and whether asynchronously.
+    def match(self, tracked: TrackedRequest, start: int) -> Match:
+        """Look up what can be loaded of a request beyond its first `start` tokens."""
+        tokens, asynchronous = self._match(tracked, start)
+        return Match(tokens, asynchronous, tracked.shared_tokens)
 
-        None instead of tokens asks to be asked again.
-        """
+    def _match(self, tracked: TrackedRequest, start: int) -> tuple[int | None, bool]:
         tracked.looked_up()
         self._lookups.arrived(tracked)
         if not tracked.may_load:
