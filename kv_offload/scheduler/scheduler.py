@@ -125,9 +125,9 @@ class OffloadScheduler:
     ) -> None:
         """See `Admissions.allocated`."""
         tracked = self._requests.track(request)
-        answer = tracked.answer
+        hit = tracked.hit
         self._admissions.allocated(tracked, blocks, num_external_tokens)
-        self._spans.admitted(tracked, answer, num_external_tokens)
+        self._spans.admitted(tracked, hit, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
