@@ -106,9 +106,6 @@ class StoreCursor:
     """By cache group, from the first block on."""
     next_slot: list[int]
     """By cache group, the first slot whose store has been neither planned nor skipped."""
-    tail_at: list[int]
-    """By cache group, the slot in host memory that was given to the last block that was to be
-    stored; -1 where it got none."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
     wishes: Wishes = NO_WISHES
@@ -256,7 +253,6 @@ class RequestTable:
             tracked.request,
             ids,
             [0] * len(ids),
-            [-1] * len(ids),
             self.admissions,
             tracked.wishes,
         )

@@ -724,7 +724,9 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
     assert tracked is not None
-    assert engine.offload._lookups.match(tracked, 0) == 2 * 4
+    hit = engine.offload._lookups.find(tracked, 0, lower.NoTier())
+    assert hit is not None
+    assert hit.tokens == 2 * 4
     engine.disk.stuck = False
     engine.run()
     assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
