@@ -136,8 +136,6 @@ class WorkerCapacity:
     num_slots: int
     ready_slots: int
     """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
-    synchronous_loads: bool = True
-    """True if the forward can be made to wait for a load on the device."""
     tier: TierCapacity | None = None
     slot_bytes: int = 0
     """Size of one slot of the arena."""

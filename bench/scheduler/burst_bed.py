@@ -75,7 +75,7 @@ class BurstBed:
         self._requests: dict[str, Request] = {}
         if where != "vLLM alone":
             tier = TierCapacity(slots, "bench") if where in ("disk", "store") else None
-            capacity = WorkerCapacity(0, slots, slots, False, tier=tier)
+            capacity = WorkerCapacity(0, slots, slots, tier=tier)
             self.scheduler.connector.offload_scheduler.take_capacities([capacity])
         if where == "asks again":
             self.scheduler.connector.get_num_new_matched_tokens = self._ask_again

@@ -67,17 +67,9 @@ class SlotIndex:
         return [*chain.from_iterable(self._look_up(keys))]
 
     def slots_behind(self, runs: Runs) -> list[int]:
-        """Return the slot of the key that each run is behind; -1 where it has none.
-
-        No key has two slots. So `behind_at` is right if that slot has this key now.
-        """
-        key_of, slot_of, found = self._key_of, self._slot_of, []
-        for _, _, _, key, at in runs:
-            if key is None:
-                found.append(-1)
-            else:
-                found.append(at if at >= 0 and key_of[at] is key else slot_of.get(key))
-        return found
+        """Return the slot of the key before each run; -1 if it has none."""
+        get = self._slot_of.get
+        return [-1 if run.behind is None else get(run.behind) for run in runs]
 
     def find(self, keys: Sequence[Key]) -> Slots:
         """Do as `slot_numbers`, but return an array: faster for many keys."""

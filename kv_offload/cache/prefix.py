@@ -114,6 +114,8 @@ class PrefixMap:
         self._reads_all = tuple(group.reads_all for group in self.groups)
         self._search_order = sorted(self.stored_groups, key=lambda group: not group.reads_all)
         self._has_full = self._search_order[0].reads_all
+        self.reads_all = self._search_order[-1].reads_all
+        """True if every stored group reads all tokens."""
         chain_group = self._search_order[0].group_id
         self._chain_suffix = self._suffix[chain_group] if chain_group else b""
         self.serves_whole_requests = all(

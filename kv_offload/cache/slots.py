@@ -29,8 +29,6 @@ class Run(NamedTuple):
     """Whether they are to be stored whatever they are worth."""
     behind: Key | None = None
     """The key before them in the prompt; None where there is none, or they can do without it."""
-    behind_at: int = -1
-    """The slot that `behind` was given, which may have another key by now; -1 if nobody knows."""
 
 
 Runs: TypeAlias = Sequence[Run]

@@ -17,7 +17,7 @@ import enum
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
@@ -42,14 +42,30 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
+class Decision(NamedTuple):
+    """How much of a hit is loaded: `tokens` after its start, by a load that ends at `end_tokens`.
+
+    The load ends one token later where a synchronous load brings all tokens of a request, since the
+    engine must compute at least one. Without `tokens` the hit is computed.
+    """
+
+    tokens: int
+    end_tokens: int
+    synchronous: bool
+
+
 @dataclass(slots=True)
-class Offer:
-    """What a look-up found: `keys` bring the tokens from `start_tokens` to `end_tokens`.
+class Hit:
+    """What a lookup found: host memory can bring the tokens from `start_tokens` to `end_tokens`.
+
+    It serves the next lookups as well while it holds.
 
     - `num_tokens`: how many tokens the request had.
+    - `keys`: the slots that bring the tokens; `slots` once an eviction has made the hit doubtful.
     - `forgotten`: the manager's count when the keys were last seen to be readable.
     - `arrivals`: how many loads had been planned when none of them brought any of the keys.
-    - `since`: when it was made, on the monotonic clock, in seconds.
+    - `found_at`: time of the lookup, on the monotonic clock in seconds.
+    - `decision`: the last answer to the engine; None while nothing has been decided.
     """
 
     start_tokens: int
@@ -58,25 +74,27 @@ class Offer:
     keys: list[SlotKey]
     forgotten: int
     arrivals: int
-    since: float
+    found_at: float
     slots: Slots | None = None
-    """The slots of `keys`; looked up once an eviction has made the offer doubtful."""
+    decision: Decision | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that host memory can bring."""
+        return self.end_tokens - self.start_tokens
+
+    @property
+    def declined_tokens(self) -> int:
+        """Number of tokens that are computed, because that is faster than to load them."""
+        return self.tokens if self.decision is not None and not self.decision.tokens else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the engine was last told: `tokens` can be loaded behind `start_tokens`.
+@dataclass(slots=True)
+class LoadWait:
+    """A wait for another request's load, since a time of the monotonic clock in seconds."""
 
-    The load that brings them ends at `end_tokens`. That is one token more where a synchronous load
-    brings all tokens of a request, since the engine must compute at least one. `declined_tokens`
-    are in host memory, and sooner computed than loaded.
-    """
-
-    start_tokens: int
-    tokens: int = 0
-    end_tokens: int = 0
-    synchronous: bool = False
-    declined_tokens: int = 0
+    owner: TrackedRequest
+    since: float
 
 
 @dataclass(slots=True, eq=False)
@@ -88,9 +106,6 @@ class StoreCursor:
     """By cache group, from the first block on."""
     next_slot: list[int]
     """By cache group, the first slot whose store has been neither planned nor skipped."""
-    tail_at: list[int]
-    """By cache group, the slot in host memory that was given to the last block that was to be
-    stored; -1 where it got none."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
     wishes: Wishes = NO_WISHES
@@ -105,17 +120,14 @@ class TrackedRequest:
     wishes: Wishes = NO_WISHES
 
     # Waiting.
-    offer: Offer | None = None
-    answer: Answer | None = None
+    hit: Hit | None = None
     shared_tokens: int = 0
-    """Where a prefix ends of which host memory has all but the windows and states at its end; 0
-    where it has more of it with them than without."""
-    waits_for: TrackedRequest | None = None
-    """The request whose load brings what this one needs."""
-    waits_since: float = 0.0
-    """On the monotonic clock, in seconds."""
+    """Length of the longest prefix that lacks only trailing windows and states; 0 if a complete
+    prefix is longer."""
+    load_wait: LoadWait | None = None
+    """What it waits for in host memory, or did until it gave up."""
     tier_wait: Wait | None = None
-    """What is known of it that was looked up in a tier below host memory."""
+    """What it waits for in the tier below, or did until it gave up."""
     asked_ns: int | None = None
     """When the engine asked for it first, in nanoseconds since the epoch, if a tracer is told."""
     load_failed: bool = False
@@ -157,9 +169,10 @@ class TrackedRequest:
         return self.phase is Phase.READY and self.loaded is not None
 
     def looked_up(self) -> None:
-        """Hear that the engine asks what can be loaded; what was answered before is void."""
+        """Note that the engine asks what can be loaded; the decision before is void."""
         self.phase = Phase.WAITING
-        self.answer = None
+        if self.hit is not None:
+            self.hit.decision = None
 
     def load_planned(self, start_tokens: int, end_tokens: int, *, synchronous: bool) -> None:
         """Hear that a load brings these tokens into the blocks that it was just given."""
@@ -240,17 +253,16 @@ class RequestTable:
             tracked.request,
             ids,
             [0] * len(ids),
-            [-1] * len(ids),
             self.admissions,
             tracked.wishes,
         )
-        tracked.offer = tracked.waits_for = tracked.tier_wait = tracked.loaded = None
+        tracked.load_wait = tracked.tier_wait = tracked.loaded = None
 
     def end(self, tracked: TrackedRequest) -> None:
         """End a request."""
         self.admitted -= tracked.cursor is not None
         tracked.phase = Phase.ENDED
-        tracked.waits_for = None
+        tracked.load_wait = None
         del self._requests[tracked.request_id]
 
     def engine_was_reset(self) -> None:
@@ -276,6 +288,6 @@ class RequestTable:
                     assert tracked.cursor is not None
                 case Phase.READY | Phase.RUNNING:
                     assert tracked.cursor is not None
-                    assert tracked.offer is None
+                    assert tracked.hit is None
                 case Phase.ENDED:
                     raise AssertionError("a request that has ended is in the table")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,17 @@ from kv_offload.messages import (
 )
 from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.core import Core, EngineFacts, SlotFacts
+from kv_offload.scheduler.effects import Effects, PendingEffects
 from kv_offload.scheduler.events.announcer import Announcement
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.loads.admissions import Admissions
+from kv_offload.scheduler.in_flight import InFlight
+from kv_offload.scheduler.loads.admissions import Admissions, Match
 from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.other_sizes import OtherSizes
-from kv_offload.scheduler.recovery import tainted_requests
 from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.scheduler.resets import Resets
 from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.trace_recorder import TraceRecorder
@@ -57,13 +58,17 @@ NO_OBSERVERS = Observers()
 
 
 class OffloadScheduler:
-    """Lives on the engine's one scheduling thread. Hooks call its methods, and none of its parts.
+    """Called by the engine's hooks, all on its one scheduling thread.
 
     Built when the block sizes and the number of slots are final. No slot is used before
     `take_capacities` has been called for every rank.
 
-    Ranks may report at any time, and may report a transfer twice. What the engine has to do then
-    waits until it is taken: `take_lost`, `take_failed` and `take_loaded` return each request once.
+    Ranks may report at any time, and may report a transfer twice. What the engine must do then
+    waits until `take_effects` returns it.
+
+    - `in_flight`: requests and GPU blocks that copies hold up.
+    - `resets`: when host memory is emptied.
+    - `tier`: the tier below host memory.
     """
 
     def __init__(
@@ -96,28 +101,16 @@ class OffloadScheduler:
             core, self._lookups, self._choice, self._mode, self.tier, self._other_sizes
         )
         self._stores = StorePlanner(core)
+        self.resets = Resets(core, self._stores, self.tier, self._other_sizes)
+        self._effects = PendingEffects(core)
+        self.in_flight = InFlight(core, self._effects)
         self._ready_slots: dict[int, int] = {}
-        self._weight_loads: dict[int, int] = {}
-        self._weights_changed = False
-        self._keeps_over_resets = False
         self.manager.limit_slots(0)
-        self._idle_loaded: set[str] = set()
-        self.stranded: set[str] = set()
-        """Loaded requests that two steps have not run, though nothing else is under way.
-
-        Not one step: the engine admits nothing in a step that preempts."""
-        # What ranks have told and the engine has not been told.
-        self._loaded: set[str] = set()
-        self._failed: set[str] = set()
-        self._lost_loads: list[Transfer] = []
-        self._step_is_lost = False
 
     # -- requests ------------------------------------------------------------------------------
 
-    def match(
-        self, request: Request, num_computed_tokens: int, *, brought: bool = False
-    ) -> tuple[int | None, bool]:
-        """See `Admissions.match`.
+    def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
+        """Return what can be loaded for a waiting request; see `Admissions.match`.
 
         `brought` says that others bring the first tokens of the request. Once it has had blocks
         that may be over.
@@ -127,18 +120,14 @@ class OffloadScheduler:
         self._spans.asked(tracked)
         return self._admissions.match(tracked, num_computed_tokens)
 
-    def shared_tokens(self, request: Request) -> int:
-        """Return where windows and states should be kept for others that share its prefix; or 0."""
-        return self._requests.track(request).shared_tokens
-
     def allocated(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
         """See `Admissions.allocated`."""
         tracked = self._requests.track(request)
-        answer = tracked.answer
+        hit = tracked.hit
         self._admissions.allocated(tracked, blocks, num_external_tokens)
-        self._spans.admitted(tracked, answer, num_external_tokens)
+        self._spans.admitted(tracked, hit, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
@@ -147,13 +136,16 @@ class OffloadScheduler:
         tracked = self._requests.track(request)
         self._admissions.allocation_failed(tracked, blocks, num_external_tokens)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Plan the stores of what a request leaves behind, just before its blocks are freed."""
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]] | None) -> None:
+        """Plan the stores of what a request leaves behind, just before its blocks are freed.
+
+        Without `block_ids`, as after an error, nothing of it is stored.
+        """
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
         self._end_request(tracked)
-        if tracked.cursor is None or tracked.loaded is not None:
+        if block_ids is None or tracked.cursor is None or tracked.loaded is not None:
             return  # nothing of it was computed
         # Steps in flight are executed before what is planned now is submitted, so all that is
         # computed at their end counts; drafts and placeholders have no hashes.
@@ -162,12 +154,6 @@ class OffloadScheduler:
         if self._recorder is not None:
             self._recorder.record(request, self._engine.pool.hash_block_size)
         self._stores.request_ends(tracked.cursor, block_ids, end_tokens)
-
-    def forget(self, request_id: str) -> None:
-        """End a request without storing what it leaves behind."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            self._end_request(tracked)
 
     def _end_request(self, tracked: TrackedRequest) -> None:
         self._lookups.arrived(tracked)
@@ -188,13 +174,13 @@ class OffloadScheduler:
         idle = not output.num_scheduled_tokens and self._is_still
         load_seconds = self._choice.queued_seconds()
         self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
-        loaded = self.loaded_requests() if idle and not self._transfers.pinned_blocks else set()
-        self.stranded, self._idle_loaded = loaded & self._idle_loaded, loaded
+        loaded = self.in_flight.loaded if idle and not self._transfers.pinned_blocks else set()
+        self._effects.step_begins(loaded)
         return self._begin_step(output)
 
     def plan_after_error(self, output: StepOutput) -> OffloadMetadata:
         """Return the plan of a step for which `plan_step` has raised: what was planned so far."""
-        self.stranded = set()
+        self._effects.step_failed()
         return self._begin_step(output)
 
     def _begin_step(self, output: StepOutput) -> OffloadMetadata:
@@ -216,31 +202,28 @@ class OffloadScheduler:
         )
 
     def step_ended(self) -> None:
-        """Hear that the engine has taken in the oldest step under way."""
+        """Note that the engine has taken in the output of the oldest step under way."""
         self.watch.end()
 
     # -- reports -------------------------------------------------------------------------------
 
     def take_report(self, report: OffloadWorkerMetadata) -> None:
-        """Take in what ranks tell, before the engine takes in the tokens of the step they tell of.
+        """Apply what ranks report, before the engine takes in the tokens of the step they report.
 
-        To hear of a job again changes nothing. What they computed wrongly cannot be readable yet: a
-        store ends in a later step than the forward whose KV it copies.
+        Applying a report twice changes nothing. Nothing that was computed with wrong KV can be
+        readable yet: a store ends in a later step than the forward whose KV it copies.
         """
         ended, lost = self._transfers.apply_reports(report.ranks)
-        for told in report.ranks.values():
-            if told.cut_short is not None:
-                self.watch.forget()
-                self._step_is_lost |= told.cut_short > self._requests.admissions_at_reset
-        self._lost_loads += lost
-        if self._lost_loads or self._step_is_lost:
+        if any(rank.cut_short is not None for rank in report.ranks.values()):
+            self.watch.forget()
+        if self._effects.lost(lost, report):
             self._transfers.invalidate_pending_stores(ended)
         for transfer in ended:
             self._survive(self._end, transfer)
         self._survive(self._learn, report)
 
     def _survive(self, take: Callable[[Any], None], part: Any) -> None:
-        """Take in a part of a report; an error in it keeps nobody from the others."""
+        """Apply a part of a report; an error in it does not keep the others from being applied."""
         try:
             take(part)
         except Exception:
@@ -263,10 +246,8 @@ class OffloadScheduler:
         if not load.synchronous:
             ok = load.outcome is Outcome.OK
             load.request.load_ended(ok=ok)
-            self._loaded.add(load.request.request_id)
-            if not ok:
-                self._failed.add(load.request.request_id)
-                self._statistics.count("failed_loads", 1)
+            self._effects.load_ended(load.request.request_id, ok=ok)
+            self._statistics.count("failed_loads", not ok)
         self._transfers.end_load(load)
         self._spans.load_ended(load)
 
@@ -291,51 +272,24 @@ class OffloadScheduler:
             if news.ready_slots is not None:
                 self._use_ready_slots({rank: news.ready_slots})
             if news.weight_loads is not None:
-                self.weights_were_loaded({rank: news.weight_loads})
+                self.resets.weights_were_loaded({rank: news.weight_loads})
 
-    def take_loaded(self) -> set[str]:
-        """Return the requests whose asynchronous loads have ended, well or not, each once.
+    def take_effects(self, *, between_steps: bool = False) -> Effects:
+        """Return what the engine must do, each thing once; called before it takes in an output.
 
-        One whose load has failed only after `take_failed` has returned it: the engine must not take
-        it for loaded.
+        Tainted requests end here, and the engine must end them. `between_steps` leaves them for the
+        next call: their clients learn of it with the output of a step.
         """
-        loaded = self._loaded - self._failed
-        self._loaded &= self._failed
-        return loaded
-
-    @property
-    def has_loaded(self) -> bool:
-        """Whether an asynchronous load has ended, well or not, that `take_loaded` has not told."""
-        return bool(self._loaded)
-
-    def take_failed(self) -> set[str]:
-        """Return those of them whose loads have failed, each once."""
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def take_lost(self) -> set[str] | None:
-        """Return the requests that have computed with wrong KV by now; None where none was.
-
-        Those of synchronous loads that a forward read before they were there, and all that share
-        their blocks or what was computed with them. After a step that was cut short any named block
-        may be one that nobody computed, so that is all requests with blocks; none if the engine's
-        own cache has been emptied since. The engine must end them, and know no block by its key any
-        more, before it takes in the output of that forward. Nothing of them is stored any more.
-        """
-        loads, self._lost_loads = self._lost_loads, []
-        step_is_lost, self._step_is_lost = self._step_is_lost, False
-        if not loads and not step_is_lost:
-            return None
-        self._transfers.invalidate_pending_stores()  # also those planned since the report
-        lost = tainted_requests(self._requests, loads) if loads else set()
-        if step_is_lost:
-            lost |= {tracked for tracked in self._requests if tracked.cursor is not None}
-        # An aborted request has left the table, where another may have its name by now.
-        alive = [tracked for tracked in lost if tracked.phase is not Phase.ENDED]
-        for tracked in alive:
-            self._end_request(tracked)
-        self._statistics.count("lost_requests", len(alive))
-        return {tracked.request_id for tracked in lost}
+        effects = self._effects.take()
+        tainted = None if between_steps else self._effects.take_tainted()
+        if tainted is not None:
+            # An aborted request has left the table, where another may have its name by now.
+            alive = [tracked for tracked in tainted if tracked.phase is not Phase.ENDED]
+            for tracked in alive:
+                self._end_request(tracked)
+            self._statistics.count("lost_requests", len(alive))
+            effects.tainted = {tracked.request_id for tracked in tainted}
+        return effects
 
     def others_load_failed(self) -> None:
         """Let nothing become readable that may hold what another connector failed to load."""
@@ -351,25 +305,14 @@ class OffloadScheduler:
         """Release the blocks of the stores that have not ended; return how many these are."""
         return self._transfers.give_up_stores()
 
-    def loading_requests(self) -> set[str]:
-        """Return the requests, also ended ones, of asynchronous loads that have not ended."""
-        return self._transfers.loading_requests()
-
-    def abandoned_requests(self) -> set[str]:
-        """Return those of them that have ended: the engine holds their blocks."""
-        return {name for name in self.loading_requests() if self._requests.get(name) is None}
-
-    def waiting_requests(self) -> set[str]:
-        """Return the requests that may wait for a load of ours, or for their turn after it."""
-        return {tracked.request_id for tracked in self._requests if tracked.loaded is not None}
-
-    def loaded_requests(self) -> set[str]:
-        """Return the requests whose loads have ended, and that have not been scheduled since."""
-        return {tracked.request_id for tracked in self._requests if tracked.is_loaded}
-
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping: for a job, for routers, or for its figures."""
+        """True while the engine must keep stepping: for a transfer, routers, or its figures.
+
+        One step also follows the start, with which all gauges are reported: until then they read 0.
+        """
+        if not self._statistics.has_told:
+            return True
         transfers, leftovers, announcer = self._transfers, self._stores.leftovers, self._announcer
         if announcer is not None and announcer.has_more:
             return True
@@ -379,47 +322,12 @@ class OffloadScheduler:
             return True
         return transfers.awaits_synchronous_load or self.tier.has_pending_work
 
-    @property
-    def awaits_ranks(self) -> bool:
-        """Whether some rank has not told of the end of a job."""
-        return self._transfers.any_running
-
-    @property
-    def has_pending_stores(self) -> bool:
-        """Whether a store pins GPU blocks."""
-        return self._transfers.pinned_blocks > 0
-
-    def pinned_blocks(self) -> set[int]:
-        """Return the GPU blocks that stores pin."""
-        return set(self._transfers.pinned())
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that were looked up and have not ended."""
-        return len(self._requests)
-
-    @property
-    def holds_idle_blocks(self) -> bool:
-        """Whether a store alone keeps some GPU block from being free."""
-        return self._transfers.holds_idle_blocks
-
     # -- host memory ---------------------------------------------------------------------------
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
-        """Hear what ranks hold, at the start or later."""
-        if not all(rank.synchronous_loads for rank in capacities):
-            self.allows_synchronous_loads = False
+        """Take what ranks hold, at the start or later."""
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
         self.tier.take_capacities(capacities)
-
-    @property
-    def allows_synchronous_loads(self) -> bool:
-        """Whether a load may be synchronous: not if compute cannot wait for it on some rank."""
-        return self._mode.allowed
-
-    @allows_synchronous_loads.setter
-    def allows_synchronous_loads(self, allows: bool) -> None:
-        self._mode.allowed = allows
 
     def _use_ready_slots(self, ready_slots: Mapping[int, int]) -> None:
         """Use slots whose memory is ready on every rank; `ready_slots` has news by rank.
@@ -433,68 +341,12 @@ class OffloadScheduler:
         usable = min(self._ready_slots.values()) if known else 0
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
-    def _forget_all(self, *, weights_changed: bool) -> bool:
-        """Empty host memory, with what waits to be stored; return whether it held anything.
-
-        Running copies end on their own and leave nothing.
-        """
-        held = self.manager.slots_in_use > 0
-        self._retention.drop()
-        self.manager.reset()
-        self._other_sizes.reset()
-        self._stores.forget(weights_changed=weights_changed)
-        return self.tier.clear(weights_changed=weights_changed) or held
-
-    def reset(self) -> None:
-        """Empty host memory, except within `kept_over_resets`."""
-        if not self._keeps_over_resets:
-            self._forget_all(weights_changed=False)
-
-    @contextlib.contextmanager
-    def kept_over_resets(self) -> Iterator[None]:
-        """Keep host memory while the engine resets its caches in order to sleep."""
-        self._keeps_over_resets = True
-        try:
-            yield
-        finally:
-            self._keeps_over_resets = False
-
     def pause_stores(self, *, paused: bool) -> None:
         """Store nothing new until stores are resumed."""
         self._stores.pause(paused=paused)
 
-    def weights_change(self) -> bool:
-        """Forget all, since the weights may be about to change, and at the next reset again.
-
-        Until then the engine's own cache may serve blocks of the old weights, which are stored.
-        Returns whether there was anything to forget.
-        """
-        self._weights_changed = True
-        return self._forget_all(weights_changed=True)
-
-    def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
-        """Hear how often each rank's model has been given weights since the start.
-
-        A count that was heard before, or is older than that, changes nothing: it may come from
-        several sides, and with a report that was on its way during a reset.
-        """
-        news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
-        if news:
-            self._weight_loads.update({rank: weight_loads[rank] for rank in news})
-            if self.weights_change():
-                logger.info("kv-offload: host memory emptied: the model was given weights")
-
-    def engine_was_reset(self) -> None:
-        """Hear that the engine's own cache is empty, and that no request has blocks."""
-        if self._weights_changed:
-            self._forget_all(weights_changed=True)
-            self._weights_changed = False
-        self._requests.engine_was_reset()
-        if self._announcer is not None:
-            self._announcer.engine_was_reset()
-
     def close(self) -> None:
-        """Hear that the engine ends."""
+        """Stop the threads of recorder and tier when the engine shuts down."""
         if self._recorder is not None:
             self._recorder.close(RECORD_SECONDS)
         self.tier.close()
@@ -516,11 +368,6 @@ class OffloadScheduler:
             self._statistics.count("trace_errors", self._recorder.take_errors())
         self._other_sizes.work(idle=idle)
         return self._statistics.take(idle=idle)
-
-    @property
-    def has_told(self) -> bool:
-        """Whether `take_stats` has returned all gauges once: until then they read 0."""
-        return self._statistics.has_told
 
     def gauges(self) -> dict[str, float]:
         """Return what the gauges of `kv_offload.metrics` are now."""
@@ -550,7 +397,7 @@ class OffloadScheduler:
         self.manager.check_integrity()
         self._retention.check_integrity()
         self.tier.check_integrity()
-        loading = self.loading_requests()
+        loading = self.in_flight.loading
         for tracked in self._requests:
             planned = self._transfers.plans_load_of(tracked)
             assert tracked.phase is not Phase.LOADING or planned or tracked.request_id in loading

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kv_offload.engine import Request
 from kv_offload.messages import Outcome
-from kv_offload.scheduler.request import Answer, TrackedRequest
+from kv_offload.scheduler.request import Hit, TrackedRequest
 from kv_offload.scheduler.transfers import Transfer
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,10 @@ class Spans:
         if self._report is not None and tracked.asked_ns is None:
             tracked.asked_ns = time.time_ns()
 
-    def admitted(self, tracked: TrackedRequest, answer: Answer | None, loaded_tokens: int) -> None:
+    def admitted(self, tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
         """Hear that a request has got blocks, and how many tokens are loaded into them.
 
-        `answer` is what the engine was told of it last. Heard again before the request is asked for
-        again it changes nothing.
+        `hit` is what was found for it. A second call before the next lookup changes nothing.
         """
         asked_ns, tracked.asked_ns = tracked.asked_ns, None
         if asked_ns is None:
@@ -62,9 +61,9 @@ class Spans:
             "gen_ai.usage.prompt_tokens": tracked.request.num_prompt_tokens,
             "kv_offload.hit_tokens": loaded_tokens,
         }
-        if answer is not None:
-            attributes["kv_offload.engine_hit_tokens"] = answer.start_tokens
-            attributes["kv_offload.recomputed_tokens"] = answer.declined_tokens
+        if hit is not None and hit.decision is not None:
+            attributes["kv_offload.engine_hit_tokens"] = hit.start_tokens
+            attributes["kv_offload.recomputed_tokens"] = hit.declined_tokens
         self._tell(Span("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes))
 
     def load_ended(self, load: Transfer) -> None:

@@ -43,8 +43,6 @@ class Demoter:
 
     def __init__(self, core: Core, tier: Tier, bytes_per_second: float) -> None:
         """Write at most `bytes_per_second` on each rank."""
-        self.sharing_ranks = 1
-        """Number of ranks that write each slot once between them."""
         self._host = host = core.manager
         self._transfers, self._tier = core.transfers, tier
         slot_bytes = core.slots.slot_bytes
@@ -71,14 +69,17 @@ class Demoter:
         """Whether slots wait to be looked at."""
         return bool(self._waiting) or self._host.has_risen
 
-    def plan_step(self, *, idle: bool) -> None:
-        """Plan what is to be written now; an engine that is `idle` has time for it."""
+    def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
+        """Plan this step's writes; an engine that is `idle` has time for more.
+
+        `sharing_ranks` write each slot once between them.
+        """
         now = time.monotonic()
         if self._host.has_risen and (now - self._planned >= PLAN_SECONDS or idle):
             self.offer(self._host.take_risen())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return
-        slots_per_second = self._rank_slots_per_second * self.sharing_ranks
+        slots_per_second = self._rank_slots_per_second * sharing_ranks
         earned = (now - self._planned) * slots_per_second
         most_saved = max(1.0, slots_per_second * BURST_SECONDS)
         self._saved_slots = min(most_saved, self._saved_slots + earned)

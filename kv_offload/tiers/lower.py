@@ -183,7 +183,8 @@ class ActiveTier(LowerTier):
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
         if self.tier.may_write and self._is_patient:
-            self.demoter.plan_step(idle=self._idle_since is not None)
+            idle = self._idle_since is not None
+            self.demoter.plan_step(idle=idle, sharing_ranks=self._sharing_ranks)
 
     def slots_used(self, slots: Slots) -> None:
         self.demoter.offer(slots)
@@ -221,6 +222,11 @@ class ActiveTier(LowerTier):
         return (begins or ends) and not self._engine.is_to_rest()
 
     @property
+    def _sharing_ranks(self) -> int:
+        """Number of ranks that write each slot once between them; some may have failed to share."""
+        return min((rank.sharing_ranks for rank in self._ranks.values()), default=1)
+
+    @property
     def _oldest_copy(self) -> Transfer | None:
         return self._transfers.oldest(*TIER_KINDS)
 
@@ -246,8 +252,6 @@ class ActiveTier(LowerTier):
         self._ranks |= {rank.rank: rank.tier for rank in capacities if rank.tier is not None}
         if len(self._ranks) == self._engine.num_ranks:
             self.tier.open(self._ranks)
-            # Ranks that could share host memory may have failed to.
-            self.demoter.sharing_ranks = min(rank.sharing_ranks for rank in self._ranks.values())
 
     def close(self) -> None:
         if self._alarm is not None:

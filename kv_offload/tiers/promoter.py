@@ -61,8 +61,8 @@ class Wait:
     """What a request waits for that was looked up below.
 
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
-    - `looked`: when all of it was looked up last, on the monotonic clock; negative where something
-      has come since.
+    - `looked`: when all of it was looked up last, on the monotonic clock.
+    - `is_stale`: True if something has come since then.
     - `until`: when it is computed at the latest; None before anything is read for it.
     - `asked`: whether the tier was asked what it has of it, if it must be; `questions` are what it
       may not have answered, those of others too.
@@ -72,6 +72,7 @@ class Wait:
     start_tokens: int
     num_tokens: int
     looked: float
+    is_stale: bool = False
     until: float | None = None
     asked: bool = False
     questions: list[Question] = field(default_factory=list)
@@ -119,18 +120,18 @@ class Promoter:
         wait = tracked.tier_wait
         if wait is not None:
             is_reading = self._is_reading(wait)
-            if wait.looked < 0:
-                tracked.offer = None  # what has come since is not in it
+            if wait.is_stale:
+                tracked.hit = None  # what has come since is not in it
             if wait.until is not None and now >= wait.until:
                 self._give_up(tracked, wait)
-                wait.looked = now
+                wait.looked, wait.is_stale = now, False
                 return False
             if is_reading or self._is_asking(wait):
                 return True
             same = (start_tokens, num_tokens) == (wait.start_tokens, wait.num_tokens)
-            if same and now - wait.looked < OFFER_SECONDS:
+            if same and not wait.is_stale and now - wait.looked < OFFER_SECONDS:
                 return False
-            if wait.looked < 0 and self._lookups.loads_beginning_of(tracked, start_tokens):
+            if wait.is_stale and self._lookups.loads_beginning_of(tracked, start_tokens):
                 return False  # what was read is being loaded already, for another request
         if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
             return False
@@ -146,7 +147,7 @@ class Promoter:
             self._ask(tracked, wait)
             if self._is_asking(wait):
                 return True
-        wait.looked = now
+        wait.looked, wait.is_stale = now, False
         self._look(tracked, wait)
         return bool(wait.moves)
 
@@ -195,7 +196,7 @@ class Promoter:
             return True
         self._statistics.count("late_lookups", any(q.is_late for q in wait.questions))
         wait.questions.clear()
-        wait.looked = -OFFER_SECONDS
+        wait.is_stale = True
         self._drop_answered()
         return False
 
@@ -209,14 +210,14 @@ class Promoter:
         while moves and moves[-1] not in self._running:
             moves.pop()
         if not moves:
-            wait.looked = -OFFER_SECONDS
+            wait.is_stale = True
         return bool(moves)
 
     def _give_up(self, tracked: TrackedRequest, wait: Wait) -> None:
         """Let a request go on with what has come; nothing more is read for it."""
         if wait.moves:
             self._statistics.count("late_promotions", 1)
-            tracked.offer = None
+            tracked.hit = None
             wait.moves.clear()
 
     def _on_its_way(self, tracked: TrackedRequest, start: int, limit: int) -> Read:

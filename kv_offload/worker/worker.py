@@ -105,9 +105,8 @@ class OffloadWorker:
             peers = self._stores.peers
             opened = self._tier.open(self.rank, num_ranks, peers, pages, transfer)
             self._moves.use(opened, peers)
-        if transfer.can_load_before_compute:
-            page_bytes = [region.page_bytes for region in layout.regions]
-            self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
+        page_bytes = [region.page_bytes for region in layout.regions]
+        self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
             "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes%s (%.2f GiB%s) over "
             "%d regions, started in %.1f s; stores wait for %s",
@@ -177,10 +176,9 @@ class OffloadWorker:
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
-        synchronous = self.transfer is not None and self.transfer.can_load_before_compute
         ready, tier = self._jobs.ready_slots, self._moves.capacity()
         slot_bytes = 0 if self.transfer is None else self.transfer.layout.slot_bytes
-        return WorkerCapacity(self.rank, self.num_slots, ready, synchronous, tier, slot_bytes)
+        return WorkerCapacity(self.rank, self.num_slots, ready, tier, slot_bytes)
 
     # -- a step --------------------------------------------------------------------------------
 

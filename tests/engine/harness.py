@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 
 from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
+from tests.support.loads import set_synchronous_loads
 from tests.support.processes import shut_down
 from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
@@ -254,11 +255,11 @@ class Engine:
         assert self.rank.transfer.wait(120)
         self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
         self.settle()
-        assert not self.offload.has_pending_stores
+        assert not self.offload.in_flight.pinned_blocks
         gauges = self.offload.gauges()
         assert (gauges["pinned_blocks"], gauges["running_loads"]) == (0, 0)
         self.offload.check_integrity()
-        assert self.offload.num_requests == 0
+        assert self.offload.in_flight.num_requests == 0
         assert self.rank.transfer.in_flight == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.offload.manager.check_integrity()
@@ -339,7 +340,7 @@ def engine(
     with counted_stats() as totals:
         running = Engine(LLM(**settings), totals)
         if plugin is not None:
-            running.offload.allows_synchronous_loads = synchronous_loads
+            set_synchronous_loads(running.offload, synchronous_loads)
             running.offload.watch.load_rate.learn(float("inf"))
         try:
             yield running

@@ -153,7 +153,7 @@ def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Pa
         kept = ours.offload.gauges()["tier_slots_in_use"]
         assert ours.llm.reset_prefix_cache(reset_connector=True)
         assert ours.offload.gauges()["tier_slots_in_use"] == kept > 0
-        ours.offload.weights_change()
+        ours.offload.resets.weights_change()
         assert ours.offload.gauges()["tier_slots_in_use"] == 0
 
 

@@ -155,7 +155,7 @@ def test_a_router_knows_what_is_in_host_memory(model_folder: Path, tmp_path: Pat
             assert check(subscriber, running) == SLOTS
             assert subscriber.cleared == 2
             # Host memory alone is emptied.
-            running.offload.reset()
+            running.offload.resets.reset_cache()
             assert check(subscriber, running) == 0
             assert subscriber.cleared == 2
             assert running.generate_each(PROMPTS[:1]) == expected[:1]

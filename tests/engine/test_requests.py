@@ -53,5 +53,5 @@ def test_retained_prompts_are_right_under_pressure(model_folder: Path) -> None:
         ours.forget()
         ours.generate([secret])
         assert ours.blocks_loaded() == 0
-        ours.offload.reset()
+        ours.offload.resets.reset_cache()
         assert ours.offload.gauges()["retained_slots"] == 0

@@ -167,7 +167,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
             )
             for seed in range(77, 97):  # until a sleep finds a store under way
                 ours.generate([random_tokens(300, seed=seed)], max_tokens=1)
-                result["pending_at_sleep"] = ours.offload.has_pending_stores
+                result["pending_at_sleep"] = ours.offload.in_flight.pinned_blocks
                 if result["pending_at_sleep"]:
                     break
             ours.llm.sleep(level=1)

@@ -13,6 +13,7 @@ from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.loads import mode
 from tests.support import simulated_engine
 from tests.support.conversations import Conversations, Talk
+from tests.support.loads import set_synchronous_loads
 from tests.support.simulated_engine import (
     LINK_BYTES_PER_SECOND,
     TOKEN_BYTES,
@@ -86,7 +87,7 @@ def hold(
     )
     if kind == "limit":
         engine.connector.get_num_new_matched_tokens = lambda _request, _computed: (0, False)
-    engine.offload.allows_synchronous_loads = kind == "ours"
+    set_synchronous_loads(engine.offload, kind == "ours")
     converse(engine, users, 1)
     engine.totals.clear()
     return converse(engine, users, 2), engine.totals

@@ -188,7 +188,7 @@ def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> Non
     engine.add("a", OTHER, max_tokens=3)
     assert engine.schedule().num_scheduled_tokens["a"] == len(OTHER)
     play_to_rest(engine)
-    assert engine.offload.num_requests == 0
+    assert engine.offload.in_flight.num_requests == 0
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -245,7 +245,7 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on() -> None:
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
 
 
-@pytest.mark.parametrize("hook", ["offload_worker.take_report", "offload_scheduler.take_lost"])
+@pytest.mark.parametrize("hook", ["offload_worker.take_report", "offload_scheduler.take_effects"])
 def test_a_loss_is_told_though_a_hook_that_tells_of_it_fails(holding: Holding, hook: str) -> None:
     """Where nobody knows who computed with lost KV, all of the step end."""
     engine = holding(synchronous_loads=True)
@@ -264,7 +264,7 @@ def test_a_failed_load_is_not_taken_for_loaded_where_an_error_hides_its_failure(
     engine = holding()
     request = start_load(engine)
     engine.run_copies(fail=True)
-    raised = raise_once("offload_scheduler.take_lost", engine.connector)
+    raised = raise_once("offload_scheduler.take_effects", engine.connector)
     play_to_rest(engine)
     assert len(raised) == 1
     assert engine.answers["a"] == answer(PROMPT)
@@ -309,7 +309,7 @@ def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
     engine.add("runs", OTHER, max_tokens=12)
     engine.step(2)
     start_load(engine)
-    assert engine.offload.has_pending_stores, "which the reset ends"
+    assert engine.offload.in_flight.pinned_blocks, "which the reset ends"
     engine.run_copies(Direction.LOAD, fail=True)
     assert not engine.reset()
     play_to_rest(engine)

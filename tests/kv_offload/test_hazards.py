@@ -369,7 +369,7 @@ def load_while_others_store(engine: PlayedEngine) -> None:
     engine.step(4)
     engine.run_copies(Direction.STORE)
     engine.step(2)
-    assert engine.offload.loading_requests() == {"loads"}
+    assert engine.offload.in_flight.loading == {"loads"}
     engine.run()
 
 
@@ -408,7 +408,7 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
     assert (engine.offload.manager.stored_slots > before) == beside
     assert ("loads" in engine.schedule().num_scheduled_tokens) == beside
     engine.run()
-    assert engine.offload.num_requests == 0
+    assert engine.offload.in_flight.num_requests == 0
     engine.check_rest()
 
 
@@ -458,7 +458,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     engine.finish_steps()
     engine.serve("b", PROMPT)
     assert engine.totals["hit_tokens"] >= 20
-    assert engine.offload.num_requests == 0
+    assert engine.offload.in_flight.num_requests == 0
     engine.check_rest()
 
 
@@ -514,7 +514,7 @@ def test_a_load_that_outlives_a_reset_is_not_used() -> None:
     engine.ranks[0].copies.stuck = False
     engine.run_copies()
     engine.step()
-    engine.offload.reset()  # or it would be loaded once more
+    engine.offload.resets.reset_cache()  # or it would be loaded once more
     scheduled = engine.step().num_scheduled_tokens[request.request_id]
     assert scheduled > 1, "not the last token alone"
     engine.rest()

@@ -45,6 +45,7 @@ from kv_offload.cache.prefix import CacheGroup
 from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.lagging_engine import LaggingEngine
+from tests.support.loads import set_synchronous_loads
 from tests.support.manual_tier import STORE, manual_store
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
@@ -306,7 +307,7 @@ class Interleavings(RuleBasedStateMachine):
         """Answer until host memory has a text, then ask for it with another kind of load."""
         self.add(text, len(text), [], 1)
         self.run(8)
-        self.engine.offload.allows_synchronous_loads = synchronous
+        set_synchronous_loads(self.engine.offload, synchronous)
         self.ask_again([len(text), len(text) - 5], text)
 
     @rule(text=st.sampled_from(TEXTS), case=CASES)
@@ -339,7 +340,7 @@ class Interleavings(RuleBasedStateMachine):
         self.add(text, len(text), [], 1)
         self.run(8)
         self._plan(case)
-        self.engine.offload.allows_synchronous_loads = synchronous
+        set_synchronous_loads(self.engine.offload, synchronous)
         self.add(text, len(text), [], 3)
         self.add(text, max(6, len(text) - 5), [], 3)
         self.engine.schedule()

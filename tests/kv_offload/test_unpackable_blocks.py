@@ -72,7 +72,7 @@ def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(
     serve_again(engine)
     assert engine.totals["hit_tokens"] == engine.totals["skipped_unpackable"] == 0
     assert engine.offload.manager.slots_in_use == stored
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     serve_again(engine)
     serve_again(engine)
     assert engine.totals["hit_tokens"] == 20

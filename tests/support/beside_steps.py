@@ -15,7 +15,7 @@ def held_tokens(engine: PlayedEngine, prompt: Sequence[int]) -> int | None:
     """Return how many tokens of the full blocks of a prompt host memory has; see `match`."""
     asking = make_request("asks", [*prompt, 0], engine.hash_block_tokens)
     tokens: int | None = engine.offload.match(asking, 0)[0]
-    engine.offload.forget("asks")
+    engine.offload.finished(asking, None)
     return tokens
 
 

@@ -28,11 +28,8 @@ class ManualSwapEngine(SwapEngine):
     Copies that fail leave garbage behind, and so do stores of `unpackable` blocks.
     """
 
-    def __init__(
-        self, layout: KVLayout, num_slots: int, *, can_load_before_compute: bool = False
-    ) -> None:
+    def __init__(self, layout: KVLayout, num_slots: int) -> None:
         super().__init__(layout, num_slots)
-        self._can_load_before_compute = can_load_before_compute
         self.locked_slots = num_slots
         self.arena: NDArray[np.uint8] = np.full((num_slots, layout.slot_bytes), GARBAGE, np.uint8)
         self.submitted: list[SwapJob] = []
@@ -61,10 +58,6 @@ class ManualSwapEngine(SwapEngine):
             self.run(-1, fail=fails)
         if self.eager:
             self.run_all()
-
-    @property
-    def can_load_before_compute(self) -> bool:
-        return self._can_load_before_compute
 
     @property
     def ready_slots(self) -> int:
@@ -165,12 +158,12 @@ def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 @contextlib.contextmanager
-def manual_copies(**options: bool) -> Iterator[list[ManualSwapEngine]]:
+def manual_copies() -> Iterator[list[ManualSwapEngine]]:
     """Have every worker half that registers its KV caches here use a `ManualSwapEngine`."""
     made: list[ManualSwapEngine] = []
 
     def create(_kind: str, layout: KVLayout, num_slots: int, **_more: Any) -> ManualSwapEngine:
-        made.append(ManualSwapEngine(layout, num_slots, **options))
+        made.append(ManualSwapEngine(layout, num_slots))
         return made[-1]
 
     with mock.patch("kv_offload.worker.allocation.create_engine", create):

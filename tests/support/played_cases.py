@@ -89,7 +89,7 @@ def start_load(engine: PlayedEngine, request_id: str = "a") -> Request:
 
 def pinned(engine: PlayedEngine) -> set[int]:
     """Return the blocks that stores pin."""
-    return engine.offload.pinned_blocks()
+    return engine.offload.in_flight.pinned_blocks
 
 
 def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:

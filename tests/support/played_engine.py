@@ -43,6 +43,7 @@ from tests.support.configurations import (
     make_request,
     make_vllm_config,
 )
+from tests.support.loads import set_synchronous_loads
 from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefixes
 from tests.support.played_rank import PlayedExecutor, PlayedRank
 from tests.support.router import Block, Router
@@ -137,10 +138,7 @@ class PlayedEngine:
         if replaces_resumed:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
-        self.ranks = [
-            PlayedRank(config, kv_cache_config, rank, synchronous_loads=synchronous_loads)
-            for rank in range(ranks)
-        ]
+        self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
         self.scheduled: deque[Any] = deque()
         self.executed: deque[tuple[Any, ModelRunnerOutput]] = deque()
         for rank in self.ranks if locked_slots is not None else ():
@@ -152,6 +150,7 @@ class PlayedEngine:
         if handshake:
             told = self.model_executor.get_kv_connector_handshake_metadata()
             self.connector.set_xfer_handshake_metadata_pp_aware(dict(ChainMap(*told)))
+        set_synchronous_loads(self.offload, synchronous_loads)
         self.offload.watch.load_rate.learn(float("inf"))
         self._prefixes = PrefixMap(
             self.groups, self.hash_block_tokens, make_block_hash_with_group_id
@@ -506,7 +505,7 @@ class PlayedEngine:
             assert gauges[name] == 0, name
         assert gauges["oldest_copy_seconds"] == 0
         assert offload.watch.under_way == 0
-        assert offload.num_requests == 0
+        assert offload.in_flight.num_requests == 0
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)

@@ -41,9 +41,7 @@ class PlayedWeights:
 class PlayedRank:
     """One worker: the worker's role of the connector, its KV cache, and its copies."""
 
-    def __init__(
-        self, config: Any, kv_cache_config: KVCacheConfig, rank: int, *, synchronous_loads: bool
-    ) -> None:
+    def __init__(self, config: Any, kv_cache_config: KVCacheConfig, rank: int) -> None:
         config = copy.copy(config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
@@ -60,10 +58,7 @@ class PlayedRank:
             tensor = self.memory.view(len(self.memory), rows, -1)
             caches[group.layer_names[0]] = tensor
             self.kv.append(tensor.numpy())
-        with (
-            manual_copies(can_load_before_compute=synchronous_loads) as made,
-            manual_tiers() as tiers,
-        ):
+        with manual_copies() as made, manual_tiers() as tiers:
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
         self.tier = tiers[0] if tiers else None

@@ -124,11 +124,6 @@ class SwapEngine(ABC):
         """Name of the mechanism that copies the blocks of this layout."""
         return "host"
 
-    @property
-    def can_load_before_compute(self) -> bool:
-        """True if `submit` takes jobs with `before_compute`, also in waves."""
-        return True
-
     @abstractmethod
     def await_loads(self) -> None:
         """Have compute queued from now on wait for all loads `before_compute` submitted so far.
@@ -245,8 +240,6 @@ class SwapEngine(ABC):
     def check_job(self, job: SwapJob) -> None:
         """Raise `JobError` for what `submit` cannot do."""
         self.check_pairs(job)
-        if job.before_compute and not self.can_load_before_compute:
-            raise JobError(f"job {job.job_id}: compute cannot wait for copies of the copy engine")
         if job.in_waves and not (job.before_compute and self._num_waves):
             raise JobError(
                 f"job {job.job_id}: only loads before compute come in waves, and only once those "

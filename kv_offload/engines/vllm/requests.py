@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kv_offload.scheduler.scheduler import OffloadScheduler
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
         engine_scheduler.waiting.prepend_requests(reversed(moved))
 
 
-def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
+def make_room(engine_scheduler: Any, stranded: set[str]) -> None:
     """Have loaded requests give their blocks back where they keep each other from running.
 
     vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
@@ -88,7 +85,7 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     alive = engine_scheduler.requests
-    held = {r for r in offload.stranded & alive.keys() if alive[r].num_computed_tokens}
+    held = {r for r in stranded & alive.keys() if alive[r].num_computed_tokens}
     waiting = waiting_for_loads(engine_scheduler, held)
     tried = waiting_for_room(engine_scheduler, held)
     given = waiting | tried
@@ -105,15 +102,14 @@ def make_room(engine_scheduler: Any, offload: OffloadScheduler) -> None:
     )
 
 
-def tell_failed(
-    engine_scheduler: Any, offload: OffloadScheduler, request_ids: set[str]
-) -> list[Any]:
-    """Have vLLM know whose loads have failed, before it learns that they have ended.
+def tell_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: bool) -> list[Any]:
+    """Tell vLLM whose loads have failed, before it learns that they have ended.
 
-    Returns the requests that ended with an error, as the user wants it, and had not ended before.
+    vLLM recomputes these requests, or they end with an error. Returns those that ended so and had
+    not ended before.
     """
     failed = waiting_for_loads(engine_scheduler, request_ids)
-    if offload.config.on_load_failure == "recompute":
+    if recomputes:
         recompute(engine_scheduler, failed)
         return []
     return end_with_error(engine_scheduler, failed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kv_offload.cache.prefix import SlotKey
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kv_offload.cache.prefix import CacheGroup, SlotKey
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.core import Core
@@ -10,8 +13,28 @@ from kv_offload.scheduler.loads.choice import LoadChoice
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.loads.mode import LoadMode
 from kv_offload.scheduler.other_sizes import OtherSizes
-from kv_offload.scheduler.request import Answer, Phase, TrackedRequest
+from kv_offload.scheduler.request import Decision, Hit, Phase, TrackedRequest
 from kv_offload.tiers.lower import LowerTier
+
+
+def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
+    """Return whether a forward can wait for loads into blocks of these cache groups.
+
+    vLLM may use less than it was offered, and of several groups a window then lacks blocks. States
+    are moved from block to block before the forward that waits for a load.
+    """
+    return len(groups) == 1 and not groups[0].holds_state
+
+
+class Match(NamedTuple):
+    """What can be loaded for a waiting request."""
+
+    tokens: int | None
+    """How many beyond its local hit; None asks the engine to ask again."""
+    asynchronous: bool = False
+    """True if other steps run while it is loaded."""
+    shared_tokens: int = 0
+    """Where windows and states should be kept for others that share its prefix; or 0."""
 
 
 class Admissions:
@@ -32,46 +55,40 @@ class Admissions:
         self._lookups, self._choice, self._mode, self._tier = lookups, choice, mode, tier
         self._other_sizes = other_sizes
         self._null_block_id = core.engine.pool.null_block.block_id
-        groups = self._prefixes.groups
-        # vLLM may ask for less than it was offered; of several groups a window lacks blocks then.
-        # States are moved from block to block before the forward that waits for a load.
-        self._may_be_synchronous = len(groups) == 1 and not groups[0].holds_state
+        self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
-    def match(self, tracked: TrackedRequest, start: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond `start`, and whether asynchronously.
-
-        None instead of tokens asks to be asked again.
-        """
+    def match(self, tracked: TrackedRequest, start: int) -> Match:
+        """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
         tracked.looked_up()
         self._lookups.arrived(tracked)
         if not tracked.may_load:
-            return 0, False
-        if self._lookups.waits_for_load(tracked) or self._tier.waits(tracked, start):
-            return None, False
-        tokens = self._lookups.match(tracked, start)
+            return Match(0, shared_tokens=tracked.shared_tokens)
+        hit = self._lookups.find(tracked, start, self._tier)
+        if hit is None:
+            return Match(None, shared_tokens=tracked.shared_tokens)
+        hit.decision = decision = self._decide(tracked, hit)
+        asynchronous = decision.tokens > 0 and not decision.synchronous
+        return Match(decision.tokens, asynchronous, tracked.shared_tokens)
+
+    def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:
+        start, tokens, end = hit.start_tokens, hit.tokens, hit.end_tokens
         if not tokens:
-            tracked.answer = None if tokens is None else Answer(start)
-            return tokens, False
-        slots = self._prefixes.count_slots(start, start + tokens)
+            return Decision(0, end, synchronous=False)
+        slots = self._prefixes.count_slots(start, end)
         idle = self._requests.admitted == (tracked.cursor is not None)
         synchronous = self._may_be_synchronous and self._mode.is_synchronous(
             slots,
-            tracked.request.num_tokens - (start + tokens),
+            hit.num_tokens - end,
             idle=idle,
             queued_seconds=self._choice.queued_seconds(),
         )
         if not self._choice.loads(start, tokens, slots, synchronous=synchronous):
-            tracked.answer = Answer(start, declined_tokens=tokens)
-            return 0, False
-        end = start + tokens
-        if synchronous and end == tracked.request.num_tokens:
+            return Decision(0, end, synchronous)
+        if synchronous and end == hit.num_tokens:
             if self._mode.brings_last_slot(slots, idle=idle):
-                tokens -= 1
-            else:
-                end -= self._prefixes.alignment_tokens
-                tokens = end - start
-        tracked.answer = Answer(start, tokens, end, synchronous)
-        return tokens, not synchronous
+                return Decision(tokens - 1, end, synchronous)
+            end -= self._prefixes.alignment_tokens
+        return Decision(end - start, end, synchronous)
 
     def allocated(
         self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
@@ -84,35 +101,35 @@ class Admissions:
         self._lookups.arrived(tracked)
         if tracked.phase is not Phase.WAITING and tracked.loaded is not None:
             return
-        request = tracked.request
+        request, hit = tracked.request, tracked.hit
         self._requests.admit(tracked, blocks.get_block_ids())
-        answer = tracked.answer or Answer(request.num_computed_tokens)
-        start, end = answer.start_tokens, answer.start_tokens + num_external_tokens
-        self._choice.admitted(tracked, end)
-        if tracked.answer is not None:
-            self._count(request, answer, num_external_tokens)
-        slots = 0
-        if num_external_tokens:
-            # The engine may use less than it was offered.
-            end = answer.end_tokens - (answer.tokens - num_external_tokens)
-            slots = self._prefixes.count_slots(start, end)
-            self._plan_load(tracked, start, end, synchronous=answer.synchronous)
+        decision = None if hit is None else hit.decision
+        start = request.num_computed_tokens if hit is None else hit.start_tokens
+        end, slots = start, 0
+        self._choice.admitted(tracked, start + num_external_tokens)
+        if hit is not None and decision is not None:
+            self._count(request, hit, decision, num_external_tokens)
+            if num_external_tokens:
+                # The engine may use less than it was offered.
+                end = decision.end_tokens - (decision.tokens - num_external_tokens)
+                slots = self._prefixes.count_slots(start, end)
+                self._plan_load(tracked, start, end, synchronous=decision.synchronous)
         if tracked.phase is Phase.READY:
             self._mode.count(slots, request.num_tokens - end)
-        tracked.answer = None
+        tracked.hit = None
 
-    def _count(self, request: Request, answer: Answer, num_external_tokens: int) -> None:
-        self._statistics.count("lookup_tokens", request.num_tokens - answer.start_tokens)
-        if answer.declined_tokens:
-            self._statistics.count("recomputed_tokens", answer.declined_tokens)
+    def _count(self, request: Request, hit: Hit, decision: Decision, loaded_tokens: int) -> None:
+        self._statistics.count("lookup_tokens", request.num_tokens - hit.start_tokens)
+        if hit.declined_tokens:
+            self._statistics.count("recomputed_tokens", hit.declined_tokens)
             self._choice.rate.count_hit(computed=True)
-        if num_external_tokens:
-            self._statistics.count("hit_tokens", num_external_tokens)
-            self._statistics.count("synchronous_loads", answer.synchronous)
-            self._statistics.observe("request_hit_tokens", num_external_tokens)
+        if loaded_tokens:
+            self._statistics.count("hit_tokens", loaded_tokens)
+            self._statistics.count("synchronous_loads", decision.synchronous)
+            self._statistics.observe("request_hit_tokens", loaded_tokens)
             self._choice.rate.count_hit(computed=False)
-        found_tokens = num_external_tokens + answer.declined_tokens
-        self._other_sizes.admitted(request, answer.start_tokens, found_tokens)
+        found_tokens = loaded_tokens + hit.declined_tokens
+        self._other_sizes.admitted(request, hit.start_tokens, found_tokens)
 
     def _plan_load(
         self, tracked: TrackedRequest, start_tokens: int, end_tokens: int, *, synchronous: bool
@@ -154,22 +171,25 @@ class Admissions:
     def allocation_failed(
         self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """Let the load that the engine counts on fail, since `allocated` has raised.
+        """Plan a load that fails in place of the one that the engine counts on: `allocated` raised.
 
         So the ranks report that it failed, and leave none of these blocks with old content.
         """
-        answer, tracked.answer = tracked.answer, None
+        hit, tracked.hit = tracked.hit, None
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those of requests that may have wrong KV, whatever has failed.
             self._requests.admit(tracked, blocks.get_block_ids())
-        if not num_external_tokens or answer is None or self._transfers.plans_load_of(tracked):
+        decision = None if hit is None else hit.decision
+        if not num_external_tokens or hit is None or decision is None:
             return
-        start = answer.start_tokens
+        if self._transfers.plans_load_of(tracked):
+            return
+        start = hit.start_tokens
         ids = [
             block
             for group, ids in zip(self._prefixes.groups, blocks.get_block_ids(), strict=True)
             for block in ids[start // group.block_tokens :]
         ]
-        synchronous = answer.synchronous
+        synchronous = decision.synchronous
         tracked.load_planned(start, start + num_external_tokens, synchronous=synchronous)
         self._transfers.plan_load(tracked, ids, NO_SLOTS, synchronous=synchronous)

@@ -1,16 +1,17 @@
-"""Which prefix of a waiting request host memory has, and which request waits for another's load."""
+"""The longest prefix of a waiting request in host memory, and what it waits for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.scheduler.request import Offer, TrackedRequest
+from kv_offload.scheduler.request import Hit, LoadWait, TrackedRequest
 
 MAX_WAIT_SECONDS = 5.0
 """How long a request waits for another's load of its prefix before it is served on its own.
@@ -56,6 +57,13 @@ class LookupBudget:
         return self._left <= 0
 
 
+class Below(Protocol):
+    """The tier below host memory."""
+
+    def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
+        """Return True if something of a request is to come from below, so that it waits."""
+
+
 class Lookups:
     """Looks requests up.
 
@@ -73,41 +81,42 @@ class Lookups:
         self._not_indexed: list[TrackedRequest] = []
         self._arrivals = 0
 
-    def match(self, tracked: TrackedRequest, start_tokens: int) -> int | None:
-        """Return how many tokens beyond `start_tokens` host memory can bring now.
+    def find(self, tracked: TrackedRequest, start_tokens: int, below: Below) -> Hit | None:
+        """Return which tokens after `start_tokens` host memory can bring now.
 
-        None says to ask again: another request loads a part of them, or this step has made enough
-        look-ups. All tokens of a request are brought only where the model can compute the last one
-        again, to have something to sample from. Where nothing but the last slot is missing it is
-        computed. Asked again for the same request it answers the same, unless host memory changed;
-        then without another look at every block, for `OFFER_SECONDS`.
+        None asks the engine to ask again: another request loads a part of them, something comes
+        from the tier `below`, or this step has made enough lookups. All tokens of a request are
+        brought only where the model can compute the last one again, to have something to sample
+        from. Where nothing but the last slot is missing it is computed. Another call for the same
+        request returns the same unless host memory changed; then without another look at every
+        block, for `OFFER_SECONDS`.
         """
-        prefixes, request = self._prefixes, tracked.request
+        prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
+        if self.waits_for_load(tracked) or below.waits(tracked, start_tokens):
+            return None
         if start_tokens % prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
             # loading into it as well would race. The engine computes the rest of this prompt.
-            return 0
-        if self.waits_for_load(tracked):
-            return None
-        num_tokens = request.num_tokens
-        offer = tracked.offer
-        if offer is not None and self._still_holds(offer, start_tokens, num_tokens):
-            return offer.end_tokens - start_tokens
-        tracked.offer = None
+            tracked.hit = self._hit(start_tokens, num_tokens, start_tokens, [])
+            return tracked.hit
+        hit = tracked.hit
+        if hit is not None and self._still_holds(hit, start_tokens, num_tokens):
+            return hit
+        tracked.hit = None
         # Else it has waited for long enough, and loads on its own.
-        patient = tracked.waits_for is None or self._is_patient(tracked)
+        patient = tracked.load_wait is None or self._is_patient(tracked.load_wait)
         if patient and (owner := self.loads_beginning_of(tracked, start_tokens)) is not None:
             self._wait(tracked, owner)
             return None
         if self.budget.is_spent:
             return None
-        hashes = request.block_hashes
+        hashes = tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
         known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
         if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
             known = start_tokens  # host memory was emptied
         end, shared = prefixes.longest_hits(hashes, self._readable, start_tokens, limit, known)
-        # Not for an answer, behind which no other prompt parts: that would cost a state a turn.
+        # Not for an answer: prompts do not diverge there, and it would cost a state a turn.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
             end = start_tokens
@@ -120,19 +129,13 @@ class Lookups:
             if owner is not None:
                 self._wait(tracked, owner)
                 return None
-        if keys or not all(group.reads_all for group in prefixes.stored_groups):
-            # Also that there is none: windows and states were looked for in all of the prompt.
-            tracked.offer = Offer(
-                start_tokens,
-                num_tokens,
-                end,
-                keys,
-                self._manager.forgotten,
-                self._arrivals,
-                time.monotonic(),
-            )
-        tracked.waits_for = None
-        return end - start_tokens
+        tracked.load_wait = None
+        tracked.hit = self._hit(start_tokens, num_tokens, end, keys)
+        return tracked.hit
+
+    def _hit(self, start: int, num_tokens: int, end: int, keys: list[SlotKey]) -> Hit:
+        now = time.monotonic()
+        return Hit(start, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now)
 
     def limit_tokens(self, tracked: TrackedRequest, start_tokens: int) -> int:
         """Return up to which token a load of this request may bring."""
@@ -141,22 +144,21 @@ class Lookups:
         return tracked.wishes.load_limit(start_tokens, limit)
 
     def waits_for_load(self, tracked: TrackedRequest) -> bool:
-        """Whether the load that a request was seen to wait for is still awaited; in O(1)."""
-        waits_for = tracked.waits_for
-        if waits_for is None or not waits_for.arriving:
-            return False
-        return self._is_patient(tracked)
+        """Return whether the load that a request was seen to wait for is still awaited; in O(1)."""
+        wait = tracked.load_wait
+        return wait is not None and bool(wait.owner.arriving) and self._is_patient(wait)
 
     @staticmethod
-    def _is_patient(tracked: TrackedRequest) -> bool:
-        """Whether a request that waits for another's load has not done so for too long."""
-        return time.monotonic() - tracked.waits_since <= MAX_WAIT_SECONDS
+    def _is_patient(wait: LoadWait) -> bool:
+        """Return whether a wait for another request's load may go on."""
+        return time.monotonic() - wait.since <= MAX_WAIT_SECONDS
 
     @staticmethod
     def _wait(tracked: TrackedRequest, owner: TrackedRequest) -> None:
-        if tracked.waits_for is None:
-            tracked.waits_since = time.monotonic()
-        tracked.waits_for = owner
+        """Wait for a load, or for the next one after another: that is one wait."""
+        if tracked.load_wait is None:
+            tracked.load_wait = LoadWait(owner, time.monotonic())
+        tracked.load_wait.owner = owner
 
     def loads_beginning_of(
         self, tracked: TrackedRequest, start_tokens: int
@@ -215,31 +217,33 @@ class Lookups:
         self.budget.spend(len(keys))
         return self._manager.readable(keys)
 
-    def _still_holds(self, offer: Offer, start_tokens: int, num_tokens: int) -> bool:
-        """Whether a request may be told the same again; what did not change is not looked at."""
-        if (start_tokens, num_tokens) != (offer.start_tokens, offer.num_tokens):
+    def _still_holds(self, hit: Hit, start_tokens: int, num_tokens: int) -> bool:
+        """Return whether a hit may be returned again; what did not change is not looked at."""
+        if (start_tokens, num_tokens) != (hit.start_tokens, hit.num_tokens):
             return False
-        if time.monotonic() - offer.since > OFFER_SECONDS:
+        if not hit.keys and self._prefixes.reads_all:
+            return False  # a few keys say that there is still nothing
+        if time.monotonic() - hit.found_at > OFFER_SECONDS:
             return False
-        if self._manager.forgotten != offer.forgotten and not self._still_readable(offer):
+        if self._manager.forgotten != hit.forgotten and not self._still_readable(hit):
             return False
-        if self._arrivals != offer.arrivals:
-            offer.arrivals = self._arrivals
-            return self._owner(offer.keys) is None
+        if self._arrivals != hit.arrivals:
+            hit.arrivals = self._arrivals
+            return self._owner(hit.keys) is None
         return True
 
-    def _still_readable(self, offer: Offer) -> bool:
-        """Whether the keys are still readable although some keys have been forgotten."""
+    def _still_readable(self, hit: Hit) -> bool:
+        """Return whether the keys are still readable although some keys have been forgotten."""
         manager = self._manager
         if any(group.sees_next_token for group in self._prefixes.groups):
-            return False  # the proof behind the end may be gone
-        if offer.slots is None:
-            if not manager.readable(offer.keys).all():
+            return False  # the proof after the end may be gone
+        if hit.slots is None:
+            if not manager.readable(hit.keys).all():
                 return False
-            offer.slots = manager.find(offer.keys)
-        elif not manager.keep_their_keys(offer.slots, offer.forgotten):
+            hit.slots = manager.find(hit.keys)
+        elif not manager.keep_their_keys(hit.slots, hit.forgotten):
             return False
-        offer.forgotten = manager.forgotten
+        hit.forgotten = manager.forgotten
         return True
 
     def _owner(self, needed: Sequence[SlotKey]) -> TrackedRequest | None:

@@ -63,8 +63,6 @@ class LoadMode:
     """
 
     def __init__(self, block_bytes: int, watch: StepWatch, *, overlaps: bool = False) -> None:
-        self.allowed = True
-        """False where some rank cannot have compute wait for a load on its device."""
         self._overlaps = overlaps
         self._block_bytes = block_bytes
         self._watch = watch
@@ -84,8 +82,6 @@ class LoadMode:
         It leaves `tokens_left` of its request to be computed. `idle` says that no other request
         runs or is loaded. Loads planned before take the link for `queued_seconds` more.
         """
-        if not self.allowed:
-            return False
         limit, own = IDLE_SECONDS if idle else BUSY_SECONDS, self._load_seconds(num_slots)
         if self._seconds + own <= limit:
             return True

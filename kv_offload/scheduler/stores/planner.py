@@ -8,10 +8,9 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import SlotKey
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.engine import RunningRequests, StepOutput
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
@@ -71,9 +70,7 @@ class StorePlanner:
         self._choice = StoreChoice(
             core.prefixes,
             pool,
-            core.statistics,
             self._refusals.keys,
-            tells_runs=core.manager.reads_runs,
         )
         self.leftovers = Leftovers(self._candidates, core.statistics)
         self._grown_blocks = 0
@@ -275,6 +272,7 @@ class StorePlanner:
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
         chosen = self._choice.choose(spans, keys, slots, self._slots_left(soon_free_blocks))
+        self._statistics.skipped("moved_on", chosen.moved_on)
         for span, passed in chosen.cut:
             self._candidates.put_back(span, passed)
         if chosen.new or chosen.along:
@@ -285,10 +283,9 @@ class StorePlanner:
     def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
         new, blocks = list(chosen.new), chosen.blocks
-        stored, worth = self._manager.offer(new, self._choice.runs_of(chosen), along)
+        runs = self._choice.runs_of(chosen) if self._manager.reads_runs else ()
+        stored, worth = self._manager.offer(new, runs, along)
         taken = len(stored)
-        if chosen.runs:
-            _note_tails(chosen, stored, worth)
         if not worth.all():
             chosen_ones = worth.tolist()
             new, blocks = [*compress(new, chosen_ones)], [*compress(blocks, chosen_ones)]
@@ -329,18 +326,6 @@ class StorePlanner:
                 late,
                 MAX_STORE_SECONDS,
             )
-
-
-def _note_tails(chosen: Chosen, stored: Slots, worth: NDArray[np.bool_]) -> None:
-    """Tell cursors in which slots their runs end: what they store next is mostly behind these."""
-    slots = stored.tolist()
-    if len(slots) < len(worth):  # the others were declined, or no more slots were free
-        given = iter(slots)
-        slots = [next(given, -1) if ok else -1 for ok in worth.tolist()]
-    end = -1
-    for cursor, position, first, last in chosen.runs:
-        end += last - first
-        cursor.tail_at[position] = slots[end]
 
 
 def _to_look_at(

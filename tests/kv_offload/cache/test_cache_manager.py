@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache.index import RUN_SLOTS, SlotIndex
+from kv_offload.cache.index import RUN_SLOTS
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import POLICIES, make_policy
-from kv_offload.cache.slots import MissingKeyError, MisuseError, Run, Slots
+from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
 from kv_offload.errors import KVOffloadError
 
 A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
@@ -229,17 +229,6 @@ def test_a_long_prefix_is_found_in_whatever_order_its_slots_are(stored: list[byt
     for asked in (*(LONG[first:] for first in (0, 1, RUN_SLOTS - 1, RUN_SLOTS)), mixed):
         expected = [slot_of.get(key, -1) for key in asked]
         assert manager.slot_numbers(asked) == manager.find(asked).tolist() == expected
-
-
-def test_a_slot_that_a_key_was_given_is_believed_only_if_it_still_has_it() -> None:
-    index = SlotIndex(4)
-    index.take_free([A, B, C])
-    index.replace(array(2), [D])
-    told = [(A, 0), (B, -1), (B, 0), (C, 2), (D, 2), (None, -1), (None, 1)]
-    runs = [Run(1, 100, behind=key, behind_at=at) for key, at in told]
-    assert index.slots_behind(runs) == [0, 1, 1, -1, 2, -1, -1]
-    index.clear(np.zeros(3, bool))
-    assert index.slots_behind(runs) == [-1] * len(runs)
 
 
 def test_evicted_slots_are_given_in_order() -> None:

@@ -154,7 +154,7 @@ def test_weights_that_a_rank_tells_of_in_a_step_are_not_waited_for_and_the_log_s
     make: Make, bad_index: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make()
-    engine.offload.weights_were_loaded({0: 1})
+    engine.offload.resets.weights_were_loaded({0: 1})
     assert not engine.offload.tier.is_settled
     assert engine.offload.tier.tier.index.wait_ended(0.2) is False
     engine.serve("next", PROMPT, 1)

@@ -185,7 +185,7 @@ def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
     engine.model.may_lose_kv = True
     ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
     engine.step()
-    assert engine.offload.has_pending_stores
+    assert engine.offload.in_flight.pinned_blocks
     assert engine.ended["receives"] == "error"
     engine.rest()
     assert engine.offload.manager.readable_slots() == {}

@@ -191,7 +191,7 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
     core = make(EngineCore, keep=True)
     core.engine.add("more", OTHER, max_tokens=1)
     core.engine.step(2)
-    assert core.engine.offload.has_pending_stores
+    assert core.engine.offload.in_flight.pinned_blocks
     core.collective_rpc("update_weights")
     core.engine.run()
     assert core.engine.offload.manager.readable_slots() == {}

@@ -18,6 +18,7 @@ from kv_offload.cache.prefix import CacheGroup
 from kv_offload.tiers.promoter import MAX_WAIT_SECONDS
 from tests.kv_offload.tiers.test_remote import StoreEngine
 from tests.kv_offload.tiers.test_tiers import DiskEngine
+from tests.support.loads import set_synchronous_loads
 from tests.support.manual_tier import manual_store
 from tests.support.played_engine import PlayedEngine
 
@@ -69,13 +70,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
             engine = StoreEngine(**more) if where == "store" else PlayedEngine(**more)
         made.append(engine)
         engine.check_host_memory = lambda: None  # type: ignore[method-assign]
-        engine.offload.allows_synchronous_loads = False
+        set_synchronous_loads(engine.offload, False)
         engine.serve("first", [*SHARED, 1, 1, 1, 1, 1], 1)
         engine.run()
         if where == "store":  # another engine has stored it
             made.append(StoreEngine(**more))
             made[-1].check_host_memory = lambda: None  # type: ignore[method-assign]
-            made[-1].offload.allows_synchronous_loads = False
+            set_synchronous_loads(made[-1].offload, False)
             return made[-1]
         if where == "disk":
             engine.offload.manager.reset()
@@ -215,7 +216,7 @@ def test_whatever_becomes_of_the_first_the_others_are_served(
         else:
             assert engine.answers.keys() & {f"{i}" for i in range(REQUESTS)}
     elif event == "reset":
-        engine.offload.reset()
+        engine.offload.resets.reset_cache()
     else:
         hold(engine, stuck=False)
         while not engine.scheduler.running:

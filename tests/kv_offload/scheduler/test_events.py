@@ -174,7 +174,7 @@ def test_a_reset_of_host_memory_alone_removes_block_by_block() -> None:
     engine.serve("a", PROMPT, 1)
     before = engine.routed.copy()
     engine.batches.clear()
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     assert engine.scheduler.has_requests(), "an idle engine would tell nobody"
     engine.run()
     assert engine.routed == set()
@@ -235,7 +235,7 @@ def test_a_step_tells_of_so_many_blocks_at_most() -> None:
     engine.serve("a", PROMPT, 1)
     engine.serve("b", OTHER, 1)
     assert len(engine.routed) == 10
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     engine.reset()
     engine.serve("c", OTHER, 1)
     assert engine.routed == engine.blocks_in_memory()

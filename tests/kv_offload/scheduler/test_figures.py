@@ -276,20 +276,6 @@ def test_slots_are_as_large_as_the_largest_that_ranks_tell(
     assert engine.totals["hit_tokens"] == 20
 
 
-def test_one_rank_that_cannot_have_compute_wait_makes_all_loads_asynchronous() -> None:
-    engine = store(PlayedEngine(ranks=2, synchronous_loads=True), PROMPT)
-    engine.connector.set_xfer_handshake_metadata_pp_aware(
-        {
-            (0, rank): WorkerCapacity(rank, 64, 64, rank == 0, slot_bytes=blocks(1))
-            for rank in (0, 1)
-        }
-    )
-    engine.add("a", PROMPT)
-    (load,) = engine.schedule().kv_connector_metadata.loads
-    assert not load.synchronous
-    engine.rest()
-
-
 def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory becomes ready while the engine serves; each rank says so at the end of a step."""
     ready: dict[Any, int] = {}

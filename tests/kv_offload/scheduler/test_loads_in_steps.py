@@ -227,8 +227,8 @@ def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
     engine.add("other", OTHER)
     engine.add("third", third)
     engine.step()
-    assert engine.offload.loading_requests() >= {"first"}
-    assert "long" not in engine.offload.loading_requests()
+    assert engine.offload.in_flight.loading >= {"first"}
+    assert "long" not in engine.offload.in_flight.loading
     engine.run()
     assert len(engine.answers["long"]) == 4
     engine.check_rest()

@@ -28,6 +28,7 @@ from kv_offload.scheduler.loads.lookups import (
     STEP_KEYS,
 )
 from kv_offload.scheduler.scheduler import OffloadScheduler
+from tests.support.loads import set_synchronous_loads
 
 NULL = 0
 FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
@@ -61,7 +62,8 @@ class Asked:
         self.offload = OffloadScheduler(
             config, EngineFacts(groups, pool, make_key), SlotFacts(num_slots, 64, 64)
         )
-        self.offload.take_capacities([WorkerCapacity(0, num_slots, num_slots, False)])
+        self.offload.take_capacities([WorkerCapacity(0, num_slots, num_slots)])
+        set_synchronous_loads(self.offload, False)
         self.manager = self.offload.manager
         self.requests: dict[str, Any] = {}
         self.keep(range(kept), groups[0])
@@ -126,8 +128,7 @@ class Asked:
 
     def forget(self, request_id: str) -> None:
         """End a request."""
-        self.offload.forget(request_id)
-        del self.requests[request_id]
+        self.offload.finished(self.requests.pop(request_id), None)
 
     def complete(self, job: LoadJob) -> None:
         """End a load."""
@@ -527,4 +528,4 @@ def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> N
     job = asked.plan("a", 0, 8, [10, 11])
     assert job.incomplete
     asked.complete(job)
-    assert asked.offload.take_failed() == {"a"}
+    assert asked.offload.take_effects().failed == {"a"}

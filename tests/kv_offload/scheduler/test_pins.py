@@ -49,12 +49,12 @@ def test_a_block_is_idle_that_a_pin_alone_keeps() -> None:
     engine.add("a", PROMPT)
     engine.step(2)
     assert pinned(engine)
-    assert not engine.offload.holds_idle_blocks, "the request would keep them anyway"
+    assert not engine.offload.in_flight.holds_idle_blocks, "the request would keep them anyway"
     engine.abort("a")
-    assert engine.offload.holds_idle_blocks
+    assert engine.offload.in_flight.holds_idle_blocks
     engine.add("again", PROMPT)
     engine.step()
-    assert not engine.offload.holds_idle_blocks, "another request uses them now"
+    assert not engine.offload.in_flight.holds_idle_blocks, "another request uses them now"
     engine.rest()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kv_offload.messages import Outcome
+from kv_offload.scheduler.effects import Effects
 from tests.support.beside_steps import held_tokens, report
 from tests.support.hooks import raise_once
 from tests.support.played_cases import OTHER, PROMPT, pinned, slow, start_load, store
@@ -82,12 +83,12 @@ def test_the_end_of_a_load_on_all_ranks_is_told_once(first: int, outcome: Outcom
     offload = engine.offload
     job = offload.plan_drain().next_job_id - 1
     report(engine, {job: outcome}, first)
-    assert (offload.take_failed(), offload.take_loaded()) == (set(), set())
+    assert offload.take_effects() == Effects()
     report(engine, {job: OK}, 1 - first)
-    assert offload.take_failed() == ({"a"} if outcome is FAILED else set())
-    assert offload.take_loaded() == {"a"}
+    failed = {"a"} if outcome is FAILED else set()
+    assert offload.take_effects() == Effects(failed=failed, loaded={"a"})
     report(engine, {job: outcome}, first)
-    assert (offload.take_failed(), offload.take_loaded()) == (set(), set())
+    assert offload.take_effects() == Effects()
     assert offload.gauges()["running_loads"] == 0
     offload.check_integrity()
 
@@ -107,7 +108,7 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(firs
         report(engine, {load.job_id: OK}, rank)
         assert manager.slots_in_use == 0
     assert not engine.offload.has_pending_work
-    assert engine.offload.take_loaded() == set(), "the engine did not wait for it"
+    assert engine.offload.take_effects() == Effects(), "the engine did not wait for it"
 
 
 def test_an_error_at_the_end_of_a_job_keeps_no_other_from_ending() -> None:
@@ -149,7 +150,7 @@ def test_no_store_becomes_readable_that_had_not_ended_when_a_loss_was_heard_of(
         "after": ({load: outcome}, {stored: OK}),
     }[order]:
         report(engine, told)
-        engine.offload.take_lost()  # the engine asks once for each report
+        engine.offload.take_effects()  # the engine asks once for each report
     lost = outcome is LOST and order != "before"
     assert held_tokens(engine, OTHER) == (0 if lost else 20)
     assert held_tokens(engine, PROMPT) == 20
@@ -185,7 +186,7 @@ def lost_between_steps() -> tuple[PlayedEngine, list[int]]:
     engine.add("a", PROMPT)
     (load,) = engine.schedule().kv_connector_metadata.loads
     report(engine, {load.job_id: LOST})
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     engine.add("b", PROMPT)
     stores = engine.schedule().kv_connector_metadata.stores
     assert stores
@@ -194,7 +195,7 @@ def lost_between_steps() -> tuple[PlayedEngine, list[int]]:
 
 def test_what_is_planned_before_the_engine_knows_of_a_loss_does_not_become_readable() -> None:
     engine, stores = lost_between_steps()
-    assert engine.offload.take_lost() == {"a", "b"}
+    assert engine.offload.take_effects().tainted == {"a", "b"}
     report(engine, dict.fromkeys(stores, OK))
     assert held_tokens(engine, PROMPT) == 0
 
@@ -241,8 +242,7 @@ def test_a_loss_on_several_ranks_is_told_once() -> None:
     (load,) = engine.schedule().kv_connector_metadata.loads
     for rank, lost in ((0, {"a"}), (0, None), (1, None)):
         report(engine, {load.job_id: LOST}, rank)
-        assert engine.offload.take_lost() == lost
-    assert engine.offload.take_failed() == set(), "it has ended with an error"
+        assert engine.offload.take_effects() == Effects(tainted=lost), "it ends with an error"
 
 
 def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
@@ -255,8 +255,8 @@ def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> Non
     engine.add("a", OTHER)
     engine.offload.match(engine.scheduler.requests["a"], 0)
     report(engine, {load.job_id: LOST})
-    assert engine.offload.take_lost() == {"a"}
-    assert engine.offload.num_requests == 1
+    assert engine.offload.take_effects().tainted == {"a"}
+    assert engine.offload.in_flight.num_requests == 1
     engine.offload.check_integrity()
 
 
@@ -299,9 +299,12 @@ def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end() -> None:
     cut_short = engine.step().kv_connector_metadata.admissions
     engine.add("waits", OTHER)
     report(engine, {}, cut_short=cut_short)
-    assert (engine.offload.take_lost(), engine.offload.take_lost()) == ({"runs"}, None)
+    assert (engine.offload.take_effects().tainted, engine.offload.take_effects().tainted) == (
+        {"runs"},
+        None,
+    )
     assert engine.reset(reset_running_requests=True)
     report(engine, {}, cut_short=cut_short)
-    assert engine.offload.take_lost() is None
+    assert engine.offload.take_effects().tainted is None
     report(engine, {}, cut_short=engine.step().kv_connector_metadata.admissions)
-    assert engine.offload.take_lost() == {"runs", "waits"}
+    assert engine.offload.take_effects().tainted == {"runs", "waits"}

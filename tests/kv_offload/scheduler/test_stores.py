@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
-import numpy as np
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.cache.slots import Key, Run
 from kv_offload.scheduler.stores import planner
 from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import (
@@ -145,35 +141,6 @@ def test_decodes_that_go_on_do_not_wait_for_each_other_for_ever(
         left.append(sum(request.num_computed_tokens // BLOCK for request in requests) - planned)
     assert planned > 7 * len(SHORT)
     assert max(left) - min(left) <= len(SHORT) // 4
-    engine.rest()
-
-
-def test_a_request_knows_in_which_slot_the_block_before_its_next_one_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also beside a request of which nothing is worth a slot."""
-    engine = PlayedEngine(max_num_batched_tokens=4 * BLOCK)
-    manager = engine.offload.manager
-    told: dict[int, list[tuple[int, list[int]]]] = {}
-
-    def admit(_: Sequence[Key], runs: Sequence[Run], *__: Any) -> Any:
-        for run in runs:
-            found = manager.slot_numbers([run.behind])
-            told.setdefault(run.prompt_tokens, []).append((run.behind_at, found))
-        return np.array([run.prompt_tokens != BLOCK for run in runs]).repeat([r.keys for r in runs])
-
-    monkeypatch.setattr(manager._policy, "admit", admit)
-    monkeypatch.setattr(manager._policy, "reads_runs", True)
-    monkeypatch.setattr(engine.offload._stores._choice, "tells_runs", True)
-    for request_id, prompt in (("a", PROMPT), ("declined", OTHER[:BLOCK])):
-        engine.add(request_id, prompt, max_tokens=3 * BLOCK)
-    engine.run()
-    first, *others = told[len(PROMPT)]
-    assert first == (-1, [-1])
-    assert len(others) > 3
-    assert all(found == [at] and at >= 0 for at, found in others)
-    assert len(told[BLOCK]) > 2
-    assert all(run == (-1, [-1]) for run in told[BLOCK])
     engine.rest()
 
 

@@ -141,7 +141,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
     What it frees lets the others' leftovers be stored.
     """
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
-    reserved = property(lambda _: 100 if engine.offload.num_requests else 0)
+    reserved = property(lambda _: 100 if engine.offload.in_flight.num_requests else 0)
     monkeypatch.setattr(StoreBudget, "reserved_blocks", reserved)  # nothing is left for stores
     engine.add("other", OTHER, max_tokens=3)
     engine.add("gone", PROMPT, max_tokens=1)
@@ -150,7 +150,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
         output = engine.schedule()
         if engine.executed and not output.num_scheduled_tokens:
             empty_steps += 1
-            assert not engine.offload.has_pending_stores
+            assert not engine.offload.in_flight.pinned_blocks
             assert engine.offload.gauges()["waiting_slots"] > 0
         engine.execute()
         if len(engine.executed) == 2:

@@ -300,8 +300,8 @@ def test_a_reset_while_what_is_to_be_retained_is_stored(clock: Clock) -> None:
     engine = PlayedEngine(slots=48, max_num_batched_tokens=64)
     engine.add("a", PROMPT, 1, **says(retain_seconds=600))
     engine.step()
-    assert engine.offload.has_pending_stores
-    engine.offload.reset()
+    assert engine.offload.in_flight.pinned_blocks
+    engine.offload.resets.reset_cache()
     engine.run()
     engine.check_pins()
     assert retained(engine) == 0
@@ -311,7 +311,7 @@ def test_a_reset_while_what_is_to_be_retained_is_stored(clock: Clock) -> None:
 def test_new_weights_end_retention(clock: Clock) -> None:
     engine = PlayedEngine(slots=48)
     serve(engine, "a", PROMPT, retain_seconds=600)
-    engine.offload.weights_change()
+    engine.offload.resets.weights_change()
     engine.change_weights()
     assert retained(engine) == 0
     forget(engine)
@@ -331,7 +331,7 @@ def test_while_stores_are_paused_nothing_is_stored_and_what_is_there_is_loaded()
     assert engine.totals["skipped_paused"] == 5
     assert engine.gauges["stores_paused"] == 1
     assert hits(engine) == 20
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     engine.serve("still paused", OTHER, 1)
     assert engine.offload.manager.slots_in_use == 0
     forget(engine)

@@ -288,7 +288,7 @@ def test_after_a_reset_an_engine_shares_nothing_with_others(make: Any) -> None:
     """They may have the weights of before."""
     first, second = make(), make()
     first.answer("a")
-    assert second.offload.reset() is None
+    assert second.offload.resets.reset_cache() is None
     second.answer("b")
     assert second.totals["hit_tokens"] == second.totals["promoted_slots"] == 0
     second.answer("c", OTHER)
@@ -307,7 +307,7 @@ def test_an_answer_from_before_a_reset_is_not_believed(make: Any) -> None:
     engine.directory.stuck = True
     engine.add("b", PROMPT, 2)
     engine.step(2)
-    assert engine.offload.reset() is None
+    assert engine.offload.resets.reset_cache() is None
     engine.directory.stuck = False
     engine.directory.answer()
     engine.run()
@@ -322,7 +322,7 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
     engine.add("a", PROMPT, 2)
     engine.step(8, copies=True)
     assert sum(len(job.pairs) for job in engine.store.submitted) == FULL_BLOCKS
-    assert engine.offload.reset() is None
+    assert engine.offload.resets.reset_cache() is None
     engine.store.stuck = False
     engine.rest()
     engine.forget()
@@ -336,10 +336,10 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
 
 def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
     engine = make(plugin={"store_keep_on_reset": True})
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     assert engine.offload.tier.tier.generation == SHARED_GENERATION
     engine.change_weights()
-    engine.offload.weights_change()
+    engine.offload.resets.weights_change()
     assert engine.offload.tier.tier.generation != SHARED_GENERATION
 
 

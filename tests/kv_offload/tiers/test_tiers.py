@@ -314,7 +314,7 @@ def test_a_bad_place_fails_one_write_and_no_further_one(
     assert gauges["tier_slots_set_aside"] == 1
     assert gauges["tier_slots_in_use"] == 2 * FULL_BLOCKS + 2 * 3 - 1
     assert caplog.text.count("set aside until the next start") == 1
-    assert engine.offload.reset() is None
+    assert engine.offload.resets.reset_cache() is None
     ask(engine, "d", prompt=[ord("d")] * 9)
     engine.run()
     assert engine.totals["tier_errors"] == 1
@@ -631,7 +631,7 @@ def test_what_is_read_while_everything_is_forgotten_is_not_served(engine: DiskEn
     engine.disk.stuck = True
     ask(engine, "a")
     engine.change_weights()
-    engine.offload.weights_change()
+    engine.offload.resets.weights_change()
     engine.disk.stuck = False
     engine.run()
     assert engine.totals["hit_tokens"] == 0
@@ -724,7 +724,9 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
     assert tracked is not None
-    assert engine.offload._lookups.match(tracked, 0) == 2 * 4
+    hit = engine.offload._lookups.find(tracked, 0, lower.NoTier())
+    assert hit is not None
+    assert hit.tokens == 2 * 4
     engine.disk.stuck = False
     engine.run()
     assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
@@ -844,7 +846,7 @@ def test_what_was_read_is_retained(engine: DiskEngine) -> None:
     wishes = {"kv_offload": {"retain_seconds": 600}}
     engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": wishes})
     assert engine.offload.gauges()["retained_slots"] == FULL_BLOCKS
-    engine.offload.reset()
+    engine.offload.resets.reset_cache()
     assert engine.offload.gauges()["retained_slots"] == 0
 
 

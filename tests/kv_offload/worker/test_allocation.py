@@ -8,7 +8,6 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 from kv_swap.errors import DeviceError, PinnedMemoryError
-from kv_swap.host.engine import HostSwapEngine
 
 from kv_offload.config import OffloadConfig
 from kv_offload.config.host_memory import headroom_bytes, read_host_memory
@@ -18,17 +17,12 @@ from kv_offload.worker.allocation import check_packing, transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank
 
 
-@pytest.mark.parametrize("synchronous", [True, False])
-def test_a_rank_holds_its_share_of_host_memory(
-    monkeypatch: pytest.MonkeyPatch, synchronous: bool
-) -> None:
-    """A transfer engine without kernels loads nothing before a forward."""
-    monkeypatch.setattr(HostSwapEngine, "can_load_before_compute", synchronous)
+def test_a_rank_holds_its_share_of_host_memory() -> None:
     rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100)
-    assert rank.half.capacity() == WorkerCapacity(0, 0, 0, synchronous_loads=False), "not yet"
+    assert rank.half.capacity() == WorkerCapacity(0, 0, 0), "not yet"
     rank.start()
     assert rank.transfer.num_slots == 5
-    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, synchronous, slot_bytes=BLOCK_BYTES)
+    assert rank.half.capacity() == WorkerCapacity(0, 5, 5, slot_bytes=BLOCK_BYTES)
     rank.half.shutdown()
 
 

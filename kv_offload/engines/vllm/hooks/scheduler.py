@@ -56,6 +56,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _pool_is_logged = False
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
+    loaded: frozenset[str] = frozenset()
+    """Requests whose asynchronous loads have ended, and vLLM has not been told."""
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -105,11 +107,11 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """
         rank = self._local_rank()
         if rank is not None:
-            self.offload_scheduler.weights_were_loaded(rank.weight_loads)
+            self.offload_scheduler.resets.weights_were_loaded(rank.weight_loads)
         brought = is_brought(self, self._multi_connectors, request.request_id)
-        answer = self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
-        requests.keep_at(request, self.offload_scheduler.shared_tokens(request))
-        return answer
+        match = self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
+        requests.keep_at(request, match.shared_tokens)
+        return match.tokens, match.asynchronous
 
     @survives(lambda self, *arguments: self.offload_scheduler.allocation_failed(*arguments))
     def update_state_after_alloc(
@@ -127,7 +129,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     def loads(self, request_id: str) -> bool:
         """Return whether this member is to load, or was to load, a request's tokens."""
-        loading = self.offload_scheduler.loading_requests()
+        loading = self.offload_scheduler.in_flight.loading
         return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
@@ -152,7 +154,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     @survives(lambda self: None)  # its next report has it
     def _poll_local_rank(self) -> None:
         rank = self._local_rank()
-        if rank is not None and self.offload_scheduler.awaits_ranks:
+        if rank is not None and self.offload_scheduler.in_flight.awaits_ranks:
             rank.poll()
             self.offload_scheduler.take_report(rank.ended())
 
@@ -161,10 +163,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
         What the ranks report has been taken in before (`patches.update_from_output`).
         """
-        loaded = self.offload_scheduler.take_loaded()
+        loaded, self.loaded = self.loaded, frozenset()
         if loaded:
-            others = connector_output.finished_recving or set()
-            connector_output.finished_recving = loaded | others
+            connector_output.finished_recving = {
+                *(connector_output.finished_recving or ()),
+                *loaded,
+            }
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -172,7 +176,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     @survives(
-        lambda self, request, _: self.offload_scheduler.forget(request.request_id) or (False, None)
+        lambda self, request, _: self.offload_scheduler.finished(request, None) or (False, None)
     )
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -188,16 +192,15 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """
         if self._engine_state is not None and self._engine_state.is_ending():
             return False
-        scheduler = self.offload_scheduler
-        return scheduler.has_pending_work or not scheduler.has_told
+        return self.offload_scheduler.has_pending_work
 
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request."""
-        return self.offload_scheduler.holds_idle_blocks
+        return self.offload_scheduler.in_flight.holds_idle_blocks
 
     def reset_cache(self) -> bool:
         """Forget what is in host memory, for instance after the weights changed."""
-        self.offload_scheduler.reset()
+        self.offload_scheduler.resets.reset_cache()
         return True
 
     @survives(lambda self: [])

@@ -42,14 +42,14 @@ def reset_after_drain(
     offload = connector.offload_scheduler
     # A rank's own report may come after the reset, and must not empty what is stored since.
     for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
-        offload.weights_were_loaded(weight_loads)
+        offload.resets.weights_were_loaded(weight_loads)
     # Running requests can make the reset fail. Then those that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
     drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):
         done = original(self, reset_running_requests, *args, **kwargs)
     if done:
-        offload.engine_was_reset()
+        offload.resets.engine_was_reset()
     settled = settle(self, offload)
     tell_front_end(self)
     return done if settled else False
@@ -73,10 +73,11 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     no receiver. A rank has executed all steps that were launched before, so it knows their jobs.
     """
     engine_scheduler, offload = core.scheduler, connector.offload_scheduler
-    waiting = requests.waiting_for_loads(engine_scheduler, offload.waiting_requests())
-    loaded = requests.waiting_for_room(engine_scheduler, offload.loaded_requests())
-    held = offload.has_pending_stores or offload.abandoned_requests()
-    if not (held or offload.has_loaded or waiting or loaded):
+    in_flight = offload.in_flight
+    waiting = requests.waiting_for_loads(engine_scheduler, in_flight.waiting)
+    loaded = requests.waiting_for_room(engine_scheduler, in_flight.loaded)
+    held = in_flight.pinned_blocks or in_flight.abandoned
+    if not (held or in_flight.has_loaded or waiting or loaded):
         return
     answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
     for answer in answers:
@@ -86,9 +87,10 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     if requeue:
         # Also those whose loads have not ended on all ranks: one may have failed where it has.
         requests.recompute(engine_scheduler, waiting)
-        offload.take_failed()  # they are among these
-        requests.tell_loaded(engine_scheduler)  # vLLM frees aborted requests then
-        requests.give_blocks_back(engine_scheduler, waiting - offload.loading_requests() | loaded)
+        # Those whose loads have failed are among these. vLLM frees aborted requests.
+        connector.loaded |= offload.take_effects(between_steps=True).loaded
+        requests.tell_loaded(engine_scheduler)
+        requests.give_blocks_back(engine_scheduler, waiting - in_flight.loading | loaded)
 
 
 def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:

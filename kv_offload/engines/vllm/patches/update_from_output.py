@@ -25,8 +25,9 @@ def hear_ranks_first(
 
     All requests of the step end if an error hides which of them computed with wrong KV.
     """
+    stranded: set[str] = set()
     try:
-        ended = _hear_ranks(self, model_runner_output.kv_connector_output)
+        ended = _apply_reports(self, model_runner_output.kv_connector_output, stranded)
     except Exception:
         lost = set(scheduler_output.num_scheduled_tokens)
         logger.exception(
@@ -39,16 +40,18 @@ def hear_ranks_first(
     if ended:
         requests.add_ends(outputs, ended)
     for connector in connectors_in(self.connector):
-        offload = connector.offload_scheduler
-        if offload.has_loaded:  # no rank had anything to report, so vLLM did not ask
+        if connector.loaded:  # no rank had anything to report, so vLLM did not ask
             requests.tell_loaded(self)
-        if offload.stranded:  # hardly ever
-            requests.make_room(self, offload)
+    if stranded:  # hardly ever
+        requests.make_room(self, stranded)
     return outputs
 
 
-def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
-    """Take in what ranks report; return the requests that ended with an error."""
+def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> list[Any]:
+    """Apply what ranks report; return the requests that ended with an error.
+
+    Adds to `stranded` the loaded requests that keep each other from running.
+    """
     ended: list[Any] = []
     reports = getattr(reported, "kv_connector_worker_meta", None)
     for connector, report in connectors_with_reports(engine_scheduler.connector, reports):
@@ -58,12 +61,16 @@ def _hear_ranks(engine_scheduler: Any, reported: Any) -> list[Any]:
         if reported is not None and reported.invalid_block_ids:
             offload.others_load_failed()  # ours name none
         connector.hear_ranks(report)
-        lost = offload.take_lost()
-        if lost is not None:
-            ended += requests.end_lost(engine_scheduler, lost)
-        failed = offload.take_failed()
-        if failed:
-            ended += requests.tell_failed(engine_scheduler, offload, failed)
+        effects = offload.take_effects()
+        stranded |= effects.stranded
+        # Only what has not failed, in case that an error follows.
+        connector.loaded |= effects.loaded - effects.failed
+        if effects.tainted is not None:
+            ended += requests.end_lost(engine_scheduler, effects.tainted)
+        if effects.failed:
+            recomputes = offload.config.on_load_failure == "recompute"
+            ended += requests.tell_failed(engine_scheduler, effects.failed, recomputes=recomputes)
+            connector.loaded |= effects.failed
     return ended
 
 

@@ -58,7 +58,7 @@ def watch_call(
         if connector is not None:
             offload = connector.offload_scheduler
             was_settled = offload.tier.is_settled
-            if offload.weights_change():
+            if offload.resets.weights_change():
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
             if was_settled:  # else a trainer would wait for a dead disk with each of its tensors
                 settle(self, offload)
@@ -86,5 +86,5 @@ def _call_kept(
     offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call what sleeps; host memory outlives the resets that happen meanwhile."""
-    with offload.kept_over_resets():
+    with offload.resets.kept_over_resets():
         return call(*args, **kwargs)

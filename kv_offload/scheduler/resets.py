@@ -1,0 +1,81 @@
+"""When host memory and the tier below are emptied: resets by the user, and new weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+
+from kv_offload.scheduler.core import Core
+from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.stores.planner import StorePlanner
+from kv_offload.tiers.lower import LowerTier
+
+logger = logging.getLogger(__name__)
+
+
+class Resets:
+    """Empties all that was computed so far. Running copies end on their own and leave nothing."""
+
+    def __init__(
+        self, core: Core, stores: StorePlanner, tier: LowerTier, other_sizes: OtherSizes
+    ) -> None:
+        self._manager, self._retention = core.manager, core.retention
+        self._requests, self._announcer = core.requests, core.announcer
+        self._stores, self._tier, self._other_sizes = stores, tier, other_sizes
+        self._weight_loads: dict[int, int] = {}
+        self._weights_changed = False
+        self._keeps_memory = False
+
+    def reset_cache(self) -> None:
+        """Empty host memory, except within `kept_over_resets`."""
+        if not self._keeps_memory:
+            self._empty(weights_changed=False)
+
+    @contextlib.contextmanager
+    def kept_over_resets(self) -> Iterator[None]:
+        """Keep host memory while the engine resets its caches in order to sleep."""
+        self._keeps_memory = True
+        try:
+            yield
+        finally:
+            self._keeps_memory = False
+
+    def weights_change(self) -> bool:
+        """Empty all, since the weights may be about to change, and at the next reset again.
+
+        Until then the engine's own cache may serve blocks of the old weights, which are stored.
+        Returns whether there was anything to drop.
+        """
+        self._weights_changed = True
+        return self._empty(weights_changed=True)
+
+    def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
+        """Take how often each rank's model has been given weights since the start.
+
+        A count that is not above the last one changes nothing: the same count may come from several
+        sides, and with a report that was on its way during a reset.
+        """
+        news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
+        if news:
+            self._weight_loads.update({rank: weight_loads[rank] for rank in news})
+            if self.weights_change():
+                logger.info("kv-offload: host memory emptied: the model was given weights")
+
+    def engine_was_reset(self) -> None:
+        """Note that the engine's own cache is empty, and that no request has blocks."""
+        if self._weights_changed:
+            self._empty(weights_changed=True)
+            self._weights_changed = False
+        self._requests.engine_was_reset()
+        if self._announcer is not None:
+            self._announcer.engine_was_reset()
+
+    def _empty(self, *, weights_changed: bool) -> bool:
+        """Drop all blocks, with those that wait to be stored; return whether there were any."""
+        held = self._manager.slots_in_use > 0
+        self._retention.drop()
+        self._manager.reset()
+        self._other_sizes.reset()
+        self._stores.forget(weights_changed=weights_changed)
+        return self._tier.clear(weights_changed=weights_changed) or held
