@@ -130,8 +130,6 @@ def trace_config(
         for name, one in _flatten(source, values, texts):
             if name not in SECTIONS:
                 _checked(name, one, whole_bytes)
-            elif one.value is None:
-                given = {key: of for key, of in given.items() if not key.startswith(f"{name}.")}
             given[name] = one
     given = _complete(given)
     effective = {
