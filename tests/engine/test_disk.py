@@ -74,7 +74,7 @@ def test_the_disk_serves_what_host_memory_forgot(
 ) -> None:
     """Ends with the control: other bytes in host memory than were read must be noticed."""
     expected = plain_answers(model_folder, PROMPTS, kind)
-    with offloading(model_folder, kind, disk(tmp_path, **plugin)) as ours:
+    with offloading(model_folder, kind, {**disk(tmp_path), **plugin}) as ours:
         assert ours.generate(PROMPTS) == expected
         ours.forget_host_memory()
         assert ours.generate(PROMPTS) == expected
