@@ -112,7 +112,7 @@ def run(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[list[Phase], li
     base: list[Phase] = []
     plugin: list[Phase] = []
     with tempfile.TemporaryDirectory() as folder:
-        disk = {"disk_path": folder, "disk_bytes": HOST_CACHE} if HAS_DISK else {}
+        disk = {"disk": {"path": folder, "bytes": HOST_CACHE}} if HAS_DISK else {}
         for phases, options, source in (
             (base, None, FROM_PREFIX_CACHE),
             (plugin, disk, FROM_HOST_MEMORY),

@@ -28,7 +28,7 @@ from tests.support.processes import print_result, run_module
 
 def options(master: str, given: str | int) -> dict[str, Any]:
     """Return the plugin's keys for an engine that gives so many bytes to the store."""
-    return {"store": "mooncake", "store_master": master, "store_bytes": given}
+    return {"remote": {"kind": "mooncake", "address": master, "bytes": given}}
 
 
 def share(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[Phase, Phase]:

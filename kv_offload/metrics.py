@@ -106,8 +106,8 @@ METRICS = (
         promoted_slots="Slots read from the tier into host memory, on every rank.",
         lost_tier_slots="Slots that could not be written to the tier or read from it on some rank, "
         "whatever the reason; their tokens are computed.",
-        late_lookups="Requests that were served without the store because it did not say in time "
-        "which of their blocks it has.",
+        late_lookups="Requests that were served without the remote store because it did not say "
+        "in time which of their blocks it has.",
         late_promotions="Requests that were computed because reading from the tier took too long.",
         demoted_bytes="Bytes written to the tier, over all ranks.",
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
@@ -142,7 +142,7 @@ METRICS = (
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
         tier_slots_set_aside="Slots of the disk that are not used until the next start, because "
         "they could not be written or read; at most 1 % of tier_slots.",
-        has_store="1 with a store that engines share, 0 without.",
+        has_remote="1 with a remote store, 0 without.",
         tier_usable="1 while the tier may be read, 0 for a while after a read failed, while a copy "
         "hangs, and without one.",
         promoting_slots="Slots that are being read from the tier.",

@@ -134,7 +134,7 @@ class SchedulerBed:
             max_num_seqs=running + 1,
             events=events,
         )
-        tier = TierCapacity(slots, "bench") if plugin and "disk_path" in plugin else None
+        tier = TierCapacity(slots, "bench") if plugin and "disk" in plugin else None
         self.connector.offload_scheduler.take_capacities(
             [WorkerCapacity(0, slots, slots, tier=tier)]
         )

@@ -245,10 +245,12 @@ def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
 def disk_options(folder: Path, size: Size, write_rate: str) -> dict[str, Any]:
     """Return the options of a disk with as many slots as host memory has; nothing is written."""
     return {
-        "disk_path": str(folder),
-        "disk_bytes": f"{(size.slots + 32) * 2 * PAGE_BYTES}B",
-        "disk_write_rate": write_rate,
-        "disk_restart": False,
+        "disk": {
+            "path": str(folder),
+            "bytes": f"{(size.slots + 32) * 2 * PAGE_BYTES}B",
+            "write_rate": write_rate,
+            "keep_on_restart": False,
+        }
     }
 
 

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from bench.scheduler.bed import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, block_name, make_scheduler
 from kv_offload.messages import TierCapacity, WorkerCapacity
 
-Where = Literal["vLLM alone", "asks again", "host memory", "disk", "store"]
+Where = Literal["vLLM alone", "asks again", "host memory", "disk", "remote"]
 """Where the prefixes are. `asks again` is a connector that does nothing but answer vLLM so."""
 
 TAIL_TOKENS = 40
@@ -60,10 +60,10 @@ class BurstBed:
             "load_or_recompute": "always_load",
         }
         if where == "disk":
-            plugin |= {"disk_path": str(folder), "disk_bytes": f"{(slots + 32) * 2 * PAGE_BYTES}B"}
-            plugin["disk_restart"] = False
-        elif where == "store":
-            plugin |= {"store": "mooncake", "store_master": "127.0.0.1:1", "store_bytes": 0}
+            disk_bytes = f"{(slots + 32) * 2 * PAGE_BYTES}B"
+            plugin["disk"] = {"path": str(folder), "bytes": disk_bytes, "keep_on_restart": False}
+        elif where == "remote":
+            plugin |= {"remote": {"kind": "mooncake", "address": "127.0.0.1:1", "bytes": 0}}
         self.scheduler: Scheduler = make_scheduler(
             65536,
             blocks * BLOCK_TOKENS + 4096,
@@ -74,7 +74,7 @@ class BurstBed:
         )
         self._requests: dict[str, Request] = {}
         if where != "vLLM alone":
-            tier = TierCapacity(slots, "bench") if where in ("disk", "store") else None
+            tier = TierCapacity(slots, "bench") if where in ("disk", "remote") else None
             capacity = WorkerCapacity(0, slots, slots, tier=tier)
             self.scheduler.connector.offload_scheduler.take_capacities([capacity])
         if where == "asks again":

@@ -1,7 +1,7 @@
 """Cost and gain of a disk or remote store below host memory: real engines, one after the other.
 
 usage: python -m bench.tiers [--shape small|gqa8|mqa] [--disk FOLDER] [--disk-bytes SIZE]
-                             [--store-bytes BYTES] [--out FOLDER]
+                             [--remote-bytes BYTES] [--out FOLDER]
 
 An engine without a tier comes first and last, then one with each tier that is asked for: with
 files in FOLDER, and with a store whose memory, BYTES, is another process's on this machine. What a
@@ -51,7 +51,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to measure")
     parser.add_argument("--disk-bytes", default="1GiB")
-    parser.add_argument("--store-bytes", type=int, help="bytes of memory of the store")
+    parser.add_argument("--remote-bytes", type=int, help="bytes of memory of the remote store")
     parser.add_argument("--out", type=Path, help="folder for the result")
     return parser.parse_args(words)
 
@@ -60,11 +60,11 @@ def options(arguments: argparse.Namespace, master: str | None) -> dict[str, dict
     """Return the plugin's keys of each engine, in the order of their turns."""
     found = {NO_TIER: ALWAYS}
     if arguments.disk:
-        disk = {"disk_path": str(arguments.disk), "disk_bytes": arguments.disk_bytes}
-        found["disk"] = {**ALWAYS, **disk, "disk_restart": False, "disk_write_rate": RATE}
+        disk = {"path": str(arguments.disk), "bytes": arguments.disk_bytes, "write_rate": RATE}
+        found["disk"] = {**ALWAYS, "disk": {**disk, "keep_on_restart": False}}
     if master:
-        store = {"store": "mooncake", "store_master": master, "store_bytes": 0}
-        found["store"] = {**ALWAYS, **store, "store_write_rate": RATE}
+        remote = {"kind": "mooncake", "address": master, "bytes": 0, "write_rate": RATE}
+        found["remote"] = {**ALWAYS, "remote": remote}
     return {**found, f"{NO_TIER}, again": ALWAYS}
 
 
@@ -136,12 +136,12 @@ def main(words: list[str] | None = None) -> int:
     document = new_document(arguments.shape)
     with contextlib.ExitStack() as ends:
         master = None
-        if arguments.store_bytes:
+        if arguments.remote_bytes:
             if (reason := missing()) is not None:
                 progress(f"no store is measured: {reason}")
                 return 1
             master = ends.enter_context(with_mooncake())
-            ends.enter_context(Peer(master, count=1, segment_bytes=arguments.store_bytes))
+            ends.enter_context(Peer(master, count=1, segment_bytes=arguments.remote_bytes))
         problems = measure(arguments, master, document)
     return conclude(tables(document), problems + unproven(document))
 

@@ -1,6 +1,6 @@
 """The gain of two replicas from a store that they share: first tokens, by place.
 
-usage: python -m bench.tiers.replicas [--shape small|gqa8|mqa] [--store-bytes BYTES] [--out FOLDER]
+usage: python -m bench.tiers.replicas [--shape small|gqa8|mqa] [--remote-bytes BYTES] [--out FOLDER]
 
 One replica is asked for new prompts, and again once its GPU's cache is empty. Then the other one is
 asked for the same prompts: without a store it computes them. With one, which both have given BYTES
@@ -152,14 +152,14 @@ def main(words: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--store-bytes", default="1GiB", help="that each replica gives")
+    parser.add_argument("--remote-bytes", default="1GiB", help="that each replica gives")
     parser.add_argument("--out", type=Path, help="folder for the result")
     arguments = parser.parse_args(words)
     shape = SHAPES[arguments.shape]
     document = new_document(arguments.shape)
     with tempfile.TemporaryDirectory() as model, with_mooncake() as master:
-        store = {"store": "mooncake", "store_master": master, "store_write_rate": RATE}
-        store["store_bytes"] = arguments.store_bytes
+        remote = {"kind": "mooncake", "address": master, "write_rate": RATE}
+        store = {"remote": {**remote, "bytes": arguments.remote_bytes}}
         for name, options in ((OWN, ALWAYS), (SHARED, {**ALWAYS, **store})):
             progress(f"{name}: starting two replicas")
             document["results"][name] = asyncio.run(measure(shape, model, options))

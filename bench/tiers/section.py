@@ -84,8 +84,8 @@ def _decodes(engine: ServingEngine, seed: int, others: list[Prompt] | None = Non
 
 
 def has_tier(engine: ServingEngine) -> bool:
-    """Return whether this engine has a disk or a store."""
-    return bool({"disk_path", "store"} & engine.settings.options.keys())
+    """Return whether this engine has a disk or a remote store."""
+    return bool({"disk", "remote"} & engine.settings.options.keys())
 
 
 def forget_host_memory(engine: ServingEngine) -> None:

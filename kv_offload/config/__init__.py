@@ -3,7 +3,7 @@
 Every room may import this one. `host_memory` alone reads the size of memory, `sizes` alone units.
 """
 
-from kv_offload.config.schema import SCHEMA, OffloadConfig
+from kv_offload.config.schema import SCHEMA, SECTIONS, DiskConfig, OffloadConfig, RemoteConfig
 from kv_offload.config.sizes import describe_bytes
 from kv_offload.config.trace import DEFAULT, EXTRA_CONFIG, FILE_KEY, TracedConfig, trace_config
 
@@ -12,7 +12,10 @@ __all__ = [
     "EXTRA_CONFIG",
     "FILE_KEY",
     "SCHEMA",
+    "SECTIONS",
+    "DiskConfig",
     "OffloadConfig",
+    "RemoteConfig",
     "TracedConfig",
     "describe_bytes",
     "trace_config",

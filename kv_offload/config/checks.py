@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_offload.config.disk_folder import find_ranks, find_replicas
+from kv_offload.config.schema import DiskConfig
 from kv_offload.config.sizes import SMALLEST_BYTES, TOO_LITTLE, describe_bytes, format_size
 from kv_offload.config.trace import TracedConfig
 from kv_offload.errors import CapacityError, ConfigError
@@ -25,24 +26,29 @@ def check_sizes(traced: TracedConfig) -> None:
 
     What is free now is not looked at. A disk that is not there yet fits. Raises `CapacityError`.
     """
-    for name in ("cpu_bytes", "disk_bytes"):
-        size_bytes, given = getattr(traced.config, name), traced.given[name]
-        if size_bytes is not None and size_bytes < SMALLEST_BYTES:
+    disk = traced.config.disk
+    sizes = {"cpu_bytes": traced.config.cpu_bytes}
+    if disk is not None:
+        sizes["disk.bytes"] = disk.bytes
+    for name, size_bytes in sizes.items():
+        given = traced.given[name]
+        if size_bytes < SMALLEST_BYTES:
             raise CapacityError(
                 f"{given.source}: {name}: {given.shown}: asks for {describe_bytes(size_bytes)}, "
                 f"{TOO_LITTLE}. Give gigabytes, for example 48GiB"
             )
-    if traced.config.disk_path is None or traced.config.disk_bytes is None:
+    if disk is None:
         return
     try:
-        place = find_place(Path(traced.config.disk_path))
-        disk_bytes = shutil.disk_usage(place).total
+        place = find_place(Path(disk.path))
+        filesystem_bytes = shutil.disk_usage(place).total
     except (ConfigError, OSError):
         return  # `check_disk` says why
-    if traced.config.disk_bytes * traced.replicas > disk_bytes:
+    if disk.bytes * traced.replicas > filesystem_bytes:
         raise CapacityError(
-            f"{_describe_request(traced)}, but the filesystem of {place} has "
-            f"{describe_bytes(disk_bytes)} in all. Ask for less, or name a folder on another disk"
+            f"{_describe_request(traced, disk)}, but the filesystem of {place} has "
+            f"{describe_bytes(filesystem_bytes)} in all. Ask for less, or name a folder on "
+            "another disk"
         )
 
 
@@ -64,9 +70,9 @@ def find_place(path: Path) -> Path:
 
 
 def unusable_folder(path: Path, error: OSError) -> ConfigError:
-    """Return the refusal of a `disk_path`."""
+    """Return the refusal of a `disk.path`."""
     return ConfigError(
-        f"disk_path: {str(path)!r}: the folder cannot be made or used: {error}. Make it, for the "
+        f"disk.path: {str(path)!r}: the folder cannot be made or used: {error}. Make it, for the "
         "user that runs the engine, or name another"
     )
 
@@ -84,7 +90,7 @@ class DiskRoom:
 
 
 def read_room(path: Path) -> DiskRoom:
-    """Look at the disk of a `disk_path`.
+    """Look at the disk of a `disk.path`.
 
     Raises `ConfigError` as `find_place` does, and `OSError` for a replica's folder of another user.
     """
@@ -100,17 +106,18 @@ def check_disk(traced: TracedConfig) -> None:
 
     Does nothing without a disk. Raises `ConfigError` or `CapacityError`.
     """
-    if traced.config.disk_path is None or traced.config.disk_bytes is None:
+    disk = traced.config.disk
+    if disk is None:
         return
-    path = Path(traced.config.disk_path)
+    path = Path(disk.path)
     try:
         room = read_room(path)
     except OSError:  # of another replica, which may be another user's
         return
-    if not room.fits(traced.config.disk_bytes * traced.replicas):
+    if not room.fits(disk.bytes * traced.replicas):
         taken = f", and files of kv-offload have {format_size(room.taken_bytes)}"
         raise CapacityError(
-            f"{_describe_request(traced)}, but of the filesystem of {path} only "
+            f"{_describe_request(traced, disk)}, but of the filesystem of {path} only "
             f"{describe_bytes(room.free_bytes)} are free{taken if room.taken_bytes else ''}. Free "
             "space, or ask for less"
         )
@@ -146,9 +153,9 @@ def check_regular(found: os.stat_result) -> os.stat_result:
     return found
 
 
-def _describe_request(traced: TracedConfig) -> str:
-    given, size_bytes = traced.given["disk_bytes"], traced.config.disk_bytes or 0
-    text = f"{given.source}: disk_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
+def _describe_request(traced: TracedConfig, disk: DiskConfig) -> str:
+    given = traced.given["disk.bytes"]
+    text = f"{given.source}: disk.bytes: {given.shown}: asks for {describe_bytes(disk.bytes)}"
     if traced.replicas > 1:
         text += f" for each of {traced.replicas} replicas on this host"
     return text

@@ -1,7 +1,7 @@
 """Which files a disk's folder has: an index, and a file of slots for each rank.
 
-disk_path/index.sqlite, disk_path/rank-0.kv, ...
-disk_path/replica-1/index.sqlite, ...               of data-parallel replicas after the first
+PATH/index.sqlite, PATH/rank-0.kv, ...
+PATH/replica-1/index.sqlite, ...               of data-parallel replicas after the first
 """
 
 from __future__ import annotations

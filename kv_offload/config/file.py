@@ -7,7 +7,7 @@ import re
 import reprlib
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,8 @@ class ConfigFile:
     path: Path | None
     values: Mapping[Any, Any]
     texts: Mapping[str, str]
-    """Scalars as they are written, which YAML may have converted: `yes`, `0x1f`, `1_000`."""
+    """Scalars as they are written, which YAML may have converted: `yes`, `0x1f`, `1_000`. Those of
+    a section have its name: `disk.bytes`."""
 
 
 def read_file(named_by: str, value: Any) -> ConfigFile:
@@ -142,6 +143,16 @@ def _wrong(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
+def _scalars(mapping: yaml.Node, section: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        if isinstance(value, yaml.ScalarNode):
+            yield f"{section}{key.value}", value.value
+        elif isinstance(value, yaml.MappingNode) and not section:
+            yield from _scalars(value, f"{key.value}.")
+
+
 def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
     """Return the top-level mapping of a YAML file, and its scalars as they are written."""
     line, column = 1, 1
@@ -155,11 +166,7 @@ def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, 
         if values is None:
             return {}, {}
         if isinstance(values, dict):
-            return values, {
-                key.value: value.value
-                for key, value in root.value
-                if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)
-            }
+            return values, dict(_scalars(root))
         problem = f"the top level is {show(values)}, but it must be a mapping of keys to values"
         mistake = _NO_SPACE.search(content.decode("utf-8")) if isinstance(values, str) else None
     except UnicodeDecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -34,6 +35,72 @@ def _size(description: str, allowed: str) -> Meta:
 def _path(description: str, allowed: str) -> Meta:
     """Describe a key that takes a path, which is made absolute."""
     return _says(description, allowed, "path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskConfig:
+    """A folder on a local disk that takes blocks which leave host memory."""
+
+    path: Annotated[
+        FilePath,
+        _path("Folder on a local disk for blocks that leave host memory.", "the path of a folder"),
+    ]
+    bytes: Annotated[
+        Size,
+        _size(
+            "Size on that disk for one replica of the engine, over all its ranks.",
+            "bytes, or a size (500GiB)",
+        ),
+    ]
+    write_rate: Annotated[
+        Size,
+        _size(
+            "Bytes per second that one replica writes to the disk at most, over all its ranks.",
+            "bytes, or a size (1GiB)",
+        ),
+    ] = 1 << 30
+    keep_on_restart: Annotated[
+        bool, _says("Whether what is on the disk serves after a restart.", "true or false")
+    ] = True
+    keep_on_reset: Annotated[
+        bool,
+        _says("Whether the disk still serves after a reset of the prefix cache.", "true or false"),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    """A store that several engines share."""
+
+    kind: Annotated[
+        Literal["mooncake"],
+        _says("The remote store that several engines share.", "mooncake"),
+    ]
+    address: Annotated[
+        Annotated[str, Meta(pattern=rf"^[^\s:/]+:{PORT}\Z")],
+        _says(
+            "Address of its master.",
+            "host:port, a port from 1 to 65535, for example 10.0.0.5:50051",
+        ),
+    ]
+    bytes: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_INT)],
+        _size(
+            "Memory that one replica of the engine gives to it, over all its ranks.",
+            "bytes, or a size (64GiB); 0 to use what others give",
+        ),
+    ]
+    write_rate: Annotated[
+        Size,
+        _size(
+            "Bytes per second that one replica writes to it at most, over all its ranks.",
+            "bytes, or a size (1GiB)",
+        ),
+    ] = 1 << 30
+    keep_on_reset: Annotated[
+        bool,
+        _says("Whether it still serves after a reset of the prefix cache.", "true or false"),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,63 +173,8 @@ class OffloadConfig:
         Literal["recompute", "fail"],
         _says("Whether a request whose load failed is computed again or fails."),
     ] = "recompute"
-    disk_path: Annotated[
-        FilePath | None,
-        _path(
-            "Folder on a local disk for blocks that leave host memory.",
-            "the path of a folder",
-        ),
-    ] = None
-    disk_bytes: Annotated[
-        Size | None,
-        _size(
-            "Size on that disk for one replica of the engine, over all its ranks.",
-            "bytes, or a size (500GiB)",
-        ),
-    ] = None
-    disk_write_rate: Annotated[
-        Size,
-        _size(
-            "What one replica writes to the disk in a second at most, over all its ranks.",
-            "bytes, or a size (1GiB)",
-        ),
-    ] = 1 << 30
-    disk_restart: Annotated[
-        bool, _says("Whether what is on the disk serves after a restart.", "true or false")
-    ] = True
-    disk_keep_on_reset: Annotated[
-        bool,
-        _says("Whether the disk still serves after a reset of the prefix cache.", "true or false"),
-    ] = False
-    store: Annotated[
-        Literal["mooncake"] | None,
-        _says("The store below host memory that several engines share.", "mooncake, or left out"),
-    ] = None
-    store_master: Annotated[
-        Annotated[str, Meta(pattern=rf"^[^\s:/]+:{PORT}\Z")] | None,
-        _says(
-            "Address of the store's master.",
-            "host:port, a port from 1 to 65535, for example 10.0.0.5:50051",
-        ),
-    ] = None
-    store_bytes: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_INT)] | None,
-        _size(
-            "Memory that one replica of the engine gives to the store, over all its ranks.",
-            "bytes, or a size (64GiB); 0 to use what others give",
-        ),
-    ] = None
-    store_write_rate: Annotated[
-        Size,
-        _size(
-            "What one replica writes to the store in a second at most, over all its ranks.",
-            "bytes, or a size (1GiB)",
-        ),
-    ] = 1 << 30
-    store_keep_on_reset: Annotated[
-        bool,
-        _says("Whether the store still serves after a reset of the prefix cache.", "true or false"),
-    ] = False
+    disk: DiskConfig | None = None
+    remote: RemoteConfig | None = None
     record_trace: Annotated[
         FilePath | None,
         _path(
@@ -181,7 +193,12 @@ class OffloadConfig:
     @property
     def host_bytes(self) -> int:
         """The memory of the host that one replica takes, over all its ranks."""
-        return self.cpu_bytes + (self.store_bytes or 0)
+        return self.cpu_bytes + self.given_bytes
+
+    @property
+    def given_bytes(self) -> int:
+        """Host memory that one replica gives to a remote store, over all its ranks."""
+        return self.remote.bytes if self.remote is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +206,26 @@ class Key:
     """One key as error messages, the command line and docs/use/configuration.md describe it."""
 
     name: str
+    """With the section that it is in, if any: `disk.path`."""
     type: Any
     description: str
     allowed: str
     takes: str
     """`size`, `path`, or nothing of what is read in its own way."""
     default: Any
-    """As a user writes it, of a size."""
+    """As a user writes it, of a size. None, and `is_required`, without one."""
+    is_required: bool = False
+    """Whether its section must have it."""
+
+    @property
+    def section(self) -> str:
+        """The section that it is in, or nothing."""
+        return self.name.rpartition(".")[0]
 
     @property
     def written_default(self) -> str:
         """The default as a user writes it into the file."""
-        return as_yaml(self.default)
+        return "required" if self.is_required else as_yaml(self.default)
 
 
 def as_yaml(value: Any) -> str:
@@ -208,17 +233,35 @@ def as_yaml(value: Any) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
-def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
-    kind, *_, meta = get_args(hint)
-    default: Any = field.default
-    names, takes = get_args(kind), meta.extra["takes"]
-    allowed = meta.extra["allowed"] or f"{', '.join(names[:-1])} or {names[-1]}"
-    if field.name == "cpu_bytes":
-        default = DEFAULT_CPU_BYTES
-    elif takes == "size" and default is not None:
-        default = format_size(default).replace(" ", "")
-    return Key(field.name, hint, meta.description, allowed, takes, default)
+SECTIONS: dict[str, type[DiskConfig | RemoteConfig]] = {"disk": DiskConfig, "remote": RemoteConfig}
+"""The mappings of a configuration, each of which may be left out: without a disk, without a remote
+store."""
 
 
-_HINTS = get_type_hints(OffloadConfig, include_extras=True)
-SCHEMA = {f.name: _key(f, _HINTS[f.name]) for f in dataclasses.fields(OffloadConfig)}
+def _keys(config: type[Any], section: str = "") -> Iterator[Key]:
+    hints = get_type_hints(config, include_extras=True)
+    for field in dataclasses.fields(config):
+        if not section and field.name in SECTIONS:
+            yield from _keys(SECTIONS[field.name], field.name)
+            continue
+        kind, *_, meta = get_args(hints[field.name])
+        names, takes = get_args(kind), meta.extra["takes"]
+        allowed = meta.extra["allowed"] or f"{', '.join(names[:-1])} or {names[-1]}"
+        is_required = bool(section) and field.default is dataclasses.MISSING
+        default: Any = None if is_required else field.default
+        if field.name == "cpu_bytes":
+            default = DEFAULT_CPU_BYTES
+        elif takes == "size" and default is not None:
+            default = format_size(default).replace(" ", "")
+        name = f"{section}.{field.name}" if section else field.name
+        yield Key(name, hints[field.name], meta.description, allowed, takes, default, is_required)
+
+
+SCHEMA = {key.name: key for key in _keys(OffloadConfig)}
+
+
+def keys_of(section: str) -> list[str]:
+    """Return the keys of a section by the names that they have in it, or of the top level."""
+    if not section:
+        return [*dict.fromkeys(key.section or key.name for key in SCHEMA.values())]
+    return [key.name.rpartition(".")[2] for key in SCHEMA.values() if key.section == section]

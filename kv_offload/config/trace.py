@@ -6,10 +6,9 @@ Every value that is given is checked, also one that another source overrides.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,17 @@ import msgspec
 
 from kv_offload.config.file import ConfigFile, read_file, resolve_path, show
 from kv_offload.config.host_memory import HostMemory, headroom_bytes, read_host_memory
-from kv_offload.config.schema import DEFAULT_CPU_BYTES, MAX_INT, SCHEMA, OffloadConfig, as_yaml
+from kv_offload.config.schema import (
+    DEFAULT_CPU_BYTES,
+    MAX_INT,
+    SCHEMA,
+    SECTIONS,
+    OffloadConfig,
+    as_yaml,
+    keys_of,
+)
 from kv_offload.config.sizes import describe_bytes, format_size, parse_size
+from kv_offload.config.unknown_keys import unknown_key
 from kv_offload.errors import CapacityError, ConfigError
 
 EXTRA_CONFIG = "kv_connector_extra_config"
@@ -27,14 +35,6 @@ FILE_KEY = "config_file"
 VARIABLES = "KV_OFFLOAD_"
 FILE_VARIABLE = f"{VARIABLES}CONFIG_FILE"
 DEFAULT = "default"
-ALIKE = 0.75
-"""How similar to a key of ours another one must be to be suggested: `evict_policy` and
-`eviction_policy` are 0.89 alike, `store_threshold` and `store_bytes`, another thing, 0.69."""
-
-_VLLMS_KEYS = frozenset(
-    ("kv_transfer_config", "kv_connector", "kv_connector_module_path", "kv_role", EXTRA_CONFIG)
-)
-"""Those of vLLM's argument that people write among ours."""
 
 _NOT_MEANT_FOR_US = re.compile(
     rf"{VARIABLES}(BENCH_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|"
@@ -61,7 +61,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedConfig:
-    """A configuration, its file, and what was given for every key."""
+    """A configuration, its file, and what was given for every key, or for a section without."""
 
     config: OffloadConfig
     file: Path | None
@@ -82,8 +82,8 @@ class TracedConfig:
         given = self.given["cpu_bytes"]
         size_bytes = self.config.cpu_bytes
         text = f"{given.source}: cpu_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
-        if self.config.store_bytes:
-            text += f", and store_bytes for {describe_bytes(self.config.store_bytes)}"
+        if self.config.given_bytes:
+            text += f", and remote.bytes for {describe_bytes(self.config.given_bytes)}"
         if self.replicas > 1:
             all_bytes = describe_bytes(self.config.host_bytes * self.replicas)
             text += f" for each of {self.replicas} replicas on this host, {all_bytes} in all"
@@ -119,20 +119,25 @@ def trace_config(
     elif named := environ.get(FILE_VARIABLE):  # an empty variable is an absent one
         read = read_file(f"environment: {FILE_VARIABLE}: ", named)
     inline = {k: v for k, v in extra_config.items() if k != FILE_KEY}
-    layers: tuple[tuple[str, Mapping[Any, Any], Mapping[str, str]], ...] = (
-        (DEFAULT, {key.name: key.default for key in SCHEMA.values()}, {}),
+    host = host or read_host_memory()
+    whole_bytes = host.size_bytes // replicas
+    given: dict[str, Given] = {}
+    for source, values, texts in (
+        (DEFAULT, dict.fromkeys(SECTIONS), {}),
         (str(read.path), read.values, read.texts),
         (EXTRA_CONFIG, inline, {}),
-    )
-    host = host or read_host_memory()
-    effective: dict[str, Any] = {}
-    given: dict[str, Given] = {}
-    for source, values, texts in layers:
-        for name, value in values.items():
-            one = Given(source, value, _written(value, texts.get(name)))
-            effective[name] = _checked(name, one, host.size_bytes // replicas)
+    ):
+        for name, one in _flatten(source, values, texts):
+            if name not in SECTIONS:
+                _checked(name, one, whole_bytes)
             given[name] = one
-    traced = TracedConfig(OffloadConfig(**effective), read.path, given, host, replicas, warnings)
+    given = _complete(given)
+    effective = {
+        name: _checked(name, one, whole_bytes)
+        for name, one in given.items()
+        if name not in SECTIONS
+    }
+    traced = TracedConfig(_nested(effective), read.path, given, host, replicas, warnings)
     _check_tiers(traced.config, given)
     _check_shares(traced.config, given)
     headroom = headroom_bytes(host)
@@ -156,8 +161,8 @@ def _check_variables(environ: Mapping[str, str]) -> Iterator[str]:
         is_ours = name.startswith(VARIABLES) and not _NOT_MEANT_FOR_US.fullmatch(name)
         if not is_ours or not value or name == FILE_VARIABLE:
             continue
-        key = name.removeprefix(VARIABLES).lower()
-        if key in SCHEMA:
+        meant = name.removeprefix(VARIABLES).lower()
+        for key in (key for key in (*SCHEMA, *SECTIONS) if key.replace(".", "_") == meant):
             raise ConfigError(
                 f"environment: {name}: {value[:100]!r}: no variable sets a key. Write {key} into "
                 f"the file that {FILE_VARIABLE} names, or into {EXTRA_CONFIG}, and unset {name}."
@@ -176,19 +181,89 @@ def _written(value: Any, text: str | None) -> str:
     return as_yaml(value) if value is None or isinstance(value, bool) else show(value)
 
 
-def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
-    key, source, value = SCHEMA.get(name), given.source, given.value
-    removed, remedy = _REMOVED.get(name, (None, ""))
-    if remedy and (removed is None or removed == value):
+def _flatten(
+    source: str, values: Mapping[Any, Any], texts: Mapping[str, str]
+) -> Iterator[tuple[str, Given]]:
+    """Yield what a source says, by `disk.path` for `disk: {path: ...}`; raises `ConfigError`.
+
+    The section itself comes first, with None if it is to be left out.
+    """
+    for name, value in values.items():
+        given = Given(source, value, _written(value, texts.get(name)))
+        if name not in SECTIONS:
+            if name not in SCHEMA or "." in name:
+                raise _unknown("", name, given)
+            yield name, given
+            continue
+        if value is not None and not isinstance(value, Mapping):
+            keys = ", ".join(f"{key}: ..." for key in keys_of(name))
+            raise ConfigError(
+                f"{source}: {name}: {given.shown}: must be a mapping, {name}: {{{keys}}}. Correct "
+                f"it, or remove it to run without a {_WORDS[name]}."
+            )
+        yield name, given
+        for key, inner in (value or {}).items():
+            one = Given(source, inner, _written(inner, texts.get(f"{name}.{key}")))
+            if f"{name}.{key}" not in SCHEMA:
+                raise _unknown(name, key, one)
+            yield f"{name}.{key}", one
+
+
+def _unknown(section: str, name: Any, given: Given) -> ConfigError:
+    extra = [FILE_KEY] if given.source == EXTRA_CONFIG else []
+    return unknown_key(given.source, section, _written(name, None), given.shown, extra)
+
+
+def _complete(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Return what was given, in the order of the schema, with defaults and without what has none.
+
+    Of a section that is left out there is its name alone. Raises `ConfigError` for a key that a
+    section lacks.
+    """
+    complete: dict[str, Given] = {}
+    for key in SCHEMA.values():
+        if key.section and given[key.section].value is None:
+            complete[key.section] = given[key.section]
+        elif key.name in given:
+            complete[key.name] = given[key.name]
+        elif key.is_required:
+            section = given[key.section]
+            raise ConfigError(
+                f"{section.source}: {key.section}: {key.name} is missing. Add it: "
+                f"{key.description} Allowed: {key.allowed}. Or remove {key.section} to run without "
+                f"a {_WORDS[key.section]}."
+            )
+        else:
+            complete[key.name] = Given(DEFAULT, key.default, key.written_default)
+    return complete
+
+
+def _nested(values: Mapping[str, Any]) -> OffloadConfig:
+    """Return the configuration of values by `disk.path`."""
+    nested: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    kinds: Mapping[str, Callable[..., Any]] = SECTIONS
+    for section, make in kinds.items():
+        names = {key: f"{section}.{key}" for key in keys_of(section)}
+        if of_section := {key: values[name] for key, name in names.items() if name in values}:
+            nested[section] = make(**of_section)
+    return OffloadConfig(**nested)
+
+
+def _checked(name: str, given: Given, whole_bytes: int) -> Any:
+    """Return a value as the engine uses it. Raises `ConfigError` for one that is not allowed."""
+    key, source, value = SCHEMA[name], given.source, given.value
+    if name in _REMOVED_VALUES and value == _REMOVED_VALUES[name][0]:
+        remedy = _REMOVED_VALUES[name][1]
         raise ConfigError(f"{source}: {name}: {given.shown}: was removed: {remedy}.")
-    if key is None:
-        shown = _written(name, None)
-        raise ConfigError(f"{source}: {shown}: {given.shown}: unknown key. {_hint(source, shown)}")
     cause: Exception
     try:
-        is_none = name == "store_bytes" and value == 0 and type(value) is int
-        if name in _NOTHING_WRITTEN and value == 0 and type(value) is int:
-            raise ValueError(_NOTHING_WRITTEN[name])  # noqa: TRY301
+        is_none = name == "remote.bytes" and value == 0 and type(value) is int
+        if name.endswith(".write_rate") and value == 0 and type(value) is int:
+            word = _WORDS[key.section]
+            raise ValueError(  # noqa: TRY301
+                f"nothing would be written to the {word}. To run without a {word}, remove "
+                f"{key.section}."
+            )
         if key.takes == "size" and type(value) in (str, int, float) and not is_none:
             value = parse_size(value, whole_bytes if name == "cpu_bytes" else None)
         converted = msgspec.convert(value, key.type)
@@ -198,49 +273,37 @@ def _checked(name: Any, given: Given, whole_bytes: int) -> Any:
         problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
     except ValueError as error:
         problem, cause = f"{error} Allowed: {key.allowed}", error
+    remedy = f"remove it to get the default, {key.written_default}"
+    if key.is_required:
+        remedy = f"remove {key.section} to run without a {_WORDS[key.section]}"
     raise ConfigError(
-        f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or remove it to get "
-        f"the default, {key.written_default}."
+        f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or {remedy}."
     ) from cause
 
 
 def _check_tiers(config: OffloadConfig, given: Mapping[str, Given]) -> None:
-    """Raise `ConfigError` for a tier that is described in part, and for two tiers."""
-    for what, needed in _TIERS.items():
-        named = [name for name in needed if getattr(config, name) is not None]
-        missing = [name for name in needed if name not in named]
-        if named and missing:
-            one = given[named[0]]
-            raise ConfigError(
-                f"{one.source}: {named[0]}: {one.shown}: {missing[0]} is missing. Add "
-                f"{missing[0]}: {needed[missing[0]]}, or remove {' and '.join(named)} to run "
-                f"without a {what}."
-            )
-    if config.disk_path is not None and config.store is not None:
+    """Raise `ConfigError` for two tiers."""
+    if config.disk is not None and config.remote is not None:
         raise ConfigError(
-            f"{given['store'].source}: store: {given['store'].shown}: an engine has one tier below "
-            "host memory, and disk_path names a disk. Remove store, store_master and store_bytes, "
-            "or disk_path and disk_bytes."
+            f"{given['remote.kind'].source}: remote: an engine has one tier below host memory, and "
+            "there is a disk. Remove remote, or disk."
         )
 
 
-_REMOVED: Mapping[str, tuple[str | None, str]] = {
+_WORDS = {"disk": "disk", "remote": "remote store"}
+"""The sections as a sentence names them."""
+
+_REMOVED_VALUES = {
     "eviction_policy": (
         "arc",
         "use auto, the default, which keeps reused prefixes through scans of new ones too, or lru",
-    ),
-    "store_after_uses": (
-        None,
-        "remove the key. eviction_policy: auto, the default, prefers prefixes that are used again; "
-        "to write less to a disk, lower disk_write_rate",
     ),
     "transfer_engine": (
         "dma",
         "remove the key: auto, the default, has the copy engine copy where blocks are long",
     ),
 }
-"""What earlier versions had: by key, the value that was removed (None for the whole key), and what
-to do now."""
+"""By key, a value that earlier versions had, and what to do now."""
 
 
 def _check_shares(config: OffloadConfig, given: Mapping[str, Given]) -> None:
@@ -252,62 +315,3 @@ def _check_shares(config: OffloadConfig, given: Mapping[str, Given]) -> None:
             f"{share.source}: {one}: {share.shown}: more than {every}, {limit.shown}, which is for "
             f"all requests together. Give at most {limit.shown}, or raise {every}."
         )
-
-
-_TIERS = {
-    "disk": {
-        "disk_bytes": "what the engine may take of that disk, for example 500GiB",
-        "disk_path": "a folder on a local disk",
-    },
-    "store": {
-        "store": "mooncake",
-        "store_master": "the address of its master, for example 10.0.0.5:50051",
-        "store_bytes": "the memory that this engine gives to it, for example 64GiB, or 0",
-    },
-}
-"""Keys that are given all or none, and what each of them is."""
-
-
-_NOTHING_WRITTEN = {
-    f"{tier}_write_rate": f"nothing would be written to the {tier}. To run without a {tier}, "
-    f"remove {', '.join(keys)}."
-    for tier, keys in _TIERS.items()
-}
-"""By a rate, the answer to one of 0."""
-
-_OTHERS_KEYS = {
-    "cpu_bytes_to_use": "cpu_bytes",
-    "cpu_bytes_to_use_per_rank": "cpu_bytes",
-    "disk_capacity_bytes": "disk_bytes",
-    "offload_prompt_only": "store_blocks",
-    "kv_offloading_size": "cpu_bytes",
-    "num_cpu_blocks": "cpu_bytes",
-    "swap_space": "cpu_bytes",
-    "max_local_cpu_size": "cpu_bytes",
-    "lmcache_max_local_cpu_size": "cpu_bytes",
-    "local_disk": "disk_path",
-    "lmcache_local_disk": "disk_path",
-    "max_local_disk_size": "disk_bytes",
-    "lmcache_max_local_disk_size": "disk_bytes",
-    "remote_url": "store_master",
-    "lmcache_remote_url": "store_master",
-    "store_threshold": "eviction_policy",
-    "cache_policy": "eviction_policy",
-}
-"""Ours by keys of vLLM's connectors and of LMCache."""
-
-
-def _hint(source: str, unknown: str) -> str:
-    """Say what to do about an unknown key."""
-    known = [*SCHEMA, FILE_KEY] if source == EXTRA_CONFIG else [*SCHEMA]
-    if unknown.replace("-", "_") in _VLLMS_KEYS:
-        return (
-            "It belongs into vLLM's argument --kv-transfer-config. Here only the plugin's own keys "
-            f"are read: {', '.join(known)}."
-        )
-    written = unknown.lower().replace("-", "_")
-    near = difflib.get_close_matches(written, known, n=1, cutoff=ALIKE)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    if ours := _OTHERS_KEYS.get(written):
-        hint = f"It is a key of another connector; here it is {ours}. "
-    return f"{hint}Correct or remove it; the keys are {', '.join(known)}."

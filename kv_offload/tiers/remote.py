@@ -107,7 +107,7 @@ class RemoteTier(Tier):
     is_shared = True
 
     def __init__(self, open_directory: DirectoryOpener) -> None:
-        super().__init__("store")
+        super().__init__("remote store")
         self._open_directory = open_directory
         self._directory: StoreDirectory | None = None
         self._known = RecentKeys()
@@ -220,7 +220,7 @@ class RemoteTier(Tier):
 
     def gauges(self) -> dict[str, float]:
         """See `Tier`."""
-        return {"has_store": 1.0}
+        return {"has_remote": 1.0}
 
     def check_integrity(self) -> None:
         """See `Tier`: nothing here has to fit what the store has."""

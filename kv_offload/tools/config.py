@@ -57,12 +57,16 @@ def _describe(traced: TracedConfig, argument: str) -> str:
     lines = [f"# Effective configuration; file: {origin}"]
     for name, given in traced.given.items():
         value, comment = given.written, "default" if given.source == DEFAULT else "file"
-        effective, takes = getattr(traced.config, name), SCHEMA[name].takes
-        if takes == "size" and effective is not None:
+        section, _, key = name.rpartition(".")
+        if section and f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        effective = getattr(getattr(traced.config, section) if section else traced.config, key)
+        takes = SCHEMA[name].takes if name in SCHEMA else ""
+        if takes == "size":
             value, comment = str(effective), f"{comment}, {value} is {format_size(effective)}"
         elif takes == "path":
             value = as_yaml(effective)
-        lines.append(f"{name}: {value}  # {comment}")
+        lines.append(f"{'  ' if section else ''}{key}: {value}  # {comment}")
     lines += ["", "# The argument for vLLM", f"--kv-transfer-config {shlex.quote(argument)}"]
     return "\n".join(lines)
 

@@ -41,7 +41,7 @@ class Disk:
         num_slots = fitting_slots(file_bytes, slot_bytes)
         if num_slots < 1:
             raise CapacityError(
-                f"disk_bytes gives each of {num_ranks} ranks {describe_bytes(file_bytes)}, and one "
+                f"disk.bytes gives each of {num_ranks} ranks {describe_bytes(file_bytes)}, and one "
                 f"slot takes {describe_bytes(slot_bytes)}: a disk needs thousands of them"
             )
         return num_slots
@@ -71,7 +71,7 @@ class Disk:
         try:
             file = DiskTier(path, num_slots, transfer.slots(), description)
         except TierError as error:
-            raise ConfigError(f"disk_path: {error}") from error
+            raise ConfigError(f"disk.path: {error}") from error
         logger.info(
             "kv-offload: rank %d keeps %d slots in %s, with %s I/O; it %s",
             rank,
@@ -98,7 +98,7 @@ class Disk:
             except TierError as error:
                 logger.warning(
                     "kv-offload: a file of an engine with more ranks is left, and takes space "
-                    "beside disk_bytes: %s",
+                    "beside disk.bytes: %s",
                     error,
                 )
                 continue

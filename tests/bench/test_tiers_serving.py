@@ -24,9 +24,9 @@ def document(bytes_read: float) -> dict[str, Any]:
 
 def test_engines_without_a_tier_come_first_and_last() -> None:
     asked = options(parse(["--disk", "/disk", "--disk-bytes", "8GiB"]), "host:1")
-    assert list(asked) == ["no tier", "disk", "store", "no tier, again"]
-    assert asked["disk"].items() >= {"disk_path": "/disk", "disk_bytes": "8GiB"}.items()
-    assert asked["store"]["store_master"] == "host:1"
+    assert list(asked) == ["no tier", "disk", "remote", "no tier, again"]
+    assert asked["disk"]["disk"].items() >= {"path": "/disk", "bytes": "8GiB"}.items()
+    assert asked["remote"]["remote"]["address"] == "host:1"
     assert all(own["load_or_recompute"] == "always_load" for own in asked.values())
     assert not any("eviction_policy" in own for own in asked.values()), "it is what ships"
     assert list(options(parse([]), None)) == ["no tier", "no tier, again"]

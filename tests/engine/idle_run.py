@@ -2,7 +2,7 @@
 
 usage: python -m tests.engine.idle_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-`arguments` are `LLM`'s, and `disk_path`. The first write fails. Hands back how many blocks were
+`arguments` are `LLM`'s, and `folder`. The first write fails. Hands back how many blocks were
 stored while nothing was written, and how many of them are on disk later, though nobody asks.
 """
 
@@ -53,11 +53,11 @@ def wait_until(is_so: Callable[[], bool]) -> bool:
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, int]:
-    folder = Path(arguments.pop("disk_path"))
+    folder = Path(arguments.pop("folder"))
     failed = folder.with_name("failed")
     fail_first_write(failed)
     settings = engine_settings(Path(models), kind, **arguments)
-    plugin = {"cpu_bytes": "32MiB", "disk_path": str(folder), "disk_bytes": "64MiB"}
+    plugin = {"cpu_bytes": "32MiB", "disk": {"path": str(folder), "bytes": "64MiB"}}
     llm = LLM(**settings, kv_transfer_config=transfer_config(plugin))
     ask(llm, [random_tokens(PROMPT_TOKENS, seed=1)], greedy(1))
     assert wait_until(failed.exists)

@@ -97,7 +97,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     store = None
     if (master := arguments.pop("store", None)) is not None:
         require_mooncake()
-        store = {"store": "mooncake", "store_master": master, "store_bytes": "16MiB"}
+        store = {"remote": {"kind": "mooncake", "address": master, "bytes": "16MiB"}}
         store["load_or_recompute"] = "always_load"  # a small model computes sooner
         be_patient(pytest.MonkeyPatch())
     cache_prefixes_of_latents()

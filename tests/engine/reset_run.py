@@ -2,7 +2,7 @@
 
 usage: python -m tests.engine.reset_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-`arguments` are `disk_path`, `faults`, `weights` (a file with the new ones) and `prompts`. Hands
+`arguments` are `folder`, `faults`, `weights` (a file with the new ones) and `prompts`. Hands
 back the answer to the reset, and ends by SIGKILL: no thread of the engine does anything afterwards.
 """
 
@@ -30,7 +30,7 @@ FAULTS: dict[str, Any] = {
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    plugin = {"disk_path": arguments["disk_path"], "disk_bytes": "64MiB"}
+    plugin = {"disk": {"path": arguments["folder"], "bytes": "64MiB"}}
     with offloading(Path(models), kind, plugin) as running:
         running.generate(arguments["prompts"])
         running.settle()

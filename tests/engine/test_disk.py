@@ -36,7 +36,7 @@ FULL_BLOCKS = full_blocks(PROMPTS)
 
 
 def disk(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"disk_path": str(folder), "disk_bytes": "64MiB", **more}
+    return {"disk": {"path": str(folder), "bytes": "64MiB", **more}}
 
 
 def write_and_stay(models: str, folder: str, ready: str) -> None:
@@ -74,7 +74,7 @@ def test_the_disk_serves_what_host_memory_forgot(
 ) -> None:
     """Ends with the control: other bytes in host memory than were read must be noticed."""
     expected = plain_answers(model_folder, PROMPTS, kind)
-    with offloading(model_folder, kind, disk(tmp_path, **plugin)) as ours:
+    with offloading(model_folder, kind, {**disk(tmp_path), **plugin}) as ours:
         assert ours.generate(PROMPTS) == expected
         ours.forget_host_memory()
         assert ours.generate(PROMPTS) == expected
@@ -104,7 +104,7 @@ def test_a_folder_that_another_engine_uses_is_refused(model_folder: Path, tmp_pa
     arena = np.zeros((1, 4096), np.uint8)
     with DiskTier(tmp_path / "rank-0.kv", 1, arena, {}):
         said = refusal(model_folder, ConfigError, plugin=disk(tmp_path))
-    assert "disk_path" in said
+    assert "disk.path" in said
     assert "in use by another engine" in said
 
 
@@ -134,7 +134,7 @@ def test_an_idle_engine_writes_after_a_pause_what_came_in_it(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """The engine core sleeps in a process of its own; no request wakes it."""
-    arguments = {"disk_path": str(tmp_path / "disk")}
+    arguments = {"folder": str(tmp_path / "disk")}
     run = run_module("tests.engine.idle_run", model_folder, "qwen3", arguments, forks=True)
     assert run["written"] >= run["blocks"] > 0
 
@@ -146,7 +146,7 @@ def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Pa
         assert ours.offload.gauges()["tier_slots_in_use"] > 0
         assert ours.llm.reset_prefix_cache(reset_connector=True)
         assert ours.offload.gauges()["tier_slots_in_use"] == 0
-    with offloading(model_folder, plugin=disk(tmp_path, disk_keep_on_reset=True)) as ours:
+    with offloading(model_folder, plugin=disk(tmp_path, keep_on_reset=True)) as ours:
         assert ours.offload.gauges()["tier_slots_in_use"] == 0  # of weights that nobody knows
         ours.generate(PROMPTS)
         ours.settle()
@@ -187,7 +187,7 @@ def test_a_reset_that_was_answered_with_true_holds_though_the_engine_is_killed_a
     place, weights = tmp_path / "disk", tmp_path / "new.safetensors"
     place.mkdir()
     write_new_weights(models / "qwen3", weights)
-    arguments = {"disk_path": str(place), "faults": faults, "weights": str(weights)}
+    arguments = {"folder": str(place), "faults": faults, "weights": str(weights)}
     arguments["prompts"] = PROMPTS
     answered = run_module("tests.engine.reset_run", models, "qwen3", arguments, forks=True)
     weights.rename(models / "qwen3" / "model.safetensors")

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.M
 def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: Path) -> None:
     """An engine that does not pack finds nothing there."""
     plain = expected(model_folder)
-    disk = {"disk_path": str(tmp_path), "disk_bytes": "64MiB"}
+    disk = {"disk": {"path": str(tmp_path), "bytes": "64MiB"}}
     with packing(model_folder, plugin=disk) as first:
         assert answers(first) == plain
         first.settle()
@@ -183,7 +183,7 @@ def test_ranks_find_packed_slots_on_their_disks_after_a_restart(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Ends with the control: blocks that change places in host memory are noticed."""
-    disk = {"disk_path": str(tmp_path), "disk_bytes": "64MiB", "load_or_recompute": "always_load"}
+    disk = {"disk": {"path": str(tmp_path), "bytes": "64MiB"}, "load_or_recompute": "always_load"}
     arguments = {**RANKS, "plugin": {**RANKS["plugin"], **disk}, "tensor_parallel_size": 2}
     run = run_module(
         *("tests.engine.restart_run", model_folder, "qwen3", arguments),

@@ -25,6 +25,6 @@ def test_a_wrong_setting_is_refused_before_weights_are_read(
     assert "remove --no-enable-prefix-caching" in message
     trace = {"record_trace": str(tmp_path / "no" / "trace.jsonl")}
     assert "No such file or directory" in refusal(tmp_path, ConfigError, plugin=trace)
-    disk = {"disk_path": str(tmp_path / "no" / "kv"), "disk_bytes": "64MiB"}
+    disk = {"disk": {"path": str(tmp_path / "no" / "kv"), "bytes": "64MiB"}}
     assert "the folder cannot be made" in refusal(tmp_path, ConfigError, plugin=disk)
     assert "model weights" in refusal(tmp_path, RuntimeError, plugin={})

@@ -42,7 +42,7 @@ def master() -> Iterator[Master]:
 
 def store(master: str, nbytes: str | int = SEGMENT, **more: Any) -> dict[str, Any]:
     """Return the plugin's keys. What the store has is loaded, though computing may be sooner."""
-    keys = {"store": "mooncake", "store_master": master, "store_bytes": nbytes}
+    keys = {"remote": {"kind": "mooncake", "address": master, "bytes": nbytes}}
     return {**keys, "load_or_recompute": "always_load", **more}
 
 

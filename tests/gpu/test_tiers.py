@@ -43,7 +43,7 @@ def check(result: dict[str, Any]) -> None:
 def test_a_disk_serves_an_engine_that_was_started_again_after_kill_9(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    plugin = {"disk_path": str(tmp_path / "disk"), "disk_bytes": "256MiB", **ALWAYS}
+    plugin = {"disk": {"path": str(tmp_path / "disk"), "bytes": "256MiB"}, **ALWAYS}
     (tmp_path / "disk").mkdir()
     words = (RUN, "write", tmp_path, json.dumps(plugin))
     with staying(*words, folder=tmp_path, **variables) as (process, _):
@@ -58,9 +58,10 @@ def test_a_store_serves_what_another_engine_has_computed(
     require_mooncake()
     more = environment() | PATIENT | variables
     with Master() as master:
-        plugin = {"store": "mooncake", "store_master": master.address, **ALWAYS}
-        words = (RUN, "write", tmp_path, json.dumps(plugin | {"store_bytes": "256MiB"}))
+        remote = {"kind": "mooncake", "address": master.address}
+        first = {"remote": {**remote, "bytes": "256MiB"}, **ALWAYS}
+        words = (RUN, "write", tmp_path, json.dumps(first))
         with staying(*words, folder=tmp_path, **more) as (_, said):
             assert int(said) >= BLOCKS
-            second = plugin | {"store_bytes": 0}
+            second = {"remote": {**remote, "bytes": 0}, **ALWAYS}
             check(run_module(RUN, "serve", tmp_path, second, timeout_seconds=300, **more))

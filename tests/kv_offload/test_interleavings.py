@@ -209,8 +209,8 @@ class Interleavings(RuleBasedStateMachine):
             else:
                 folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
                 nbytes = f"{below * self.ranks << 10}B"
-                arguments["plugin"] |= {"disk_path": folder, "disk_bytes": nbytes}
-                arguments["plugin"]["disk_restart"] = False
+                disk = {"path": folder, "bytes": nbytes, "keep_on_restart": False}
+                arguments["plugin"]["disk"] = disk
             for name, seconds in (IMPATIENCE if not waits else {}).items():
                 self.cleanup.enter_context(mock.patch(f"kv_offload.tiers.{name}", seconds))
         if late or any(group.holds_state for group in arguments["groups"]):

@@ -229,9 +229,6 @@ def around(*members: Options, role: str = "kv_both", **outer: Any) -> Options:
     }
 
 
-POOLS = ("cpu_bytes", "disk_bytes")
-
-
 def _set_options(connector: str, extra_config: Options, options: Options) -> None:
     """Set options of the plugin in a transfer configuration, also of a MultiConnector's member."""
     if connector == CONNECTOR:
@@ -267,8 +264,11 @@ def make_vllm_config(
     """
     plugin = {"cpu_bytes": 1 << 20, **plugin}
     # Played pools have a few slots of some bytes: an engine that starts refuses them.
-    exact = {name: plugin[name] for name in POOLS if re.fullmatch(r"\d+B", str(plugin.get(name)))}
-    plugin |= dict.fromkeys(exact, "1MiB")
+    exact: Options = {}
+    if re.fullmatch(r"\d+B", str(plugin["cpu_bytes"])):
+        exact["cpu_bytes"], plugin["cpu_bytes"] = plugin["cpu_bytes"], "1MiB"
+    if "disk" in plugin and re.fullmatch(r"\d+B", plugin["disk"]["bytes"]):
+        exact["disk"], plugin["disk"] = plugin["disk"], {**plugin["disk"], "bytes": "1MiB"}
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = EngineArgs(
         model=_model_folder().name,

@@ -194,7 +194,7 @@ class ManualDirectory:
         self.closed = True
 
 
-STORE = {"store": "mooncake", "store_master": "127.0.0.1:50051", "store_bytes": 0}
+STORE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 0}}
 """The configuration of an engine with such a store."""
 
 

@@ -107,7 +107,7 @@ def read_index(path: Path) -> DiskContents:
             database = opened.enter_context(contextlib.closing(sqlite3.connect(copy)))
         except (OSError, sqlite3.Error) as error:
             problem = getattr(error, "strerror", None) or error
-            remedy = "Give a folder that an engine has as its disk_path, as a user who may read it"
+            remedy = "Give a folder that an engine has as its disk.path, as a user who may read it"
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 where = tempfile.gettempdir()
                 remedy = f"A copy of it is read, in {where}: set TMPDIR to a folder with more room"

@@ -45,7 +45,7 @@ def lock(path: Path) -> int:
                 continue
             os.close(descriptor)
             raise ConfigError(
-                f"{path}: another engine uses it. Give each engine a disk_path of its own, or end "
+                f"{path}: another engine uses it. Give each engine a disk.path of its own, or end "
                 f"the other one; `fuser {shlex.quote(str(file))}` names its process"
             ) from error
         return descriptor
@@ -170,7 +170,7 @@ def refused(path: Path) -> Iterator[None]:
     except (OSError, sqlite3.Error) as error:
         problem = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path}: cannot be used: {problem}. Give disk_path a folder that exists, that this "
+            f"{path}: cannot be used: {problem}. Give disk.path a folder that exists, that this "
             "user may write, and that has room"
         ) from error
 

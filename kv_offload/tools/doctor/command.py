@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kv_offload import __version__
 from kv_offload.tools.arguments import add_count, add_file
-from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, report, store
+from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, remote, report
 from kv_offload.tools.output import shows_colour
 
 
@@ -26,20 +26,20 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--no-measure",
         action="store_true",
-        help="do not copy to and from the GPUs, the disk and the store, which takes seconds, 128 "
-        "MiB of each GPU, 512 MiB of the disk and 64 MiB of the store",
+        help="do not copy to and from the GPUs, the disk and the remote store, which takes "
+        "seconds, 128 MiB of each GPU, 512 MiB of the disk and 64 MiB of the remote store",
     )
     parser.add_argument(
         "--disk",
         metavar="PATH",
         type=Path,
-        help="folder of a disk to check and measure (default: the configuration's disk_path)",
+        help="folder of a disk to check and measure (default: the configuration's disk.path)",
     )
     parser.add_argument(
-        "--store",
-        metavar="MASTER",
+        "--remote",
+        metavar="ADDRESS",
         help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB (default: the "
-        "configuration's store_master)",
+        "configuration's remote.address)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
@@ -69,17 +69,17 @@ def _run(arguments: argparse.Namespace) -> int:
         "Engine": [installation.check_plugin(os.environ), *memory.check_recording(traced)],
     }
     path = arguments.disk
-    if path is None and traced is not None and traced.config.disk_path is not None:
-        path = Path(traced.config.disk_path)
+    if path is None and traced is not None and traced.config.disk is not None:
+        path = Path(traced.config.disk.path)
     if path is not None:
         checks = disk.check_disk(path, traced, measures=not arguments.no_measure)
         sections = {**sections, "Disk": [*checks]}
-    master = arguments.store
-    if master is None and traced is not None:
-        master = traced.config.store_master
+    master = arguments.remote
+    if master is None and traced is not None and traced.config.remote is not None:
+        master = traced.config.remote.address
     if master is not None:
-        found = store.check_store(master, os.environ, measures=not arguments.no_measure)
-        sections = {**sections, "Store": [*found]}
+        found = remote.check_remote(master, os.environ, measures=not arguments.no_measure)
+        sections = {**sections, "Remote": [*found]}
     title = f"kv-offload {__version__} doctor"
     if arguments.json:
         print(report.as_json(title, sections))

@@ -37,7 +37,7 @@ UNFIT = {
 
 
 def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> Iterator[Check]:
-    """Yield what the folder of a disk is, whether `disk_bytes` fit, and how fast it is."""
+    """Yield what the folder of a disk is, whether `disk.bytes` fit, and how fast it is."""
     name = "disk"
     try:
         place = find_place(path)
@@ -80,11 +80,11 @@ def _check_space(path: Path, traced: TracedConfig | None) -> Check:
     found = f"{format_size(room.free_bytes)} are free"
     if room.taken_bytes:
         found += f", and files of kv-offload have {format_size(room.taken_bytes)}"
-    if traced is None or traced.config.disk_bytes is None:
+    if traced is None or traced.config.disk is None:
         return Check(name, "ok", found)
-    needed_bytes = traced.config.disk_bytes * traced.replicas
-    needed = f"{format_size(needed_bytes)} for disk_bytes"
-    remedy = "Free space, or lower disk_bytes."
+    needed_bytes = traced.config.disk.bytes * traced.replicas
+    needed = f"{format_size(needed_bytes)} for disk.bytes"
+    remedy = "Free space, or lower disk.bytes."
     return judged(name, found, needed, remedy, fits=room.fits(needed_bytes))
 
 

@@ -68,7 +68,7 @@ def check_free(traced: TracedConfig) -> Check:
         return Check(name, "problem", error.args[0])
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     needed_bytes = traced.config.host_bytes * traced.replicas + headroom_bytes(traced.host)
-    sizes = "cpu_bytes, store_bytes" if traced.config.store_bytes else "cpu_bytes"
+    sizes = "cpu_bytes, remote.bytes" if traced.config.given_bytes else "cpu_bytes"
     needed = f"{format_size(needed_bytes)}: {sizes} and what must stay free"
     try:
         warning = check_available(traced, lambda mine: [mine])

@@ -25,7 +25,7 @@ WAITS = {
 LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
 """Gauges that do not add up: of several engines, the largest counts."""
 
-HAS_TIER = ("tier_slots", "has_store")
+HAS_TIER = ("tier_slots", "has_remote")
 """Gauges one of which is above 0 where an engine has a disk or a store."""
 
 
@@ -141,7 +141,7 @@ class Figures:
                 **self.some("stored_slots", "evictions"),
             },
             "tier": {
-                **self.some("tier_slots_in_use", "tier_slots", "has_store", "tiers_left_alone"),
+                **self.some("tier_slots_in_use", "tier_slots", "has_remote", "tiers_left_alone"),
                 **{copies: self._copied(copies) for copies in ("demoted", "promoted")},
                 **self.some("demoted_slots", "promoted_slots", "lost_tier_slots"),
                 **self.some("tier_slots_set_aside"),

@@ -85,8 +85,8 @@ def _table(figures: Figures) -> Table:
     _add_pool(table, figures)
     row("slots stored", "stored_slots")
     row("slots given to another block", "evictions")
-    if values["tier_slots"] or values["has_store"]:
-        heading("Disk" if values["tier_slots"] else "Shared store")
+    if values["tier_slots"] or values["has_remote"]:
+        heading("Disk" if values["tier_slots"] else "Remote store")
         _add_tier(table, figures)
     heading("Not stored, in slots")
     if paused := values["stores_paused"]:

@@ -36,7 +36,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "index or a file cannot be used or was cut, or if --verify found damage on a disk that no "
         "engine uses; 2 if there is nothing of kv-offload's; else 0.",
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help="the disk_path of an engine")
+    parser.add_argument("path", metavar="PATH", type=Path, help="the disk.path of an engine")
     parser.add_argument(
         "--verify",
         action="store_true",

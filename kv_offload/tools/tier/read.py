@@ -66,12 +66,12 @@ def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}. Give the folder that an engine has as its "
-            "disk_path"
+            "disk.path"
         ) from error
     if not folders:
         raise ConfigError(
             f"{path}: has no {INDEX_FILE} and no file of a rank, nor has a folder of a replica in "
-            "it. Give the folder that an engine has as its disk_path"
+            "it. Give the folder that an engine has as its disk.path"
         )
     try:
         return [_read_replica(folder, progress) for folder in folders]

@@ -463,7 +463,7 @@ def refusal(path: Path) -> str:
 
 
 def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    remedy = "Give disk_path a folder that exists, that this user may write, and that has room"
+    remedy = "Give disk.path a folder that exists, that this user may write, and that has room"
     file = tmp_path / "file"
     file.touch()
     for path, problem in {
@@ -488,7 +488,7 @@ def test_a_folder_or_file_of_another_user_is_refused() -> None:
             os.seteuid(65534)
             try:
                 why = "Permission denied" if mode == 0o700 else "it belongs to user 0"
-                assert f"cannot be used: {why}. Give disk_path a " in refusal(path)
+                assert f"cannot be used: {why}. Give disk.path a " in refusal(path)
                 if mode == 0o755:
                     assert read_index(path).keys == keys(1), "to look at it takes no more"
             finally:
@@ -500,7 +500,7 @@ def test_one_engine_has_a_file_until_it_ends(path: Path) -> None:
     with opened(path) as running:
         running.put(keys(1), slots(0))
         assert refusal(path) == (
-            f"kv-offload: {path}: another engine uses it. Give each engine a disk_path of its own, "
+            f"kv-offload: {path}: another engine uses it. Give each engine a disk.path of its own, "
             f"or end the other one; `fuser {path}.lock` names its process"
         )
         running.close(LIMIT_SECONDS)

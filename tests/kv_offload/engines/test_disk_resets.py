@@ -29,7 +29,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[PlayedEngine] = []
 
     def build(**plugin: Any) -> PlayedEngine:
-        plugin = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", **plugin}
+        plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", **plugin}}
         made.append(engine := PlayedEngine(plugin=plugin))
         engine.serve("first", PROMPT, 1)
         assert engine.offload.gauges()["tier_slots_in_use"] == 5
@@ -111,7 +111,7 @@ def test_the_end_of_an_engine_says_once_more_what_its_disk_may_serve(
     assert "the disk could not be emptied for a restart: " in caplog.text
 
 
-@pytest.mark.parametrize("plugin", [{"disk_restart": False}, {"disk_keep_on_reset": True}])
+@pytest.mark.parametrize("plugin", [{"keep_on_restart": False}, {"keep_on_reset": True}])
 def test_where_no_restart_can_undo_it_or_should_nothing_is_waited_for(
     make: Make, bad_index: object, plugin: dict[str, bool]
 ) -> None:
@@ -121,7 +121,7 @@ def test_where_no_restart_can_undo_it_or_should_nothing_is_waited_for(
     assert tier_of(engine).happened["revoked"] == 0
 
 
-@pytest.mark.parametrize("plugin", [{}, {"disk_keep_on_reset": True}])
+@pytest.mark.parametrize("plugin", [{}, {"keep_on_reset": True}])
 def test_before_weights_change_the_disk_has_ended_what_was_there(
     make: Make, monkeypatch: pytest.MonkeyPatch, plugin: dict[str, bool]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.config import OffloadConfig
+from kv_offload.config import DiskConfig, OffloadConfig
 from kv_offload.engines.vllm.start.disk import disk_tier, find_disk
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.worker.disk import Disk
@@ -18,6 +18,7 @@ from tests.support.configurations import make_kv_cache_config, make_vllm_config
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 CONFIG = OffloadConfig(cpu_bytes=1)
+DISK = DiskConfig(path="/nowhere", bytes=1)
 KV_CACHE = make_kv_cache_config([CacheGroup(0, 4)], 8)
 
 
@@ -26,7 +27,8 @@ def find(folder: Path, *, engine: dict[str, Any] | None = None, **options: Any) 
     for name, value in (engine or {}).items():
         part, _, name = name.rpartition(".")
         setattr(getattr(vllm_config, part) if part else vllm_config, name, value)
-    config = OffloadConfig(cpu_bytes=1, disk_path=str(folder), disk_bytes=1 << 20, **options)
+    disk_config = DiskConfig(path=str(folder), bytes=1 << 20, **options)
+    config = OffloadConfig(cpu_bytes=1, disk=disk_config)
     disk = find_disk(config, vllm_config, KV_CACHE)
     assert disk is not None
     return disk
@@ -53,7 +55,7 @@ def test_a_later_replica_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"disk_path.*cannot be made.*Make it, for the user"):
+    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be made.*Make it, for the user"):
         find(tmp_path / "file" / "kv")
 
 
@@ -61,22 +63,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_no_replica_makes_the_place_of_a_disk_that_is_not_mounted(
     replica: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"disk_path.*cannot be made.*Make it, for the user"):
+    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be made.*Make it, for the user"):
         find(tmp_path / "nvme" / "kv", engine={"parallel_config.data_parallel_index": replica})
     assert not (tmp_path / "nvme").exists()
 
 
 def test_two_starts_mean_the_same_only_if_a_restart_is_to_be_served(tmp_path: Path) -> None:
     assert find(tmp_path).contents == find(tmp_path).contents
-    once = [find(tmp_path, disk_restart=False).contents for _ in range(2)]
+    once = [find(tmp_path, keep_on_restart=False).contents for _ in range(2)]
     assert once[0] != once[1]
 
 
 def test_with_lora_no_other_process_is_served(tmp_path: Path) -> None:
     engine = {"lora_config": SimpleNamespace()}
     assert find(tmp_path, engine=engine).contents != find(tmp_path, engine=engine).contents
-    with pytest.raises(ConfigError, match=r"disk_keep_on_reset: true.*LoRA.*remove the key"):
-        find(tmp_path, engine=engine, disk_keep_on_reset=True)
+    with pytest.raises(ConfigError, match=r"disk\.keep_on_reset: true.*LoRA.*remove the key"):
+        find(tmp_path, engine=engine, keep_on_reset=True)
 
 
 def test_hashes_that_another_process_draws_anew_are_refused(
@@ -85,15 +87,17 @@ def test_hashes_that_another_process_draws_anew_are_refused(
     monkeypatch.setattr(
         "kv_offload.engines.vllm.model.namespace.reproducible_hashes", lambda _: "so it is"
     )
-    with pytest.raises(ConfigError, match=r"serve no other process: so it is.*disk_restart: false"):
+    with pytest.raises(
+        ConfigError, match=r"serve no other process: so it is.*keep_on_restart: false"
+    ):
         find(tmp_path)
-    assert find(tmp_path, disk_restart=False)
+    assert find(tmp_path, keep_on_restart=False)
 
 
 def test_ranks_divide_the_disk_and_share_as_they_share_memory(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 100 << 20, {})
     slots = {
-        (ranks, sharing): disk_tier(CONFIG, disk, 4096, ranks, sharing).make().manager.num_slots
+        (ranks, sharing): disk_tier(DISK, disk, 4096, ranks, sharing).make().manager.num_slots
         for ranks, sharing in ((1, 1), (4, 1), (4, 4))
     }
     one = (100 << 20) // 8192
@@ -103,5 +107,5 @@ def test_ranks_divide_the_disk_and_share_as_they_share_memory(tmp_path: Path) ->
 
 
 def test_a_disk_without_room_for_a_slot_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match=r"disk_bytes gives each of 2 ranks.*one slot takes"):
-        disk_tier(CONFIG, Disk(tmp_path, 100 << 10, {}), 4096, 2, 1)
+    with pytest.raises(CapacityError, match=r"disk\.bytes gives each of 2 ranks.*one slot takes"):
+        disk_tier(DISK, Disk(tmp_path, 100 << 10, {}), 4096, 2, 1)

@@ -95,6 +95,10 @@ def test_what_is_right_is_not_refused(place: Any) -> None:
     make_vllm_config({"eviction_policy": "lru"}, transfer_config=place)
 
 
+def disk(path: Path, size: str = "64MiB") -> dict[str, Any]:
+    return {"disk": {"path": str(path), "bytes": size}}
+
+
 @both_places
 def test_a_disk_or_a_trace_that_no_model_could_use(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,19 +106,18 @@ def test_a_disk_or_a_trace_that_no_model_could_use(
     """The engine would find it out after it has loaded the weights and captured its graphs."""
     file = tmp_path / "file"
     file.write_text("a line")
-    size = {"disk_bytes": "64MiB"}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"disk_path": str(file / "kv"), **size}, "cannot be made"),
-        ({"disk_path": str(tmp_path / "no" / "kv"), **size}, "cannot be made"),
-        ({"disk_path": str(file), **size}, "cannot be made"),
+        (disk(file / "kv"), "cannot be made"),
+        (disk(tmp_path / "no" / "kv"), "cannot be made"),
+        (disk(file), "cannot be made"),
         ({"record_trace": str(tmp_path)}, "it is no regular file"),
         ({"record_trace": str(tmp_path / "no" / "trace")}, "No such file or directory"),
         ({"record_trace": str(file / "trace")}, "Not a directory"),
     ]
     for plugin, reason in cases:
         assert reason in refusal(ConfigError, plugin, transfer_config=place)
-    disk = {"disk_path": str(tmp_path / "kv"), **size}
-    make_vllm_config({**disk, "record_trace": str(tmp_path / "trace")}, transfer_config=place)
+    both = {**disk(tmp_path / "kv"), "record_trace": str(tmp_path / "trace")}
+    make_vllm_config(both, transfer_config=place)
     assert not (tmp_path / "trace").exists()
 
 
@@ -122,11 +125,10 @@ def test_sizes_that_hold_no_block_and_disks_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 draws its hashes without it
-    disk = {"disk_path": str(tmp_path / "kv")}
     for plugin, says in (
         ({"cpu_bytes": "8B"}, "cpu_bytes: '8B': asks for 8 bytes, less than 1 MiB"),
-        ({**disk, "disk_bytes": "5000B"}, "disk_bytes: '5000B': asks for 4.88 KiB (5000 bytes)"),
-        ({**disk, "disk_bytes": "100TiB"}, f"but the filesystem of {tmp_path} has "),
+        (disk(tmp_path / "kv", "5000B"), "disk.bytes: '5000B': asks for 4.88 KiB (5000 bytes)"),
+        (disk(tmp_path / "kv", "100TiB"), f"but the filesystem of {tmp_path} has "),
     ):
         config = make_vllm_config({})
         config.kv_transfer_config.kv_connector_extra_config.update(plugin)
@@ -137,7 +139,8 @@ def test_sizes_that_hold_no_block_and_disks_without_room(
     if room.free < room.total - (1 << 30):
         size = f"{(room.free + room.total) // 2}B"
         config = make_vllm_config({})
-        config.kv_transfer_config.kv_connector_extra_config.update({**disk, "disk_bytes": size})
+        extra_config = config.kv_transfer_config.kv_connector_extra_config
+        extra_config.update(disk(tmp_path / "kv", size))
         with pytest.raises(CapacityError, match=r"only .* are free\. Free space, or ask for less"):
             early.check_settings(config)
 
@@ -150,9 +153,8 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     options = config.kv_transfer_config.kv_connector_extra_config
     early.check_settings(config)
-    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "64MiB"}
-    store = {"store": "mooncake", "store_master": "10.0.0.5:50051", "store_bytes": 0}
-    for tier in (disk, store):
+    store = {"remote": {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": 0}}
+    for tier in (disk(tmp_path / "kv"), store):
         with monkeypatch.context() as changed:
             for name, value in tier.items():
                 changed.setitem(options, name, value)
@@ -165,7 +167,7 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(
 
 def test_a_store_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with_package(monkeypatch, "mooncake", installed=False)
-    store = {"store": "mooncake", "store_master": "10.0.0.5:50051", "store_bytes": 0}
+    store = {"remote": {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": 0}}
     message = refusal(UnsupportedError, store)
     assert "Mooncake is not installed" in message
     assert "pip install 'kv-offload[mooncake]'" in message

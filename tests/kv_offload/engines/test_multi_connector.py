@@ -130,7 +130,7 @@ def test_what_the_other_member_brings_is_not_read_from_the_disk(
     tmp_path: Path, config: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     """vLLM takes it from the first member that has it. The request would wait for the disk."""
-    disk = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", "disk_restart": False}
+    disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     engine = PlayedEngine(transfer_config=config, plugin=disk)
     ask(engine, "sends", PROMPT, do_remote_decode=True)
     engine.run()

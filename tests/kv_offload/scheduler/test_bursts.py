@@ -64,8 +64,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
             **more,
         }
         if where == "disk":
-            more["plugin"] = {"disk_bytes": "32MiB", **more["plugin"]}
-            engine: PlayedEngine = DiskEngine(tmp_path, prompts=False, **more)
+            engine: PlayedEngine = DiskEngine(
+                tmp_path, prompts=False, disk={"bytes": "32MiB"}, **more
+            )
         else:
             engine = StoreEngine(**more) if where == "store" else PlayedEngine(**more)
         made.append(engine)

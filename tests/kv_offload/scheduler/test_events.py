@@ -250,7 +250,7 @@ def test_a_step_tells_of_so_many_blocks_at_most() -> None:
 
 
 def test_what_comes_from_a_disk_is_told(tmp_path: Path) -> None:
-    plugin = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", "disk_restart": False}
+    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     engine = FollowedEngine(plugin=plugin)
     engine.serve("a", PROMPT, 1)
     engine.offload.manager.reset()
@@ -267,7 +267,7 @@ def test_what_comes_from_a_disk_is_told(tmp_path: Path) -> None:
 
 def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path: Path) -> None:
     """A hit that ends with a chunk: the next token's chunk begins there."""
-    plugin = {"disk_path": str(tmp_path), "disk_bytes": "1MiB", "disk_restart": False}
+    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     engine = FollowedEngine(FULL, CHUNKS, plugin=plugin)
     prompt = PROMPT[: 2 * 8 + 1]
     engine.serve("a", prompt, 1)

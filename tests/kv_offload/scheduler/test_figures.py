@@ -29,7 +29,7 @@ def engine() -> PlayedEngine:
 
 
 OF_DISKS = {
-    "has_store",
+    "has_remote",
     "tier_slots",
     "tier_slots_in_use",
     "tier_slots_set_aside",

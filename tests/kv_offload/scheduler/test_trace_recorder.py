@@ -299,7 +299,7 @@ def test_an_engine_records_what_it_has_computed(path: Path, played: Any, with_di
     plugin: dict[str, Any] = {"record_trace": str(path)}
     if with_disk:
         folder = str(path.parent / "kv")
-        plugin |= {"disk_path": folder, "disk_bytes": "1MiB", "disk_restart": False}
+        plugin |= {"disk": {"path": folder, "bytes": "1MiB", "keep_on_restart": False}}
     engine = played.PlayedEngine(plugin=plugin, async_scheduling=True)
     for number in range(2):
         engine.serve(str(number), [1] * (23 - number), 4)

@@ -335,7 +335,7 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
 
 
 def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
-    engine = make(plugin={"store_keep_on_reset": True})
+    engine = make(plugin={"remote": {**STORE["remote"], "keep_on_reset": True}})
     engine.offload.resets.reset_cache()
     assert engine.offload.tier.tier.generation == SHARED_GENERATION
     engine.change_weights()

@@ -40,9 +40,12 @@ FULL_BLOCKS = len(PROMPT) // 4
 class DiskEngine(PlayedEngine):
     """An engine with a disk, which has both prompts at the start; host memory has none."""
 
-    def __init__(self, folder: Path, *, prompts: bool = True, **more: Any) -> None:
-        plugin = {"disk_path": str(folder), "disk_bytes": "1MiB", "disk_restart": False}
-        plugin |= more.pop("plugin", {})
+    def __init__(
+        self, folder: Path, *, prompts: bool = True, disk: Any = None, **more: Any
+    ) -> None:
+        """`disk` and `plugin` are keys of the configuration."""
+        keys = {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False, **(disk or {})}
+        plugin = {"disk": keys, **more.pop("plugin", {})}
         super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
         for index, prompt in enumerate((PROMPT, OTHER) if prompts else ()):
             self.add(f"first {index}", prompt, 1)
@@ -552,7 +555,7 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
     make: Any, now: list[float]
 ) -> None:
     """A slot has 64 bytes here."""
-    engine = make(prompts=False, plugin={"disk_write_rate": "128B"})
+    engine = make(prompts=False, disk={"write_rate": "128B"})
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
         engine.add(name, prompt, 1)
         engine.step(8, copies=True)
@@ -594,7 +597,7 @@ def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_
     """Ranks of latent attention would share it, but cannot if they are on several hosts, say."""
     equal = [2, 1, 1]  # the scheduler expects two, each rank finds itself alone
     monkeypatch.setattr(groups, "ranks_with_equal_bytes", lambda *_: equal.pop(0))
-    engine = make(prompts=False, ranks=2, handshake=False, plugin={"disk_write_rate": "256B"})
+    engine = make(prompts=False, ranks=2, handshake=False, disk={"write_rate": "256B"})
     capacities = [rank.connector.offload_worker.capacity() for rank in engine.ranks]
     told = [replace(one, tier=replace(one.tier, sharing_ranks=sharing)) for one in capacities]
     engine.offload.take_capacities(told)
@@ -615,7 +618,7 @@ def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine: DiskE
 
 def test_a_full_disk_forgets_what_was_used_least_recently(make: Any) -> None:
     # 64 KiB of what the file says of itself, and one record to try things at.
-    engine = make(prompts=False, plugin={"disk_bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"})
+    engine = make(prompts=False, disk={"bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"})
     engine.add("a", PROMPT, 1)
     engine.run()
     engine.add("b", OTHER, 1)
@@ -735,7 +738,7 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -
 def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
     make: Any, now: list[float]
 ) -> None:
-    engine = make(prompts=False, plugin={"disk_write_rate": "1B"})
+    engine = make(prompts=False, disk={"write_rate": "1B"})
     engine.add("a", PROMPT, 1)
     engine.step(12, copies=True)
     assert engine.offload.has_pending_work

@@ -32,7 +32,7 @@ def transfer_config(output):
     [
         ("cpu_bytes: 8B", "cpu_bytes: '8B': asks for 8 bytes, less than 1 MiB"),
         (
-            "disk_path: kv\ndisk_bytes: 900TiB",
+            "disk: {path: kv, bytes: 900TiB}",
             "900 TiB (989560464998400 bytes), but the filesystem",
         ),
     ],
@@ -46,7 +46,7 @@ def test_a_size_that_an_engine_refuses_at_its_start_is_refused(tmp_path, command
 
 def test_a_file_gives_values_sources_and_the_argument(tmp_path, command, monkeypatch):
     file = tmp_path / "kv.yaml"
-    disk = "disk_path: kv\ndisk_bytes: 2MB\n"
+    disk = "disk: {path: kv, bytes: 2MB}\n"
     file.write_text(f"cpu_bytes: 0x100000\neviction_policy: lru\nkeep_on_sleep: yes\n{disk}")
     status, output, _ = command("config", "kv.yaml")
     assert status == 0
@@ -55,9 +55,10 @@ def test_a_file_gives_values_sources_and_the_argument(tmp_path, command, monkeyp
     assert lines[1] == "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB"
     assert lines[2] == "eviction_policy: lru  # file"
     assert {"store_blocks: all  # default", "keep_on_sleep: yes  # file"} <= set(lines)
-    assert f"disk_path: {tmp_path}/kv  # file" in lines
-    assert "disk_bytes: 2000000  # file, 2MB is 1.91 MiB" in lines
-    assert "disk_write_rate: 1073741824  # default, 1GiB is 1 GiB" in lines
+    assert f"  path: {tmp_path}/kv  # file" in lines
+    assert "  bytes: 2000000  # file, 2MB is 1.91 MiB" in lines
+    assert {"disk:", "remote: null  # default"} <= set(lines)
+    assert "  write_rate: 1073741824  # default, 1GiB is 1 GiB" in lines
     values = yaml.safe_load(output.split("\n\n")[0])
     assert trace_config(values, {}).config == trace_config({"config_file": "kv.yaml"}, {}).config
     argument = {

@@ -179,9 +179,7 @@ def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(
     bed.engine.submit(SwapJob(2, STORE, pairs_of(40)[36:]))
     assert bed.engine.poll() == [], "what was queued of the first still runs"
     cuda.run()
-    (failed,) = bed.engine.poll()
-    cuda.run()
-    (fine,) = bed.engine.poll()
+    failed, fine = bed.engine.poll()
     assert f"queueing gated copies failed with {call}: injected fault" in str(failed.error)
     assert fine.error is None
     np.testing.assert_array_equal(bed.pages_in_slots()[:, :4], bed.pages[:, ::-1][:, :4])

@@ -89,10 +89,12 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         wake: Callable[[], None] | None,
     ) -> OffloadScheduler:
         tier = None
-        if engine.disk is not None:
-            tier = disk.disk_tier(config, engine.disk, slot_bytes, world_size, engine.sharing_ranks)
-        if engine.store is not None:
-            tier = store.remote_tier(config, engine.store, world_size)
+        if engine.disk is not None and config.disk is not None:
+            tier = disk.disk_tier(
+                config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
+            )
+        if engine.store is not None and config.remote is not None:
+            tier = store.remote_tier(config.remote, engine.store, world_size)
         facts = EngineFacts(
             engine.cache_groups,
             pool,

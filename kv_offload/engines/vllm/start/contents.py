@@ -27,8 +27,8 @@ def check_contents(
 ) -> None:
     """Raise `ConfigError` where another process could not know what keys or bytes of blocks mean.
 
-    `key` is the tier's key in the configuration, and `keep_on_reset` whether its
-    `..._keep_on_reset` is set. `remedy` is what else can be done. What is `private`, or of an
+    `key` is the tier's section of the configuration, and `keep_on_reset` whether that is set
+    there. `remedy` is what else can be done. What is `private`, or of an
     engine with LoRA, is for no other process.
     """
     has_lora = vllm_config.lora_config is not None
@@ -39,7 +39,7 @@ def check_contents(
         )
     if has_lora and keep_on_reset:
         raise ConfigError(
-            f"{key.partition('_')[0]}_keep_on_reset: true: an engine with LoRA has to forget the "
+            f"{key}.keep_on_reset: true: an engine with LoRA has to forget the "
             "blocks of an adapter that was replaced under its name, and a reset is the way: remove "
             "the key"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_offload.cache.disk_index import DiskIndex
-from kv_offload.config import OffloadConfig
+from kv_offload.config import DiskConfig, OffloadConfig
 from kv_offload.config.checks import find_place, unusable_folder
 from kv_offload.config.disk_folder import INDEX_FILE, replica_folder
 from kv_offload.engines.vllm.start.contents import PROCESS, check_contents, describe_contents
@@ -28,11 +28,11 @@ def find_disk(
     Raises `ConfigError` as `check_disk` does.
     """
     folder = check_disk(config, vllm_config)
-    if folder is None or config.disk_bytes is None:
+    if folder is None or config.disk is None:
         return None
-    private = not config.disk_restart
+    private = not config.disk.keep_on_restart
     contents = describe_contents(vllm_config, kv_cache_config, private=private)
-    return Disk(folder, config.disk_bytes, contents)
+    return Disk(folder, config.disk.bytes, contents)
 
 
 def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
@@ -41,16 +41,16 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
     Raises `ConfigError` where it cannot be made or written, and where another process could not
     know what the keys of blocks mean.
     """
-    if config.disk_path is None:
+    if config.disk is None:
         return None
     check_contents(
         vllm_config,
-        "disk_path",
-        private=not config.disk_restart,
-        keep_on_reset=config.disk_keep_on_reset,
-        remedy=". Or set disk_restart: false, to use the disk for this process alone",
+        "disk",
+        private=not config.disk.keep_on_restart,
+        keep_on_reset=config.disk.keep_on_reset,
+        remedy=". Or set disk: {keep_on_restart: false}, to use the disk for this process alone",
     )
-    path = Path(config.disk_path)
+    path = Path(config.disk.path)
     find_place(path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
@@ -70,13 +70,13 @@ def replica_index(vllm_config: VllmConfig) -> int:
 
 
 def disk_tier(
-    config: OffloadConfig, disk: Disk, slot_bytes: int, num_ranks: int, sharing_ranks: int
+    config: DiskConfig, disk: Disk, slot_bytes: int, num_ranks: int, sharing_ranks: int
 ) -> TierSpec:
     """Return what makes the tier."""
     num_slots = disk.file_slots(num_ranks, slot_bytes) * sharing_ranks
     open_index = partial(DiskIndex, disk.folder / INDEX_FILE, disk.contents)
     return TierSpec(
         make=partial(DiskTier, num_slots, open_index, outlives=PROCESS not in disk.contents),
-        write_rate=config.disk_write_rate / num_ranks,
-        keep_on_reset=config.disk_keep_on_reset,
+        write_rate=config.write_rate / num_ranks,
+        keep_on_reset=config.keep_on_reset,
     )

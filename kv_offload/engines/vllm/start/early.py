@@ -63,8 +63,10 @@ def check_settings(vllm_config: VllmConfig) -> None:
         disk.check_disk(config, own)
         check_disk(traced)
         store.check_store(config, own)
-        if config.store is not None and not mooncake_session.is_installed():
-            raise UnsupportedError(f"store: {config.store}: {mooncake_session.NOT_INSTALLED}")
+        if config.remote is not None and not mooncake_session.is_installed():
+            raise UnsupportedError(
+                f"remote.kind: {config.remote.kind}: {mooncake_session.NOT_INSTALLED}"
+            )
         if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
             trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)

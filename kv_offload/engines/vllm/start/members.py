@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA
+from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA, SECTIONS
 from kv_offload.config.file import show
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.halves import callers
@@ -119,5 +119,6 @@ def _misplaced(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -
         f"{CONNECTOR}"
         for outer in enclosing
         for name, value in outer.kv_connector_extra_config.items()
-        if (name in SCHEMA or name == FILE_KEY) and (name not in own or own[name] != value)
+        if (name in SCHEMA or name in (*SECTIONS, FILE_KEY))
+        and (name not in own or own[name] != value)
     }

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kv_offload.cache.store_directory import StoreDirectory
-from kv_offload.config import OffloadConfig
+from kv_offload.config import OffloadConfig, RemoteConfig
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.remote import RemoteTier
@@ -26,19 +26,19 @@ def find_store(
     Raises `ConfigError` as `check_store` does.
     """
     check_store(config, vllm_config)
-    if config.store_master is None or config.store_bytes is None:
+    if config.remote is None:
         return None
     contents = describe_contents(vllm_config, kv_cache_config)
-    return Store(config.store_master, config.store_bytes, contents)
+    return Store(config.remote.address, config.remote.bytes, contents)
 
 
 def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` where other engines could not know what the keys of blocks mean."""
-    if config.store is not None:
-        check_contents(vllm_config, "store", keep_on_reset=config.store_keep_on_reset)
+    if config.remote is not None:
+        check_contents(vllm_config, "remote", keep_on_reset=config.remote.keep_on_reset)
 
 
-def remote_tier(config: OffloadConfig, store: Store, num_ranks: int) -> TierSpec:
+def remote_tier(config: RemoteConfig, store: Store, num_ranks: int) -> TierSpec:
     """Return what makes the tier."""
 
     def open_directory(prefixes: Sequence[str]) -> StoreDirectory:
@@ -48,6 +48,6 @@ def remote_tier(config: OffloadConfig, store: Store, num_ranks: int) -> TierSpec
 
     return TierSpec(
         make=partial(RemoteTier, open_directory),
-        write_rate=config.store_write_rate / num_ranks,
-        keep_on_reset=config.store_keep_on_reset,
+        write_rate=config.write_rate / num_ranks,
+        keep_on_reset=config.keep_on_reset,
     )

@@ -33,7 +33,7 @@ def checks(path: Path, size: str | None = None, replicas: int = 1) -> dict[str, 
     """Return the lines by name; `size` is what the configuration asks for."""
     traced = None
     if size is not None:
-        keys = {"disk_path": str(path), "disk_bytes": size}
+        keys = {"disk": {"path": str(path), "bytes": size}}
         traced = trace_config(keys, {}, host=HostMemory(64 * GIB, "here"), replicas=replicas)
     return {check.name: check for check in disk.check_disk(path, traced, measures=True)}
 
@@ -55,7 +55,7 @@ def test_the_space_of_all_replicas_is_compared(
 ) -> None:
     space = checks(tmp_path, size, replicas)["disk space"]
     assert space.state == state
-    assert (space.needed == "1200 TiB for disk_bytes") == (replicas == 2)
+    assert (space.needed == "1200 TiB for disk.bytes") == (replicas == 2)
 
 
 def test_space_that_an_engine_has_taken_is_its_own(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_the_disk_of_the_configuration_is_checked_or_the_one_that_is_named(
     file = tmp_path / "kv.yaml"
     file.write_text("cpu_bytes: 1MiB")
     assert report(str(file), "--no-measure") == {}
-    file.write_text(f"cpu_bytes: 1MiB\ndisk_path: {tmp_path}\ndisk_bytes: 1MiB")
-    assert report(str(file))["disk space"]["needed"] == "1 MiB for disk_bytes"
+    file.write_text(f"cpu_bytes: 1MiB\ndisk: {{path: {tmp_path}, bytes: 1MiB}}")
+    assert report(str(file))["disk space"]["needed"] == "1 MiB for disk.bytes"
     gone = str(tmp_path / "gone" / "kv")
     assert gone in report("--disk", gone)["disk"]["found"]
     unmeasured = report(str(file), "--no-measure")

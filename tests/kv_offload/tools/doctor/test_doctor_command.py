@@ -67,7 +67,7 @@ def test_a_wrong_file_is_a_problem(tmp_path: Path, report: Any) -> None:
 
 def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path: Path, report: Any) -> None:
     """By the same checks: an engine would say it minutes later."""
-    disk = f"disk_path: {tmp_path}/new\ndisk_bytes"
+    disk = f"disk:\n  path: {tmp_path}/new\n  bytes"
     for key, line, says in (
         ("cpu_bytes: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
         (f"{disk}: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),

@@ -190,7 +190,7 @@ def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     rank_file(folder, 0).write_bytes(b"mine")
     rank_file(folder, 1).unlink()
     with TierBed(rank_file(folder, 1), NUM_SLOTS - 3):
-        pass  # begun afresh, as by an engine with another disk_bytes, which was killed then
+        pass  # begun afresh, as by an engine with another disk.bytes, which was killed then
     text = shown(folder, "--verify", status=1)
     assert "rank 0      " in text
     assert "no tier has made it" in text
@@ -251,7 +251,7 @@ def test_a_folder_that_is_none_of_ours_is_refused(
     assert said.out == ""
     assert said.err.startswith("kv-offload: ")
     assert problem in said.err
-    assert said.err.endswith("Give the folder that an engine has as its disk_path\n")
+    assert said.err.endswith("Give the folder that an engine has as its disk.path\n")
 
 
 def test_a_terminal_shows_progress_and_is_left_clean(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_offload.tools.doctor import store
+from kv_offload.tools.doctor import remote
 from kv_offload.tools.doctor.report import Check
 from tests.kv_offload.tools.conftest import Command
 from tests.support.mooncake import Master, free_port, require_mooncake
@@ -23,7 +23,7 @@ def master() -> Iterator[Master]:
 
 
 def checks(master: str, environ: dict[str, str] | None = None, **how: bool) -> dict[str, Check]:
-    found = store.check_store(master, environ or {}, measures=how.get("measures", True))
+    found = remote.check_remote(master, environ or {}, measures=how.get("measures", True))
     return {check.name: check for check in found}
 
 
@@ -32,17 +32,17 @@ RATES = r"32 of 32 blocks stored, found, read and verified {}: [\d.]+ GB/s put, 
 
 def test_without_engines_doctor_gives_the_memory_itself(master: Master) -> None:
     found = checks(master.address)
-    assert list(found) == ["store keys", "store", "store rate"]
-    assert [found[name].state for name in ("store", "store rate")] == ["ok", "ok"]
+    assert list(found) == ["remote keys", "remote", "remote rate"]
+    assert [found[name].state for name in ("remote", "remote rate")] == ["ok", "ok"]
     assert re.match(
-        RATES.format("in doctor's own memory, as nobody else gives any"), found["store rate"].found
+        RATES.format("in doctor's own memory, as nobody else gives any"), found["remote rate"].found
     )
 
 
 def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) -> None:
     with StoreBed(master.address, 256 << 20) as bed:
         assert bed.put(named(8)).failed == ()
-        rate = checks(master.address)["store rate"]
+        rate = checks(master.address)["remote rate"]
         assert rate.state == "ok"
         assert re.match(RATES.format("in memory of others"), rate.found)
         assert bed.get(named(8)).failed == ()
@@ -51,39 +51,39 @@ def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) ->
 def test_a_store_with_little_room_is_a_warning(master: Master) -> None:
     with StoreBed(master.address, 32 << 20) as bed:
         assert bed.put(named(8)).failed == ()
-        rate = checks(master.address)["store rate"]
+        rate = checks(master.address)["remote rate"]
         assert rate.state == "warning"
         assert "Give the store more memory" in rate.remedy
 
 
 def test_nothing_is_moved_without_a_measurement(master: Master) -> None:
-    assert checks(master.address, measures=False)["store rate"].state == "not checked"
+    assert checks(master.address, measures=False)["remote rate"].state == "not checked"
 
 
 def test_no_master_is_a_problem() -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     found = checks(address)
-    assert list(found) == ["store keys", "store"]
-    assert found["store"].state == "problem"
-    assert f"cannot reach the store at {address}" in found["store"].found
+    assert list(found) == ["remote keys", "remote"]
+    assert found["remote"].state == "problem"
+    assert f"cannot reach the store at {address}" in found["remote"].found
 
 
-@pytest.mark.parametrize(("environ", "state"), [({}, "not checked"), ({store.SEED: "0"}, "ok")])
+@pytest.mark.parametrize(("environ", "state"), [({}, "not checked"), ({remote.SEED: "0"}, "ok")])
 def test_keys_are_the_same_elsewhere_with_a_seed(environ: dict[str, str], state: str) -> None:
     require_mooncake()
-    assert checks(f"127.0.0.1:{free_port()}", environ)["store keys"].state == state
+    assert checks(f"127.0.0.1:{free_port()}", environ)["remote keys"].state == state
 
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_the_command_has_a_section(command: Command, tmp_path: Path, in_file: bool) -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
-    words = ["--store", address]
+    words = ["--remote", address]
     if in_file:
         file = tmp_path / "kv-offload.yaml"
         file.write_text(
-            f"cpu_bytes: 1GiB\nstore: mooncake\nstore_master: {address}\nstore_bytes: 0\n"
+            f'cpu_bytes: 1GiB\nremote: {{kind: mooncake, address: "{address}", bytes: 0}}\n'
         )
         words = [str(file)]
     done = command("doctor", "--json", "--no-measure", *words)

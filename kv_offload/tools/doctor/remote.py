@@ -1,4 +1,4 @@
-"""The store below host memory: its master, its keys, and a round trip of blocks."""
+"""The remote store below host memory: its master, its keys, and a round trip of blocks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
 SEED = "PYTHONHASHSEED"
 
 
-def check_store(master: str, environ: Mapping[str, str], *, measures: bool) -> Iterator[Check]:
+def check_remote(master: str, environ: Mapping[str, str], *, measures: bool) -> Iterator[Check]:
     """Yield whether the master answers, keys are the same elsewhere, and what blocks come to."""
     yield _check_keys(environ)
     asker = MooncakeClient(master, 0)
     try:
         asker.exist(["doctor"])
-        yield Check("store", "ok", f"the master at {master} answers")
+        yield Check("remote", "ok", f"the master at {master} answers")
         if measures:
             yield _check_round_trip(master, asker)
         else:
-            yield not_checked("store rate", "--no-measure was given")
+            yield not_checked("remote rate", "--no-measure was given")
     except TierError as error:
         needed, remedy = "a mooncake_master that answers", "Do as it says, and run doctor again."
-        yield Check("store", "problem", str(error), needed, remedy)
+        yield Check("remote", "problem", str(error), needed, remedy)
     finally:
         asker.close()
 
@@ -42,14 +42,14 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
     seed = environ.get(SEED, "")
     needed = "the same number for all engines of the store, if their vLLM needs one"
     if seed.isdecimal():
-        return Check("store keys", "ok", f"{SEED} is {seed}", needed)
+        return Check("remote keys", "ok", f"{SEED} is {seed}", needed)
     remedy = f"Start all engines with the same one, such as {SEED}=0."
     found = f"{SEED} is no number; an engine says when it starts whether its vLLM needs one"
-    return not_checked("store keys", found, remedy)
+    return not_checked("remote keys", found, remedy)
 
 
 def _check_round_trip(master: str, asker: MooncakeClient) -> Check:
-    name, where = "store rate", "in memory of others"
+    name, where = "remote rate", "in memory of others"
     try:
         try:
             rates = measure(asker, MooncakeClient(master, 0), NUM_BLOCKS, BLOCK_BYTES)

@@ -1,0 +1,144 @@
+"""Refuses keys that there are not, and says which is meant: those of earlier versions, of vLLM's
+connectors and of LMCache have an answer each.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from kv_offload.config.schema import SCHEMA, SECTIONS, keys_of
+from kv_offload.errors import ConfigError
+
+ALIKE = 0.75
+"""How similar to a key of ours another one must be to be suggested: `evict_policy` and
+`eviction_policy` are 0.89 alike, `store_policy` and `store_blocks`, another thing, 0.67."""
+
+_VLLMS_KEYS = frozenset(
+    (
+        "kv_transfer_config",
+        "kv_connector",
+        "kv_connector_module_path",
+        "kv_role",
+        "kv_connector_extra_config",
+    )
+)
+"""Those of vLLM's argument that people write among ours."""
+
+_RENAMED = {
+    "disk_path": "disk.path",
+    "disk_bytes": "disk.bytes",
+    "disk_write_rate": "disk.write_rate",
+    "disk_restart": "disk.keep_on_restart",
+    "disk_keep_on_reset": "disk.keep_on_reset",
+    "store": "remote.kind",
+    "store_master": "remote.address",
+    "store_bytes": "remote.bytes",
+    "store_write_rate": "remote.write_rate",
+    "store_keep_on_reset": "remote.keep_on_reset",
+}
+"""Ours by the names that they had."""
+
+_OTHERS_KEYS = {
+    # vLLM
+    "cpu_bytes_to_use": "cpu_bytes",
+    "cpu_bytes_to_use_per_rank": "cpu_bytes",
+    "disk_capacity_bytes": "disk.bytes",
+    "kv_offloading_size": "cpu_bytes",
+    "num_cpu_blocks": "cpu_bytes",
+    "offload_prompt_only": "store_blocks",
+    "secondary_tiers": "disk.path",
+    "store_threshold": "eviction_policy",
+    "swap_space": "cpu_bytes",
+    # LMCache
+    "cache_policy": "eviction_policy",
+    "gds_path": "disk.path",
+    "local_disk": "disk.path",
+    "max_local_cpu_size": "cpu_bytes",
+    "max_local_disk_size": "disk.bytes",
+    "remote_url": "remote.address",
+    "save_decode_cache": "store_blocks",
+}
+"""Ours by keys of vLLM's connectors and of LMCache."""
+
+_NOT_NEEDED = {
+    "block_size": "blocks have the size of the engine's --block-size",
+    "blocks_per_chunk": "blocks have the size of the engine's --block-size",
+    "chunk_size": "blocks have the size of the engine's --block-size",
+    "kv_offloading_backend": "--kv-transfer-config names the connector",
+    "lazy_offload": "blocks are stored once they are computed; store_blocks says which",
+    "local_cpu": "there is always host memory; cpu_bytes says how much",
+    "remote_serde": "blocks are stored as they are; pack_kv packs them without loss",
+    "spec_module_path": "there is one kind of host memory, of cpu_bytes",
+    "spec_name": "there is one kind of host memory, of cpu_bytes",
+    "use_layerwise": "the engine decides when layers are copied",
+}
+"""Keys of vLLM's connectors and of LMCache for which there is none here, with the reason."""
+
+
+def unknown_key(
+    source: str, section: str, name: str, value: str, extra: Sequence[str] = ()
+) -> ConfigError:
+    """Return the refusal of a key, which says what to do instead.
+
+    `value` is shown as it is. `extra` are keys of the top level that this source has besides.
+    """
+    place = f"{section}.{name}" if section else name
+    refused = f"{source}: {place}: {value}: "
+    written = name.lower().replace("-", "_")
+    if not section and written in _RENAMED:
+        return ConfigError(f"{refused}was renamed: write {_as_place(_RENAMED[written])}.")
+    if written == "store_after_uses":
+        return ConfigError(
+            f"{refused}was removed: remove the key. eviction_policy: auto, the default, prefers "
+            "prefixes that are used again; to write less to a disk, lower disk.write_rate."
+        )
+    refused += "unknown key. "
+    if written in _VLLMS_KEYS:
+        return ConfigError(
+            f"{refused}It belongs into vLLM's argument --kv-transfer-config. Here only the "
+            f"plugin's own keys are read: {_describe_keys('', extra)}."
+        )
+    others = written.removeprefix("lmcache").lstrip("_.")
+    if ours := _OTHERS_KEYS.get(others):
+        hint = f"It is a key of another connector; write {_as_place(ours)}. "
+    elif reason := _NOT_NEEDED.get(others):
+        hint = f"It is a key of another connector, and not needed here: {reason}. "
+    elif others != written:
+        hint = "It is a key of LMCache, and there is none for it here. "
+    else:
+        hint = _suggest(section, written, extra)
+    return ConfigError(
+        f"{refused}{hint}Correct or remove it; the keys{f' of {section}' if section else ''} are "
+        f"{_describe_keys(section, extra)}."
+    )
+
+
+def _suggest(section: str, written: str, extra: Sequence[str]) -> str:
+    """Return a question about the key that is meant, if one is alike."""
+    # `disk.path` or `path` at the top level, or a key in another section; `remote_bytes`.
+    near = [name for name in SCHEMA if written in (name, name.rpartition(".")[2])]
+    flat = {name.replace(".", "_"): name for name in SCHEMA if "." in name}
+    own = [*keys_of(section), *(() if section else extra)]
+    if alike := difflib.get_close_matches(written, own, n=1, cutoff=ALIKE):
+        near = alike
+    elif not near:
+        near = [flat[name] for name in difflib.get_close_matches(written, flat, 1, ALIKE)]
+    return f"Did you mean {' or '.join(map(_as_place, near))}? " if near else ""
+
+
+def _as_place(name: str) -> str:
+    """Return a key with its place, as a user writes it: `disk: {path: ...}`."""
+    section, _, key = name.rpartition(".")
+    return f"{section}: {{{key}: ...}}" if section else name
+
+
+def _describe_keys(section: str, extra: Sequence[str]) -> str:
+    """Return the keys of a section, or all."""
+    if section:
+        return ", ".join(keys_of(section))
+    names = [
+        f"{name}: {{{', '.join(keys_of(name))}}}" if name in SECTIONS else name
+        for name in keys_of("")
+    ]
+    return ", ".join([*names, *extra])
