@@ -1,15 +1,15 @@
 // Swap kernels of bulk copies through shared memory, for sm_90 and newer.
 //
-// A tile is up to 32 segments that are contiguous in the slot. The host's side of a tile is one bulk
-// copy, the device's one per segment, issued by one lane each: pages smaller than a tile cost the
-// link nothing. One warp a CTA drives a ring of stages:
+// A tile is up to 32 segments that are contiguous in the slot. The host's side of a tile is one
+// bulk copy, the device's one per segment, issued by one lane each: pages smaller than a tile cost
+// the link nothing. One warp a CTA drives a ring of stages:
 //
 //   fill(stage)   source -> shared memory, completes on the stage's mbarrier
 //   drain(stage)  shared memory -> destination, a bulk group per lane
 //
 // Fills run up to kStages - kDrains tiles ahead, kDrains tiles are being drained. That bounds the
-// bytes in flight: what the link needs, and no more, since more backs up the memory system and slows
-// the compute beside it. kv_swap/cuda/kernel_families.py chooses the numbers.
+// bytes in flight: what the link needs, and no more, since more backs up the memory system and
+// slows the compute beside it. kv_swap/cuda/kernel_families.py chooses the numbers.
 
 #include "bulk.cuh"
 #include "swap.cuh"
@@ -77,8 +77,8 @@ class TileCursor {
 // The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
 //
 // Segments are fetched kFetched - 1 tiles ahead. Compute pushes the table out of the L2, and then
-// segments that are fetched one tile ahead arrive after the tile: loads beside decodes moved 32 GB/s
-// instead of 51. A place is written again only after its segment was taken.
+// segments that are fetched one tile ahead arrive after the tile: loads beside decodes moved 32
+// GB/s instead of 51. A place is written again only after its segment was taken.
 class SegmentCursor {
  public:
   static constexpr u32 kFetched = 8;
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kWarpSize)
 }
 
 extern "C" __global__ void __launch_bounds__(kWarpSize)
-    swap_load(const ListHeader* list, const Segment* segments, u32 num_tiles,
-              u32 segments_per_tile, u64 arena, u64 slot_bytes) {
+    swap_load(const ListHeader* list, const Segment* segments, u32 num_tiles, u32 segments_per_tile,
+              u64 arena, u64 slot_bytes) {
   swap_tiles<LoadRing, false>(list, segments, num_tiles, segments_per_tile, arena, slot_bytes);
 }

@@ -1,8 +1,8 @@
 // Swap kernels of 16-byte loads and stores, for devices without bulk copies (before sm_90).
 //
-// A tile is one segment of at most 4 KiB; a warp copies one tile of one pair at a time, so few large
-// pages and many small ones spread over all warps alike. There is no shared state between warps, and
-// no order. kv_swap/cuda/kernel_families.py chooses the grid.
+// A tile is one segment of at most 4 KiB; a warp copies one tile of one pair at a time, so few
+// large pages and many small ones spread over all warps alike. There is no shared state between
+// warps, and no order. kv_swap/cuda/kernel_families.py chooses the grid.
 
 #include "swap.cuh"
 

@@ -1,6 +1,7 @@
-// Copies that run by themselves: bulk copies between shared and global memory (sm_90 and newer), and
-// small ones from global to shared memory, with the barriers that they need. Host memory is global
-// memory here. All PTX is in this file: tests/transfer/cuda/on_host has another that runs on a CPU.
+// Copies that run by themselves: bulk copies between shared and global memory (sm_90 and newer),
+// and small ones from global to shared memory, with the barriers that they need. Host memory is
+// global memory here. All PTX is in this file: tests/transfer/cuda/on_host has another that runs on
+// a CPU.
 #pragma once
 
 #include "swap.cuh"
@@ -79,7 +80,8 @@ __device__ __forceinline__ void wait_written() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders what this thread wrote to shared memory before bulk copies that are issued after a barrier.
+// Orders what this thread wrote to shared memory before bulk copies that are issued after a
+// barrier.
 __device__ __forceinline__ void fence_for_bulk_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

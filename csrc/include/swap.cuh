@@ -18,8 +18,9 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list, in host memory. After the last that fits comes a status
-// byte for each pair; only a store that packs writes them, and the host reads them once it has ended.
+// Precedes the (block, slot) pairs of a list, in host memory. After the last that fits comes a
+// status byte for each pair; only a store that packs writes them, and the host reads them once it
+// has ended.
 struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];

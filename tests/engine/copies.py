@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kv_swap.engine import Direction
 from kv_swap.host.transfers import Run, copy_runs
 
-from kv_offload.engines.vllm.halves import worker_of_process
+from kv_offload.engines.vllm.locate import worker_of_process
 
 
 class Copies:

@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-from kv_offload.engines.vllm.halves import connectors_in, worker_of_process
+from kv_offload.engines.vllm.locate import connectors_in, worker_of_process
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.loads import set_synchronous_loads
 from tests.support.processes import shut_down

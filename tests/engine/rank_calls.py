@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from kv_swap.engine import Direction, SwapJob
 
-from kv_offload.engines.vllm.halves import worker_of_process
+from kv_offload.engines.vllm.locate import worker_of_process
 from kv_offload.engines.vllm.patches import weights
 from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 

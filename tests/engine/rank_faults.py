@@ -20,7 +20,7 @@ import torch
 from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError
 
-from kv_offload.engines.vllm.halves import worker_of_process
+from kv_offload.engines.vllm.locate import worker_of_process
 from kv_offload.scheduler.loads.mode import LoadMode
 from tests.engine.rank_calls import pages
 

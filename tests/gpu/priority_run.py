@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_offload.engines.vllm.patches import mends
+from kv_offload.engines.vllm.patches import vllm_workarounds
 from tests.engine.harness import Engine, engine
 from tests.gpu.fault_run import SETTINGS, serve
 from tests.support.inputs import busy_requests
@@ -52,14 +52,14 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     with engine(Path(models), "llama_wide", None, **settings) as alone:
         result["vLLM alone"] = wrong(alone)
     unnamed: list[int] = []
-    named_uncomputed = mends._named_uncomputed
+    named_uncomputed = vllm_workarounds._named_uncomputed
 
     def count_unnamed(*found: Any) -> Iterator[int]:
         for block in named_uncomputed(*found):
             unnamed.append(block)
             yield block
 
-    mends._named_uncomputed = count_unnamed
+    vllm_workarounds._named_uncomputed = count_unnamed
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         for name in ("first", "again"):
             result[name] = wrong(ours)

@@ -80,7 +80,7 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(
 ) -> None:
     """The control. With states the request's next look-up ends before these blocks."""
     monkeypatch.setattr(
-        "kv_offload.engines.vllm.patches.mends._named_uncomputed", lambda *_: iter(())
+        "kv_offload.engines.vllm.patches.vllm_workarounds._named_uncomputed", lambda *_: iter(())
     )
     with wrong_bytes():
         preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)

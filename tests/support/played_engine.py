@@ -35,7 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.halves import connectors_in
+from kv_offload.engines.vllm.locate import connectors_in
 from kv_offload.metrics import KINDS
 from tests.support.configurations import (
     PAGE_WORDS,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import connector_of
+from kv_offload.engines.vllm.locate import connector_of
+from kv_offload.engines.vllm.publish_stats import publish_stats
 from kv_offload.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def act(core: Any, action: str) -> str:
         raise UnsupportedError(f"{action}: this engine has no KVOffloadConnector: configure it")
     paused = action == PAUSE_STORES
     connector.offload_scheduler.pause_stores(paused=paused)
-    tell_front_end(core)
+    publish_stats(core)
     state = "paused" if paused else "running"
     logger.info("kv-offload: stores are %s, as an operator asked", state)
     return state

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engine import KVCaches
-from kv_offload.engines.vllm.halves import callers
+from kv_offload.engines.vllm.locate import callers
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,

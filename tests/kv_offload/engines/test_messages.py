@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from kv_offload.engines.vllm.halves import connectors_in, connectors_with_reports
 from kv_offload.engines.vllm.hooks.worker import ConnectorWorkerMetadata
+from kv_offload.engines.vllm.locate import connectors_in, connectors_with_reports
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 
 OURS = SimpleNamespace(offload_scheduler="s", offload_worker=None)

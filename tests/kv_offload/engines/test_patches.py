@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.halves import connectors_in
+from kv_offload.engines.vllm.locate import connectors_in
 from kv_offload.engines.vllm.patches import PATCHES, install_for_scheduler
 from kv_offload.engines.vllm.patches import patch as mechanics
 from kv_offload.engines.vllm.patches.patch import MARK, Patch, Setup, log_new

@@ -73,8 +73,6 @@ class CopyPath(ABC):
         """Slices that are queued at once at first; twice as many whenever the stream ran empty."""
         return self.max_in_flight
 
-    first_in_flight: int
-
     def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
         """Prepare for jobs in waves, on the lane's stream; once. Raises `RuntimeError`."""
         raise NotImplementedError(f"{type(self).__name__} does not copy in waves")

@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.halves import EngineState, find_waker
 from kv_offload.engines.vllm.hooks.errors import survives
+from kv_offload.engines.vllm.locate import EngineState, find_waker
 from kv_offload.engines.vllm.start.log import log_pool
 from kv_offload.engines.vllm.start.members import is_brought, is_chosen
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity

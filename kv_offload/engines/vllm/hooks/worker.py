@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kv_offload.engines.vllm.halves import callers
 from kv_offload.engines.vllm.hooks.errors import survives
+from kv_offload.engines.vllm.locate import callers
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.runner import before_each_step
 from kv_offload.errors import UnsupportedError

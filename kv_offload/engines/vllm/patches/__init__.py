@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 
-from kv_offload.engines.vllm.patches.mends import (
-    forget_what_a_part_dropped,
-    unname_uncomputed,
-)
 from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
+from kv_offload.engines.vllm.patches.vllm_workarounds import (
+    forget_what_a_part_dropped,
+    unname_uncomputed,
+)
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
 from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
 from kv_offload.engines.vllm.start.command_line import check_settings

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import connector_of, worker_of_process
+from kv_offload.engines.vllm.locate import connector_of, worker_of_process
+from kv_offload.engines.vllm.publish_stats import publish_stats
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def reset_after_drain(
     if done:
         offload.resets.engine_was_reset()
     settled = settle(self, offload)
-    tell_front_end(self)
+    publish_stats(self)
     return done if settled else False
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.halves import connectors_in, connectors_with_reports
+from kv_offload.engines.vllm.locate import connectors_in, connectors_with_reports
 
 logger = logging.getLogger(__name__)
 

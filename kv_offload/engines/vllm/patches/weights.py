@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm.actions import ACTIONS, act
-from kv_offload.engines.vllm.front_end import tell_front_end
-from kv_offload.engines.vllm.halves import connector_of
+from kv_offload.engines.vllm.locate import connector_of
 from kv_offload.engines.vllm.patches.reset_prefix_cache import settle
+from kv_offload.engines.vllm.publish_stats import publish_stats
 
 if TYPE_CHECKING:
     from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -62,7 +62,7 @@ def watch_call(
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
             if was_settled:  # else a trainer would wait for a dead disk with each of its tensors
                 settle(self, offload)
-        tell_front_end(self)
+        publish_stats(self)
     return original(self, method, *args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kv_offload.config.file import show
 from kv_offload.config.trace import FILE_VARIABLE
-from kv_offload.engines.vllm.start.left_over import end_left_over
+from kv_offload.engines.vllm.start.stale_connector import end_stale_connector
 from kv_offload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ NOTHING = ("", "None")
 
 def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run around `EngineArgs.create_engine_config`, which reads the user's arguments."""
-    end_left_over()
+    end_stale_connector()
     if self.kv_transfer_config is None:
         _log_not_in_use()
         return original(self, *args, **kwargs)

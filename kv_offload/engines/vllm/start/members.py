@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from kv_offload.config import EXTRA_CONFIG, FILE_KEY, SCHEMA, SECTIONS
 from kv_offload.config.file import show
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.halves import callers
+from kv_offload.engines.vllm.locate import callers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.engines.vllm.halves import callers, worker_of_process
+from kv_offload.engines.vllm.locate import callers, worker_of_process
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker.sharing import Peers

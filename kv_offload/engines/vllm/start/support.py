@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.engines.vllm.halves import callers
+from kv_offload.engines.vllm.locate import callers
 from kv_offload.engines.vllm.model.groups import (
     SPECS,
     STATE_SPEC,

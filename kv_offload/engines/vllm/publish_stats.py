@@ -1,4 +1,4 @@
-"""Tells vLLM's front end figures that have changed while the engine makes no step."""
+"""Sends vLLM's front end figures that have changed while the engine makes no step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-def tell_front_end(core: Any) -> None:
+def publish_stats(core: Any) -> None:
     """Send the plugin's figures to the front end of a vLLM engine core, between two steps.
 
     vLLM asks connectors for figures at the end of a step only. An engine in its user's process has

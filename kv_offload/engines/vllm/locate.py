@@ -1,4 +1,4 @@
-"""Finds what no reference leads to: vLLM's objects that call us, and our halves inside of them."""
+"""Finds what no reference leads to: vLLM's objects that call us, and our part inside of them."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ import sys
 logger = logging.getLogger(__name__)
 
 
-def end_left_over() -> None:
+def end_stale_connector() -> None:
     """Shut down what a gone engine of this process left; does nothing while the engine is there."""
     if "kv_offload.engines.vllm.connector" not in sys.modules:
         return
     from vllm.distributed import kv_transfer
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-    from kv_offload.engines.vllm.halves import connectors_in
+    from kv_offload.engines.vllm.locate import connectors_in
 
     if not kv_transfer.has_kv_transfer_group():
         return

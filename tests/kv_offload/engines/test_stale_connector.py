@@ -13,7 +13,7 @@ import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 import kv_offload.engines.vllm.connector  # noqa: F401 - of an engine with the plugin
-from kv_offload.engines.vllm.start.left_over import end_left_over
+from kv_offload.engines.vllm.start.stale_connector import end_stale_connector
 
 
 class Worker:
@@ -49,7 +49,7 @@ def test_an_engine_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, live
     gc.freeze()
     if not lives:
         del worker
-    end_left_over()
+    end_stale_connector()
     assert connector.ended == (not lives)
     assert (kv_transfer_state._KV_CONNECTOR_AGENT is None) == (not lives)
     assert gc.get_freeze_count() > 0
