@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from kv_offload.config.schema import DiskConfig
 from kv_offload.config.sizes import SMALLEST_BYTES, TOO_LITTLE, describe_bytes, format_size
 from kv_offload.config.trace import TracedConfig
 from kv_offload.errors import CapacityError, ConfigError
+
+ANSWER_SECONDS = 5.0
+"""A start waits for a network filesystem for so long."""
 
 
 def check_sizes(traced: TracedConfig) -> None:
@@ -30,6 +34,9 @@ def check_sizes(traced: TracedConfig) -> None:
     sizes = {"cpu_bytes": traced.config.cpu_bytes}
     if disk is not None:
         sizes["disk.bytes"] = disk.bytes
+    remote = traced.config.remote
+    if remote is not None and remote.kind != "mooncake":
+        sizes["remote.bytes"] = remote.bytes
     for name, size_bytes in sizes.items():
         given = traced.given[name]
         if size_bytes < SMALLEST_BYTES:
@@ -75,6 +82,32 @@ def unusable_folder(path: Path, error: OSError) -> ConfigError:
         f"disk.path: {str(path)!r}: the folder cannot be made or used: {error}. Make it, for the "
         "user that runs the engine, or name another"
     )
+
+
+def check_shared_folder(path: Path) -> None:
+    """Refuse a shared folder that is not there, or that this user may not write: `ConfigError`.
+
+    One that does not answer within `ANSWER_SECONDS`, since its server is away, may be used later.
+    """
+    problems: list[OSError] = []
+
+    def look() -> None:
+        try:
+            if not stat.S_ISDIR(path.stat().st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "this user may not write there", str(path))
+        except OSError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=look, name="kv-offload-look", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if problems:
+        raise ConfigError(
+            f"remote.path: {str(path)!r}: the folder cannot be used: {problems[0]}. Mount the "
+            "filesystem and make the folder, for the user that runs the engines, or name another"
+        ) from problems[0]
 
 
 @dataclass(frozen=True, slots=True)

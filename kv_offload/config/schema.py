@@ -22,9 +22,15 @@ Size = Annotated[int, Meta(ge=1, le=MAX_INT)]
 FilePath = Annotated[str, Meta(min_length=1)]
 
 
-def _says(description: str, allowed: str = "", takes: str = "", **limits: Any) -> Meta:
-    """Describe a key; `allowed` is left out where the type has the names that are allowed."""
-    return Meta(description=description, extra={"allowed": allowed, "takes": takes}, **limits)
+def _says(
+    description: str, allowed: str = "", takes: str = "", kind: str = "", **limits: Any
+) -> Meta:
+    """Describe a key; `allowed` is left out where the type has the names that are allowed.
+
+    A key with a `kind` is for a remote store of that kind, which needs it.
+    """
+    extra = {"allowed": allowed, "takes": takes, "kind": kind}
+    return Meta(description=description, extra=extra, **limits)
 
 
 def _size(description: str, allowed: str) -> Meta:
@@ -32,9 +38,9 @@ def _size(description: str, allowed: str) -> Meta:
     return _says(description, allowed, "size")
 
 
-def _path(description: str, allowed: str) -> Meta:
+def _path(description: str, allowed: str, kind: str = "") -> Meta:
     """Describe a key that takes a path, which is made absolute."""
-    return _says(description, allowed, "path")
+    return _says(description, allowed, "path", kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +79,30 @@ class RemoteConfig:
     """A store that several engines share."""
 
     kind: Annotated[
-        Literal["mooncake"],
-        _says("The remote store that several engines share.", "mooncake"),
-    ]
-    address: Annotated[
-        Annotated[str, Meta(pattern=rf"^[^\s:/]+:{PORT}\Z")],
+        Literal["mooncake", "folder"],
         _says(
-            "Address of its master.",
-            "host:port, a port from 1 to 65535, for example 10.0.0.5:50051",
+            "The remote store: Mooncake Store, or a folder of a shared filesystem (NFS, Lustre, "
+            "CephFS)."
         ),
     ]
+    address: Annotated[
+        Annotated[str, Meta(pattern=rf"^[^\s:/]+:{PORT}\Z")] | None,
+        _says(
+            "Address of Mooncake's master.",
+            "host:port, a port from 1 to 65535, for example 10.0.0.5:50051",
+            kind="mooncake",
+        ),
+    ] = None
+    path: Annotated[
+        FilePath | None,
+        _path("The shared folder, which must exist.", "the path of a folder", kind="folder"),
+    ] = None
     bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_INT)],
         _size(
-            "Memory that one replica of the engine gives to it, over all its ranks.",
-            "bytes, or a size (64GiB); 0 to use what others give",
+            "Of mooncake: memory that one replica of the engine gives to it, over all its ranks. "
+            "Of a folder: what all engines together may keep there.",
+            "bytes, or a size (64GiB); 0 to use what others give to Mooncake",
         ),
     ]
     write_rate: Annotated[
@@ -198,7 +213,8 @@ class OffloadConfig:
     @property
     def given_bytes(self) -> int:
         """Host memory that one replica gives to a remote store, over all its ranks."""
-        return self.remote.bytes if self.remote is not None else 0
+        is_given = self.remote is not None and self.remote.kind == "mooncake"
+        return self.remote.bytes if self.remote is not None and is_given else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +232,8 @@ class Key:
     """As a user writes it, of a size. None, and `is_required`, without one."""
     is_required: bool = False
     """Whether its section must have it."""
+    kind: str = ""
+    """The kind of remote store that it is for; nothing for a key of all."""
 
     @property
     def section(self) -> str:
@@ -247,14 +265,16 @@ def _keys(config: type[Any], section: str = "") -> Iterator[Key]:
         kind, *_, meta = get_args(hints[field.name])
         names, takes = get_args(kind), meta.extra["takes"]
         allowed = meta.extra["allowed"] or f"{', '.join(names[:-1])} or {names[-1]}"
-        is_required = bool(section) and field.default is dataclasses.MISSING
+        of_kind = meta.extra["kind"]
+        is_required = bool(section) and (field.default is dataclasses.MISSING or bool(of_kind))
         default: Any = None if is_required else field.default
         if field.name == "cpu_bytes":
             default = DEFAULT_CPU_BYTES
         elif takes == "size" and default is not None:
             default = format_size(default).replace(" ", "")
         name = f"{section}.{field.name}" if section else field.name
-        yield Key(name, hints[field.name], meta.description, allowed, takes, default, is_required)
+        hint = hints[field.name]
+        yield Key(name, hint, meta.description, allowed, takes, default, is_required, of_kind)
 
 
 SCHEMA = {key.name: key for key in _keys(OffloadConfig)}

@@ -224,6 +224,13 @@ def _complete(given: Mapping[str, Given]) -> dict[str, Given]:
     for key in SCHEMA.values():
         if key.section and given[key.section].value is None:
             complete[key.section] = given[key.section]
+        elif key.kind and key.kind != (kind := complete["remote.kind"].value):
+            if key.name in given:
+                one = given[key.name]
+                raise ConfigError(
+                    f"{one.source}: {key.name}: {one.shown}: belongs to remote.kind {key.kind}, "
+                    f"and it is {kind}. Remove it, or change remote.kind."
+                )
         elif key.name in given:
             complete[key.name] = given[key.name]
         elif key.is_required:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_swap.engine import SwapEngine
 
+from kv_offload.config import RemoteConfig
 from kv_offload.config.sizes import format_size
 from kv_offload.worker.sharing import Peers
 
@@ -19,22 +21,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def make_client(remote: RemoteConfig, segment_bytes: int) -> StoreClient:
+    """Return a client, not connected. It gives `segment_bytes` of memory to a store of memory."""
+    if remote.path is not None:
+        from kv_swap.tiers.store.folder import FolderClient
+
+        return FolderClient(Path(remote.path), remote.bytes)
+    from kv_swap.tiers.store.mooncake import MooncakeClient
+
+    assert remote.address is not None
+    return MooncakeClient(remote.address, segment_bytes)
+
+
 @dataclass(frozen=True)
 class Store:
-    """The store of one replica, whose ranks divide the memory that the replica gives to it.
+    """The remote store of one replica, whose ranks divide the memory that the replica gives to it.
 
     `contents` names all that changes the bytes of a block, or what its key means.
     """
 
-    master: str
-    nbytes: int
+    remote: RemoteConfig
     contents: Mapping[str, str]
-
-    def make_client(self, segment_bytes: int) -> StoreClient:
-        """Return a client that gives `segment_bytes` of memory to the store."""
-        from kv_swap.tiers.store.mooncake import MooncakeClient
-
-        return MooncakeClient(self.master, segment_bytes)
 
     def open(
         self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
@@ -48,11 +55,15 @@ class Store:
         # Ranks that share memory hold the same bytes: they are one part of a block.
         part = f"{rank - peers.index} of {num_ranks}, kept for {peers.count}"
         description = {**self.contents, "part": part, "pages": pages}
-        segment_bytes = self.nbytes // num_ranks
+        remote, segment_bytes = self.remote, 0
+        if remote.kind == "mooncake":
+            segment_bytes = remote.bytes // num_ranks
         logger.info(
-            "kv-offload: rank %d gives %s to the store at %s, and keeps blocks there",
+            "kv-offload: rank %d keeps blocks in the remote store (%s) at %s%s",
             rank,
-            format_size(segment_bytes),
-            self.master,
+            remote.kind,
+            remote.address or remote.path,
+            f", and gives it {format_size(segment_bytes)}" if segment_bytes else "",
         )
-        return StoreTier(self.make_client(segment_bytes), transfer.slots(), description)
+        client = make_client(remote, segment_bytes)
+        return StoreTier(client, transfer.slots(), description)

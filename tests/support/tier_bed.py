@@ -12,6 +12,7 @@ import numpy as np
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, TierJob
+from kv_swap.tiers.store.folder import FolderClient
 from kv_swap.tiers.store.mooncake import MooncakeClient
 from kv_swap.tiers.store.tier import StoreTier
 
@@ -97,6 +98,22 @@ class TierBed(Bed):
     ) -> None:
         super().__init__(num_slots, slot_bytes)
         self.tier: DiskTier = DiskTier(path, num_slots, self.view, description)
+
+
+class FolderBed(Bed):
+    """A tier in a shared folder, of which all take at most `max_bytes`."""
+
+    def __init__(
+        self,
+        place: Path,
+        num_slots: int = 8,
+        slot_bytes: int = ALIGNED,
+        max_bytes: int = 1 << 40,
+        **description: str,
+    ) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.place, self.client = place, FolderClient(place, max_bytes)
+        self.tier: StoreTier = StoreTier(self.client, self.view, description)
 
 
 class StoreBed(Bed):

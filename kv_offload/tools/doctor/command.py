@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from kv_offload import __version__
+from kv_offload.config import RemoteConfig
 from kv_offload.tools.arguments import add_count, add_file
 from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, remote, report
 from kv_offload.tools.output import shows_colour
@@ -39,7 +40,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--remote",
         metavar="ADDRESS",
         help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB (default: the "
-        "configuration's remote.address)",
+        "configuration's remote)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
@@ -74,11 +75,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if path is not None:
         checks = disk.check_disk(path, traced, measures=not arguments.no_measure)
         sections = {**sections, "Disk": [*checks]}
-    master = arguments.remote
-    if master is None and traced is not None and traced.config.remote is not None:
-        master = traced.config.remote.address
-    if master is not None:
-        found = remote.check_remote(master, os.environ, measures=not arguments.no_measure)
+    store = None if traced is None else traced.config.remote
+    if arguments.remote is not None:
+        store = RemoteConfig(kind="mooncake", address=arguments.remote, bytes=0)
+    if store is not None:
+        found = remote.check_remote(store, os.environ, measures=not arguments.no_measure)
         sections = {**sections, "Remote": [*found]}
     title = f"kv-offload {__version__} doctor"
     if arguments.json:

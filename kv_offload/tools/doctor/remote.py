@@ -1,16 +1,18 @@
-"""The remote store below host memory: its master, its keys, and a round trip of blocks."""
+"""The remote store below host memory: whether it answers, its keys, and a round trip of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.store.client import StoreClient
 from kv_swap.tiers.store.probe import StoreRates, measure
 
+from kv_offload.config import RemoteConfig
 from kv_offload.config.sizes import format_size
 from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
+from kv_offload.worker.store import make_client
 
 NUM_BLOCKS = 32
 
@@ -20,19 +22,22 @@ OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
 SEED = "PYTHONHASHSEED"
 
 
-def check_remote(master: str, environ: Mapping[str, str], *, measures: bool) -> Iterator[Check]:
-    """Yield whether the master answers, keys are the same elsewhere, and what blocks come to."""
+def check_remote(
+    remote: RemoteConfig, environ: Mapping[str, str], *, measures: bool
+) -> Iterator[Check]:
+    """Yield whether the store answers, keys are the same elsewhere, and what blocks come to."""
     yield _check_keys(environ)
-    asker = MooncakeClient(master, 0)
+    asker = make_client(remote, 0)
+    place = f"the master at {remote.address}" if remote.path is None else remote.path
     try:
         asker.exist(["doctor"])
-        yield Check("remote", "ok", f"the master at {master} answers")
+        yield Check("remote", "ok", f"{place} answers")
         if measures:
-            yield _check_round_trip(master, asker)
+            yield _check_round_trip(remote, asker)
         else:
             yield not_checked("remote rate", "--no-measure was given")
     except TierError as error:
-        needed, remedy = "a mooncake_master that answers", "Do as it says, and run doctor again."
+        needed, remedy = f"{remote.kind} that answers", "Do as it says, and run doctor again."
         yield Check("remote", "problem", str(error), needed, remedy)
     finally:
         asker.close()
@@ -48,17 +53,19 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
     return not_checked("remote keys", found, remedy)
 
 
-def _check_round_trip(master: str, asker: MooncakeClient) -> Check:
-    name, where = "remote rate", "in memory of others"
+def _check_round_trip(remote: RemoteConfig, asker: StoreClient) -> Check:
+    name, where = "remote rate", remote.path or "in memory of others"
     try:
         try:
-            rates = measure(asker, MooncakeClient(master, 0), NUM_BLOCKS, BLOCK_BYTES)
+            rates = measure(asker, make_client(remote, 0), NUM_BLOCKS, BLOCK_BYTES)
         except TierError:
+            if remote.kind != "mooncake":
+                raise
             # Before the first engine nobody gives memory.
             where = "in doctor's own memory, as nobody else gives any"
-            rates = measure(asker, MooncakeClient(master, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
+            rates = measure(asker, make_client(remote, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:
-        remedy = "Look at the engines that give memory to the store, and at the network to them."
+        remedy = "Look at what the store's memory or disk is, and at the network to it."
         return Check(name, "problem", str(error), "blocks come back as they were", remedy)
     return judged(
         name,

@@ -129,7 +129,8 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one 
         ("disk.path", "~no such user/kv", "there is no user of this name. Write the path itself."),
         ("disk.write_rate", None, "must be bytes, or a size (1GiB)"),
         ("disk.keep_on_restart", "no", "must be true or false"),
-        ("remote.kind", "redis", "must be mooncake"),
+        ("remote.kind", "redis", "must be mooncake or folder"),
+        ("remote.path", "$SHARED/kv", "$SHARED is not replaced, as a shell would do. Write the"),
         (
             "remote.address",
             "10.0.0.5",
@@ -209,8 +210,18 @@ def test_a_remote_store_needs_an_address_and_a_size_and_no_disk_beside_it():
     assert (config.given_bytes, config.host_bytes) == (GIB, config.cpu_bytes + GIB)
     assert load({"remote": {**remote, "bytes": 0}}).host_bytes == config.cpu_bytes
     assert refusal({"remote": {"kind": "mooncake", "bytes": 0}}).startswith(
-        f"{INLINE}: remote: remote.address is missing. Add it: Address of its master. Allowed: "
+        f"{INLINE}: remote: remote.address is missing. Add it: Address of Mooncake's master. "
     )
+    folder = {"kind": "folder", "path": "/mnt/lustre/kv", "bytes": "20TiB"}
+    config = load({"remote": folder})
+    assert (config.remote.path, config.remote.bytes) == ("/mnt/lustre/kv", 20 << 40)
+    assert config.given_bytes == 0, "it takes no memory"
+    assert refusal({"remote": {**folder, "address": "10.0.0.5:50051"}}) == (
+        f"{INLINE}: remote.address: '10.0.0.5:50051': belongs to remote.kind mooncake, and it is "
+        "folder. Remove it, or change remote.kind."
+    )
+    del folder["path"]
+    assert "remote: remote.path is missing. Add it: " in refusal({"remote": folder})
     both = refusal({"remote": remote, "disk": {"path": "/nvme/kv", "bytes": "1GiB"}})
     assert both.startswith(f"{INLINE}: remote: an engine has one tier below host memory, and there")
     with pytest.raises(CapacityError, match=r"asks for .*, and remote.bytes for 62 GiB"):
@@ -303,7 +314,7 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
         ("lazy_offload", "It is a key of another connector, and not needed here: blocks are"),
         ("LMCACHE_BLEND_RECOMPUTE_RATIOS", "It is a key of LMCache, and there is none for it"),
         ("store_policy", "Correct or remove it"),
-        ("path", "Did you mean disk: {path: ...}? "),
+        ("path", "Did you mean disk: {path: ...} or remote: {path: ...}? "),
         ("address", "Did you mean remote: {address: ...}? "),
         ("write_rate", "Did you mean disk: {write_rate: ...} or remote: {write_rate: ...}? "),
         ("disk.path", "Did you mean disk: {path: ...}? "),

@@ -6,8 +6,10 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 import shutil
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.ray.ray_env import get_env_vars_to_copy
 
+from kv_offload.config import checks
 from kv_offload.config.host_memory import read_host_memory
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.plugin import register
@@ -381,3 +384,44 @@ def test_an_empty_argument_is_a_warning(
     ((level, message),) = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == ("WARNING" if is_empty else "INFO")
     assert message.startswith("kv-offload: not in use: --kv-transfer-config is ")
+
+
+@both_places
+def test_a_shared_folder_that_is_not_there_or_not_for_this_user(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not made: where the filesystem is not mounted, that would be on another one."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    file = tmp_path / "file"
+    file.write_text("a line")
+
+    def shared(path: Path, size: str = "1GiB") -> dict[str, Any]:
+        return {"remote": {"kind": "folder", "path": str(path), "bytes": size}}
+
+    for path, reason in ((tmp_path / "no", "No such file"), (file, "Not a directory")):
+        message = refusal(ConfigError, shared(path), transfer_config=place)
+        assert f"remote.path: {str(path)!r}: the folder cannot be used: " in message
+        assert reason in message
+    assert not (tmp_path / "no").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        message = refusal(ConfigError, shared(tmp_path), transfer_config=place)
+        assert "this user may not write there" in message
+    message = refusal(CapacityError, shared(tmp_path, "8B"), transfer_config=place)
+    assert "remote.bytes: '8B': asks for 8 bytes, less than 1 MiB" in message
+    make_vllm_config(shared(tmp_path), transfer_config=place)
+
+
+def test_a_shared_folder_that_does_not_answer_stops_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "ANSWER_SECONDS", 0.1)
+    goes_on = threading.Event()
+
+    class Hanging(type(tmp_path)):  # type: ignore[misc]
+        def stat(self, **_: Any) -> os.stat_result:
+            goes_on.wait(60)
+            raise FileNotFoundError
+
+    checks.check_shared_folder(Hanging(tmp_path))
+    goes_on.set()

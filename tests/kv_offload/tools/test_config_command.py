@@ -85,7 +85,7 @@ def test_the_documented_run_is_real(tmp_path, command, monkeypatch):
     machine = HostMemory(64 << 30, "/proc/meminfo")
     monkeypatch.setattr("kv_offload.config.trace.read_host_memory", lambda: machine)
     docs = DOCS.read_text()
-    example, _ = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
+    example, *_ = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
     (printed,) = re.findall(r"```\n(# Effective.*?)```", docs, re.DOTALL)
     (tmp_path / "kv-offload.yaml").write_text(example)
     assert command("config", "kv-offload.yaml").out.replace(str(tmp_path), "/srv") == printed

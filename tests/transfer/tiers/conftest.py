@@ -14,7 +14,7 @@ import pytest
 
 
 def tier_threads() -> list[threading.Thread]:
-    names = ("kv-swap-promote", "kv-swap-demote", "kv-swap-connect")
+    names = ("kv-swap-promote", "kv-swap-demote", "kv-swap-connect", "kv-swap-sweep")
     return [thread for thread in threading.enumerate() if thread.name in names]
 
 

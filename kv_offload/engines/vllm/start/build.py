@@ -94,7 +94,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
                 config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
             )
         if engine.store is not None and config.remote is not None:
-            tier = store.remote_tier(config.remote, engine.store, world_size)
+            tier = store.remote_tier(config.remote, world_size)
         facts = EngineFacts(
             engine.cache_groups,
             pool,

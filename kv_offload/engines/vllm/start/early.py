@@ -63,10 +63,9 @@ def check_settings(vllm_config: VllmConfig) -> None:
         disk.check_disk(config, own)
         check_disk(traced)
         store.check_store(config, own)
-        if config.remote is not None and not mooncake_session.is_installed():
-            raise UnsupportedError(
-                f"remote.kind: {config.remote.kind}: {mooncake_session.NOT_INSTALLED}"
-            )
+        kind = None if config.remote is None else config.remote.kind
+        if kind == "mooncake" and not mooncake_session.is_installed():
+            raise UnsupportedError(f"remote.kind: {kind}: {mooncake_session.NOT_INSTALLED}")
         if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
             trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_offload.cache.store_directory import StoreDirectory
 from kv_offload.config import OffloadConfig, RemoteConfig
+from kv_offload.config.checks import check_shared_folder
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.remote import RemoteTier
-from kv_offload.worker.store import Store
+from kv_offload.worker.store import Store, make_client
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,22 +31,24 @@ def find_store(
     if config.remote is None:
         return None
     contents = describe_contents(vllm_config, kv_cache_config)
-    return Store(config.remote.address, config.remote.bytes, contents)
+    return Store(config.remote, contents)
 
 
 def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` where other engines could not know what the keys of blocks mean."""
     if config.remote is not None:
         check_contents(vllm_config, "remote", keep_on_reset=config.remote.keep_on_reset)
+        if config.remote.path is not None:
+            check_shared_folder(Path(config.remote.path))
 
 
-def remote_tier(config: RemoteConfig, store: Store, num_ranks: int) -> TierSpec:
+def remote_tier(config: RemoteConfig, num_ranks: int) -> TierSpec:
     """Return what makes the tier."""
 
     def open_directory(prefixes: Sequence[str]) -> StoreDirectory:
         from kv_swap.tiers.store.keys import object_keys
 
-        return StoreDirectory(store.make_client(0), prefixes, object_keys)
+        return StoreDirectory(make_client(config, 0), prefixes, object_keys)
 
     return TierSpec(
         make=partial(RemoteTier, open_directory),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_offload.config import RemoteConfig
 from kv_offload.tools.doctor import remote
 from kv_offload.tools.doctor.report import Check
 from tests.kv_offload.tools.conftest import Command
@@ -23,7 +24,8 @@ def master() -> Iterator[Master]:
 
 
 def checks(master: str, environ: dict[str, str] | None = None, **how: bool) -> dict[str, Check]:
-    found = remote.check_remote(master, environ or {}, measures=how.get("measures", True))
+    store = RemoteConfig(kind="mooncake", address=master, bytes=0)
+    found = remote.check_remote(store, environ or {}, measures=how.get("measures", True))
     return {check.name: check for check in found}
 
 

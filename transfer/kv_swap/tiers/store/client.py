@@ -33,6 +33,10 @@ class StoreClient(ABC):
     be a minute.
     """
 
+    threads = 2
+    """In each direction. With two, one computes checksums while the other's bytes are on the
+    network; a store that takes long for each object has more."""
+
     @abstractmethod
     def connect(self) -> None:
         """Connect, as any other call does if that has not been done. May take seconds.

@@ -10,6 +10,9 @@ import xxhash
 
 from kv_swap.tiers.record import FORMAT
 
+PREFIX = "kv-offload/"
+"""Begins the key of every object, in a store that may have others."""
+
 
 def namespace(description: Mapping[str, str], slot_bytes: int) -> str:
     """Return 32 hexadecimal digits that stand for all that changes what the bytes mean."""
@@ -23,5 +26,5 @@ def object_keys(file_id: str, names: Sequence[bytes]) -> list[str]:
     A name is shortened to a digest. Should two share one, the second is a mismatch: the object has
     the whole name.
     """
-    prefix = f"kv-offload/{file_id}/"
+    prefix = f"{PREFIX}{file_id}/"
     return [prefix + xxhash.xxh3_128_hexdigest(name) for name in names]

@@ -18,9 +18,6 @@ from kv_swap.tiers.store.mover import StoreMover
 NUM_SLOTS = 2**31 - 1
 """A store has no slots; this is more than any job has rows."""
 
-NUM_THREADS = {TierDirection.PROMOTE: 2, TierDirection.DEMOTE: 2}
-"""With two threads, one computes checksums while the other's bytes are on the network."""
-
 CHUNK_BYTES = 16 << 20
 """Bytes of slots in one call."""
 
@@ -52,8 +49,10 @@ class StoreTier(TierEngine):
         self.file_id = namespace(description, slot_bytes)
         chunk_slots = max(1, min(CHUNK_BYTES // slot_bytes, CHUNK_SLOTS))
         movers = {
-            way: [StoreMover(client, arena, self.file_id, chunk_slots) for _ in range(count)]
-            for way, count in NUM_THREADS.items()
+            way: [
+                StoreMover(client, arena, self.file_id, chunk_slots) for _ in range(client.threads)
+            ]
+            for way in TierDirection
         }
         super().__init__(NUM_SLOTS, arena.shape, movers, chunk_slots, client.close)
         # A process gives its memory to the pool although it may move nothing for a while.

@@ -1,0 +1,108 @@
+"""Engines that share a folder: what one has computed another one loads, and what faults cost."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.tiers import base
+from tests.engine.harness import (
+    BLOCK_TOKENS,
+    all_differ,
+    full_blocks,
+    offloading,
+    plain_answers,
+    prompts_with_shared_prefix,
+)
+from tests.support.inputs import Tokens
+from tests.support.patience import be_patient
+from tests.support.processes import print_result, run_module
+
+PROMPTS = prompts_with_shared_prefix()
+FULL_BLOCKS = full_blocks(PROMPTS)
+
+
+def shared(folder: Path, size: str = "1GiB") -> dict[str, Any]:
+    """Return the plugin's keys. What the folder has is loaded, though computing may be sooner."""
+    remote = {"kind": "folder", "path": str(folder), "bytes": size}
+    return {"remote": remote, "load_or_recompute": "always_load"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "shared"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def expected(model_folder: Path) -> list[Tokens]:
+    return plain_answers(model_folder, PROMPTS)
+
+
+def answer_and_tell(models: str, folder: str) -> None:
+    """Answer the prompts with what the folder has; then with other bytes in host memory."""
+    be_patient(pytest.MonkeyPatch())
+    with offloading(Path(models), plugin=shared(Path(folder))) as running:
+        answers = running.generate(PROMPTS)
+        cached, totals = running.cached_tokens, dict(running.totals)
+        loaded = running.blocks_loaded()
+        running.settle()
+        corrupted = running.reload(PROMPTS, corrupted=True)
+    print_result([answers, cached, loaded, totals, corrupted])
+
+
+def test_what_one_engine_has_computed_another_one_loads(
+    model_folder: Path, folder: Path, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends with the control: other bytes in host memory than were read must be noticed."""
+    be_patient(monkeypatch)
+    with offloading(model_folder, plugin=shared(folder)) as ours:
+        assert ours.generate(PROMPTS) == expected
+        ours.settle()
+        assert ours.totals["demoted_slots"] >= FULL_BLOCKS
+        assert ours.totals["tier_errors"] == 0
+        answers, cached, loaded, totals, corrupted = run_module(
+            "tests.engine.test_folder", model_folder, folder, forks=True
+        )
+    assert answers == expected
+    assert totals["promoted_slots"] == FULL_BLOCKS, totals
+    assert totals["promoted_bytes"] > 0
+    assert loaded > 0
+    assert sum(cached) >= FULL_BLOCKS * BLOCK_TOKENS
+    assert all_differ(corrupted, expected)
+
+
+def test_torn_files_a_folder_that_is_away_and_one_without_objects_cost_computing(
+    model_folder: Path, folder: Path, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_patient(monkeypatch)
+    monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(base, "LONGEST_PAUSE_SECONDS", 0.2)
+    with offloading(model_folder, plugin=shared(folder)) as ours:
+        assert ours.generate(PROMPTS) == expected
+        ours.settle()
+        objects = [path for path in folder.rglob("*") if path.is_file()]
+        for path in objects[::2]:
+            os.truncate(path, path.stat().st_size // 2)
+        ours.forget_host_memory()
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["tier_mismatches"] > 0
+        ours.settle()
+        folder.rename(folder.with_name("away"))
+        ours.forget_host_memory()
+        assert ours.generate(PROMPTS) == expected
+        assert not folder.exists()
+        folder.with_name("away").rename(folder)
+        for path in objects:
+            path.unlink(missing_ok=True)
+        ours.forget_host_memory()
+        assert ours.generate(PROMPTS) == expected
+
+
+if __name__ == "__main__":
+    answer_and_tell(*sys.argv[1:])

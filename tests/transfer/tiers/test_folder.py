@@ -1,0 +1,557 @@
+"""A shared folder: whole files or none, other processes' faults, and a bound that anyone keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_swap.errors import TierError
+from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
+from kv_swap.tiers.store import folder
+from kv_swap.tiers.store.client import Fate
+from kv_swap.tiers.store.folder import FolderClient
+from kv_swap.tiers.store.keys import object_keys
+from kv_swap.tiers.store.sweep import AGE_SECONDS, Entry, sweep
+
+from tests.support.processes import ROOT
+from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, Bed, FolderBed, block, job, named
+
+RECORD_BYTES = PAGE_BYTES + ALIGNED
+PLENTY = 1 << 40
+NAMES = named(8)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    path = tmp_path / "shared"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def bed(place: Path) -> Iterator[FolderBed]:
+    with FolderBed(place) as bed:
+        yield bed
+
+
+def files(place: Path) -> list[Path]:
+    return sorted(path for path in place.rglob("*") if path.is_file())
+
+
+def taken_bytes(place: Path) -> int:
+    """Return what all files take, also while some of them go."""
+    total = 0
+    for path in files(place):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def file_of(bed: FolderBed, name: bytes) -> Path:
+    (key,) = object_keys(bed.tier.file_id, [name])
+    return bed.client._file(key)
+
+
+@pytest.mark.parametrize("slot_bytes", [ALIGNED, ODD, 3 << 20])
+def test_what_one_engine_has_written_another_one_reads(place: Path, slot_bytes: int) -> None:
+    with (
+        FolderBed(place, slot_bytes=slot_bytes) as one,
+        FolderBed(place, slot_bytes=slot_bytes) as other,
+    ):
+        done = one.put(NAMES)
+        assert (done.failed, done.error, done.nbytes) == ((), None, 8 * slot_bytes)
+        assert one.put(NAMES).nbytes == 0, "what is there is not written again"
+        done = other.get(NAMES)
+        assert (done.failed, done.mismatches, done.error) == ((), 0, None)
+        assert other.right(NAMES) == list(NAMES)
+    assert len(files(place)) == 8
+    for path in place.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, "they are for this user alone"
+
+
+def test_what_nobody_has_written_fails_without_an_error(bed: FolderBed) -> None:
+    bed.put({1: NAMES[1]})
+    done = bed.get(NAMES)
+    assert (done.failed, done.mismatches, done.error) == ((0, 2, 3, 4, 5, 6, 7), 0, None)
+    assert bed.right({1: NAMES[1]}) == [1]
+
+
+@pytest.mark.parametrize("description", [{"model": "other"}, {"part": "1 of 2"}])
+def test_other_descriptions_share_nothing(
+    bed: FolderBed, place: Path, description: dict[str, str]
+) -> None:
+    bed.put(NAMES)
+    with FolderBed(place, **description) as stranger:
+        assert stranger.get(NAMES).failed == tuple(NAMES)
+
+
+def test_keys_are_found_in_order_by_few_and_by_many_questions(place: Path) -> None:
+    with FolderBed(place, 200, 512) as bed:
+        names = named(200)
+        bed.put({slot: name for slot, name in names.items() if slot % 3 == 0})
+        keys = object_keys(bed.tier.file_id, list(names.values()))
+        assert bed.client.exist(keys) == [slot % 3 == 0 for slot in names]
+        assert bed.client.exist(keys[:4]) == [True, False, False, True]
+        assert bed.client.exist([]) == []
+
+
+# -- what is not what it should be -----------------------------------------------------------------
+
+
+def damage(file: Path, offset: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("offset", [0, 60, PAGE_BYTES, RECORD_BYTES - 1])
+def test_a_flipped_bit_is_a_mismatch_and_is_written_again(bed: FolderBed, offset: int) -> None:
+    bed.put(NAMES)
+    damage(file_of(bed, NAMES[3]), offset)
+    done = bed.get(NAMES)
+    assert (done.failed, done.mismatches, done.error) == ((3,), 1, None)
+    assert {*bed.right(NAMES)} >= {0, 1, 2, 4, 5, 6, 7}
+    assert not file_of(bed, NAMES[3]).exists()
+    assert bed.put(NAMES).nbytes == ALIGNED
+    assert bed.get(NAMES).failed == ()
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE_BYTES, RECORD_BYTES - 1, RECORD_BYTES + 1])
+def test_a_torn_file_is_a_mismatch_and_is_written_again(bed: FolderBed, size: int) -> None:
+    bed.put(NAMES)
+    os.truncate(file_of(bed, NAMES[2]), size)
+    done = bed.get(NAMES)
+    assert (done.failed, done.mismatches, done.error) == ((2,), 1, None)
+    assert bed.put(NAMES).nbytes == ALIGNED
+    assert bed.get(NAMES).failed == ()
+
+
+def test_another_block_in_its_place_is_a_mismatch(bed: FolderBed) -> None:
+    bed.put(NAMES)
+    file_of(bed, NAMES[2]).write_bytes(file_of(bed, NAMES[1]).read_bytes())
+    done = bed.get(NAMES)
+    assert (done.failed, done.mismatches) == ((2,), 1)
+
+
+def test_control_without_verification_a_flipped_bit_arrives(
+    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RecordFormat, "verify", lambda *_: (Verdict.MATCH, b""))
+    bed.put(NAMES)
+    damage(file_of(bed, NAMES[3]), PAGE_BYTES + 77)
+    assert bed.get(NAMES).failed == ()
+    assert bed.right(NAMES) == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_a_mismatch(
+    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.put(NAMES)
+    file, preadv = file_of(bed, NAMES[0]), os.preadv
+
+    def cut(fd: int, memory: list[memoryview], offset: int) -> int:
+        os.truncate(file, PAGE_BYTES)
+        return preadv(fd, memory, offset)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    done = bed.get({0: NAMES[0]})
+    assert (done.failed, done.mismatches) == ((0,), 1)
+
+
+# -- several writers -------------------------------------------------------------------------------
+
+
+def test_two_write_the_same_at_once_while_others_read(place: Path) -> None:
+    names = named(64)
+    with FolderBed(place, 64) as one, FolderBed(place, 64) as other, FolderBed(place, 64) as reads:
+        results = []
+
+        def write(bed: Bed) -> None:
+            for slot, name in names.items():
+                bed.view[slot] = block(name, ALIGNED)
+            for _ in range(5):
+                done = bed.run(DEMOTE, [(slot, slot) for slot in names], list(names.values()))
+                results.append((done.failed, done.error))
+                for path in files(place)[::2]:
+                    if not path.name.startswith("."):
+                        path.unlink(missing_ok=True)
+
+        threads = [threading.Thread(target=write, args=(bed,)) for bed in (one, other)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            done = reads.get(names)
+            assert (done.mismatches, done.error) == (0, None)
+            assert set(reads.right(names)) >= set(names) - set(done.failed)
+        for thread in threads:
+            thread.join()
+        assert results == [((), None)] * 10
+        one.put(names)
+        assert reads.get(names).failed == ()
+        assert not [path for path in files(place) if path.name.startswith(".")]
+
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from tests.support.tier_bed import FolderBed, named
+write, left = os.pwritev, [3]
+def die_at_the_third(fd, memory, offset):
+    left[0] -= 1
+    if not left[0]:
+        write(fd, [memory[0]], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(fd, memory, offset)
+os.pwritev = die_at_the_third
+FolderBed(Path(sys.argv[1])).put(named(8))
+"""
+
+
+def test_a_writer_that_is_killed_leaves_no_half_object(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, str(place)],
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    unfinished = [path for path in files(place) if path.name.startswith(".")]
+    assert unfinished
+    with FolderBed(place) as bed:
+        found = bed.get(NAMES)
+        assert len(found.failed) == 8 - (len(files(place)) - len(unfinished))
+        assert (found.mismatches, found.error) == (0, None)
+        assert bed.put(NAMES).failed == ()
+        assert bed.get(NAMES).failed == ()
+        assert sweep(bed.client, PLENTY) == 0
+        assert all(path.exists() for path in unfinished), "a writer may yet be at it"
+        for path in unfinished:
+            os.utime(path, (0, 0))
+        assert sweep(bed.client, PLENTY) == 0
+        assert not [path for path in files(place) if path.name.startswith(".")]
+
+
+# -- a folder that fails ---------------------------------------------------------------------------
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """Have a call of `os` fail, as a filesystem makes it."""
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fails)
+
+
+def test_a_folder_that_becomes_read_only_is_read(
+    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.put({0: NAMES[0]})
+    os.utime(file_of(bed, NAMES[0]), (0, 0))
+    with monkeypatch.context() as patched:
+        opens = os.open
+
+        def read_only(path: str, flags: int, mode: int = 0o777) -> int:
+            if flags & (os.O_CREAT | os.O_WRONLY):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return opens(path, flags, mode)
+
+        patched.setattr(os, "open", read_only)
+        refuse(patched, "utime", errno.EROFS)
+        done = bed.put(NAMES)
+        assert done.failed == (1, 2, 3, 4, 5, 6, 7)
+        assert done.error is None, "one row is there"
+        done = bed.put({1: NAMES[1]})
+        assert "mount it writable" in str(done.error)
+        assert bed.get({0: NAMES[0]}).failed == ()
+    assert bed.put(NAMES).failed == ()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
+def test_a_file_that_is_stale_is_missing(
+    bed: FolderBed, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    bed.put(NAMES)
+    with monkeypatch.context() as patched:
+        refuse(patched, "preadv", number)
+        done = bed.get(NAMES)
+        assert (done.failed, done.mismatches, done.error) == (tuple(NAMES), 0, None)
+    assert bed.get(NAMES).failed == ()
+
+
+def test_a_disk_that_fails_is_an_error(bed: FolderBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.put(NAMES)
+    refuse(monkeypatch, "preadv", errno.EIO)
+    done = bed.get(NAMES)
+    assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
+    assert "cannot read in" in str(done.error)
+
+
+def test_a_folder_that_is_away_fails_jobs_until_it_is_back(bed: FolderBed, place: Path) -> None:
+    """As one that is not mounted; it is not made on the disk that is there then."""
+    bed.put(NAMES)
+    place.rename(place.with_name("away"))
+    for done in (bed.put(NAMES), bed.get(NAMES)):
+        assert done.failed == tuple(NAMES)
+        assert f"cannot use the folder {place}: No such file" in str(done.error)
+    with pytest.raises(TierError, match="cannot use the folder"):
+        bed.client.exist(["kv-offload/a/b"])
+    assert not place.exists()
+    place.with_name("away").rename(place)
+    assert bed.get(NAMES).failed == ()
+
+
+def test_a_folder_that_refuses_direct_io_is_used_without(
+    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, asked = os.open, []
+
+    def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = opens(path, flags & ~os.O_DIRECT, mode)  # Linux has made the file by then
+        if flags & os.O_DIRECT:
+            asked.append(path)
+            os.close(fd)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return fd
+
+    monkeypatch.setattr(os, "open", refuse_direct)
+    assert bed.put(NAMES).failed == ()
+    assert 1 <= len(asked) <= bed.client.threads, "once, by each thread at most"
+    assert bed.get(NAMES).failed == ()
+    assert bed.right(NAMES) == list(NAMES)
+
+
+def test_a_read_that_comes_in_pieces(bed: FolderBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.put(NAMES)
+    preadv, bed.client._is_direct = os.preadv, False
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, memory, offset: preadv(fd, [memory[0][:1000]], offset)
+    )
+    assert bed.get(NAMES).failed == ()
+    assert bed.right(NAMES) == list(NAMES)
+
+
+def test_a_call_that_hangs_holds_up_no_submit_and_no_close(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = FolderBed(place)
+    bed.put(NAMES)
+    reached, goes_on, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def hang(fd: int, memory: list[memoryview], offset: int) -> int:
+        reached.set()
+        goes_on.wait(60)
+        return preadv(fd, memory, offset)
+
+    monkeypatch.setattr(os, "preadv", hang)
+    began = time.process_time()
+    bed.tier.submit(job(1, PROMOTE, [(0, 0)], [NAMES[0]]))
+    assert reached.wait(60)
+    assert bed.tier.poll() == []
+    bed.tier.close(timeout_seconds=0.1)
+    assert time.process_time() - began < 1
+    goes_on.set()
+    assert bed.tier.wait(60)
+    (done,) = bed.tier.poll()
+    assert done.failed == ()
+
+
+# -- the bound -------------------------------------------------------------------------------------
+
+
+def aged(bed: FolderBed, names: dict[int, bytes]) -> None:
+    """Have each object be older than the next."""
+    for slot, name in names.items():
+        os.utime(file_of(bed, name), (AGE_SECONDS * (slot + 1),) * 2)
+
+
+def left(bed: FolderBed, names: dict[int, bytes]) -> list[int]:
+    return [slot for slot, name in names.items() if file_of(bed, name).exists()]
+
+
+def test_the_oldest_go_until_there_is_room(place: Path) -> None:
+    names = named(32)
+    with FolderBed(place, 32) as bed:
+        bed.put(names)
+        aged(bed, names)
+        assert sweep(bed.client, 32 * RECORD_BYTES) == 0
+        assert left(bed, names) == list(names)
+        assert sweep(bed.client, 16 * RECORD_BYTES) == 17 * RECORD_BYTES
+        assert left(bed, names) == list(names)[17:]
+
+
+def test_of_objects_of_one_age_some_go_and_two_sweeps_remove_no_more_than_one(place: Path) -> None:
+    names = named(400)
+    with FolderBed(place, 400, 4096) as bed:
+        bed.put(names)
+        for name in names.values():
+            os.utime(file_of(bed, name), (0, 0))
+        limit = 200 * (PAGE_BYTES + 4096)
+
+        class Overtaken(FolderClient):
+            """Has listed everything when another one sweeps."""
+
+            def entries(self) -> Iterator[Entry]:
+                yield from listed.pop() if listed else super().entries()
+
+        other, late = FolderClient(place, PLENTY), Overtaken(place, PLENTY)
+        listed = [list(other.entries())]
+        sweep(other, limit)
+        kept = left(bed, names)
+        assert len(kept) == 187  # 15/16 of what fits
+        assert sweep(late, limit) == 0
+        assert left(bed, names) == kept
+
+
+def test_a_full_filesystem_below_its_bound_loses_the_oldest(place: Path) -> None:
+    names = named(32)
+    with FolderBed(place, 32) as bed:
+        bed.put(names)
+        aged(bed, names)
+        assert sweep(bed.client, PLENTY, is_full=True) == 3 * RECORD_BYTES
+        assert left(bed, names) == list(names)[3:]
+
+
+def test_a_read_keeps_an_object(place: Path) -> None:
+    with FolderBed(place) as bed:
+        bed.put(NAMES)
+        aged(bed, NAMES)
+        assert bed.get({0: NAMES[0]}).failed == ()
+        assert time.time() - file_of(bed, NAMES[0]).stat().st_mtime < 60
+        sweep(bed.client, 4 * RECORD_BYTES)
+        assert left(bed, NAMES) == [0, 6, 7]
+
+
+def test_files_of_others_in_the_folder_are_left_alone(place: Path) -> None:
+    with FolderBed(place) as bed:
+        bed.put(NAMES)
+        aged(bed, NAMES)
+        part = file_of(bed, NAMES[0]).parent
+        mine = [place / "a" / "b" / "c", place / "notes", part / "notes", part / ".nfs0001"]
+        for path in mine:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(RECORD_BYTES))
+            os.utime(path, (0, 0))
+        sweep(bed.client, 1)
+        assert left(bed, NAMES) == []
+        assert all(path.exists() for path in mine)
+
+
+def test_who_writes_keeps_the_bound_while_others_read(place: Path) -> None:
+    """Writes eight times what fits; the reader sees hits and misses, and never anything wrong."""
+    limit = 64 * RECORD_BYTES
+    with FolderBed(place, 64, max_bytes=limit) as writes, FolderBed(place, 64) as reads:
+        for number in range(8):
+            names = named(64, f"round {number}")
+            assert writes.put(names).failed == ()
+            done = reads.get(names)
+            assert (done.mismatches, done.error) == (0, None)
+            assert set(reads.right(names)) == set(names) - set(done.failed)
+            deadline = time.monotonic() + 30
+            while taken_bytes(place) > limit + limit // 64:
+                assert time.monotonic() < deadline, "nobody sweeps"
+                time.sleep(0.01)
+
+
+def test_a_file_that_goes_while_it_is_read_stays_readable(
+    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.put(NAMES)
+    preadv = os.preadv
+
+    def remove_first(fd: int, memory: list[memoryview], offset: int) -> int:
+        for path in files(bed.place):
+            path.unlink(missing_ok=True)
+        return preadv(fd, memory, offset)
+
+    monkeypatch.setattr(os, "preadv", remove_first)
+    done = bed.get({0: NAMES[0]})
+    assert (done.failed, done.mismatches) == ((), 0)
+    assert bed.right({0: NAMES[0]}) == [0]
+
+
+def test_a_full_folder_refuses_rows_and_is_swept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = named(32)
+    with FolderBed(place, 32) as bed:
+        bed.put(names)
+        aged(bed, names)
+        with monkeypatch.context() as patched:
+            refuse(patched, "pwritev", errno.ENOSPC)
+            done = bed.put({1: b"one more"})
+            assert done.failed == (0,)
+            assert "the store is full" in str(done.error)
+        deadline = time.monotonic() + 30
+        while left(bed, names) == list(names):
+            assert time.monotonic() < deadline, "nothing makes room"
+            time.sleep(0.01)
+        assert bed.put({1: b"one more"}).failed == ()
+    assert not [path for path in files(place) if path.name.startswith(".")]
+
+
+def test_a_sweep_that_fails_is_logged_and_the_next_one_runs(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FolderClient(place, 1 << 20)
+    real = FolderClient._walk
+    failed = threading.Event()
+
+    def fail(self: FolderClient) -> Iterator[os.DirEntry[str]]:
+        failed.set()
+        raise TierError("no")
+
+    monkeypatch.setattr(FolderClient, "_walk", fail)
+    client._sweeper.wrote(1)
+    assert failed.wait(30)
+    monkeypatch.setattr(FolderClient, "_walk", real)
+    old = place / ("0" * 32) / "00" / ("0" * 32)
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(2 << 20))
+    client._sweeper.wrote(1 << 20)
+    deadline = time.monotonic() + 30
+    while old.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    client.close()
+    assert "could not be swept: " in caplog.text
+
+
+def test_a_closed_client_refuses(place: Path) -> None:
+    client = FolderClient(place, PLENTY)
+    client.connect()
+    client.close()
+    client.close()
+    with pytest.raises(TierError, match="closed"):
+        client.exist(["a"])
+
+
+def test_parts_that_are_not_whole_pages_are_not_asked_for_directly(place: Path) -> None:
+    client = FolderClient(place, PLENTY)
+    memory = np.zeros(8192, np.uint8)
+    key = object_keys("0" * 32, [b"a"])
+    parts = [[(memory.ctypes.data + 1, 100)]]
+    assert client.put(key, parts) == [Fate.DONE]
+    assert client.get(key, parts) == [Fate.DONE]
+    assert client._is_direct
+    client.close()
+
+
+def test_touch_seconds_spare_the_server(bed: FolderBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was used a moment ago is not marked again."""
+    bed.put(NAMES)
+    refuse(monkeypatch, "utime", errno.EIO)
+    monkeypatch.setattr(folder, "TOUCH_SECONDS", 1e9)
+    before = file_of(bed, NAMES[0]).stat().st_mtime_ns
+    assert bed.get(NAMES).failed == ()
+    assert file_of(bed, NAMES[0]).stat().st_mtime_ns == before

@@ -1,0 +1,275 @@
+"""A client of a shared folder: NFS, Lustre, CephFS, or a local disk that several engines use.
+
+    PATH/FILE_ID/ab/abcdef...          an object: header page and slot
+    PATH/FILE_ID/ab/.abcdef....TOKEN   one that is being written, renamed when it is whole
+
+A process that is killed leaves its unfinished file, which a later sweep removes. A file that a
+power cut or a server has torn has another size or checksum, and its reader removes it. One that is
+removed while another process reads it stays readable there, or is stale, as on NFS: then it counts
+as missing. Files of other names are left alone.
+
+Nothing but paths is kept between calls: a folder that was mounted again is used as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kv_swap.errors import TierError
+from kv_swap.tiers.os_errors import explain
+from kv_swap.tiers.record import PAGE_BYTES
+from kv_swap.tiers.store.client import Fate, Parts, StoreClient
+from kv_swap.tiers.store.keys import PREFIX
+from kv_swap.tiers.store.sweep import Entry, Sweepable, Sweeper
+
+TOUCH_SECONDS = 600.0
+"""A read marks a file as used if the mark is older: one operation of the server for many reads."""
+
+UNFINISHED_SECONDS = 3600.0
+"""A file that is not renamed after so long is a killed process's. Clocks may differ by less."""
+
+ASKING_THREADS = 8
+"""A network filesystem takes some 0.3 ms for each question, so several are under way."""
+
+ASKED_AT_ONCE = 32
+"""Fewer keys are asked for one after the other."""
+
+LOOKS_BETWEEN_PAUSES = 32
+PAUSE_SECONDS = 0.001
+"""A sweep looks at files in a Python loop, and the engine's threads need Python's lock."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+
+_FILE_ID, _PART = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{2}")
+_OBJECT = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{16}")
+
+Result = TypeVar("Result")
+
+
+class FolderClient(StoreClient, Sweepable):
+    """Objects are files below `path`, which must be there. All files take `max_bytes` at most.
+
+    Direct I/O is used where the folder takes it and pages are whole. Files are for this user alone.
+    """
+
+    threads = 8
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._sweeper = Sweeper(self, max_bytes)
+        self._is_direct = True
+        self._closed = False
+
+    def connect(self) -> None:
+        self._check()
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        self._check()
+        return _in_parallel(lambda key: self._file(key).exists(), keys)
+
+    def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
+        self._check()
+        return [self._write(self._file(key), own) for key, own in zip(keys, parts, strict=True)]
+
+    def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
+        self._check()
+        return [self._read(self._file(key), own) for key, own in zip(keys, parts, strict=True)]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                self._file(key).unlink(missing_ok=True)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise TierError(f"cannot remove {key}: {explain(error)}") from error
+
+    def close(self) -> None:
+        self._closed = True
+        self._sweeper.close()
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Sweepable`. Unfinished files of killed processes are removed on the way."""
+        for looks, entry in enumerate(self._walk()):
+            if self._closed:
+                return
+            if looks % LOOKS_BETWEEN_PAUSES == 0:
+                time.sleep(PAUSE_SECONDS)
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except OSError:  # another process has removed it
+                continue
+            if not entry.name.startswith("."):
+                file_id = Path(entry.path).parts[-3]
+                yield Entry(f"{PREFIX}{file_id}/{entry.name}", found.st_size, found.st_mtime)
+            elif time.time() - found.st_mtime > UNFINISHED_SECONDS:
+                with contextlib.suppress(OSError):
+                    Path(entry.path).unlink()
+
+    def _walk(self) -> Iterator[os.DirEntry[str]]:
+        """Yield the files that are objects, or are becoming some."""
+        try:
+            folders = _matching(self._path, _FILE_ID)
+        except OSError as error:
+            raise TierError(f"cannot read {self._path}: {explain(error)}") from error
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                for part in _matching(Path(folder.path), _PART):
+                    with contextlib.suppress(OSError):
+                        yield from _matching(Path(part.path), _OBJECT)
+
+    def _file(self, key: str) -> Path:
+        file_id, _, digest = key.removeprefix(PREFIX).partition("/")
+        return self._path / file_id / digest[:2] / digest
+
+    def _check(self) -> None:
+        """Raise `TierError` where there is no folder, as while it is not mounted."""
+        if self._closed:
+            raise TierError(f"the client of {self._path} is closed")
+        try:
+            self._path.stat()
+        except OSError as error:
+            raise TierError(f"cannot use the folder {self._path}: {explain(error)}") from error
+
+    def _write(self, file: Path, parts: Parts) -> Fate | TierError:
+        unfinished = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        nbytes = sum(size for _, size in parts)
+
+        def write(direct: int) -> None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | direct
+            with _closing(_open_in_folder(unfinished, flags)) as fd:
+                _move(os.pwritev, fd, parts)
+
+        try:
+            try:
+                self._directly(write, parts)
+                unfinished.rename(file)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    unfinished.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._sweeper.wrote(0, is_full=True)
+                return Fate.FULL
+            return TierError(f"cannot write in {self._path}: {explain(error)}")
+        self._sweeper.wrote(nbytes)
+        return Fate.DONE
+
+    def _read(self, file: Path, parts: Parts) -> Fate | TierError:
+        nbytes = sum(size for _, size in parts)
+
+        def read(direct: int) -> Fate:
+            with _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | direct)) as fd:
+                found = os.fstat(fd)
+                if found.st_size != nbytes or not _move(os.preadv, fd, parts):
+                    return Fate.OTHER
+                if time.time() - found.st_mtime > TOUCH_SECONDS:
+                    with contextlib.suppress(OSError):  # a folder that is read-only is read
+                        os.utime(file)
+            return Fate.DONE
+
+        try:
+            return self._directly(read, parts)
+        except OSError as error:
+            if error.errno in _GONE:
+                return Fate.MISSING
+            return TierError(f"cannot read in {self._path}: {explain(error)}")
+
+    def _directly(self, call: Callable[[int], Result], parts: Parts) -> Result:
+        """Call with `O_DIRECT` where pages are whole, and with 0 where the folder refuses that."""
+        if self._is_direct and all(a % PAGE_BYTES == n % PAGE_BYTES == 0 for a, n in parts):
+            try:
+                return call(os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False
+        return call(0)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    """Close a descriptor. Raises `OSError` then, too: NFS tells of a full server at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_in_folder(file: Path, flags: int) -> int:
+    """Open a file that is made, and its folders if they are missing."""
+    for _ in range(2):
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(file, flags | os.O_CLOEXEC, 0o600)
+        # Not the folder of all: where it is not mounted, that would be one of another disk.
+        file.parent.parent.mkdir(0o700, exist_ok=True)
+        file.parent.mkdir(0o700, exist_ok=True)
+    return os.open(file, flags | os.O_CLOEXEC, 0o600)
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
+    """Return what a folder has under such names. Raises `OSError`."""
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if pattern.fullmatch(entry.name)]
+
+
+def _move(call: Callable[..., int], fd: int, parts: Parts) -> bool:
+    """Read or write all parts from the beginning of a file; False where it ends before."""
+    # By addresses: they are of memory that the caller keeps mapped.
+    memory = [
+        memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        for address, size in parts
+    ]
+    offset = 0
+    while memory:
+        moved = call(fd, memory, offset)
+        if moved == 0:
+            return False
+        offset += moved
+        while memory and moved >= len(memory[0]):
+            moved -= len(memory.pop(0))
+        if moved:
+            memory[0] = memory[0][moved:]
+    return True
+
+
+def _in_parallel(ask: Callable[[str], bool], keys: Sequence[str]) -> list[bool]:
+    """Ask for each key, on several threads if there are many. Raises what one of them raised."""
+    found = [False] * len(keys)
+    rows = iter(range(len(keys)))
+    turn = threading.Lock()
+    errors: list[OSError] = []
+
+    def work() -> None:
+        while not errors:
+            with turn:
+                row = next(rows, None)
+            if row is None:
+                return
+            try:
+                found[row] = ask(keys[row])
+            except OSError as error:
+                errors.append(error)
+
+    if len(keys) <= ASKED_AT_ONCE:
+        work()
+    else:
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(ASKING_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise TierError(f"cannot look for objects: {explain(errors[0])}") from errors[0]
+    return found
