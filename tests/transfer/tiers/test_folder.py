@@ -311,6 +311,18 @@ def test_a_folder_that_is_away_fails_jobs_until_it_is_back(bed: FolderBed, place
     assert bed.get(NAMES).failed == ()
 
 
+def test_a_folder_that_goes_before_a_write_is_not_made(
+    bed: FolderBed, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when the call began."""
+    monkeypatch.setattr(FolderClient, "_check", lambda _: None)
+    place.rename(place.with_name("away"))
+    done = bed.put(NAMES)
+    assert done.failed == tuple(NAMES)
+    assert "cannot write in" in str(done.error)
+    assert not place.exists()
+
+
 def test_a_folder_that_refuses_direct_io_is_used_without(
     bed: FolderBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
