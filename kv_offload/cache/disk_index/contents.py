@@ -39,7 +39,7 @@ proof: it only decides which block goes first.
 `used` and `key` have no index: all slots are read and sorted at once, when an engine starts."""
 
 LOG_HEADER_BYTES = 32
-"""Of SQLite's write-ahead log; its salts differ each time that the log begins anew."""
+"""Header of SQLite's write-ahead log; its salts differ each time that the log is restarted."""
 
 COPY_ATTEMPTS = 100
 
@@ -54,10 +54,10 @@ class DamagedIndexError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class DiskContents:
-    """What an index says; the least recently used slot comes first."""
+    """The contents of an index; the least recently used slot comes first."""
 
     description: Mapping[str, str]
-    """What all of its blocks have in common, such as the model."""
+    """The description that all of its blocks share, such as the model."""
     files: Mapping[str, str]
     """The ids of the ranks' files, by rank."""
     num_slots: int

@@ -84,7 +84,7 @@ class AutoPolicy(EvictionPolicy):
         self.has_risen = False
         self._parked: set[int] = set()
         self._history = History(HISTORY_OF_CAPACITY, self.capacity)
-        # What `admit` found of the keys that `add` and `replace` are called for next.
+        # The findings of `admit` about the keys that `add` and `replace` are called for next.
         self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
         self._last_added = FIRST
         self._found = 0  # accesses in this epoch to keys that had a slot
