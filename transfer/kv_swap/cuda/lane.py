@@ -128,7 +128,7 @@ class _Running:
         return not self.to_queue and self.in_flight == 0
 
     def has_queued(self, wave: int) -> bool:
-        """Whether a wave and all before it are queued; all others are if the job has failed."""
+        """Return whether a wave and all before it are queued; always if the job has failed."""
         if not self.to_queue:
             return True
         assert self.following is not None
@@ -162,7 +162,7 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """Whether every submitted job has been returned by `advance`."""
+        """True if every submitted job has been returned by `advance`."""
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
