@@ -95,7 +95,7 @@ class Question:
 
 
 class RemoteTier(Tier):
-    """Knows of keys what the store has told lately, or what this engine has written to it.
+    """Knows of keys what the store has answered recently, or what this engine has written to it.
 
     A key that was there may be gone: then its read brings nothing, and it is forgotten here.
 

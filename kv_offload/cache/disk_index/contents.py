@@ -119,7 +119,7 @@ def _copy(path: Path, copy: Path) -> None:
     """Copy an index with its log as they are at one moment. Raises `OSError`.
 
     An engine lets no other process open them. It appends to the log, and only once all of that is
-    in the index it begins the log anew, with another header. So while the header stays the same,
+    in the index it restarts the log, with another header. So while the header stays the same,
     the log has whatever is written to the index meanwhile.
     """
     if not stat.S_ISREG(path.stat().st_mode):

@@ -95,7 +95,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all slots, held ones included, and everything learnt from their keys."""
+        """Forget all slots, held ones included, and everything learned from their keys."""
 
     @abstractmethod
     def resident(self) -> dict[int, bool]:

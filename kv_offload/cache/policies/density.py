@@ -1,4 +1,4 @@
-"""How many hits a block is worth for the room that it takes, learnt from how others fared.
+"""How many hits a block is worth for the room that it takes, learned from how others fared.
 
 A *life* of a key lasts from one access to the next. Each is of a class: how often the key was
 accessed until then, and how long the prompt was that first had it. Ages are counted in epochs, each

@@ -242,7 +242,7 @@ class StorePlanner:
         self._statistics.skipped("unpackable", len(refused))
         if refusals.are_too_many and not self.paused:
             logger.warning(
-                "kv-offload: %.1f%% of the blocks that were lately tried do not fit packed slots, "
+                "kv-offload: %.1f%% of the recent blocks do not fit packed slots, "
                 "where %.0f%% may be: stores are paused. Set pack_kv: false for this model",
                 100 * refusals.share,
                 100 * MAX_SHARE,

@@ -15,7 +15,7 @@ from kv_offload.tools.doctor.report import Check, judged, not_checked
 NUM_BLOCKS = 32
 
 OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
-"""What doctor gives the pool while nobody else does."""
+"""Memory that doctor gives the pool while no engine does."""
 
 SEED = "PYTHONHASHSEED"
 

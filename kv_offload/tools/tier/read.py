@@ -88,7 +88,7 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
         problem = error.args[0] if path.exists() else ""  # none is what a reset leaves
     ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
     if progress is not None:
-        # An engine may make all of them anew in the minutes that this takes.
+        # An engine may rewrite all of them in the minutes that this takes.
         ranks = [replace(rank, verified=_verify(rank, index, progress)) for rank in ranks]
         in_use = in_use or _is_in_use(path)
     used = [] if index is None else index.used.tolist()

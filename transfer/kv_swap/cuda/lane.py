@@ -154,8 +154,8 @@ class Lane:
         self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
         # The step waits while slices are queued: no more than keep the device busy until it polls.
         self._most_slices = path.first_in_flight
-        # Of the job submitted last, if it comes in waves: the event behind the last slice of every
-        # range of waves, by its first wave. Those of waves that have ended may be in other use:
+        # If the job submitted last comes in waves: the event after the last slice of each range of
+        # waves, by its first wave. Those of waves that have ended may be in other use:
         # waiting for them does no harm.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
@@ -289,7 +289,7 @@ class Lane:
                 self.stream.recycle(event)
         except RuntimeError as error:
             # Querying an event fails only when the CUDA context is lost; no copy runs on then.
-            lost = "; the CUDA context is lost, end this process and start the engine anew"
+            lost = "; the CUDA context is lost, end this process and restart the engine"
             self._slices.clear()
             for running in self._jobs:
                 running.in_flight = 0
