@@ -1,4 +1,4 @@
-"""What became readable and what lost its key, in order, for whoever follows host memory."""
+"""Changes of host memory in order: keys that became readable, keys that lost their slot."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kv_offload.cache.slots import Key
 
 SHARD_KEYS = 16_384
-"""Keys of a dict at most, in the mean. A dict whose keys come and go is rebuilt now and then, which
+"""Keys of a dict at most, on average. A dict whose keys come and go is rebuilt now and then, which
 would hold up every request: with 1,000,000 keys for 60 ms, with so many for 1 ms (CPython 3.11).
 More dicts would not be in the CPU's caches: a new prompt of 512 keys, in a memory of 1,000,000,
 took 0.67 ms with 64 dicts and 0.84 ms with 256 (November 2026, on an EPYC)."""

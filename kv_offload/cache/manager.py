@@ -52,12 +52,12 @@ class CacheManager:
         self._running = RunningOperations(num_slots)  # those on orphans too
         self.forgotten = 0
         """Keys evicted or forgotten, and resets. Until it changes, readable keys stay readable."""
-        # What `forgotten` was after each slot last lost a key.
+        # The value of `forgotten` when each slot last lost a key.
         self._forgotten_at = np.zeros(num_slots, np.int64)
 
     @property
     def reads_runs(self) -> bool:
-        """Whether the policy reads the runs of keys that are offered."""
+        """True if the policy reads the runs of keys that are offered."""
         return self._policy.reads_runs
 
     @property
@@ -168,7 +168,7 @@ class CacheManager:
 
     @property
     def has_risen(self) -> bool:
-        """Whether `take_risen` may have something to return."""
+        """True if `take_risen` may have something to return."""
         return self._policy.has_risen
 
     def take_risen(self) -> Slots:

@@ -66,7 +66,7 @@ class CacheGroup:
 
     @property
     def reads_all(self) -> bool:
-        """Whether a query reads every token before it."""
+        """True if a query reads every token before it."""
         partial = self.window_tokens is not None or self.chunk_tokens is not None
         return not (partial or self.holds_state or self.is_scratch)
 
@@ -122,7 +122,7 @@ class PrefixMap:
             group.reads_all and group.state_tokens == 1 and not group.sees_next_token
             for group in self.groups
         )
-        """Whether a hit may cover all tokens of a request: the engine computes the last one again.
+        """True if a hit may cover all tokens of a request: the engine computes the last one again.
 
         A window could begin one token too late for it, a state would already include it, scratch
         would lack the tokens that it is compressed with, and KV that depends on the next token

@@ -37,7 +37,7 @@ def _by_strength() -> LeaseHeap:
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """What one owner retains."""
+    """The slots that one owner retains."""
 
     slots: int = 0
     weakest: LeaseHeap = field(default_factory=_by_strength)
@@ -74,7 +74,7 @@ class Retention:
         self._weakest = _by_strength()
         self._owners: dict[str | None, Owner] = {}
         self._pending: dict[int, Keep] = {}
-        """What to do with slots once nothing writes them any more."""
+        """The action on slots once nothing writes them any more."""
 
     def keep(self, slots: Slots, keep: Keep) -> None:
         """Retain distinct slots that have keys; those being written once that has ended."""
@@ -86,7 +86,7 @@ class Retention:
         self._retain(slots[readable], keep)
 
     def stored(self, slots: Slots) -> None:
-        """Hear that what wrote slots has ended, well or not."""
+        """Note that a transfer into slots has ended, well or not."""
         if not self._pending:
             return
         wished: dict[Keep, list[int]] = {}
@@ -144,7 +144,7 @@ class Retention:
                 heap.add(lease)
 
     def _lessen(self, lease: Lease, slots: int) -> None:
-        """Hear that a lease has lost so many slots; one without any has ended."""
+        """Take lost slots off a lease; one without any has ended."""
         lease.slots -= slots
         if slots and not lease.slots:
             lease.parts.clear()

@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """How many."""
     prompt_tokens: int
     must: bool = False
-    """Whether they are to be stored whatever they are worth."""
+    """True if they are to be stored whatever they are worth."""
     behind: Key | None = None
     """The key before them in the prompt; None where there is none, or they can do without it."""
 

@@ -35,7 +35,7 @@ class StoreAnswer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the directory has answered, or failed to."""
+        """True if the directory has answered, or failed to."""
         return self._done.is_set()
 
     def set(self, found: Sequence[bool] | None) -> None:

@@ -1,4 +1,4 @@
-"""What the user asks for, and how much host memory there is for it.
+"""The user's configuration, and the size of host memory for it.
 
 Every room may import this one. `host_memory` alone reads the size of memory, `sizes` alone units.
 """

@@ -118,7 +118,7 @@ class DiskRoom:
     taken_bytes: int
 
     def fits(self, needed_bytes: int) -> bool:
-        """Whether so many fit, of which the files that are there have a part."""
+        """Return whether so many fit, of which the files that are there have a part."""
         return needed_bytes <= self.free_bytes + self.taken_bytes
 
 

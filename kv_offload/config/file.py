@@ -130,7 +130,7 @@ class _Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
-            # What PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
+            # Errors that PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
             kind = node.tag.rpartition(":")[2]
             raise _wrong(node, f"{show(node.value)} is not a valid {kind}") from error
         if type(value) is int and _NOT_DECIMAL.search(node.value):

@@ -231,7 +231,7 @@ class Key:
     default: Any
     """As a user writes it, of a size. None, and `is_required`, without one."""
     is_required: bool = False
-    """Whether its section must have it."""
+    """True if its section must have it."""
     kind: str = ""
     """The kind of remote store that it is for; nothing for a key of all."""
 

@@ -40,7 +40,7 @@ _NOT_MEANT_FOR_US = re.compile(
     rf"{VARIABLES}(BENCH_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|"
     r"PORT(_[0-9]+_(TCP|UDP|SCTP).*)?))"
 )
-"""What this repository's benches read, and what Kubernetes puts into every container beside a
+"""Variables of this repository's benches, and those that Kubernetes sets in containers next to a
 Service named `kv-offload`: `KV_OFFLOAD_SERVICE_HOST`, `KV_OFFLOAD_PORT_8000_TCP_ADDR`."""
 
 
@@ -69,7 +69,7 @@ class TracedConfig:
     host: HostMemory
     replicas: int
     warnings: tuple[str, ...]
-    """What was set beside it and is not read."""
+    """Settings next to it that are not read."""
 
     def describe(self) -> str:
         """Return the effective configuration as it was written, as one line for the log."""

@@ -1,1 +1,3 @@
-"""What moves: one per engine, beside its scheduler. Imports no engine and no device code."""
+"""Decides what moves, once per engine, next to its scheduler.
+
+Imports no engine and no device code."""

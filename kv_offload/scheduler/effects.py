@@ -1,4 +1,4 @@
-"""What the engine must do after reports of ranks: one value, collected until the engine takes it.
+"""The engine's duties after reports of ranks: one value, collected until the engine takes it.
 
 Ranks may report at any time, and may report a transfer twice. Each effect is returned once.
 """

@@ -1,4 +1,4 @@
-"""What host memory would bring at half, twice and four times its size: an estimate while it serves.
+"""Estimates hits of host memory at half, twice and four times its size, while it serves.
 
 A sample of the blocks goes through caches in miniature (`cache.miniature`) with the policy that
 runs. What the estimate at another size adds to what host memory really brings is the difference
@@ -48,12 +48,12 @@ class _Part(NamedTuple):
 
     sample: SampledRequest
     hitting: set[str]
-    """Of the request: the miniatures that had all keys before these."""
+    """The miniatures that had all of the request's keys before these."""
 
 
 @dataclass(slots=True)
 class _Notes:
-    """What all miniatures serve, each in a turn, and what counts once the last one has."""
+    """The work of all miniatures, each in a turn; it counts once the last one has done it."""
 
     parts: list[_Part] = field(default_factory=list)
     keys: int = 0
@@ -104,14 +104,14 @@ class OtherSizes:
         self._turns: deque[tuple[str, _Notes | None]] = deque()
         """Which miniature serves what; None empties it."""
         self._has_noted = False
-        """Whether a request began or ended in this step, which takes long enough without a turn."""
+        """True if a request began or ended in this step, which takes long enough without a turn."""
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
         """Tokens that each miniature had, as many as its hits stand for."""
         self._looked_up = self._found = 0
         self._told = dict.fromkeys(OTHER_SIZES, 0)
 
     def admitted(self, request: Request, start_tokens: int, found_tokens: int) -> None:
-        """Hear of an admitted request: what lay behind `start_tokens` was looked up.
+        """Note an admitted request, whose tokens after `start_tokens` were looked up.
 
         `found_tokens` of it were in host memory, loaded or not.
         """
@@ -122,7 +122,7 @@ class OtherSizes:
         self._note(request, 0, end, first, request.num_tokens - start_tokens, found_tokens)
 
     def ended(self, request: Request, end_tokens: int) -> None:
-        """Hear that a request ends of which `end_tokens` are computed: its answer is stored."""
+        """Note the end of a request with `end_tokens` computed: its answer is stored."""
         first = request.num_prompt_tokens // self._block_tokens
         last = end_tokens // self._block_tokens
         if self._miniatures and not self._prompt_only and first < last:
@@ -162,7 +162,7 @@ class OtherSizes:
 
     @property
     def has_turns(self) -> bool:
-        """Whether something waits that `work` serves."""
+        """True if something waits that `work` serves."""
         return bool(self._turns)
 
     def work(self, *, idle: bool) -> None:
@@ -184,7 +184,7 @@ class OtherSizes:
         """Count what the estimates have grown by."""
         found = 0 if self._with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
-            # What falls for a while is made up for later: a counter only grows.
+            # A fall is made up for later: a counter only grows.
             estimate = min(found + sampled, self._looked_up)
             if estimate > self._told[name]:
                 self._statistics.count(f"hit_tokens_at_{name}", estimate - self._told[name])
@@ -205,7 +205,7 @@ class OtherSizes:
             self._found += notes.found_tokens
 
     def reset(self) -> None:
-        """Hear that host memory was emptied: each miniature is, after what was noted before."""
+        """Empty each miniature as host memory was, after what was noted before."""
         if self._notes.requests:
             self._give_turns()
         if not self._turns or self._turns[-1][1] is not None:  # a trainer may call a thousand times

@@ -125,15 +125,15 @@ class TrackedRequest:
     """Length of the longest prefix that lacks only trailing windows and states; 0 if a complete
     prefix is longer."""
     load_wait: LoadWait | None = None
-    """What it waits for in host memory, or did until it gave up."""
+    """The keys that it waits for in host memory, or did until it gave up."""
     tier_wait: Wait | None = None
-    """What it waits for in the tier below, or did until it gave up."""
+    """The read of the tier below that it waits for, or did until it gave up."""
     asked_ns: int | None = None
     """When the engine asked for it first, in nanoseconds since the epoch, if a tracer is told."""
     load_failed: bool = False
-    """Whether a load of this request has failed: nothing more is loaded for it."""
+    """True if a load of this request has failed: nothing more is loaded for it."""
     brought: bool = False
-    """Whether others bring its first tokens, so that a load of ours would not be used."""
+    """True if another connector loads its first tokens, so that ours would not be used."""
 
     # Loaded, not scheduled since.
     loaded: tuple[int, int] | None = None
@@ -159,13 +159,13 @@ class TrackedRequest:
 
     @property
     def may_load(self) -> bool:
-        """Whether it wants what is in host memory, and can use it."""
+        """True if it wants what is in host memory, and can use it."""
         wants = self.wishes.load and not self.request.skip_reading_prefix_cache
         return wants and not self.load_failed and not self.brought
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its load has ended, and it has not been scheduled since."""
+        """True if its load has ended, and it has not been scheduled since."""
         return self.phase is Phase.READY and self.loaded is not None
 
     def looked_up(self) -> None:
@@ -175,18 +175,18 @@ class TrackedRequest:
             self.hit.decision = None
 
     def load_planned(self, start_tokens: int, end_tokens: int, *, synchronous: bool) -> None:
-        """Hear that a load brings these tokens into the blocks that it was just given."""
+        """Note that a load fills the blocks that it was just given with these tokens."""
         self.phase = Phase.READY if synchronous else Phase.LOADING
         self.loaded = start_tokens, end_tokens
 
     def load_ended(self, *, ok: bool) -> None:
-        """Hear that every rank has ended its asynchronous load."""
+        """Note that every rank has ended its asynchronous load."""
         self.load_failed = self.load_failed or not ok
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
     def scheduled(self, block_ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-        """Hear that it runs for the first time with these blocks, by cache group.
+        """Note that it runs for the first time with these blocks, by cache group.
 
         Returns from which token to which they were loaded; None if nothing was.
         """
@@ -266,7 +266,7 @@ class RequestTable:
         del self._requests[tracked.request_id]
 
     def engine_was_reset(self) -> None:
-        """Hear that no request has blocks any more: those that go on are admitted again."""
+        """Note that no request has blocks any more: those that continue are admitted again."""
         self.admissions_at_reset = self.admissions
 
     def __iter__(self) -> Iterator[TrackedRequest]:

@@ -194,7 +194,7 @@ class OffloadScheduler:
 
     @property
     def _is_still(self) -> bool:
-        """Whether no step that computes something is under way, and no load."""
+        """True if no step that computes something is under way, and no load."""
         return not self._transfers.num_loads and not any(
             tracked.request.num_in_flight_tokens
             for tracked in self._requests

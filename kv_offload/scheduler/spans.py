@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What became of a request from `start_ns` to `end_ns`, both nanoseconds since the epoch."""
+    """A phase of a request from `start_ns` to `end_ns`, both nanoseconds since the epoch."""
 
     name: str
     request: Request
@@ -45,12 +45,12 @@ class Spans:
         self._report = report
 
     def asked(self, tracked: TrackedRequest) -> None:
-        """Hear that the engine asks what can be loaded."""
+        """Note that the engine asks what can be loaded."""
         if self._report is not None and tracked.asked_ns is None:
             tracked.asked_ns = time.time_ns()
 
     def admitted(self, tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
-        """Hear that a request has got blocks, and how many tokens are loaded into them.
+        """Note that a request has got blocks, and how many tokens are loaded into them.
 
         `hit` is what was found for it. A second call before the next lookup changes nothing.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells of itself: counters, and gauges that have changed."""
+"""Metrics of the scheduler's side: counters, and gauges that have changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Statistics:
 
     @property
     def has_told(self) -> bool:
-        """Whether the gauges have been told at least once: until then they read 0."""
+        """True once the gauges have been reported: until then they read 0."""
         return bool(self._gauges_told)
 
     def take(self, *, idle: bool) -> OffloadStats | None:

@@ -17,7 +17,7 @@ MAX_STEP_SECONDS = 1.0
 """A longer time between two steps is a pause, not a step."""
 
 COPY_EVERY = 32
-"""Of the hits that are to be computed every so many is copied, to measure that again.
+"""One in so many of the hits that are to be computed is copied, to measure that again.
 
 If that copy was clearly faster than the others, the next hit is copied, too, and so on. Otherwise
 it would take 250 hits to notice that a link which was slow for a minute has recovered."""
@@ -30,7 +30,7 @@ MIN_TOKENS_PER_REQUEST = 10
 
 
 def tells_of_prompts(tokens: int, requests: int) -> bool:
-    """Whether the time of a step of so many tokens, of so many requests, is that of prompts."""
+    """Return whether the time of a step of so many tokens and requests is that of prompts."""
     return tokens >= MIN_PREFILL_TOKENS and tokens >= requests * MIN_TOKENS_PER_REQUEST
 
 
@@ -77,7 +77,7 @@ class CopyRate:
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether the next hit is copied, though it would be computed sooner."""
+        """True if the next hit is copied, though it would be computed faster."""
         return self._computed + 1 >= COPY_EVERY
 
     def count_hit(self, *, computed: bool) -> None:
@@ -95,12 +95,12 @@ class StepTime:
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self.seconds = 0.0
         self.recent_seconds = 0.0
-        """What a step took lately, in the mean."""
+        """Seconds of recent steps, on average."""
         self._clock = clock
         self._last: float | None = None
 
     def next_step(self) -> None:
-        """Hear that a step is planned."""
+        """Note that a step is planned."""
         now = self._clock()
         if self._last is not None:
             seconds = min(now - self._last, MAX_STEP_SECONDS)
@@ -183,7 +183,7 @@ class PrefillRate:
 
 @dataclass(slots=True)
 class Step:
-    """What a step does, as far as its time depends on it.
+    """The work of a step, as far as its time depends on it.
 
     `tokens` are computed, of `requests` requests. `loads` says that loads are in flight while it
     runs, `waits` that its forward comes after a load.
@@ -259,7 +259,7 @@ class StepWatch:
         self.prefill_rate = PrefillRate()
         self.step_seconds = RecentMedian()
         self.decode_seconds = RecentMedian()
-        """Of steps in which every request computed one token, and no load was under way."""
+        """Times of steps in which every request computed one token, and no load was under way."""
         self._clock = StepClock()
         self._most_tokens = 0
 

@@ -60,7 +60,7 @@ class TraceRecorder:
         self._thread.start()
 
     def record(self, request: Request, hash_block_tokens: int) -> None:
-        """Hear that a request ends; does not block. Too many that wait are left out, and counted.
+        """Queue an ended request; does not block. Above a limit it is dropped and counted.
 
         Each of its hashes covers `hash_block_tokens`, and all before.
         """
@@ -71,7 +71,7 @@ class TraceRecorder:
             return
         step = max(1, BLOCK_TOKENS // hash_block_tokens)
         prompt_tokens = request.num_prompt_tokens
-        # Of each block the last hash: it covers the whole block.
+        # The last hash of each block: it covers the whole block.
         ends = slice(step - 1, prompt_tokens // hash_block_tokens, step)
         self._queue.put(
             {

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the tier below host memory, and whether that is used at the moment."""
+"""The interface of the tier below host memory to the scheduler, and the tier's health."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ used before it has ended."""
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Of a pause after an error; twice as long after each that follows.
+"""Seconds of a pause after an error; twice as long after each that follows.
 
 One that comes later than the longest pause after the end of the one before is a first one again. A
 store may answer for weeks without a block that is read, so that nothing is known to go well."""
@@ -41,7 +41,7 @@ class Pause:
 
     @property
     def is_over(self) -> bool:
-        """Whether it may be tried now."""
+        """True if it may be tried now."""
         return time.monotonic() >= self._until
 
     def begin(self) -> float:
@@ -70,25 +70,25 @@ class Tier(ABC):
     """
 
     is_shared = False
-    """Whether other engines use it, too: `readable` knows only what `ask` has brought then, and the
+    """True if other engines use it, too: `readable` knows only what `ask` has found then, and the
     uses that the policy of this engine has seen say little of how often a block is read."""
 
     is_settled = True
-    """Whether no later process can find what was forgotten. Not until `settle` has seen to it."""
+    """True if no later process can find what was dropped. Not until `settle` has seen to it."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self._reads = Pause()
         self._writes = Pause()
         self.is_stuck = False
-        """Whether a copy hangs, so that there is no saying when it ends."""
+        """True if a copy hangs, so that there is no saying when it ends."""
         # By kind, the oldest copy under way, and since when no older one is.
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Whether all ranks have told what they hold."""
+        """True once all ranks have reported their capacity."""
 
     @abstractmethod
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
@@ -158,24 +158,24 @@ class Tier(ABC):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a thread is looking for the answer to what was asked."""
+        """True if a thread is looking for the answer to what was asked."""
         return False
 
     # -- whether it is used --------------------------------------------------------------------
 
     @property
     def _is_ready(self) -> bool:
-        """Whether it is open, and answers."""
+        """True if it is open, and answers."""
         return self.is_open and not self.is_stuck
 
     @property
     def may_read(self) -> bool:
-        """Whether it may be read, or asked, now."""
+        """True if it may be read, or asked, now."""
         return self._is_ready and self._reads.is_over
 
     @property
     def may_write(self) -> bool:
-        """Whether it may be written now."""
+        """True if it may be written now."""
         return self._is_ready and self._writes.is_over
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
@@ -202,7 +202,7 @@ class Tier(ABC):
         self.is_stuck = stuck
 
     def copied(self, move: Transfer) -> float:
-        """Hear how a copy ended; of one that failed the ranks' logs say why.
+        """Take in how a copy ended; the ranks' logs say why one failed.
 
         Returns for how many seconds nothing is written, if such a pause begins now, else 0.
         """

@@ -1,4 +1,4 @@
-"""What is written to the tier below host memory, and when."""
+"""Decides what is written to the tier below host memory, and when."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
 
 JOB_BYTES = 64 << 20
-"""Of a job, on each rank. Slots are let go of at its end, so the sooner the smaller it is; but a
+"""Bytes per job and rank. Slots are let go of at its end, so the sooner the smaller it is; but a
 step pays for each end."""
 
 MAX_RUNNING_SHARE = 8
@@ -66,7 +66,7 @@ class Demoter:
 
     @property
     def has_more(self) -> bool:
-        """Whether slots wait to be looked at."""
+        """True if slots wait to be looked at."""
         return bool(self._waiting) or self._host.has_risen
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:

@@ -105,7 +105,7 @@ class DiskTier(Tier):
         new = np.flatnonzero(slots < 0).tolist()
         given = self.manager.prepare_store([keys[row] for row in new]) if new else NO_SLOTS
         if len(given):
-            # What they held may soon be elsewhere, and this write may fail, or never end.
+            # Their blocks may soon be elsewhere, and this write may fail, or never end.
             self.index.remove(given)
         return new[: len(given)], given
 
@@ -133,7 +133,7 @@ class DiskTier(Tier):
         known = self.manager.find(move.keys) == move.tier_slots
         if (lost := move.tier_slots[known & failed]).size:
             self.index.remove(lost)
-            # What is something else than it should be is no error.
+            # A record that is something else than it should be is no error.
             if move.outcome is Outcome.FAILED:
                 self._put_aside(lost)
             else:

@@ -36,7 +36,7 @@ TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 
 @dataclass(frozen=True)
 class TierSpec:
-    """What makes a tier. Each rank writes at most `write_rate` bytes per second.
+    """The configuration of a tier. Each rank writes at most `write_rate` bytes per second.
 
     With `keep_on_reset` the tier still serves after the user has reset the prefix cache.
     """
@@ -47,7 +47,7 @@ class TierSpec:
 
 
 class LowerTier(ABC):
-    """What the scheduler asks of the tier.
+    """The interface of the tier to the scheduler.
 
     A request that needs blocks from the tier waits until they are in host memory, and is then
     served as if they had always been there. No other part of the scheduler knows about the tier.

@@ -24,7 +24,7 @@ from kv_offload.tiers.base import Tier
 from kv_offload.tiers.remote import Question
 
 JOB_BYTES = 64 << 20
-"""Of a job, on each rank: what came of a long prompt before its time was over can be loaded."""
+"""Bytes per promotion job and rank: the part of a prompt that arrives in time can be loaded."""
 
 MAX_WAIT_SECONDS = 5.0
 MIN_WAIT_SECONDS = 0.2
@@ -58,7 +58,7 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """What a request waits for that was looked up below.
+    """A request's wait for blocks that were looked up below.
 
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock.
@@ -106,12 +106,12 @@ class Promoter:
         self._questions: deque[tuple[Question, list[SlotKey]]] = deque()
         """Those in `_asked`, and under which keys, in the order in which they were asked."""
         self.rate = CopyRate()
-        """Of reads."""
+        """Rate of reads."""
         self.running_slots = 0
         """Slots that are being filled."""
 
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
-        """Whether a request is to wait, and the engine to ask again.
+        """Return whether a request is to wait, and the engine to ask again.
 
         Begins to read what the request needs beyond its first `start_tokens` tokens, where that is
         worth it. Asked again it looks at every block only where something may have changed.
@@ -189,7 +189,7 @@ class Promoter:
             _remove(self._asked, keys, question)
 
     def _is_asking(self, wait: Wait) -> bool:
-        """Whether the answer to a question about a request is to be waited for."""
+        """Return whether the answer to a question about a request is to be waited for."""
         if not wait.questions:
             return False
         if any(question.is_open() for question in wait.questions):
@@ -203,7 +203,7 @@ class Promoter:
     # -- what is read --------------------------------------------------------------------------
 
     def _is_reading(self, wait: Wait) -> bool:
-        """Whether something that is read for a request has not ended. The last read ends last."""
+        """Return whether a read for a request has not ended. The last read ends last."""
         moves = wait.moves
         if not moves:
             return False
@@ -250,7 +250,7 @@ class Promoter:
         return Read(start, read_end, end, min(read.host_tokens, read_end), parts)
 
     def _has_more(self, hashes: Sequence[bytes], end: int, limit: int) -> bool:
-        """Whether there may be more of a prefix than up to `end`, of groups that read all."""
+        """Return whether a prefix may go beyond `end`, in groups that read all."""
         prefixes = self._prefixes
         next_end = end + prefixes.alignment_tokens
         if next_end > prefixes.hashed_end(hashes, limit):
@@ -341,7 +341,7 @@ class Promoter:
         return readable
 
     def _is_worth_it(self, read: Read, missing: int) -> bool:
-        """Whether to read `missing` slots more and load all of `read`, or compute instead.
+        """Return whether to read `missing` slots more and load all of `read`, or compute instead.
 
         Without evidence, and where it is close, the answer is to read.
         """
@@ -385,7 +385,7 @@ class Promoter:
         """Take in the end of a read; `failed` says which slots hold garbage."""
         self.running_slots -= len(move.slots)
         for read in self._running.pop(move):
-            # What has come may be evicted: who shares it from now on looks it up.
+            # Promoted blocks may be evicted: requests that share them from now on look them up.
             _remove(self._reads, read.keys, read)
         for key in move.keys:
             # Once host memory was emptied, another move may bring it.

@@ -19,10 +19,10 @@ PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
 
 KNOWN_SECONDS = 30.0
-"""What the store had so long ago at most is read without asking again."""
+"""A block that the store had at most so long ago is read without asking again."""
 
 MAX_KNOWN_KEYS = 1 << 18
-"""Of so many keys at most it is remembered that the store has them: some 50 MB."""
+"""Maximum number of keys remembered as present in the remote store: some 50 MB."""
 
 GENERATION_BYTES = 16
 SHARED_GENERATION = bytes(GENERATION_BYTES)
@@ -78,10 +78,10 @@ class Question:
         self._asked = time.monotonic()
         self._closed = False
         self.is_late = False
-        """Whether it was closed without an answer."""
+        """True if it was closed without an answer."""
 
     def is_open(self) -> bool:
-        """Whether it may still be answered. Afterwards `Tier.readable` knows of the answer.
+        """Return whether it may still be answered. Afterwards `Tier.readable` knows of the answer.
 
         It closes late too, and then the request is served without it.
         """
@@ -95,7 +95,7 @@ class Question:
 
 
 class RemoteTier(Tier):
-    """Knows of keys what the store has told lately, or what this engine has written to it.
+    """Knows of keys what the store has answered recently, or what this engine has written to it.
 
     A key that was there may be gone: then its read brings nothing, and it is forgotten here.
 
@@ -122,7 +122,7 @@ class RemoteTier(Tier):
         return self._directory is not None
 
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
-        """Hear how the ranks name their objects; ranks that share memory name them alike."""
+        """Take in how the ranks name their objects; ranks that share memory name them alike."""
         if self._directory is None:
             self._directory = self._open_directory(sorted({r.file_id for r in ranks.values()}))
 
@@ -143,7 +143,7 @@ class RemoteTier(Tier):
 
     @property
     def _late_answer_failed(self) -> bool:
-        """Whether it did, and not so long ago that a pause would be over."""
+        """Return whether it did, and not so long ago that a pause would be over."""
         answer = self._last_answer
         if not self._is_late or answer is None or not answer.is_done or answer.found is not None:
             return False

@@ -26,12 +26,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal; what goes elsewhere has no escapes at all."""
+    """Return whether standard output is a terminal; other output has no escapes at all."""
     return sys.stdout is not None and sys.stdout.isatty()  # it is None where a shell has closed it
 
 
 def shows_colour() -> bool:
-    """Whether text may have colours and weights: on a terminal, unless `NO_COLOR` is set."""
+    """Return whether text may have colours and weights: on a terminal, unless `NO_COLOR` is set."""
     return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -96,9 +96,9 @@ def make_cache(
     return Cache(storage, tensors, layout.packed(wanted))
 
 
-def make_arena(cache: Cache, num_slots: int) -> HostArena:
+def make_arena(cache: Cache, num_slots: int, slot_bytes: int | None = None) -> HostArena:
     registrar = CudaRegistrar(cache.storage.device)
-    return HostArena(num_slots, cache.layout.slot_bytes, register=registrar)
+    return HostArena(num_slots, slot_bytes or cache.layout.slot_bytes, register=registrar)
 
 
 def make_engine(

@@ -129,7 +129,7 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
     assert not engine.gauges["stores_paused"]
     copies.unpackable = range(40)
     engine.serve("b", OTHER, 1)
-    assert caplog.text.count("50.0% of the blocks that were lately tried do not fit") == 1
+    assert caplog.text.count("50.0% of the recent blocks do not fit") == 1
     assert engine.gauges["stores_paused"]
     engine.serve("c", OTHER[1:], 1)
     assert engine.totals["skipped_unpackable"] == copies.happened["unpackable"] == 5

@@ -1,4 +1,4 @@
-"""What an index in memory has and its SQLite file has not yet."""
+"""Changes of an index in memory that its SQLite file does not have yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Changes:
         self._removed: set[int] = set()
 
     def __bool__(self) -> bool:
-        """Whether there is something to write."""
+        """True if there is something to write."""
         return bool(self._used or self._removed)
 
     def put(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:

@@ -39,7 +39,7 @@ proof: it only decides which block goes first.
 `used` and `key` have no index: all slots are read and sorted at once, when an engine starts."""
 
 LOG_HEADER_BYTES = 32
-"""Of SQLite's write-ahead log; its salts differ each time that the log begins anew."""
+"""Header of SQLite's write-ahead log; its salts differ each time that the log is restarted."""
 
 COPY_ATTEMPTS = 100
 
@@ -54,10 +54,10 @@ class DamagedIndexError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class DiskContents:
-    """What an index says; the least recently used slot comes first."""
+    """The contents of an index; the least recently used slot comes first."""
 
     description: Mapping[str, str]
-    """What all of its blocks have in common, such as the model."""
+    """The description that all of its blocks share, such as the model."""
     files: Mapping[str, str]
     """The ids of the ranks' files, by rank."""
     num_slots: int
@@ -119,7 +119,7 @@ def _copy(path: Path, copy: Path) -> None:
     """Copy an index with its log as they are at one moment. Raises `OSError`.
 
     An engine lets no other process open them. It appends to the log, and only once all of that is
-    in the index it begins the log anew, with another header. So while the header stays the same,
+    in the index it restarts the log, with another header. So while the header stays the same,
     the log has whatever is written to the index meanwhile.
     """
     if not stat.S_ISREG(path.stat().st_mode):

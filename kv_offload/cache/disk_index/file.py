@@ -25,7 +25,7 @@ LOCK_SECONDS = 1.0
 """How long an engine waits for another one that ends, or for a look at the lock."""
 
 SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""Of the files that SQLite makes."""
+"""Suffixes of the files that SQLite makes."""
 
 
 def lock(path: Path) -> int:

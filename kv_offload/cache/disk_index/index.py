@@ -51,11 +51,11 @@ class DiskIndex:
             opened.callback(os.close, self._lock)
             self._database, found, self.reason = open_index(path, new)
             opened.callback(self._database.close)
-            # Of the file itself, wherever it is moved. To close it ends SQLite's locks.
+            # Descriptor of the file itself, wherever it is moved. To close it ends SQLite's locks.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.pop_all()
         self.keys, self.slots = found.keys, found.slots
-        """What was there, the least recently used first; `slots` has the slot of each key."""
+        """The keys found, the least recently used first; `slots` has the slot of each."""
         self.generation = found.generation
         """Part of the name of every block: new with every file that is made, and by `clear`."""
         self.errors = 0

@@ -3,14 +3,14 @@
 `rivals` compares both rules by the traffic, and says which leads. While recency leads, everything
 is stored and the least recent leaves. While hit density leads, nothing is stored that is worth less
 than what would leave for it, until many keys come that nobody has seen before. What a block is
-worth is learnt from the traffic (`density`): by how often it was used, how long ago, and how long
+worth is learned from the traffic (`density`): by how often it was used, how long ago, and how long
 the prompt was that first had it. Keys that have no slot are watched as well (`history`), so what is
-learnt does not depend on what was kept. Slots of one class and age stand in a bucket, and the worst
+learned does not depend on what was kept. Slots of one class and age are in a bucket, and the worst
 buckets give the victims (`ranking`), no block before the one behind it (`prefixes`).
 
 A step pays for a few array operations. Everything that can wait is noted and taken in in a step
 without an access, or when too much has been noted. After an epoch of accesses the buckets are
-ranked anew.
+ranked again.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class AutoPolicy(EvictionPolicy):
         self.has_risen = False
         self._parked: set[int] = set()
         self._history = History(HISTORY_OF_CAPACITY, self.capacity)
-        # What `admit` found of the keys that `add` and `replace` are called for next.
+        # The findings of `admit` about the keys that `add` and `replace` are called for next.
         self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
         self._last_added = FIRST
         self._found = 0  # accesses in this epoch to keys that had a slot

@@ -1,4 +1,4 @@
-"""What an eviction policy is: it ranks the slots of the host cache and picks the next to reuse."""
+"""The interface of an eviction policy, which ranks slots and picks the next to reuse."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class EvictionPolicy(ABC):
     """
 
     reads_runs = False
-    """Whether `admit` is to be told of the runs of the new keys, and behind which slots they stand.
+    """True if `admit` needs the runs of the new keys, and the slots before them.
     """
 
     has_risen = False
-    """Whether `take_risen` may have something to return."""
+    """True if `take_risen` may have something to return."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -95,7 +95,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all slots, held ones included, and everything learnt from their keys."""
+        """Forget all slots, held ones included, and everything learned from their keys."""
 
     @abstractmethod
     def resident(self) -> dict[int, bool]:

@@ -1,4 +1,4 @@
-"""How many hits a block is worth for the room that it takes, learnt from how others fared.
+"""How many hits a block is worth for the room that it takes, learned from how others fared.
 
 A *life* of a key lasts from one access to the next. Each is of a class: how often the key was
 accessed until then, and how long the prompt was that first had it. Ages are counted in epochs, each
@@ -137,7 +137,7 @@ class HitDensity:
     def compute(self) -> None:
         """Bring what a block is worth up to date with what was counted."""
         rates = self._rates()
-        # Of a block that was just accessed: the chance to stay unused until each bin begins, and
+        # For a block that was just accessed: the chance to stay unused until each bin begins, and
         # the epochs that it has taken by then.
         start = np.zeros((CLASSES, 1))
         unused = np.exp(-np.concatenate((start, np.cumsum(rates * WIDTHS, axis=1)), axis=1))
@@ -148,10 +148,10 @@ class HitDensity:
         room = taken[:, None, 1:] - taken[:, :-1, None]
         densities = (hits / np.maximum(room, 1e-12)).max(axis=2)  # no room: it leaves no later
         self.worth: NDArray[np.float64] = densities.T[BIN_OF_AGE]
-        """What a block is worth, by age and class."""
+        """The worth of a block, by age and class."""
         self._chance = (1 - unused[:, -1:] / np.maximum(unused[:, :-1], 1e-300))[:, BIN_OF_AGE]
         self.new = self.worth[0].copy()
-        """What a block of each class is worth at its access."""
+        """The worth of a block of each class at its access."""
 
     def _rates(self) -> NDArray[np.float64]:
         """Return the accesses a block and epoch, by class and bin of ages; all above 0."""

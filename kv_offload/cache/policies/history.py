@@ -1,4 +1,4 @@
-"""What is remembered of keys that have no slot: the bucket of each, as long as there is room."""
+"""Remembers the bucket of keys that have no slot, as long as there is room."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class History:
         self._is_empty = False
         places, order = hashes >> self._shift, np.arange(len(hashes))
         forgotten = self._buckets[places]
-        # Of several for one place the last is kept: what it writes is read back.
+        # The last of several for one place is kept: the value that it writes is read back.
         self._buckets[places] = order
         kept = self._buckets[places] == order
         if not kept.all():

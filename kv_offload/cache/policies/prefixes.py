@@ -69,7 +69,7 @@ class PrefixOrder:
             self._leaves_from[slots] = 0
 
     def leave(self, slots: Slots) -> Slots:
-        """Hear that slots are about to leave, in this order and before all that follow.
+        """Note that slots are about to leave, in this order and before all that follow.
 
         Returns what had to stay for them and can be the next to leave. No two of these that are in
         different buckets are of one prompt.
@@ -97,7 +97,7 @@ class PrefixOrder:
         return freed
 
     def left(self, slots: Slots) -> None:
-        """Hear that slots have left."""
+        """Note that slots have left."""
         self._leaves_from[slots] = 0
 
     def _list(self, slots: Slots) -> None:

@@ -50,10 +50,10 @@ class Ranking:
         self._queue: deque[tuple[int, float, Slots]] = deque()  # with bucket and density
         self._queued = 0
         self._opened = NO_SLOTS
-        """What is left of the buckets from which slots came into the queue last."""
+        """The rest of the buckets from which slots came into the queue last."""
         self._opened_from = self.bucket_of[:0]
         self._freed = NO_SLOTS
-        """What can leave once all of the queue has. It has entries as well."""
+        """Slots that can leave once all of the queue has. They have entries as well."""
         self._freed_from = self.bucket_of[:0]
         self._order: list[int] = []
         self._densities: dict[int, float] = {}
@@ -127,7 +127,7 @@ class Ranking:
         self._freed, self._freed_from = NO_SLOTS, self.bucket_of[:0]
         now = self._density.epoch * CLASSES
         self._merge_old(now - (AGES - 1) * CLASSES)
-        # Of this epoch all, as slots will come.
+        # All of this epoch, as slots will come.
         before = [bucket for bucket in self._entries if bucket < now]
         buckets = np.array([*before, *range(now, now + CLASSES)])
         densities = self._density.of(buckets)

@@ -81,7 +81,7 @@ class Rivals:
 
     @property
     def stores_all(self) -> bool:
-        """Whether new keys are stored whatever they are worth."""
+        """True if new keys are stored whatever they are worth."""
         return self._in_long_run or not self.density_leads
 
     @property
@@ -126,7 +126,7 @@ class Rivals:
         simulated = float((hits * self._by_density).sum())
         of_density = simulated if self.stores_all else found
         self._judge(of_density - float(hits.sum(axis=1) @ self._by_recency))
-        # What becomes too old to be told apart joins what is.
+        # Entries that become too old to be distinguished join those that are.
         oldest = (alive[-2:] * self._by_density[-2:]).sum(axis=0)
         self._by_density[1:] = self._by_density[:-1]
         self._by_density[-1] = oldest / np.maximum(alive[-2:].sum(axis=0), 1)

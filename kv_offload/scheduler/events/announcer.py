@@ -73,7 +73,7 @@ class Announcer:
         self._records = BlockRecords(manager.num_slots, prefixes, describe)
         # By slot: what routers have been told that it holds; as far as slots were told of.
         self._told: list[Record | None] = []
-        # What they have to be told again: in which order, and by slot whether it still is so.
+        # Announcements to repeat, in order, and by slot a flag that it is still so.
         self._again = NO_SLOTS
         self._is_again = bytearray(manager.num_slots)
         self.held_back: OrderedDict[SlotKey, deque[Slots]] = OrderedDict()
@@ -119,7 +119,7 @@ class Announcer:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` has something to do now.
+        """True if `take` has something to do now.
 
         What waits for a copy does not count: where a disk hangs, that is for long.
         """
@@ -222,7 +222,7 @@ class Announcer:
         )
 
     def _is_coming(self, key: SlotKey) -> bool:
-        """Whether it will be told that this key can be loaded, and was not yet."""
+        """Return whether this key will be announced as loadable, and was not yet."""
         (slot,) = self._manager.slot_numbers([key])
         return self._waits_for(key, slot)
 

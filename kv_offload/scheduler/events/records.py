@@ -1,4 +1,4 @@
-"""What is remembered of each block in host memory, so that routers can be told of it later.
+"""Facts of each block in host memory, kept so that routers can get them later.
 
 A store completes steps after it was planned, when its request may be gone. And what a router was
 told it may have to be told again.

@@ -1,4 +1,4 @@
-"""What is copied to host memory.
+"""Stores: copies to host memory.
 
 - `planner`: from what a step has to pinned blocks; the rest of the scheduler talks to it.
 - `candidates`: how far each request has been gone through.

@@ -34,13 +34,13 @@ class StoreCandidates:
             for position, group in enumerate(prefixes.groups)
             if not group.is_scratch
         )
-        # Of one group vLLM names each block as soon as its tokens are known, and hashes end there.
+        # With one group vLLM names each block once its tokens are known, and hashes end there.
         self._names_follow = len(prefixes.groups) == 1 and not prefixes.unnamed_tokens
         self._spans: list[Span] = []
         self._keys: list[SlotKey] = []  # of all spans
         self._unfinished: set[str] = set()
         self.paused = False
-        """Whether nothing is to be stored for now."""
+        """True if nothing is to be stored for now."""
         self.examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
 

@@ -1,4 +1,4 @@
-"""What ended requests left behind without a budget to store it: a bounded queue."""
+"""A bounded queue of blocks that ended requests left without a budget to store them."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ MANY_RUNNING = 32
 """From so many requests in a step on, those that filled a block wait for each other."""
 
 WAITING_SHARE = 4
-"""Of the requests of a step one in so many waits at most. Steps of 256 decodes cost 239 us in the
-mean so with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
+"""At most one in so many of a step's requests waits. Steps of 256 decodes cost 239 us on
+average with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
 
 
 class StorePlanner:
@@ -75,7 +75,7 @@ class StorePlanner:
         self.leftovers = Leftovers(self._candidates, core.statistics)
         self._grown_blocks = 0
         self._paused_by_refusals = False
-        """Whether too many blocks did not fit packed slots: then new weights end the pause, too."""
+        """True if too many blocks did not fit packed slots: then new weights end the pause, too."""
         self._states: Mapping[str, Sequence[tuple[int, int, int]]] = {}
         """By request, the states that a step names: cache group, block and number of tokens."""
         self._waiting: set[str] = set()
@@ -202,7 +202,7 @@ class StorePlanner:
 
     @property
     def paused(self) -> bool:
-        """Whether nothing new is stored; what is under way ends."""
+        """True if nothing new is stored; what is under way ends."""
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
@@ -216,7 +216,7 @@ class StorePlanner:
             self.leftovers.drop()
 
     def forget(self, *, weights_changed: bool) -> None:
-        """Hear that host memory is emptied: drop what waits, and what is known of refused blocks.
+        """Drop what waits, and what is known of refused blocks, as host memory is emptied.
 
         The same prefix may have another KV from now on. Other weights may pack well, so a pause
         because of refused blocks ends with the old ones. One of an operator goes on.
@@ -242,7 +242,7 @@ class StorePlanner:
         self._statistics.skipped("unpackable", len(refused))
         if refusals.are_too_many and not self.paused:
             logger.warning(
-                "kv-offload: %.1f%% of the blocks that were lately tried do not fit packed slots, "
+                "kv-offload: %.1f%% of the recent blocks do not fit packed slots, "
                 "where %.0f%% may be: stores are paused. Set pack_kv: false for this model",
                 100 * refusals.share,
                 100 * MAX_SHARE,

@@ -19,7 +19,7 @@ RECENT_BLOCKS = 1 << 14
 those before count half as much. Far fewer would pause stores for a few odd prompts in a row."""
 
 MAX_SHARE = 0.01
-"""Of the recent blocks. With more of them refused prefixes end too early to be of use."""
+"""Share of the recent blocks. With more refused, prefixes end too early to be of use."""
 
 
 @dataclass(eq=False, repr=False)
@@ -27,7 +27,7 @@ class Refusals:
     """Remembers the keys of refused blocks, and counts how many of the recent blocks these are."""
 
     keys: OrderedDict[SlotKey, None] = field(default_factory=OrderedDict)
-    """Of blocks that are not to be tried again. The choice of what is stored reads it."""
+    """Keys of blocks that are not to be tried again. The choice of what is stored reads it."""
     _tried: int = 0
     _refused: int = 0
 
@@ -38,7 +38,7 @@ class Refusals:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether enough blocks were tried, and too many of them refused, for storing to pay."""
+        """True if enough blocks were tried, and too many of them refused, for storing to pay."""
         return self._tried >= TRIED_BLOCKS and self.share > MAX_SHARE
 
     def count(self, tried: int, refused: int) -> None:

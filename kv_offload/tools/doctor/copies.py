@@ -29,7 +29,7 @@ PATHS: dict[CopiesWith, str] = {
     "gates": "the copy engine",
 }
 EngineChoice = EngineKind | Literal["auto"]
-"""What `transfer_engine` may be."""
+"""The values of `transfer_engine`."""
 
 
 @dataclass(frozen=True, slots=True)

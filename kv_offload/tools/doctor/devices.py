@@ -29,7 +29,7 @@ ENOUGH = 0.6
 
 
 def may_have_gpu(machine: Machine, torch: Torch | None) -> bool:
-    """Whether an engine may copy with a GPU here: NVML sees one, or cannot be asked."""
+    """Return whether an engine may copy with a GPU here: NVML sees one, or cannot be asked."""
     for_cuda = torch is not None and torch.cuda is not None
     return bool(machine.gpus) or (machine.may_have_others and for_cuda)
 

@@ -25,14 +25,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What NVML says; `problem` is why it says nothing."""
+    """The answers of NVML; `problem` is why there are none."""
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
     """The newest that the driver runs."""
     gpus: tuple[Gpu, ...] = ()
     may_have_others: bool = False
-    """Whether NVML could not be asked: there may be GPUs all the same."""
+    """True if NVML could not be asked: there may be GPUs all the same."""
     problem: str = ""
     remedy: str = ""
 

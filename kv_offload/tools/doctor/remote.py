@@ -17,7 +17,7 @@ from kv_offload.worker.store import make_client
 NUM_BLOCKS = 32
 
 OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
-"""What doctor gives the pool while nobody else does."""
+"""Memory that doctor gives the pool while no engine does."""
 
 SEED = "PYTHONHASHSEED"
 

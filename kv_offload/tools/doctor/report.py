@@ -14,7 +14,7 @@ State = Literal["ok", "warning", "problem", "not checked"]
 
 COLUMNS = 100
 _COLOURS: dict[State, int] = {"ok": 32, "warning": 33, "problem": 31, "not checked": 36}
-"""Of the terminal: green, yellow, red, cyan."""
+"""Colours of the terminal: green, yellow, red, cyan."""
 
 _STATE_COLUMNS = max(map(len, _COLOURS))
 

@@ -31,7 +31,7 @@ MAX_NUMBER = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What a config.json says of the part of a model that has a KV cache."""
+    """The fields of a config.json about the part of a model that has a KV cache."""
 
     file: Path
     model_type: str
@@ -39,9 +39,9 @@ class Fields:
     outer: Mapping[str, Any]
     """The top of the file; `values` themselves where a model has one part only."""
     has_defaults: bool
-    """Whether transformers has added the defaults of the model's kind."""
+    """True if transformers has added the defaults of the model's kind."""
     cache_is_quantized: bool
-    """Whether the checkpoint itself asks for another type of cache than the model's."""
+    """True if the checkpoint itself asks for another type of cache than the model's."""
 
     def number(self, key: str) -> int:
         """Return an integer of the file from 1 to `MAX_NUMBER`. Raises `ConfigError`."""

@@ -24,13 +24,13 @@ KINDS = {
     "sliding_attention": "window",
     "chunked_attention": "chunk",
 }
-"""What an entry of `layer_types` means."""
+"""The meaning of an entry of `layer_types`."""
 
 KINDS_OF_SOME = {
     **{kind: {"mamba": "state", "linear_attention": "state"} for kind in STATE_MODELS},
     **{kind: {"indexed_attention": "full"} for kind in INDEXED},
 }
-"""What other entries mean, by the `model_type` whose layers are known."""
+"""The meaning of other entries, by the `model_type` whose layers are known."""
 
 
 def count_layers(fields: Fields) -> dict[str, int]:
@@ -84,7 +84,7 @@ class State:
     heads: int
     head_numbers: int
     recurrent_bytes: int | None = None
-    """Of a number in the matrices of the heads; None where it is that of the model's type."""
+    """Bytes of a number in the heads' matrices; None where it is that of the model's type."""
 
     def rank_bytes(self, ranks: int, number_bytes: int) -> int:
         """Return the bytes on one of `ranks`. Raises `ConfigError` if they cannot split it.

@@ -50,18 +50,18 @@ class Model:
     layers: dict[str, int]
     """How many layers of each kind there are: `full`, `window`, `chunk`, `state`; none has 0."""
     window_tokens: int
-    """What a layer with a window reads; 0 where no layer has one."""
+    """Tokens that a layer with a window reads; 0 where no layer has one."""
     kv_heads: int
     head_size: int
     latent: bool
-    """Whether keys and values are one vector: multi-head latent attention."""
+    """True if keys and values are one vector: multi-head latent attention."""
     cache_is_quantized: bool
     assumed: tuple[str, ...] = ()
-    """What was taken for values that the file lacks, where nobody knew the model's defaults."""
+    """Values that the file lacks, and that were assumed as the model's defaults are unknown."""
     index_bytes: int = 0
     """Bytes of a token in the index of a layer with sparse attention."""
     state: State | None = None
-    """Of a layer with states."""
+    """The state of a layer that has one."""
 
 
 def read_model(path: Path) -> Model:

@@ -24,12 +24,12 @@ ENDS = ("window", "state")
 """Kinds of layers of which only the end of a prompt is kept."""
 
 SCALE_BYTES = 4
-"""Of a key's scale, and of a value's, with the types `..._per_token_head`."""
+"""Bytes of a key's scale, and of a value's, with the types `..._per_token_head`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSize:
-    """What one slot of one rank holds, a block of one cache group, and what tokens need of slots.
+    """The size of a slot of one rank, which holds a block of a cache group; slots that tokens need.
 
     vLLM keeps windows and states only where a prompt ends, unless a retention interval is set.
     """
@@ -62,7 +62,7 @@ class SlotSize:
 
     @property
     def may_pack(self) -> bool:
-        """Whether `pack_kv` packs pages that are large enough. The model computes in bfloat16."""
+        """True if `pack_kv` packs pages that are large enough. The model computes in bfloat16."""
         return self.cache_dtype in ("auto", "bfloat16") and not self.state_bytes
 
     @property
@@ -80,7 +80,7 @@ class SlotSize:
 
     @property
     def keeps_ends_only(self) -> bool:
-        """Whether all layers have windows, so that nothing keeps all of a prompt."""
+        """True if all layers have windows, so that no group keeps all of a prompt."""
         return self.groups.keys() == {"window"}
 
     @property

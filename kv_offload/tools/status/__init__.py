@@ -1,1 +1,1 @@
-"""What a running server's metrics say: a page is read, worked out and drawn. Imports no vLLM."""
+"""Shows a running server's metrics: a page is read, worked out and drawn. Imports no vLLM."""

@@ -1,4 +1,4 @@
-"""What the samples of a page mean: totals, and what has changed since an earlier reading."""
+"""Figures from the samples of a page: totals, and changes since an earlier reading."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HAS_TIER = ("tier_slots", "has_remote")
 
 
 class Figures:
-    """What one engine does, or several together: by default all of the page."""
+    """The figures of one engine, or of several together: by default all of the page."""
 
     def __init__(
         self, now: Reading, before: Reading | None = None, engines: Sequence[str] | None = None

@@ -47,7 +47,7 @@ NO_PLUGIN = (
 
 @dataclass(frozen=True)
 class Reading:
-    """What a page said at one moment."""
+    """The samples of a page at one moment."""
 
     taken: float
     """Seconds of a monotonic clock."""
@@ -57,7 +57,7 @@ class Reading:
     values: Mapping[str, Mapping[str, float]]
     """By engine, then by name as on the page."""
     buckets: Mapping[tuple[str, str], Mapping[float, float]]
-    """Of histograms, by name without `_bucket`, and engine: how many values up to each bound."""
+    """Histograms by name without `_bucket`, and engine: the number of values up to each bound."""
 
 
 def metrics_url(address: str) -> str:

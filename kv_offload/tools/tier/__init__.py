@@ -1,1 +1,1 @@
-"""What the folder of a disk holds: read, verified and shown. Imports no vLLM."""
+"""The contents of a disk's folder: read, verified and shown. Imports no vLLM."""

@@ -74,7 +74,7 @@ def _as_text(replica: Replica) -> str:
     """Return some lines on one replica."""
     lines = [str(replica.folder)]
     lines += [f"  {name:<12}{value}" for name, value in _lines(replica)]
-    # What a file says may have escapes, which a terminal would obey.
+    # A file's text may have escapes, which a terminal would obey.
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
 

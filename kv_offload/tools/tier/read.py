@@ -25,10 +25,10 @@ class RankFile:
     rank: int
     file: Path
     file_bytes: int
-    """What the filesystem has given it."""
+    """Bytes that the filesystem has given it."""
     slot_bytes: int | None
     belongs_to_index: bool
-    """Whether the index is of this file, as it is now."""
+    """True if the index is of this file, as it is now."""
     problem: str
     verified: dict[str, int] | None
     """How many records are what, by the values of `Verdict`; None if nothing was verified."""
@@ -45,14 +45,14 @@ class Replica:
     description: dict[str, str] | None
     slots: int | None
     used_slots: int
-    """Of `slots`, those that hold a block."""
+    """Those of `slots` that hold a block."""
     used_bytes: int
     """Bytes of these slots, over all ranks."""
     last_use: float | None
     first_use: float | None
-    """Of the slot that goes next."""
+    """The last use of the slot that is evicted next."""
     was_reset: bool
-    """Whether there is no index, as after a reset."""
+    """True if there is no index, as after a reset."""
     ranks: list[RankFile]
 
 
@@ -88,7 +88,7 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
         problem = error.args[0] if path.exists() else ""  # none is what a reset leaves
     ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
     if progress is not None:
-        # An engine may make all of them anew in the minutes that this takes.
+        # An engine may rewrite all of them in the minutes that this takes.
         ranks = [replace(rank, verified=_verify(rank, index, progress)) for rank in ranks]
         in_use = in_use or _is_in_use(path)
     used = [] if index is None else index.used.tolist()
@@ -146,7 +146,7 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
 
 
 def _lacks_beginning(file: Path) -> bool:
-    """Whether a file is empty or begins with zeros, as one that was cut while an engine wrote it.
+    """Return whether a file is empty or begins with zeros, as if cut while an engine wrote it.
 
     An empty one may also be an engine's that has just begun to make it.
     """

@@ -827,11 +827,11 @@ def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(
     worker = engine.ranks[0].connector.offload_worker
     worker.poll()
     engine.offload.take_report(worker.ended())
-    offers = []
+    hits = []
     for _ in range(2):
         assert engine.offload.match(tracked.request, 0)[0] == FULL_BLOCKS * 4
-        offers.append(tracked.offer)
-    assert offers[0] is offers[1] is not None
+        hits.append(tracked.hit)
+    assert hits[0] is hits[1] is not None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from kv_swap.cuda.kernel_families import (
 )
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapJob
-from kv_swap.errors import CopyError, JobError, LayoutError, PinnedMemoryError
+from kv_swap.errors import CopyError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
@@ -389,11 +389,8 @@ def test_a_device_has_kernels_that_its_shared_memory_holds(
     assert engine.block(3) == [7] * LAYERS
 
 
-def test_an_arena_that_it_cannot_use_is_refused(cuda: PlayedCuda) -> None:
+def test_an_arena_that_is_not_page_locked_is_refused(cuda: PlayedCuda) -> None:
     layout = Engine().copies.layout
-    short = HostArena(2, 48, register=CudaRegistrar(DEVICE))
-    with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has 192"):
-        CudaSwapEngine(layout, short, DEVICE, [])
     pageable = HostArena(2, layout.slot_bytes, register=None)
     with pytest.raises(PinnedMemoryError, match="384 bytes is not page-locked"):
         CudaSwapEngine(layout, pageable, DEVICE, [])

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_swap.engine import Completion, Direction, SwapJob
-from kv_swap.errors import CopyError, JobError, LayoutError
+from kv_swap.errors import CopyError
 from kv_swap.host import transfers
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.host.transfers import Run, copy_runs
@@ -247,25 +247,6 @@ def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork() ->
     engine.close()
 
 
-def test_close_drops_references_and_keeps_completions() -> None:
-    token = Token()
-    engine, arena, _ = make_engine(packed(4, 64, 64), 4, token)
-    owner, kept = weakref.ref(arena._owner), weakref.ref(token)
-    engine.submit(job(1, STORE, [(2, 3)]))
-    engine.close()
-    del arena, token
-    gc.collect()
-    assert owner() is None
-    assert kept() is None
-    assert [completion.job_id for completion in engine.poll()] == [1]
-    assert engine.in_flight == 0
-    engine.close()
-    with pytest.raises(JobError, match="job 2 was submitted to an engine that is closed"):
-        engine.submit(job(2, STORE, [(2, 3)]))
-    with pytest.raises(JobError, match="closed"):
-        engine.zero_blocks([1])
-
-
 def test_wait_and_in_flight(gate: Gate) -> None:
     engine, _, _ = make_engine(packed(4, 64, 64), 4)
     assert engine.wait(0)
@@ -283,57 +264,6 @@ def test_wait_and_in_flight(gate: Gate) -> None:
     assert done.seconds >= 0.05, "so long the gate was closed"
     assert engine.in_flight == 0
     assert engine.poll() == []
-
-
-def test_zero_blocks() -> None:
-    engine, _, storage = make_engine(halves(4, 64), 1)
-    storage.data[:] = 5
-    engine.zero_blocks([1, 3])
-    zeroed = np.isin(storage.owner, [1, 3])
-    assert not storage.data[zeroed].any()
-    assert (storage.data[~zeroed] == 5).all()
-    with pytest.raises(JobError, match="block 4 does not exist, valid are 0 to 3"):
-        engine.zero_blocks([0, 4])
-    assert (storage.data[storage.owner == 0] == 5).all()
-    with pytest.raises(JobError, match="block -1 does not exist"):
-        engine.zero_blocks([-1])
-
-
-@pytest.mark.parametrize(
-    ("direction", "pairs", "message"),
-    [
-        (STORE, np.zeros((0, 2), np.int32), "non-empty"),
-        (STORE, np.zeros(2, np.int32), r"shape \(2,\)"),
-        (STORE, np.zeros((1, 2), np.int64), "int64"),
-        (STORE, np.array([[0, 0], [4, 1]], np.int32), "pair 1 names block 4, valid are 0 to 3"),
-        (LOAD, np.array([[-1, 0]], np.int32), "pair 0 names block -1"),
-        (LOAD, np.array([[0, 2]], np.int32), "pair 0 names slot 2, valid are 0 to 1"),
-        (LOAD, np.array([[0, -1]], np.int32), "pair 0 names slot -1"),
-        (STORE, np.array([[0, 1], [1, 1]], np.int32), "writes one slot twice"),
-        (LOAD, np.array([[i % 4, 0] for i in range(9)], np.int32), "writes one block twice"),
-    ],
-)
-def test_bad_pairs_copy_nothing(direction: Direction, pairs: np.ndarray, message: str) -> None:
-    engine, arena, storage = make_engine(packed(4, 64, 64), 2)
-    storage.data[:] = 3
-    with pytest.raises(JobError, match=message) as caught:
-        engine.submit(SwapJob(77, direction, pairs))
-    assert "job 77" in str(caught.value)
-    assert engine.in_flight == 0
-    assert not arena.view().any()
-    assert (storage.data == 3).all()
-
-
-def test_a_store_that_does_not_wait_for_compute_is_refused() -> None:
-    engine, _, _ = make_engine(packed(4, 64, 64), 2)
-    with pytest.raises(JobError, match="job 77: a store reads what compute wrote"):
-        engine.submit(SwapJob(77, STORE, np.array([[0, 0]], np.int32), behind_compute=False))
-
-
-def test_an_arena_that_does_not_fit_is_refused() -> None:
-    layout, storage = packed(4, 64, 64)
-    with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has 64"):
-        HostSwapEngine(layout, HostArena(2, 48, register=None), [storage.data])
 
 
 def test_more_runs_than_one_call_takes() -> None:
@@ -436,20 +366,6 @@ def test_seconds_are_those_of_the_copies(waves: Waves, monkeypatch: pytest.Monke
     assert done.seconds == 3
 
 
-@pytest.mark.parametrize("end", ["wait", "close", "submit"])
-def test_waves_that_nobody_awaited_come_before_what_follows(waves: Waves, end: str) -> None:
-    engine, storage, view = waves
-    engine.submit(in_waves(7, [(2, 3)]))
-    if end == "submit":
-        engine.submit(in_waves(8, [(1, 0)]))
-    elif end == "wait":
-        assert engine.wait(120)
-    else:
-        engine.close()
-    assert arrived(engine, storage, 2, view[3]) == [True] * 4
-    assert [done.job_id for done in engine.poll()] == [7]
-
-
 def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(
     waves: Waves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,19 +407,3 @@ def test_a_load_at_once_ends_the_load_that_it_replaces(waves: Waves) -> None:
     (done,) = finish(engine)
     assert (done.job_id, type(done.error)) == (7, CopyError)
     assert not storage.data[written].any()
-
-
-def test_waves_that_cannot_be_are_refused() -> None:
-    engine, _, _ = make_engine(halves(4, 32), 4)
-    with pytest.raises(JobError, match="only once those were set"):
-        engine.submit(in_waves(1, [(0, 0)]))
-    for wrong in ([[0, 1], [2]], [[0, 1], [2, 3, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 4]], []):
-        with pytest.raises(JobError, match="each of 4 regions once"):
-            engine.set_waves(wrong)
-    engine.set_waves([[0, 1], [2, 3]])
-    with pytest.raises(JobError, match="set once"):
-        engine.set_waves([[0, 1], [2, 3]])
-    with pytest.raises(JobError, match="loads before compute"):
-        engine.submit(SwapJob(1, LOAD, np.array([(0, 0)], np.int32), in_waves=True))
-    assert engine.in_flight == 0
-    engine.close()

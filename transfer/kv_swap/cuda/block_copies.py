@@ -21,10 +21,10 @@ from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
 
 MOST_COPY_BYTES = 4 << 20
-"""Of one copy, so that every piece of 8 MiB is filled by more than half."""
+"""Most bytes of one copy, so that every piece of 8 MiB is filled by more than half."""
 
 LEAST_RUN_BYTES = 256 << 10
-"""Of a run, on average: shorter ones cost the host more than 0.5 us for each MiB (H200)."""
+"""Least bytes of a run, on average: shorter ones cost the host more than 0.5 us per MiB (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ class BlockCutter:
         self._border_bytes = arena.piece_bytes
         parts = [part for run in runs_of(regions) for part in _cut_run(run)]
         self.nbytes = sum(part.nbytes for part in parts)
-        """Of a block."""
+        """Bytes of a block."""
         self._address = _array(part.address for part in parts)
         self._block_stride = _array(part.block_stride for part in parts)
         self._slot_offset = _array(part.slot_offset for part in parts)
         self._nbytes = _array(part.nbytes for part in parts)
         self.least_copy_bytes = int(self._nbytes.min())
-        """Of a block that is not cut at a border."""
+        """Least bytes of a copy of a block that is not cut at a border."""
 
     def cut(self, pairs: NDArray[np.int32], direction: Direction) -> Copies:
         """Return the copies of `pairs`, `(n, 2)`, pair by pair."""

@@ -70,7 +70,7 @@ class Driver:
 
     @property
     def has_batches(self) -> bool:
-        """Whether the driver takes many copies in one call: 12.8 and newer."""
+        """True if the driver takes many copies in one call: 12.8 and newer."""
         return self._copy_batch is not None
 
     def write_one(self, stream: int, address: int) -> None:

@@ -113,7 +113,7 @@ class CudaSwapEngine(SwapEngine):
             )
         compute = self._cuda.current_stream(self._device)
         try:
-            # What the failed job has queued must not write after the forward has gone on.
+            # Slices of the failed job must not write once the forward has begun.
             lane.stream.stream.synchronize()
             if self.layout.num_tiles:
                 self._load_unpacked(arena, pairs, compute)

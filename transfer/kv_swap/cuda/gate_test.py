@@ -39,7 +39,7 @@ TURNS, MOST_TURNS = 3, 12
 """Turns that count, and how many are made to get them."""
 
 TRIES = 3
-"""Of the whole test: other processes may use the copy engine, too."""
+"""Tries of the whole test: other processes may use the copy engine, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Turn:
 
     @property
     def counts(self) -> bool:
-        """Whether the small copies came early enough to have to wait, were there no gates."""
+        """True if the small copies came early enough to have to wait, were there no gates."""
         return self.small_began < self.ended * (1 - (MOST_PIECES + 1) / PIECES)
 
     @property
@@ -68,7 +68,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """Whether the copy engine yields at gates, and how that was found."""
+    """The finding: whether the copy engine yields at gates, and the evidence."""
 
     yields: bool
     found: str

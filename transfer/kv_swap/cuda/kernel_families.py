@@ -69,7 +69,7 @@ stores 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.
 it by more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
 
 _BULK_STATIC_BYTES = 12416
-"""Of eight stages; what NVRTC says of `swap_bulk.cu` for sm_90 to sm_120."""
+"""Shared memory of eight stages, as NVRTC reports it of `swap_bulk.cu` for sm_90 to sm_120."""
 
 
 def _bulk(name: str, load_stages: int) -> KernelFamily:
@@ -129,7 +129,7 @@ def _packed_shape(direction: Direction) -> LaunchShape:
 
 
 _PACKED_STATIC_BYTES = 40448
-"""What NVRTC says of `swap_packed.cu` for sm_90 to sm_120."""
+"""Shared memory, as NVRTC reports it of `swap_packed.cu` for sm_90 to sm_120."""
 
 PACKED = KernelFamily(
     "packed",

@@ -128,7 +128,7 @@ class _Running:
         return not self.to_queue and self.in_flight == 0
 
     def has_queued(self, wave: int) -> bool:
-        """Whether a wave and all before it are queued; all others are if the job has failed."""
+        """Return whether a wave and all before it are queued; always if the job has failed."""
         if not self.to_queue:
             return True
         assert self.following is not None
@@ -154,15 +154,15 @@ class Lane:
         self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
         # The step waits while slices are queued: no more than keep the device busy until it polls.
         self._most_slices = path.first_in_flight
-        # Of the job submitted last, if it comes in waves: the event behind the last slice of every
-        # range of waves, by its first wave. Those of waves that have ended may be in other use:
+        # If the job submitted last comes in waves: the event after the last slice of each range of
+        # waves, by its first wave. Those of waves that have ended may be in other use:
         # waiting for them does no harm.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether every submitted job has been returned by `advance`."""
+        """True if every submitted job has been returned by `advance`."""
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
@@ -289,7 +289,7 @@ class Lane:
                 self.stream.recycle(event)
         except RuntimeError as error:
             # Querying an event fails only when the CUDA context is lost; no copy runs on then.
-            lost = "; the CUDA context is lost, end this process and start the engine anew"
+            lost = "; the CUDA context is lost, end this process and restart the engine"
             self._slices.clear()
             for running in self._jobs:
                 running.in_flight = 0

@@ -1,4 +1,4 @@
-"""What the copies of a CUDA engine use; freed only once all its streams are idle."""
+"""Resources of a CUDA engine's copies; freed only once all its streams are idle."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Held):
-    """What copies in flight need. Loads are advanced first: requests wait for them."""
+    """Resources of copies in flight. Loads are advanced first: requests wait for them."""
 
     copies_with: CopiesWith = "kernels"
     lanes: dict[Direction | Literal["before_compute"], Lane] = field(default_factory=dict)
 
 
 _LEAKED: list[State] = []
-"""Of copies that may still run, or of a parent process; it is never freed."""
+"""States of copies that may still run, or of a parent process; never freed."""
 
 
 def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:

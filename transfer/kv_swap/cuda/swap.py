@@ -88,7 +88,7 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
 
 
 class _Arguments(ctypes.Structure):
-    """What both functions of a family take, in this order; the last two only if they pack."""
+    """Arguments of both functions of a family, in order; the last two only if they pack."""
 
     _fields_ = (
         ("list_address", ctypes.c_uint64),

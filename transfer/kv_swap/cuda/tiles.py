@@ -1,4 +1,4 @@
-"""What a launch copies of every pair: slots cut into tiles, whole or by the waves of a load."""
+"""The tiles that a launch copies of every pair: of whole slots, or of the waves of a load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 _SEGMENT_BYTES = 32
-"""Of a row, also of one that describes a packed tile."""
+"""Bytes of a row, also of one that describes a packed tile."""
 
 _COLUMNS_ORDER = np.arange(TILE_GROUPS).reshape(4, 256).T.ravel()
 """The 4 groups of values of each thread of the packing kernels, thread by thread."""
