@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import claims
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 CITED_TEST = re.compile(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`")
@@ -36,7 +38,7 @@ def problems(page: Path, text: str) -> Iterator[str]:
             yield f"{name}: no such test"
     path = ""
     for named, test in CITED_TEST.findall(text):
-        path = named or path  # a name behind `::` alone is one of the file that was named last
+        path = named or path  # a name after `::` alone is of the file that was named last
         if (named or test) and not (ROOT / path).is_file():
             yield f"{path}: no such file"
         elif test and f"def {test}(" not in (ROOT / path).read_text():
@@ -63,22 +65,21 @@ def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
     assert list(problems(ROOT / "README.md", text)) == [problem]
 
 
-def tables(page: Path) -> dict[str, list[str]]:
-    """Return the headings of a page that have a table, each with the first cells of its rows."""
-    parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
-    found = {
-        heading: re.findall(r"^\| (.*?) \|", body, re.MULTILINE)
-        for heading, body in zip(parts[1::2], parts[2::2], strict=True)
-    }
-    return {heading: cells[1:] for heading, cells in found.items() if cells}
+def test_the_tables_of_support_are_those_of_the_claims() -> None:
+    """`python -m tests.support.claims` writes them."""
+    assert claims.filled(claims.PAGE.read_text()) == claims.PAGE.read_text()
 
 
-def test_every_claim_of_support_cites_a_test() -> None:
-    """What is said to users has its tests on a page of its own, which also has memory layouts."""
-    page = ROOT / "docs/design/support_tests.md"
-    claims = tables(page)
-    assert claims.pop("Memory layouts")
-    assert claims == tables(ROOT / "docs/use/support.md")
-    assert sum(map(len, claims.values())) > 50
-    for row in re.findall(r"^\| .*", page.read_text(), re.MULTILINE):
-        assert CITED_TEST.search(row.split(" | ")[-1]) or row.endswith("tests |"), row
+def test_every_claim_of_support_cites_tests_that_exist() -> None:
+    rows = [row for table in claims.tables() for row in table.rows]
+    assert len(rows) > 50
+    for claim, _, tests in rows:
+        assert CITED_TEST.search(tests), claim
+        assert list(problems(claims.FILE, tests)) == []
+
+
+def test_a_page_without_a_place_for_a_table_is_noticed() -> None:
+    """The control."""
+    text = claims.PAGE.read_text().replace("## Cache types", "## Types of caches")
+    with pytest.raises(ValueError, match="has 0 tables under 'Cache types'"):
+        claims.filled(text)

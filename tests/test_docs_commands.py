@@ -42,7 +42,7 @@ STAND_INS = {"vllm", "python"}
 BUILTINS = {"export", "cd", "ask"}
 NOT_RUN = {
     *("kv-offload doctor", "kv-offload status", "kv-offload size", "kv-offload simulate"),
-    *("curl", "ps", "cat"),
+    *("curl", "ps", "cat", "grep"),
     *(".", "make", "pip", "docker"),
 }
 """They need a server, a network, Docker, a trace or a model, or their answer depends on the
