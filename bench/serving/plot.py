@@ -83,8 +83,9 @@ def draw(documents: Sequence[dict[str, Any]]) -> str:
 def _panel(name: str, found: Sequence[Line], above: int) -> list[str]:
     tokens = sorted({n for line in found for n in line.points})
     values = [p[key] for line in found for p in line.points.values() for key in ("min", "max")]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    high = max(high, low + 1)
+    ticks = [mantissa * 10.0**power for power in range(-3, 7) for mantissa in (1, 2, 5)]
+    low = max(tick for tick in ticks if tick <= min(values))
+    high = min(tick for tick in ticks if tick > max(values))
     first, last = math.log(tokens[0]), math.log(tokens[-1])
     right, bottom = WIDTH - RIGHT, above + PANEL_HEIGHT - BOTTOM
 
@@ -93,19 +94,18 @@ def _panel(name: str, found: Sequence[Line], above: int) -> list[str]:
         return round(LEFT + share * (right - LEFT), 1)
 
     def y_of(ms: float) -> float:
-        share = (math.log10(ms) - low) / (high - low)
+        share = math.log(ms / low) / math.log(high / low)
         return round(bottom - share * (PANEL_HEIGHT - TOP - BOTTOM), 1)
 
     parts = [
         f'<text x="{LEFT}" y="{above + 24}" font-weight="bold">'
         f"Time to first token of a repeated prompt, ms: {escape(name)}</text>"
     ]
-    for power in range(low, high + 1):
-        y = y_of(10.0**power)
-        parts.append(f'<line x1="{LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#ddd"/>')
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{10.0**power:,g} ms</text>'
-        )
+    for tick in ticks:
+        if low <= tick <= high:
+            y = y_of(tick)
+            parts.append(f'<line x1="{LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#ddd"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:,g}</text>')
     for count in tokens:
         at = f'x="{x_of(count)}" y="{bottom + 20}"'
         parts.append(f'<text {at} text-anchor="middle">{count:,}</text>')
@@ -130,7 +130,7 @@ def _panel(name: str, found: Sequence[Line], above: int) -> list[str]:
             f"{escape(NAMES[column])}</text>"
         )
     parts.append(
-        f'<text x="{right + 12}" y="{bottom + 20}" fill="#555">tokens of the prompt</text>'
+        f'<text x="{right + 34}" y="{bottom + 20}" fill="#555">tokens of the prompt</text>'
     )
     return parts
 
