@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_offload.config.unknown_keys import _NOT_NEEDED, _OTHERS_KEYS
 from tests.support import claims
 
 ROOT = Path(__file__).parents[1]
@@ -83,3 +84,9 @@ def test_a_page_without_a_place_for_a_table_is_noticed() -> None:
     text = claims.PAGE.read_text().replace("## Cache types", "## Types of caches")
     with pytest.raises(ValueError, match="has 0 tables under 'Cache types'"):
         claims.filled(text)
+
+
+def test_keys_of_others_that_errors_answer_are_on_the_page_about_migration() -> None:
+    page = (ROOT / "docs/use/migration.md").read_text()
+    named = {name.strip("_") for name in re.findall(r"\w+", page.replace("-", "_"))}
+    assert {*_OTHERS_KEYS, *_NOT_NEEDED} - named == set()
