@@ -1,4 +1,4 @@
-"""Links, anchors and cited tests of the documentation exist. Results are cited by links."""
+"""Links, anchors and cited tests of the documentation exist, and its words are plain English."""
 
 from __future__ import annotations
 
@@ -90,3 +90,21 @@ def test_keys_of_others_that_errors_answer_are_on_the_page_about_migration() -> 
     page = (ROOT / "docs/use/migration.md").read_text()
     named = {name.strip("_") for name in re.findall(r"\w+", page.replace("-", "_"))}
     assert {*_OTHERS_KEYS, *_NOT_NEEDED} - named == set()
+
+
+GIVEN_UP = re.compile(
+    r"\b(anew|lately|learnt|in the mean|of late|nobody|somebody|whoever|afresh|his|he|beside|"
+    r"tells?|told|hears?|heard|forget|forgets|forgot|forgotten|lies|lay|goes on|comes? back|came "
+    r"back|sooner)\b",
+    re.IGNORECASE,
+)
+"""Words of translated English, and of people for programs. Each has a better one in every use."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_that_were_given_up_stay_away(page: Path) -> None:
+    """Prose only: what programs print, and rows that come from the code, are as they are there."""
+    if page.name == "CHANGELOG.md":
+        pytest.skip("it says what earlier versions said")
+    prose = re.sub(r"```.*?```|`[^`]*`|^\| `.*?$", "", page.read_text(), flags=re.DOTALL | re.M)
+    assert GIVEN_UP.findall(prose) == []
