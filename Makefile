@@ -74,13 +74,13 @@ wheel:
 	cd .venv-wheel && bin/kv-offload config
 	cd .venv-wheel && bin/python ../bench/check_installed.py ..
 
-# The pages lie as they do in the checkout, so that their links to one another and to results work.
+# Pages keep the paths of the checkout, so that their links to one another and to results work.
 site:
 	rm -rf .site
 	mkdir -p .site/pages/bench
 	ln -s $(addprefix ../../,$(wildcard *.md) LICENSE docs) .site/pages
 	ln -s ../../../bench/results .site/pages/bench
-	@$(in_venv) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(in_venv) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-* .site dist

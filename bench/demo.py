@@ -200,18 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say("done")
     print(table([*base, *plugin]))
     print(
-        "The engine with the plugin forgot its own prefix cache before the prompts came again. On "
-        "a busy server\nother prompts push them out. Then vLLM alone computes them again:"
+        "The engine with the plugin dropped its own prefix cache before the prompts were repeated. "
+        "On a busy server\nother prompts evict them, and vLLM alone computes them again:"
     )
     computed = base[0].first_token_ms
-    print(f"first token: {computed:.0f} ms computed without the plugin")
+    print(f"TTFT: {computed:.0f} ms computed without the plugin")
     for phase in plugin:
         if phase.source != COMPUTED:
             took = phase.first_token_ms
             times, word = (
-                (computed / took, "sooner") if took <= computed else (took / computed, "later")
+                (computed / took, "faster") if took <= computed else (took / computed, "slower")
             )
-            print(f"             {took:.0f} ms {phase.source} ({times:.1f} times {word})")
+            print(f"      {took:.0f} ms {phase.source} ({times:.1f} times {word})")
     if cuda:
         print("(a GPU computes this small model too fast; python -m bench.serving has real sizes)")
     status, line = verdict(base, plugin)

@@ -1,4 +1,4 @@
-"""Links, anchors and cited tests of the documentation exist. Results are cited by links."""
+"""Links, anchors and cited tests of the documentation exist, and its words are plain English."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kv_offload.config.unknown_keys import _NOT_NEEDED, _OTHERS_KEYS
+from tests.support import claims
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -36,7 +39,7 @@ def problems(page: Path, text: str) -> Iterator[str]:
             yield f"{name}: no such test"
     path = ""
     for named, test in CITED_TEST.findall(text):
-        path = named or path  # a name behind `::` alone is one of the file that was named last
+        path = named or path  # a name after `::` alone is of the file that was named last
         if (named or test) and not (ROOT / path).is_file():
             yield f"{path}: no such file"
         elif test and f"def {test}(" not in (ROOT / path).read_text():
@@ -63,22 +66,45 @@ def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
     assert list(problems(ROOT / "README.md", text)) == [problem]
 
 
-def tables(page: Path) -> dict[str, list[str]]:
-    """Return the headings of a page that have a table, each with the first cells of its rows."""
-    parts = re.split(r"^## (.*)$", page.read_text(), flags=re.MULTILINE)
-    found = {
-        heading: re.findall(r"^\| (.*?) \|", body, re.MULTILINE)
-        for heading, body in zip(parts[1::2], parts[2::2], strict=True)
-    }
-    return {heading: cells[1:] for heading, cells in found.items() if cells}
+def test_the_tables_of_support_are_those_of_the_claims() -> None:
+    """`python -m tests.support.claims` writes them."""
+    assert claims.filled(claims.PAGE.read_text()) == claims.PAGE.read_text()
 
 
-def test_every_claim_of_support_cites_a_test() -> None:
-    """What is said to users has its tests on a page of its own, which also has memory layouts."""
-    page = ROOT / "docs/design/support_tests.md"
-    claims = tables(page)
-    assert claims.pop("Memory layouts")
-    assert claims == tables(ROOT / "docs/use/support.md")
-    assert sum(map(len, claims.values())) > 50
-    for row in re.findall(r"^\| .*", page.read_text(), re.MULTILINE):
-        assert CITED_TEST.search(row.split(" | ")[-1]) or row.endswith("tests |"), row
+def test_every_claim_of_support_cites_tests_that_exist() -> None:
+    rows = [row for table in claims.tables() for row in table.rows]
+    assert len(rows) > 50
+    for claim, _, tests in rows:
+        assert CITED_TEST.search(tests), claim
+        assert list(problems(claims.FILE, tests)) == []
+
+
+def test_a_page_without_a_place_for_a_table_is_noticed() -> None:
+    """The control."""
+    text = claims.PAGE.read_text().replace("## Cache types", "## Types of caches")
+    with pytest.raises(ValueError, match="has 0 tables under 'Cache types'"):
+        claims.filled(text)
+
+
+def test_keys_of_others_that_errors_answer_are_on_the_page_about_migration() -> None:
+    page = (ROOT / "docs/use/migration.md").read_text()
+    named = {name.strip("_") for name in re.findall(r"\w+", page.replace("-", "_"))}
+    assert {*_OTHERS_KEYS, *_NOT_NEEDED} - named == set()
+
+
+GIVEN_UP = re.compile(
+    r"\b(anew|lately|learnt|in the mean|of late|nobody|somebody|whoever|afresh|his|he|beside|"
+    r"tells?|told|hears?|heard|forget|forgets|forgot|forgotten|lies|lay|goes on|comes? back|came "
+    r"back|sooner)\b",
+    re.IGNORECASE,
+)
+"""Words of translated English, and of people for programs. Each has a better one in every use."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_that_were_given_up_stay_away(page: Path) -> None:
+    """Prose only: what programs print, and rows that come from the code, are as they are there."""
+    if page.name == "CHANGELOG.md":
+        pytest.skip("it says what earlier versions said")
+    prose = re.sub(r"```.*?```|`[^`]*`|^\| `.*?$", "", page.read_text(), flags=re.DOTALL | re.M)
+    assert GIVEN_UP.findall(prose) == []

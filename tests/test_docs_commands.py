@@ -42,7 +42,7 @@ STAND_INS = {"vllm", "python"}
 BUILTINS = {"export", "cd", "ask"}
 NOT_RUN = {
     *("kv-offload doctor", "kv-offload status", "kv-offload size", "kv-offload simulate"),
-    *("curl", "ps", "cat"),
+    *("curl", "ps", "cat", "grep"),
     *(".", "make", "pip", "docker"),
 }
 """They need a server, a network, Docker, a trace or a model, or their answer depends on the
@@ -161,6 +161,11 @@ def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
         file = tmp_path / "kv-offload.yaml"
         file.write_text(example)
         trace_config({"config_file": str(file)}, {}, host=HOST)
+    for manifest in manifests(page):
+        for name, example in manifest.get("data", {}).items():
+            file = tmp_path / name
+            file.write_text(example)
+            trace_config({"config_file": str(file)}, {}, host=HOST)
     for value in re.findall(r"--kv-transfer-config '(\{.*?\})'", page.read_text()):
         check_transfer_config(value)
 

@@ -313,7 +313,7 @@ def _summary(document: Document) -> str:
     shape = document["shape"]
     rows = []
     for tokens in (document["shape"]["prompt_tokens"][1], int(last)):
-        row = [f"first token of a repeated prompt, {tokens:,} tokens, ms"]
+        row = [f"TTFT of a repeated prompt, {tokens:,} tokens, ms"]
         for column in columns:
             key = "computed" if column == OFF else "repeated"
             times = [one["ttft"][str(tokens)][key] for one in found[column] if "ttft" in one]
@@ -354,11 +354,11 @@ TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
 }
 """Each has the section that it shows."""
 QUESTIONS = {
-    "throughput": "How many tokens a second of many prompts at once? thousands, median (range)",
-    "ttft": "How long until the first token of a prompt that is repeated? ms, median (range)",
-    "decodes": "How long from token to token of running decodes? ms, median (range) of the rounds",
-    "hooks": "How long do the connector's hooks take in a step? us, median (range) of the rounds",
-    "first_seconds": "How long do steps of decodes take after an engine's start? ms",
+    "throughput": "Throughput of many prompts at once, thousand tokens/s, median (range)",
+    "ttft": "TTFT of a repeated prompt, ms, median (range)",
+    "decodes": "Inter-token latency of running decodes, ms, median (range) of the rounds",
+    "hooks": "Time in the connector's hooks per step, us, median (range) of the rounds",
+    "first_seconds": "Steps of decodes after an engine's start, ms",
 }
 
 

@@ -1,4 +1,4 @@
-"""Run every test that needs a GPU and print docs/design/support_tests.md with the results.
+"""Run every test that needs a GPU and print the claims of docs/use/support.md with the results.
 
 usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
 
@@ -18,8 +18,9 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support import claims
+
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/design/support_tests.md"
 CITATION = re.compile(r"`(tests/gpu/\w+\.py)(?:::(\w+))?`(?: \(([^)]*)\))?")
 
 
@@ -81,10 +82,11 @@ def main() -> int:
             for ending in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(ending, lambda *_: tests.send_signal(signal.SIGINT))
             status = tests.wait()
-        table, missing = annotate((ROOT / PAGE).read_text(), outcomes(report))
+        claimed = "\n\n".join(f"## {one.heading}\n\n{one.with_tests()}" for one in claims.tables())
+        table, missing = annotate(claimed, outcomes(report))
     print(table)
     for citation in missing:
-        print(f"{PAGE} cites a GPU test that did not run: {citation}", file=sys.stderr)
+        print(f"{claims.FILE.name} cites a GPU test that did not run: {citation}", file=sys.stderr)
     return status or int(bool(missing))
 
 

@@ -363,13 +363,13 @@ NAMES = {
 
 HEAD = """# Architectures
 
-This table has what the layers of each architecture of vLLM can keep, as far as a configuration can
-turn it on, and whether kv-offload serves it. A model is refused at the start only if it has a layer
-of the kind that is named. [support.md](support.md) has the kinds, and what else is refused.
+What the layers of each architecture of vLLM can keep, in any configuration, and whether kv-offload
+serves it. A model is refused at startup only if it has a layer of the kind named here.
+[support.md](support.md) has the kinds, and what else is refused.
 
-Made by `python -m tests.support.architectures` from the source of vLLM 0.33 and, where that has an
-architecture no more, of 0.32 and 0.31. `tests/kv_offload/engines/test_architectures.py` compares it
-with the installed vLLM.
+Made by `python -m tests.support.architectures` from the source of vLLM 0.33, and from 0.32 and 0.31
+for architectures that 0.33 has dropped. `tests/kv_offload/engines/test_architectures.py` compares
+it with the installed vLLM.
 
 | layers | served | architectures |
 |---|---|---|
