@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from bench.scheduler.bed import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, block_name, make_scheduler
 from kv_offload.messages import TierCapacity, WorkerCapacity
+from tests.support.loads import set_synchronous_loads
 
 Where = Literal["vLLM alone", "asks again", "host memory", "disk", "remote"]
 """Where the prefixes are. `asks again` is a connector that does nothing but answer vLLM so."""
@@ -76,7 +77,9 @@ class BurstBed:
         if where != "vLLM alone":
             tier = TierCapacity(slots, "bench") if where in ("disk", "remote") else None
             capacity = WorkerCapacity(0, slots, slots, tier=tier)
-            self.scheduler.connector.offload_scheduler.take_capacities([capacity])
+            offload = self.scheduler.connector.offload_scheduler
+            offload.take_capacities([capacity])
+            set_synchronous_loads(offload, False)
         if where == "asks again":
             self.scheduler.connector.get_num_new_matched_tokens = self._ask_again
         for index in range(DECODES):

@@ -12,8 +12,10 @@ from kv_offload.cache.retention import Retention
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.events.announcer import Announcer
-from kv_offload.scheduler.events.records import Describe
+from kv_offload.scheduler.observers import Observers, Subscribers
+from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.request import RequestTable
+from kv_offload.scheduler.spans import Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.transfers import TransferTable
@@ -64,8 +66,10 @@ class Core:
         config: OffloadConfig,
         engine: EngineFacts,
         slots: SlotFacts,
-        describe: Describe | None,
+        observers: Observers,
         read_gauges: Callable[[], dict[str, float]],
+        *,
+        has_tier: bool,
     ) -> None:
         self.config, self.engine, self.slots = config, engine, slots
         policy = make_policy(config.eviction_policy, slots.num_slots)
@@ -77,4 +81,20 @@ class Core:
         shares = config.max_retained_share, config.max_retained_share_per_salt
         self.retention = Retention(self.manager, *shares, self.statistics.count)
         self.watch = StepWatch()
-        self.announcer = Announcer(self.manager, self.prefixes, describe) if describe else None
+        self.tell = self._subscribers(observers, has_tier=has_tier)
+
+    def _subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
+        tell, prefixes = Subscribers(), self.prefixes
+        if observers.describe is not None:
+            tell.add_announcer(Announcer(self.manager, prefixes, observers.describe))
+        if observers.report_span is not None:
+            tell.add_spans(Spans(observers.report_span))
+        if OtherSizes.can_estimate(prefixes):
+            num_slots, statistics = self.slots.num_slots, self.statistics
+            tell.add_other_sizes(
+                OtherSizes(self.config, prefixes, num_slots, statistics, with_tier=has_tier)
+            )
+        if observers.recorder is not None:
+            hash_block_tokens = self.engine.pool.hash_block_size
+            tell.add_recorder(observers.recorder, hash_block_tokens, self.statistics)
+        return tell

@@ -93,7 +93,6 @@ class OtherSizes:
                 max(1, round(factor * num_slots) >> self._rarity_bits),
             )
             for name, factor in OTHER_SIZES.items()
-            if prefixes.serves_whole_requests and len(prefixes.groups) == 1
         }
         self._block_tokens = prefixes.groups[0].block_tokens
         self._step = prefixes.block_hashes[0]
@@ -110,13 +109,16 @@ class OtherSizes:
         self._looked_up = self._found = 0
         self._told = dict.fromkeys(OTHER_SIZES, 0)
 
+    @staticmethod
+    def can_estimate(prefixes: PrefixMap) -> bool:
+        """Return whether hits of a model can be estimated."""
+        return prefixes.serves_whole_requests and len(prefixes.groups) == 1
+
     def admitted(self, request: Request, start_tokens: int, found_tokens: int) -> None:
         """Note an admitted request, whose tokens after `start_tokens` were looked up.
 
         `found_tokens` of it were in host memory, loaded or not.
         """
-        if not self._miniatures:
-            return
         first = start_tokens // self._block_tokens
         end = len(request.block_hashes) // self._step
         self._note(request, 0, end, first, request.num_tokens - start_tokens, found_tokens)
@@ -125,7 +127,7 @@ class OtherSizes:
         """Note the end of a request with `end_tokens` computed: its answer is stored."""
         first = request.num_prompt_tokens // self._block_tokens
         last = end_tokens // self._block_tokens
-        if self._miniatures and not self._prompt_only and first < last:
+        if not self._prompt_only and first < last:
             self._note(request, first, last, last, 0, 0)
 
     def _note(

@@ -17,12 +17,13 @@ import enum
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.errors import RequestError
+from kv_offload.scheduler.loads.decision import Decision
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.wishes import NO_WISHES, Wishes, read_wishes
 
@@ -40,18 +41,6 @@ class Phase(enum.Enum):
     READY = enum.auto()
     RUNNING = enum.auto()
     ENDED = enum.auto()
-
-
-class Decision(NamedTuple):
-    """How much of a hit is loaded: `tokens` after its start, by a load that ends at `end_tokens`.
-
-    The load ends one token later where a synchronous load brings all tokens of a request, since the
-    engine must compute at least one. Without `tokens` the hit is computed.
-    """
-
-    tokens: int
-    end_tokens: int
-    synchronous: bool
 
 
 @dataclass(slots=True)

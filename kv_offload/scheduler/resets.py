@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.tiers.lower import LowerTier
 
@@ -17,12 +16,10 @@ logger = logging.getLogger(__name__)
 class Resets:
     """Empties all that was computed so far. Running copies end on their own and leave nothing."""
 
-    def __init__(
-        self, core: Core, stores: StorePlanner, tier: LowerTier, other_sizes: OtherSizes
-    ) -> None:
+    def __init__(self, core: Core, stores: StorePlanner, tier: LowerTier) -> None:
         self._manager, self._retention = core.manager, core.retention
-        self._requests, self._announcer = core.requests, core.announcer
-        self._stores, self._tier, self._other_sizes = stores, tier, other_sizes
+        self._requests, self._tell = core.requests, core.tell
+        self._stores, self._tier = stores, tier
         self._weight_loads: dict[int, int] = {}
         self._weights_changed = False
         self._keeps_memory = False
@@ -68,14 +65,15 @@ class Resets:
             self._empty(weights_changed=True)
             self._weights_changed = False
         self._requests.engine_was_reset()
-        if self._announcer is not None:
-            self._announcer.engine_was_reset()
+        for tell in self._tell.engine_reset:
+            tell()
 
     def _empty(self, *, weights_changed: bool) -> bool:
         """Drop all blocks, with those that wait to be stored; return whether there were any."""
         held = self._manager.slots_in_use > 0
         self._retention.drop()
         self._manager.reset()
-        self._other_sizes.reset()
+        for tell in self._tell.emptied:
+            tell()
         self._stores.forget(weights_changed=weights_changed)
         return self._tier.clear(weights_changed=weights_changed) or held

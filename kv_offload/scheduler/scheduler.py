@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kv_offload.config import OffloadConfig
@@ -19,40 +18,18 @@ from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.core import Core, EngineFacts, SlotFacts
 from kv_offload.scheduler.effects import Effects, PendingEffects
 from kv_offload.scheduler.events.announcer import Announcement
-from kv_offload.scheduler.events.records import Describe
 from kv_offload.scheduler.in_flight import InFlight
 from kv_offload.scheduler.loads.admissions import Admissions, Match
-from kv_offload.scheduler.loads.choice import LoadChoice
+from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.lookups import Lookups
-from kv_offload.scheduler.loads.mode import LoadMode
-from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.observers import Observers
 from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.resets import Resets
-from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.scheduler.trace_recorder import TraceRecorder
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.lower import ActiveTier, LowerTier, NoTier, TierSpec
 
 logger = logging.getLogger(__name__)
-
-RECORD_SECONDS = 5.0
-"""Bound of the wait for what is still to be recorded at the end."""
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Parts that are told what happened, for those that are on.
-
-    - `describe`: makes the records of KV events, for routers.
-    - `recorder`: writes a trace of requests that end. It is closed with the scheduler.
-    - `report_span`: takes spans of look-ups and loads.
-    """
-
-    describe: Describe | None = None
-    recorder: TraceRecorder | None = None
-    report_span: ReportSpan | None = None
-
 
 NO_OBSERVERS = Observers()
 
@@ -81,27 +58,21 @@ class OffloadScheduler:
     ) -> None:
         self.config = config
         self._engine, self._slots = engine, slots
-        core = Core(config, engine, slots, observers.describe, self.gauges)
+        core = Core(config, engine, slots, observers, self.gauges, has_tier=tier is not None)
         self.manager, self.watch = core.manager, core.watch
         self._transfers, self._requests = core.transfers, core.requests
         self._statistics, self._retention = core.statistics, core.retention
-        self._announcer, self._recorder = core.announcer, observers.recorder
-        self._spans = Spans(observers.report_span)
+        self._tell = core.tell
         self._lookups = Lookups(core.prefixes, core.manager)
         mode, block_bytes = config.load_or_recompute, slots.block_bytes
-        self._choice = LoadChoice(mode, block_bytes, self.watch, self._transfers.load_queue)
-        self._mode = LoadMode(block_bytes, self.watch, overlaps=engine.loads_overlap)
+        overlaps, queue = engine.loads_overlap, self._transfers.load_queue
+        self._costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)
         self.tier: LowerTier = NoTier()
         if tier is not None:
-            self.tier = ActiveTier(core, self._lookups, self._choice, tier)
-        self._other_sizes = OtherSizes(
-            config, core.prefixes, slots.num_slots, core.statistics, with_tier=self.tier.exists
-        )
-        self._admissions = Admissions(
-            core, self._lookups, self._choice, self._mode, self.tier, self._other_sizes
-        )
+            self.tier = ActiveTier(core, self._lookups, self._costs, tier)
+        self._admissions = Admissions(core, self._lookups, self._costs, self.tier)
         self._stores = StorePlanner(core)
-        self.resets = Resets(core, self._stores, self.tier, self._other_sizes)
+        self.resets = Resets(core, self._stores, self.tier)
         self._effects = PendingEffects(core)
         self.in_flight = InFlight(core, self._effects)
         self._ready_slots: dict[int, int] = {}
@@ -117,7 +88,8 @@ class OffloadScheduler:
         """
         tracked = self._requests.track(request)
         tracked.brought = brought and tracked.cursor is None
-        self._spans.asked(tracked)
+        for tell in self._tell.lookup:
+            tell(tracked)
         return self._admissions.match(tracked, num_computed_tokens)
 
     def allocated(
@@ -127,7 +99,8 @@ class OffloadScheduler:
         tracked = self._requests.track(request)
         hit = tracked.hit
         self._admissions.allocated(tracked, blocks, num_external_tokens)
-        self._spans.admitted(tracked, hit, num_external_tokens)
+        for tell in self._tell.admission:
+            tell(tracked, hit, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
@@ -150,9 +123,8 @@ class OffloadScheduler:
         # Steps in flight are executed before what is planned now is submitted, so all that is
         # computed at their end counts; drafts and placeholders have no hashes.
         end_tokens = min(request.num_computed_tokens, request.num_tokens)
-        self._other_sizes.ended(request, end_tokens)
-        if self._recorder is not None:
-            self._recorder.record(request, self._engine.pool.hash_block_size)
+        for tell in self._tell.request_end:
+            tell(request, end_tokens)
         self._stores.request_ends(tracked.cursor, block_ids, end_tokens)
 
     def _end_request(self, tracked: TrackedRequest) -> None:
@@ -168,11 +140,10 @@ class OffloadScheduler:
         has begun.
         """
         self._transfers.step_time.next_step()
-        self._mode.next_step()
         self._retention.expire()
         self.tier.advance(computes=bool(output.num_scheduled_tokens))
         idle = not output.num_scheduled_tokens and self._is_still
-        load_seconds = self._choice.queued_seconds()
+        load_seconds = self._costs.queued_seconds()
         self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
         loaded = self.in_flight.loaded if idle and not self._transfers.pinned_blocks else set()
         self._effects.step_begins(loaded)
@@ -187,7 +158,7 @@ class OffloadScheduler:
         # Last, and nothing here raises: what was planned must be sent.
         transfers = self._transfers
         self._lookups.budget.next_step()
-        self._choice.next_step()
+        self._costs.next_step()
         loads, waits = transfers.num_loads > 0, transfers.plans_synchronous_load
         self.watch.begin(output, loads=loads, waits=waits)
         return transfers.seal(self._requests.admissions)
@@ -249,7 +220,8 @@ class OffloadScheduler:
             self._effects.load_ended(load.request.request_id, ok=ok)
             self._statistics.count("failed_loads", not ok)
         self._transfers.end_load(load)
-        self._spans.load_ended(load)
+        for tell in self._tell.load_end:
+            tell(load)
 
     def _end_store(self, store: Transfer) -> None:
         if store.outcome is Outcome.OK:
@@ -313,12 +285,10 @@ class OffloadScheduler:
         """
         if not self._statistics.has_told:
             return True
-        transfers, leftovers, announcer = self._transfers, self._stores.leftovers, self._announcer
-        if announcer is not None and announcer.has_more:
+        idle, transfers = not self._requests.admitted, self._transfers
+        if any(has_work(idle) for has_work in self._tell.has_work):
             return True
-        if self._other_sizes.has_turns and not self._requests.admitted:
-            return True
-        if transfers.pinned_blocks or leftovers.slots:
+        if transfers.pinned_blocks or self._stores.leftovers.slots:
             return True
         return transfers.awaits_synchronous_load or self.tier.has_pending_work
 
@@ -347,13 +317,13 @@ class OffloadScheduler:
 
     def close(self) -> None:
         """Stop the threads of recorder and tier when the engine shuts down."""
-        if self._recorder is not None:
-            self._recorder.close(RECORD_SECONDS)
+        for close in self._tell.close:
+            close()
         self.tier.close()
 
     def take_announcements(self) -> list[Announcement]:
         """Return what routers are to be told now of host memory; called in every step."""
-        return [] if self._announcer is None else self._announcer.take()
+        return [told for take in self._tell.announcements for told in take()]
 
     # -- figures -------------------------------------------------------------------------------
 
@@ -364,9 +334,8 @@ class OffloadScheduler:
         """
         idle = at_once or not self._requests.admitted
         self._statistics.count("hook_errors", errors)
-        if self._recorder is not None:
-            self._statistics.count("trace_errors", self._recorder.take_errors())
-        self._other_sizes.work(idle=idle)
+        for work in self._tell.work:
+            work(idle)
         return self._statistics.take(idle=idle)
 
     def gauges(self) -> dict[str, float]:

@@ -38,11 +38,11 @@ class Spans:
     blocks: also while another request's load, or a read from a tier, is waited for. A load lasts
     from when it is sent until the scheduler hears that every rank has ended it.
 
-    Without a tracer nothing is told. One that raises is not called again.
+    A tracer that raises is not called again.
     """
 
-    def __init__(self, report: ReportSpan | None) -> None:
-        self._report = report
+    def __init__(self, report: ReportSpan) -> None:
+        self._report: ReportSpan | None = report
 
     def asked(self, tracked: TrackedRequest) -> None:
         """Note that the engine asks what can be loaded."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import OffloadWorkerMetadata, TierCapacity, WorkerCapacity
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.choice import LoadChoice
+from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
@@ -52,8 +52,6 @@ class LowerTier(ABC):
     A request that needs blocks from the tier waits until they are in host memory, and is then
     served as if they had always been there. No other part of the scheduler knows about the tier.
     """
-
-    exists = True
 
     @abstractmethod
     def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
@@ -116,7 +114,6 @@ class LowerTier(ABC):
 class NoTier(LowerTier):
     """Host memory is the lowest tier."""
 
-    exists = False
     has_pending_work = False
     is_settled = True
 
@@ -157,13 +154,13 @@ class NoTier(LowerTier):
 class ActiveTier(LowerTier):
     """Promotes and demotes between host memory and a disk or remote."""
 
-    def __init__(self, core: Core, lookups: Lookups, choice: LoadChoice, spec: TierSpec) -> None:
+    def __init__(self, core: Core, lookups: Lookups, costs: LoadCosts, spec: TierSpec) -> None:
         self._engine, self._transfers = core.engine, core.transfers
         self._statistics, self._retention = core.statistics, core.retention
         self._keep_on_reset = spec.keep_on_reset
         self.tier = spec.make()
         self.demoter = Demoter(core, self.tier, spec.write_rate)
-        self.promoter = Promoter(core, self.tier, lookups, choice)
+        self.promoter = Promoter(core, self.tier, lookups, costs)
         self._ranks: dict[int, TierCapacity] = {}
         # Time of the first of the latest steps without tokens, on the monotonic clock.
         self._idle_since: float | None = None

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.engine import Request
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.choice import MARGIN, LoadChoice
+from kv_offload.scheduler.loads.costs import LoadCosts
+from kv_offload.scheduler.loads.decision import MARGIN
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.timing import CopyRate
@@ -90,11 +90,11 @@ class Promoter:
     waits, and a request that waits costs O(1) a step.
     """
 
-    def __init__(self, core: Core, tier: Tier, lookups: Lookups, choice: LoadChoice) -> None:
+    def __init__(self, core: Core, tier: Tier, lookups: Lookups, costs: LoadCosts) -> None:
         self._prefixes, self._host = core.prefixes, core.manager
         self._transfers, self._statistics = core.transfers, core.statistics
-        self._announcer = core.announcer
-        self._tier, self._lookups, self._choice = tier, lookups, choice
+        self._tell = core.tell
+        self._tier, self._lookups, self._costs = tier, lookups, costs
         self._slot_bytes = core.slots.slot_bytes
         self._job_slots = max(1, JOB_BYTES // self._slot_bytes)
         self._running: dict[Transfer, list[Read]] = {}
@@ -293,10 +293,8 @@ class Promoter:
         if not self._is_worth_it(read, len(missing)):
             return None
         promoted = self._promote(missing, host_slots[self._host.readable(keys)])
-        if self._announcer is not None and promoted:
-            pairs = (zip(move.keys, move.slots.tolist(), strict=True) for move in promoted)
-            slot_of = dict(chain.from_iterable(pairs))
-            self._announcer.remember_prefix(request, start, end, slot_of)
+        for tell in self._tell.promotions:
+            tell(request, start, end, promoted)
         rows = np.flatnonzero(absent)
         for move in promoted:
             parts[move] = int(first_tokens[rows[: len(move.keys)]].min())
@@ -321,7 +319,7 @@ class Promoter:
             wait.until = wait.looked + min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
 
     def _compute_seconds(self, read: Read) -> float | None:
-        return self._choice.compute_seconds(read.end_tokens - read.host_tokens)
+        return self._costs.compute_seconds(read.end_tokens - read.host_tokens)
 
     def _host_readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
         self._lookups.budget.spend(len(keys))
@@ -347,11 +345,11 @@ class Promoter:
         """
         computed = self._compute_seconds(read)
         speed = self.rate.measured_bytes_per_second
-        if not self._choice.measured or speed is None or computed is None:
+        if not self._costs.measured or speed is None or computed is None:
             return True
         seconds = (self.running_slots + missing) * self._slot_bytes / speed
         needed = self._prefixes.count_slots(read.start_tokens, read.end_tokens)
-        seconds += self._choice.load_seconds(needed)
+        seconds += self._costs.load_seconds(needed)
         # Now and then one is read all the same, to measure the tier again.
         if computed * MARGIN >= seconds or self.rate.is_to_be_tried:
             self.rate.count_hit(computed=False)

@@ -21,7 +21,7 @@ from kv_swap.engine import Completion, Direction, SwapJob
 from kv_swap.errors import CopyError, JobError
 
 from kv_offload.engines.vllm.locate import worker_of_process
-from kv_offload.scheduler.loads.mode import LoadMode
+from kv_offload.scheduler.loads import decision
 from tests.engine.rank_calls import pages
 
 EVERY = 4
@@ -32,9 +32,7 @@ GARBAGE = 0x7F
 # The engine core imports this module before it makes a call of it: by what small loads take, it
 # would hardly ever choose an asynchronous one.
 _chance = random.Random(3)
-LoadMode.is_synchronous = (  # type: ignore[method-assign]
-    lambda self, *_slots, **_busy: self.allowed and _chance.random() < 0.5
-)
+decision.is_synchronous = lambda _costs: _chance.random() < 0.5
 
 
 def disturb(_worker: Any, ranks: list[int], how: str | None) -> None:

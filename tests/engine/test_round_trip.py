@@ -101,7 +101,7 @@ def test_prompts_that_end_with_a_block_come_back_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only the last token is computed again, unless some layers read a window. With a control."""
-    monkeypatch.setattr("kv_offload.scheduler.loads.mode.WHOLE_SECONDS", float("inf"))
+    monkeypatch.setattr("kv_offload.scheduler.loads.decision.WHOLE_SECONDS", float("inf"))
     prompts = [random_tokens(count * BLOCK_TOKENS, seed=count) for count in (2, 5, 9)]
     left = 1 if kind == "qwen3" else BLOCK_TOKENS
     steps = {"async_scheduling": asynchronous}

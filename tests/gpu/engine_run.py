@@ -22,7 +22,7 @@ from kv_swap.cuda import state
 from kv_swap.engine import Direction, SwapJob
 
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
-from kv_offload.scheduler.loads import mode
+from kv_offload.scheduler.loads import decision
 from kv_offload.worker import forward_loads
 from tests.engine.harness import (
     Drafts,
@@ -119,7 +119,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
-    mode.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     with engine(Path(models), kind, **settings) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)

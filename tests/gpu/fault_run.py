@@ -22,7 +22,7 @@ from kv_swap.engine import SwapJob
 from kv_swap.errors import JobError
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
-from kv_offload.scheduler.loads.mode import LoadMode
+from kv_offload.scheduler.loads import decision
 from kv_offload.worker import forward_loads
 from tests.engine.harness import Engine, engine
 from tests.support.inputs import Tokens, busy_requests
@@ -152,7 +152,7 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
         expected = serve(plain, asked)
     result: dict[str, Any] = {}
     chance = random.Random(3)
-    LoadMode.is_synchronous = lambda *_slots, **_busy: chance.random() < 0.6  # type: ignore[method-assign]
+    decision.is_synchronous = lambda _costs: chance.random() < 0.6
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         result["asynchronous"] = ours.core.batch_queue is not None
         result["copies_with"] = ours.rank.transfer.copies_with

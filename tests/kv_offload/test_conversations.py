@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.scheduler.loads import mode
+from kv_offload.scheduler.loads import decision
 from tests.support import simulated_engine
 from tests.support.conversations import Conversations, Talk
 from tests.support.loads import set_synchronous_loads
@@ -127,8 +127,8 @@ def test_hits_are_computed_when_local_hits_would_be(
     assert np.mean(ours.waits) < 1.05 * np.mean(limit.waits)
     assert np.median(ours.waits) < 1.2 * np.median(limit.waits)
     assert np.percentile(ours.between_tokens, 99) < 1.02 * np.percentile(limit.between_tokens, 99)
-    monkeypatch.setattr(mode, "WAVES_SHARE", 0.0)
-    monkeypatch.setattr(mode, "BUSY_SHARE", 0.0)
+    monkeypatch.setattr(decision, "WAVES_SHARE", 0.0)
+    monkeypatch.setattr(decision, "BUSY_SHARE", 0.0)
     late, counted = hold(clock, USERS, "ours")
     assert counted["loaded_bytes"]
     assert np.median(late.waits) > 1.4 * np.median(limit.waits)
@@ -145,7 +145,7 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(
     assert ours.seconds < 1.01 * apart.seconds
     limit = np.percentile(apart.between_tokens, 95)
     assert np.percentile(ours.between_tokens, 95) < 1.05 * limit
-    monkeypatch.setattr(mode, "BUSY_SECONDS", 1.0)
+    monkeypatch.setattr(decision, "BUSY_SECONDS", 1.0)
     all_synchronous, _ = hold(clock, users, "ours")
     assert np.percentile(all_synchronous.between_tokens, 95) > 2 * limit
 

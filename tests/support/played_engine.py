@@ -226,7 +226,8 @@ class PlayedEngine:
     @property
     def held_back(self) -> list[Any]:
         """What routers are not told before a copy has ended."""
-        return list(self.offload._announcer.held_back) if self.routers else []
+        take = self.offload._tell.announcements
+        return list(take[0].__self__.held_back) if self.routers else []
 
     @property
     def connector(self) -> Any:

@@ -2,6 +2,6 @@
 
 - `admissions`: what a waiting request gets; the rest of the scheduler talks to it.
 - `lookups`: which prefix of it host memory has.
-- `choice`: whether that is loaded or computed.
-- `mode`: whether its step waits for the load.
+- `decision`: how a hit is served, as a function of what that costs.
+- `costs`: what loads and prompts cost now.
 """

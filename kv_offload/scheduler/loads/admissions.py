@@ -9,11 +9,11 @@ from kv_offload.cache.prefix import CacheGroup, SlotKey
 from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.choice import LoadChoice
+from kv_offload.scheduler.loads import decision
+from kv_offload.scheduler.loads.costs import LoadCosts
+from kv_offload.scheduler.loads.decision import Decision
 from kv_offload.scheduler.loads.lookups import Lookups
-from kv_offload.scheduler.loads.mode import LoadMode
-from kv_offload.scheduler.other_sizes import OtherSizes
-from kv_offload.scheduler.request import Decision, Hit, Phase, TrackedRequest
+from kv_offload.scheduler.request import Hit, Phase, TrackedRequest
 from kv_offload.tiers.lower import LowerTier
 
 
@@ -44,16 +44,13 @@ class Admissions:
         self,
         core: Core,
         lookups: Lookups,
-        choice: LoadChoice,
-        mode: LoadMode,
+        costs: LoadCosts,
         tier: LowerTier,
-        other_sizes: OtherSizes,
     ) -> None:
         self._requests, self._prefixes, self._manager = core.requests, core.prefixes, core.manager
         self._transfers, self._statistics = core.transfers, core.statistics
         self._retention = core.retention
-        self._lookups, self._choice, self._mode, self._tier = lookups, choice, mode, tier
-        self._other_sizes = other_sizes
+        self._lookups, self._costs, self._tier = lookups, costs, tier
         self._null_block_id = core.engine.pool.null_block.block_id
         self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
@@ -66,29 +63,24 @@ class Admissions:
         hit = self._lookups.find(tracked, start, self._tier)
         if hit is None:
             return Match(None, shared_tokens=tracked.shared_tokens)
-        hit.decision = decision = self._decide(tracked, hit)
-        asynchronous = decision.tokens > 0 and not decision.synchronous
-        return Match(decision.tokens, asynchronous, tracked.shared_tokens)
+        hit.decision = chosen = self._decide(tracked, hit)
+        asynchronous = chosen.tokens > 0 and not chosen.synchronous
+        return Match(chosen.tokens, asynchronous, tracked.shared_tokens)
 
     def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:
-        start, tokens, end = hit.start_tokens, hit.tokens, hit.end_tokens
-        if not tokens:
+        start, end, num_tokens = hit.start_tokens, hit.end_tokens, hit.num_tokens
+        if start == end:
             return Decision(0, end, synchronous=False)
         slots = self._prefixes.count_slots(start, end)
         idle = self._requests.admitted == (tracked.cursor is not None)
-        synchronous = self._may_be_synchronous and self._mode.is_synchronous(
-            slots,
-            hit.num_tokens - end,
-            idle=idle,
-            queued_seconds=self._choice.queued_seconds(),
-        )
-        if not self._choice.loads(start, tokens, slots, synchronous=synchronous):
+        costs = self._costs.of(start, end, num_tokens, slots, idle=idle)
+        synchronous = self._may_be_synchronous and decision.is_synchronous(costs)
+        if self._costs.computes(costs, synchronous=synchronous):
             return Decision(0, end, synchronous)
-        if synchronous and end == hit.num_tokens:
-            if self._mode.brings_last_slot(slots, idle=idle):
-                return Decision(tokens - 1, end, synchronous)
-            end -= self._prefixes.alignment_tokens
-        return Decision(end - start, end, synchronous)
+        alignment = self._prefixes.alignment_tokens
+        return decision.loaded_part(
+            start, end, num_tokens, alignment, costs, synchronous=synchronous
+        )
 
     def allocated(
         self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
@@ -103,33 +95,31 @@ class Admissions:
             return
         request, hit = tracked.request, tracked.hit
         self._requests.admit(tracked, blocks.get_block_ids())
-        decision = None if hit is None else hit.decision
+        chosen = None if hit is None else hit.decision
         start = request.num_computed_tokens if hit is None else hit.start_tokens
         end, slots = start, 0
-        self._choice.admitted(tracked, start + num_external_tokens)
-        if hit is not None and decision is not None:
-            self._count(request, hit, decision, num_external_tokens)
+        self._costs.admitted(tracked, start + num_external_tokens)
+        if hit is not None and chosen is not None:
+            self._count(request, hit, chosen, num_external_tokens)
             if num_external_tokens:
                 # The engine may use less than it was offered.
-                end = decision.end_tokens - (decision.tokens - num_external_tokens)
+                end = chosen.end_tokens - (chosen.tokens - num_external_tokens)
                 slots = self._prefixes.count_slots(start, end)
-                self._plan_load(tracked, start, end, synchronous=decision.synchronous)
+                self._plan_load(tracked, start, end, synchronous=chosen.synchronous)
         if tracked.phase is Phase.READY:
-            self._mode.count(slots, request.num_tokens - end)
+            self._costs.count(slots, request.num_tokens - end)
         tracked.hit = None
 
-    def _count(self, request: Request, hit: Hit, decision: Decision, loaded_tokens: int) -> None:
+    def _count(self, request: Request, hit: Hit, chosen: Decision, loaded_tokens: int) -> None:
         self._statistics.count("lookup_tokens", request.num_tokens - hit.start_tokens)
         if hit.declined_tokens:
             self._statistics.count("recomputed_tokens", hit.declined_tokens)
-            self._choice.rate.count_hit(computed=True)
+            self._costs.rate.count_hit(computed=True)
         if loaded_tokens:
             self._statistics.count("hit_tokens", loaded_tokens)
-            self._statistics.count("synchronous_loads", decision.synchronous)
+            self._statistics.count("synchronous_loads", chosen.synchronous)
             self._statistics.observe("request_hit_tokens", loaded_tokens)
-            self._choice.rate.count_hit(computed=False)
-        found_tokens = loaded_tokens + hit.declined_tokens
-        self._other_sizes.admitted(request, hit.start_tokens, found_tokens)
+            self._costs.rate.count_hit(computed=False)
 
     def _plan_load(
         self, tracked: TrackedRequest, start_tokens: int, end_tokens: int, *, synchronous: bool
@@ -179,8 +169,8 @@ class Admissions:
         if tracked.phase is Phase.WAITING:
             # Its blocks count among those of requests that may have wrong KV, whatever has failed.
             self._requests.admit(tracked, blocks.get_block_ids())
-        decision = None if hit is None else hit.decision
-        if not num_external_tokens or hit is None or decision is None:
+        chosen = None if hit is None else hit.decision
+        if not num_external_tokens or hit is None or chosen is None:
             return
         if self._transfers.plans_load_of(tracked):
             return
@@ -190,6 +180,6 @@ class Admissions:
             for group, ids in zip(self._prefixes.groups, blocks.get_block_ids(), strict=True)
             for block in ids[start // group.block_tokens :]
         ]
-        synchronous = decision.synchronous
+        synchronous = chosen.synchronous
         tracked.load_planned(start, start + num_external_tokens, synchronous=synchronous)
         self._transfers.plan_load(tracked, ids, NO_SLOTS, synchronous=synchronous)

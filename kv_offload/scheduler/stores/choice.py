@@ -23,8 +23,8 @@ class Chosen:
     along: list[int] = field(default_factory=list)
     cut: list[tuple[Span, int]] = field(default_factory=list)
     """Spans for which too few slots were left, each with how many of its slots were passed."""
-    moved_on: int = 0
-    """Number of slots that the engine names and whose blocks hold something else by now."""
+    gone: list[tuple[Span, int]] = field(default_factory=list)
+    """Slots whose blocks hold something else by now, each with its span."""
 
 
 @dataclass(eq=False, repr=False)
@@ -64,9 +64,7 @@ class StoreChoice:
             cursor, position, first, last = span
             ids, suffix = cursor.block_ids[position], suffixes[position]
             begin, end = end, end + last - first
-            offset = first - begin
-            unknown, before = -1, len(blocks)
-            gone: list[int] = []
+            offset, before, unknown = first - begin, len(new), -1
             for at in range(begin, end):
                 slot = slots[at]
                 if slot >= 0:
@@ -80,28 +78,28 @@ class StoreChoice:
                     continue
                 block = ids[at + offset]
                 if pool_blocks[block].block_hash != key + suffix:
-                    gone.append(at + offset)
-                elif len(blocks) >= slots_left:
+                    chosen.gone.append((span, at + offset))
+                elif slots_left <= 0:
                     chosen.cut.append((span, at - begin))
                     break
                 else:
+                    slots_left -= 1
                     new[key] = None
                     blocks.append(block)
-            if len(blocks) > before:
-                run = cursor, position, unknown, unknown + len(blocks) - before
-                chosen.runs.append(run)
-            if gone:
-                chosen.moved_on += self._count_moved_on(span, gone)
+            if len(new) > before:
+                chosen.runs.append((cursor, position, unknown, unknown + len(new) - before))
         return chosen
 
-    def _count_moved_on(self, span: Span, gone: Sequence[int]) -> int:
-        """Return how many of these slots were lost: not those that the engine never names."""
-        cursor, position, _, _ = span
-        ids = cursor.block_ids[position]
+    def count_moved_on(self, chosen: Chosen) -> int:
+        """Return how many blocks were lost: not those that the engine never names."""
         null = self._pool.null_block.block_id  # stands for a block that the request never had
-        had = [slot for slot in gone if ids[slot] != null]
-        group, prompt_tokens = self._prefixes.groups[position], cursor.request.num_prompt_tokens
-        return self._prefixes.count_named(group, had, prompt_tokens)
+        return sum(
+            self._prefixes.count_named(
+                self._prefixes.groups[position], [slot], cursor.request.num_prompt_tokens
+            )
+            for (cursor, position, _, _), slot in chosen.gone
+            if cursor.block_ids[position][slot] != null
+        )
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
         """Return the runs of new keys; those that a request wishes to retain must be stored."""

@@ -57,7 +57,7 @@ class StorePlanner:
         self._requests, self._prefixes = core.requests, core.prefixes
         self._manager, self._retention = core.manager, core.retention
         self._transfers, self._statistics = core.transfers, core.statistics
-        self._announcer = core.announcer
+        self._tell = core.tell
         self.budget = StoreBudget(
             core.slots.block_bytes,
             config.max_pinned_share,
@@ -272,7 +272,8 @@ class StorePlanner:
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
         chosen = self._choice.choose(spans, keys, slots, self._slots_left(soon_free_blocks))
-        self._statistics.skipped("moved_on", chosen.moved_on)
+        if chosen.gone:
+            self._statistics.skipped("moved_on", self._choice.count_moved_on(chosen))
         for span, passed in chosen.cut:
             self._candidates.put_back(span, passed)
         if chosen.new or chosen.along:
@@ -294,9 +295,8 @@ class StorePlanner:
         if taken:
             self.budget.count_planned(taken)
             self._transfers.plan_store(stored, blocks[:taken])
-            if self._announcer is not None:
-                slot_of = dict(zip(new, stored.tolist(), strict=False))
-                self._announcer.remember_stores(spans, keys, slot_of)
+            for tell in self._tell.stores:
+                tell(spans, keys, new, stored)
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         """Retain what requests wish to of the slots that were just examined."""

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.messages import LoadJob
-from kv_offload.scheduler.loads.mode import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.scheduler.loads.decision import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
 from tests.support.played_cases import (
     BLOCK,
     FULL,

@@ -19,7 +19,8 @@ from kv_offload.engines.vllm.spans import find_tracer
 from kv_offload.engines.vllm.start import disk, log, members, ranks, store, support, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
-from kv_offload.scheduler.scheduler import Observers, OffloadScheduler
+from kv_offload.scheduler.observers import Observers
+from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available
 from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker

@@ -1,0 +1,124 @@
+"""Those who are told what the scheduler does: KV events, spans, the recorder, estimates.
+
+Each that is on subscribes to what it needs. One that is off is in no list, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from kv_offload.cache.prefix import SlotKey
+from kv_offload.cache.slots import Slots
+from kv_offload.engine import Request
+from kv_offload.scheduler.events.announcer import Announcement, Announcer
+from kv_offload.scheduler.events.records import Describe
+from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.request import Hit, TrackedRequest
+from kv_offload.scheduler.spans import ReportSpan, Spans
+from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.stores.candidates import Span
+from kv_offload.scheduler.trace_recorder import TraceRecorder
+from kv_offload.scheduler.transfers import Transfer
+
+CLOSE_SECONDS = 5.0
+"""Bound of the wait for what is still to be recorded at the end."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Parts that are told what happened, for those that are on.
+
+    - `describe`: makes the records of KV events, for routers.
+    - `recorder`: writes a trace of requests that end. It is closed with the scheduler.
+    - `report_span`: takes spans of look-ups and loads.
+    """
+
+    describe: Describe | None = None
+    recorder: TraceRecorder | None = None
+    report_span: ReportSpan | None = None
+
+
+StoresPlanned = Callable[[Sequence[Span], Sequence[SlotKey], Sequence[SlotKey], Slots], None]
+
+
+class Subscribers:
+    """Functions to call when something happens, by what it is.
+
+    - `lookup`: the engine asks what can be loaded for a request.
+    - `admission`: a request has blocks; with what was found for it and the tokens that are loaded.
+    - `load_end`: all ranks have ended a load.
+    - `request_end`: a request that was admitted ends; with its computed tokens.
+    - `stores`: stores are planned; with the spans that were examined, their keys, and the keys that
+      got the first of them a slot each.
+    - `promotions`: a prefix of a request is read from below, from token to token.
+    - `emptied`: host memory is empty. `engine_reset`: so is the engine's own cache.
+    - `work`: the step ends; True where the engine is idle. `has_work`: whether that is needed.
+    - `announcements`: return what routers are to be told now.
+    - `close`: the engine shuts down.
+    """
+
+    def __init__(self) -> None:
+        self.lookup: list[Callable[[TrackedRequest], None]] = []
+        self.admission: list[Callable[[TrackedRequest, Hit | None, int], None]] = []
+        self.load_end: list[Callable[[Transfer], None]] = []
+        self.request_end: list[Callable[[Request, int], None]] = []
+        self.stores: list[StoresPlanned] = []
+        self.promotions: list[Callable[[Request, int, int, Sequence[Transfer]], None]] = []
+        self.emptied: list[Callable[[], None]] = []
+        self.engine_reset: list[Callable[[], None]] = []
+        self.work: list[Callable[[bool], None]] = []
+        self.has_work: list[Callable[[bool], bool]] = []
+        self.announcements: list[Callable[[], list[Announcement]]] = []
+        self.close: list[Callable[[], None]] = []
+
+    def add_announcer(self, announcer: Announcer) -> None:
+        """Announce blocks to routers."""
+
+        def planned(
+            spans: Sequence[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
+        ) -> None:
+            slot_of = dict(zip(new, slots.tolist(), strict=False))
+            announcer.remember_stores(spans, keys, slot_of)
+
+        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
+            pairs = (zip(move.keys, move.slots.tolist(), strict=True) for move in moves)
+            slot_of = dict(chain.from_iterable(pairs))
+            if slot_of:
+                announcer.remember_prefix(request, start, end, slot_of)
+
+        self.stores.append(planned)
+        self.promotions.append(promoted)
+        self.engine_reset.append(announcer.engine_was_reset)
+        self.has_work.append(lambda _idle: announcer.has_more)
+        self.announcements.append(announcer.take)
+
+    def add_spans(self, spans: Spans) -> None:
+        """Report lookups and loads to a tracer."""
+        self.lookup.append(spans.asked)
+        self.admission.append(spans.admitted)
+        self.load_end.append(spans.load_ended)
+
+    def add_recorder(
+        self, recorder: TraceRecorder, hash_block_tokens: int, statistics: Statistics
+    ) -> None:
+        """Record requests that end."""
+        self.request_end.append(lambda request, _: recorder.record(request, hash_block_tokens))
+        self.work.append(lambda _: statistics.count("trace_errors", recorder.take_errors()))
+        self.close.append(partial(recorder.close, CLOSE_SECONDS))
+
+    def add_other_sizes(self, estimates: OtherSizes) -> None:
+        """Estimate what caches of other sizes would have had."""
+
+        def admitted(tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
+            if hit is not None and hit.decision is not None:
+                found_tokens = loaded_tokens + hit.declined_tokens
+                estimates.admitted(tracked.request, hit.start_tokens, found_tokens)
+
+        self.admission.append(admitted)
+        self.request_end.append(estimates.ended)
+        self.emptied.append(estimates.reset)
+        self.work.append(lambda idle: estimates.work(idle=idle))
+        self.has_work.append(lambda idle: idle and estimates.has_turns)
