@@ -24,6 +24,9 @@ URL = f"s3://{BUCKET}/prefix"
 NAMES = named(8)
 RECORD_BYTES = PAGE_BYTES + ALIGNED
 
+DENIED = f"""<?xml version="1.0"?><Error><Code>SignatureDoesNotMatch</Code>
+<AWSAccessKeyId>{KEY}</AWSAccessKeyId><StringToSign>AWS4 {KEY}</StringToSign></Error>"""
+
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
@@ -132,40 +135,50 @@ def test_wrong_credentials_are_an_error_without_them(
             assert part not in f"{error}{caplog.text}"
 
 
-@pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A server that answers 503 to all; yields the requests."""
+@pytest.fixture(params=[(503, ""), (403, DENIED)], ids=["503", "403"])
+def refusing(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[int, list[str]]]:
+    """A server that gives all requests one answer; its status, and the requests."""
     require_s3()
     asked: list[str] = []
+    status, body = request.param
 
-    class Busy(http.server.BaseHTTPRequestHandler):
+    class Refusing(http.server.BaseHTTPRequestHandler):
         def answer(self) -> None:
             asked.append(self.command)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(503)
-            self.send_header("Content-Length", "0")
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body.encode())
 
         do_GET = do_HEAD = do_PUT = do_POST = answer  # noqa: N815 - names of http.server
 
         def log_message(self, *_: object) -> None:
             """Print nothing."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy) as serving:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{serving.server_port}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        yield asked
+        yield status, asked
         serving.shutdown()
 
 
-def test_a_server_that_is_too_busy_is_asked_again_and_then_left_alone(busy: list[str]) -> None:
+def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(
+    refusing: tuple[int, list[str]],
+) -> None:
+    """What AWS answers to a wrong signature has the access key in it."""
+    status, asked = refusing
     with S3Bed(URL) as bed:
         done = bed.get({0: NAMES[0]})
-        assert done.failed == (0,)
-        assert "503" in str(done.error)
-        assert busy.count("GET") == 1 + s3.RETRIES
+    assert done.failed == (0,)
+    assert str(status) in str(done.error)
+    assert asked.count("GET") == 1 + (s3.RETRIES if status == 503 else 0)
+    assert KEY not in str(done.error)
 
 
 def test_the_oldest_go_and_objects_of_others_stay(server: S3Server) -> None:
