@@ -35,7 +35,7 @@ def check_sizes(traced: TracedConfig) -> None:
     if disk is not None:
         sizes["disk.bytes"] = disk.bytes
     remote = traced.config.remote
-    if remote is not None and remote.kind != "mooncake":
+    if remote is not None and remote.kind != "mooncake" and (remote.bytes or remote.path):
         sizes["remote.bytes"] = remote.bytes
     for name, size_bytes in sizes.items():
         given = traced.given[name]

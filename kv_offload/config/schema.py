@@ -79,10 +79,10 @@ class RemoteConfig:
     """A store that several engines share."""
 
     kind: Annotated[
-        Literal["mooncake", "folder"],
+        Literal["mooncake", "folder", "s3"],
         _says(
-            "The remote store: Mooncake Store, or a folder of a shared filesystem (NFS, Lustre, "
-            "CephFS)."
+            "The remote store: Mooncake Store, a folder of a shared filesystem (NFS, Lustre, "
+            "CephFS), or a bucket of S3."
         ),
     ]
     address: Annotated[
@@ -97,12 +97,21 @@ class RemoteConfig:
         FilePath | None,
         _path("The shared folder, which must exist.", "the path of a folder", kind="folder"),
     ] = None
+    url: Annotated[
+        Annotated[str, Meta(pattern=r"^s3://[^\s/?#@]+(/[^\s?#@]*)?\Z")] | None,
+        _says(
+            "The bucket, and a prefix in it. Credentials come from the environment.",
+            "s3://BUCKET or s3://BUCKET/PREFIX, without credentials",
+            kind="s3",
+        ),
+    ] = None
     bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_INT)],
         _size(
             "Of mooncake: memory that one replica of the engine gives to it, over all its ranks. "
-            "Of a folder: what all engines together may keep there.",
-            "bytes, or a size (64GiB); 0 to use what others give to Mooncake",
+            "Of a folder or a bucket: what all engines together may keep there.",
+            "bytes, or a size (64GiB); 0 to use what others give to Mooncake, or for a bucket with "
+            "a rule that removes objects",
         ),
     ]
     write_rate: Annotated[

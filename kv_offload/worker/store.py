@@ -27,6 +27,10 @@ def make_client(remote: RemoteConfig, segment_bytes: int) -> StoreClient:
         from kv_swap.tiers.store.folder import FolderClient
 
         return FolderClient(Path(remote.path), remote.bytes)
+    if remote.url is not None:
+        from kv_swap.tiers.store.s3 import S3Client
+
+        return S3Client(remote.url, remote.bytes)
     from kv_swap.tiers.store.mooncake import MooncakeClient
 
     assert remote.address is not None
@@ -62,7 +66,7 @@ class Store:
             "kv-offload: rank %d keeps blocks in the remote store (%s) at %s%s",
             rank,
             remote.kind,
-            remote.address or remote.path,
+            remote.address or remote.path or remote.url,
             f", and gives it {format_size(segment_bytes)}" if segment_bytes else "",
         )
         client = make_client(remote, segment_bytes)

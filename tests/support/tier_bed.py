@@ -14,6 +14,7 @@ from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, TierJob
 from kv_swap.tiers.store.folder import FolderClient
 from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.store.s3 import S3Client
 from kv_swap.tiers.store.tier import StoreTier
 
 DEMOTE, PROMOTE = TierDirection.DEMOTE, TierDirection.PROMOTE
@@ -113,6 +114,22 @@ class FolderBed(Bed):
     ) -> None:
         super().__init__(num_slots, slot_bytes)
         self.place, self.client = place, FolderClient(place, max_bytes)
+        self.tier: StoreTier = StoreTier(self.client, self.view, description)
+
+
+class S3Bed(Bed):
+    """A tier in a bucket, of which all take at most `max_bytes`."""
+
+    def __init__(
+        self,
+        url: str,
+        num_slots: int = 8,
+        slot_bytes: int = ALIGNED,
+        max_bytes: int = 1 << 40,
+        **description: str,
+    ) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.client = S3Client(url, max_bytes)
         self.tier: StoreTier = StoreTier(self.client, self.view, description)
 
 

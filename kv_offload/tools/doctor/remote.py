@@ -28,7 +28,7 @@ def check_remote(
     """Yield whether the store answers, keys are the same elsewhere, and what blocks come to."""
     yield _check_keys(environ)
     asker = make_client(remote, 0)
-    place = f"the master at {remote.address}" if remote.path is None else remote.path
+    place = f"the master at {remote.address}" if remote.address else remote.path or remote.url
     try:
         asker.exist(["doctor"])
         yield Check("remote", "ok", f"{place} answers")
@@ -54,7 +54,7 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
 
 
 def _check_round_trip(remote: RemoteConfig, asker: StoreClient) -> Check:
-    name, where = "remote rate", remote.path or "in memory of others"
+    name, where = "remote rate", remote.path or remote.url or "in memory of others"
     try:
         try:
             rates = measure(asker, make_client(remote, 0), NUM_BLOCKS, BLOCK_BYTES)

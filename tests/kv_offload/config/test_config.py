@@ -129,7 +129,7 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one 
         ("disk.path", "~no such user/kv", "there is no user of this name. Write the path itself."),
         ("disk.write_rate", None, "must be bytes, or a size (1GiB)"),
         ("disk.keep_on_restart", "no", "must be true or false"),
-        ("remote.kind", "redis", "must be mooncake or folder"),
+        ("remote.kind", "redis", "must be mooncake, folder or s3"),
         ("remote.path", "$SHARED/kv", "$SHARED is not replaced, as a shell would do. Write the"),
         (
             "remote.address",
@@ -140,6 +140,9 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one 
         ("remote.address", "10.0.0.5:0", "must be host:port, a port from 1 to 65535"),
         ("remote.address", "10.0.0.5:65536", "must be host:port"),
         ("remote.address", "10.0.0.5:50051\n", "must be host:port"),
+        ("remote.url", "https://kv.example.com", "must be s3://BUCKET or s3://BUCKET/PREFIX, with"),
+        ("remote.url", "s3://KEY:SECRET@kv", "must be s3://BUCKET"),
+        ("remote.url", "s3://", "must be s3://BUCKET"),
         ("remote.bytes", 64, f"{BARE} Did you mean 64GiB? Allowed: bytes, or a size (64GiB)"),
         (
             "remote.write_rate",
@@ -220,6 +223,8 @@ def test_a_remote_store_needs_an_address_and_a_size_and_no_disk_beside_it():
         f"{INLINE}: remote.address: '10.0.0.5:50051': belongs to remote.kind mooncake, and it is "
         "folder. Remove it, or change remote.kind."
     )
+    config = load({"remote": {"kind": "s3", "url": "s3://bucket/kv", "bytes": 0}})
+    assert (config.remote.url, config.remote.bytes, config.given_bytes) == ("s3://bucket/kv", 0, 0)
     del folder["path"]
     assert "remote: remote.path is missing. Add it: " in refusal({"remote": folder})
     both = refusal({"remote": remote, "disk": {"path": "/nvme/kv", "bytes": "1GiB"}})

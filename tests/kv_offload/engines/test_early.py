@@ -425,3 +425,14 @@ def test_a_shared_folder_that_does_not_answer_stops_no_start(
 
     checks.check_shared_folder(Hanging(tmp_path))
     goes_on.set()
+
+
+def test_a_bucket_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    bucket = {"remote": {"kind": "s3", "url": "s3://bucket/kv", "bytes": 0}}
+    with_package(monkeypatch, "obstore", installed=False)
+    message = refusal(UnsupportedError, bucket)
+    assert "remote.kind: s3: obstore is not installed" in message
+    assert "pip install 'kv-offload[s3]'" in message
+    with_package(monkeypatch, "obstore", installed=True)
+    make_vllm_config(bucket)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
-from kv_swap.tiers.store import mooncake_session
+from kv_swap.tiers.store import mooncake_session, s3
 
 from kv_offload.config import trace_config
 from kv_offload.config.checks import check_disk, check_sizes
@@ -66,6 +66,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
         kind = None if config.remote is None else config.remote.kind
         if kind == "mooncake" and not mooncake_session.is_installed():
             raise UnsupportedError(f"remote.kind: {kind}: {mooncake_session.NOT_INSTALLED}")
+        if kind == "s3" and not s3.is_installed():
+            raise UnsupportedError(f"remote.kind: {kind}: {s3.NOT_INSTALLED}")
         if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
             trace.check_trace(config, own)
         device = torch.device(vllm_config.device_config.device_type)

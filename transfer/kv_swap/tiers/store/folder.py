@@ -19,7 +19,6 @@ import errno
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.store.client import Fate, Parts, StoreClient
 from kv_swap.tiers.store.keys import PREFIX
+from kv_swap.tiers.store.parallel import in_parallel
 from kv_swap.tiers.store.sweep import Entry, Sweepable, Sweeper
 
 TOUCH_SECONDS = 600.0
@@ -40,9 +40,6 @@ UNFINISHED_SECONDS = 3600.0
 
 ASKING_THREADS = 8
 """A network filesystem takes some 0.3 ms for each question, so several are under way."""
-
-ASKED_AT_ONCE = 32
-"""Fewer keys are asked for one after the other."""
 
 LOOKS_BETWEEN_PAUSES = 32
 PAUSE_SECONDS = 0.001
@@ -76,7 +73,10 @@ class FolderClient(StoreClient, Sweepable):
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         self._check()
-        return _in_parallel(lambda key: self._file(key).exists(), keys)
+        try:
+            return in_parallel(lambda key: self._file(key).exists(), keys, ASKING_THREADS)
+        except OSError as error:
+            raise TierError(f"cannot look into {self._path}: {explain(error)}") from error
 
     def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
         self._check()
@@ -242,34 +242,3 @@ def _move(call: Callable[..., int], fd: int, parts: Parts) -> bool:
         if moved:
             memory[0] = memory[0][moved:]
     return True
-
-
-def _in_parallel(ask: Callable[[str], bool], keys: Sequence[str]) -> list[bool]:
-    """Ask for each key, on several threads if there are many. Raises what one of them raised."""
-    found = [False] * len(keys)
-    rows = iter(range(len(keys)))
-    turn = threading.Lock()
-    errors: list[OSError] = []
-
-    def work() -> None:
-        while not errors:
-            with turn:
-                row = next(rows, None)
-            if row is None:
-                return
-            try:
-                found[row] = ask(keys[row])
-            except OSError as error:
-                errors.append(error)
-
-    if len(keys) <= ASKED_AT_ONCE:
-        work()
-    else:
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(ASKING_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise TierError(f"cannot look for objects: {explain(errors[0])}") from errors[0]
-    return found

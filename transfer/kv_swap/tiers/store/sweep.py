@@ -31,6 +31,10 @@ AGE_SECONDS = 16
 """Objects whose last uses lie in one such interval are equally old."""
 
 
+REMOVED_AT_ONCE = 256
+"""Keys in one request to remove objects."""
+
+
 class Entry(NamedTuple):
     """An object of a store: its key, its size, and when it was used or written, in seconds."""
 
@@ -74,21 +78,25 @@ def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
         if excess <= 0:
             break
     # All that is older goes, and of this interval as much as leaves `kept_bytes`.
-    removed, of_last = 0, []
+    removed, gone, of_last = 0, [], []
     for entry in store.entries():
         age = int(entry.used) // AGE_SECONDS
         if age < last:
-            store.remove([entry.key])
+            gone.append(entry.key)
             removed += entry.nbytes
+            if len(gone) >= REMOVED_AT_ONCE:
+                store.remove(gone)
+                gone = []
         elif age == last:
             of_last.append(entry)
     left_bytes = sum(entry.nbytes for entry in of_last)
     for entry in of_last:
         if left_bytes <= kept_bytes:
             break
-        store.remove([entry.key])
+        gone.append(entry.key)
         removed += entry.nbytes
         left_bytes -= entry.nbytes
+    store.remove(gone)
     return removed
 
 

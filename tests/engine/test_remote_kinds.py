@@ -1,9 +1,11 @@
-"""Engines that share a folder: what one has computed another one loads, and what faults cost."""
+"""Engines that share a folder or a bucket: what one has computed another one loads; faults."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,35 @@ from tests.engine.harness import (
 from tests.support.inputs import Tokens
 from tests.support.patience import be_patient
 from tests.support.processes import print_result, run_module
+from tests.support.s3_server import BUCKET, S3Server, require_s3
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
 
 
-def shared(folder: Path, size: str = "1GiB") -> dict[str, Any]:
-    """Return the plugin's keys. What the folder has is loaded, though computing may be sooner."""
-    remote = {"kind": "folder", "path": str(folder), "bytes": size}
-    return {"remote": remote, "load_or_recompute": "always_load"}
+def sharing(remote: dict[str, Any]) -> dict[str, Any]:
+    """Return the plugin's keys. What the store has is loaded, though computing may be sooner."""
+    return {"remote": {**remote, "bytes": "1GiB"}, "load_or_recompute": "always_load"}
+
+
+def shared(folder: Path) -> dict[str, Any]:
+    return sharing({"kind": "folder", "path": str(folder)})
+
+
+@pytest.fixture(params=["folder", "s3"])
+def remote(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """The keys of a store of each kind."""
+    if request.param == "folder":
+        (tmp_path / "shared").mkdir()
+        yield {"kind": "folder", "path": str(tmp_path / "shared")}
+        return
+    require_s3()
+    with S3Server(tmp_path / "served") as server:
+        for name, value in server.variables.items():
+            monkeypatch.setenv(name, value)
+        yield {"kind": "s3", "url": f"s3://{BUCKET}/engines"}
 
 
 @pytest.fixture
@@ -44,10 +66,10 @@ def expected(model_folder: Path) -> list[Tokens]:
     return plain_answers(model_folder, PROMPTS)
 
 
-def answer_and_tell(models: str, folder: str) -> None:
-    """Answer the prompts with what the folder has; then with other bytes in host memory."""
+def answer_and_tell(models: str, remote: str) -> None:
+    """Answer the prompts with what the store has; then with other bytes in host memory."""
     be_patient(pytest.MonkeyPatch())
-    with offloading(Path(models), plugin=shared(Path(folder))) as running:
+    with offloading(Path(models), plugin=sharing(json.loads(remote))) as running:
         answers = running.generate(PROMPTS)
         cached, totals = running.cached_tokens, dict(running.totals)
         loaded = running.blocks_loaded()
@@ -57,17 +79,20 @@ def answer_and_tell(models: str, folder: str) -> None:
 
 
 def test_what_one_engine_has_computed_another_one_loads(
-    model_folder: Path, folder: Path, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
+    model_folder: Path,
+    remote: dict[str, Any],
+    expected: list[Tokens],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ends with the control: other bytes in host memory than were read must be noticed."""
     be_patient(monkeypatch)
-    with offloading(model_folder, plugin=shared(folder)) as ours:
+    with offloading(model_folder, plugin=sharing(remote)) as ours:
         assert ours.generate(PROMPTS) == expected
         ours.settle()
         assert ours.totals["demoted_slots"] >= FULL_BLOCKS
         assert ours.totals["tier_errors"] == 0
         answers, cached, loaded, totals, corrupted = run_module(
-            "tests.engine.test_folder", model_folder, folder, forks=True
+            "tests.engine.test_remote_kinds", model_folder, remote, forks=True
         )
     assert answers == expected
     assert totals["promoted_slots"] == FULL_BLOCKS, totals

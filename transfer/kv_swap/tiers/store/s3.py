@@ -1,0 +1,212 @@
+"""A client of S3, and of what speaks its protocol: obstore, with credentials of the environment.
+
+obstore takes `AWS_ACCESS_KEY_ID` and the like, or the machine's role, and `AWS_ENDPOINT_URL`. An
+answer to a wrong credential repeats parts of it, so an error here has the answer's code alone.
+
+An object appears when it has been written, whole. One that two write at once has the same content
+from both. The age of an object is when it was written: a read does not renew it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from kv_swap.errors import TierError
+from kv_swap.tiers.store.client import Fate, Parts, StoreClient
+from kv_swap.tiers.store.keys import PREFIX
+from kv_swap.tiers.store.parallel import in_parallel
+from kv_swap.tiers.store.sweep import Entry, Sweepable, Sweeper
+
+CONNECT_SECONDS = 2
+REQUEST_SECONDS = 10
+"""Of a request with its answer; a longer one has failed."""
+
+RETRIES = 2
+"""Of an answer such as 503, within `REQUEST_SECONDS` for all."""
+
+ASKING_THREADS = 32
+"""An answer takes 10 to 50 ms."""
+
+NOT_INSTALLED = "obstore is not installed in this Python: pip install 'kv-offload[s3]'"
+
+_OBJECT = re.compile(rf"{PREFIX}[0-9a-f]{{32}}/[0-9a-f]{{32}}")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_STATUS = re.compile(r"\b(?:status|Status)\D{0,20}([1-5][0-9]{2})\b")
+
+_REFUSED = ("PermissionDeniedError", "UnauthenticatedError")
+
+_REMEDIES = {
+    "PermissionDeniedError": "the credentials may not do this: look at the bucket's policy",
+    "UnauthenticatedError": "the server does not know the credentials of this process",
+    "FileNotFoundError": "there is no such bucket",
+    "GenericError": "look at the server, at AWS_ENDPOINT_URL, AWS_REGION, and the network to it",
+}
+
+
+def is_installed() -> bool:
+    """Return whether this Python has obstore, which is not imported."""
+    return importlib.util.find_spec("obstore") is not None
+
+
+class S3Client(StoreClient, Sweepable):
+    """Objects below a URL, `s3://BUCKET/PREFIX`. All of them take `max_bytes` at most.
+
+    With 0 there is no bound: a rule of the bucket has to remove objects.
+    """
+
+    threads = 16
+
+    def __init__(self, url: str, max_bytes: int) -> None:
+        self._url = url
+        self._sweeper = Sweeper(self, max_bytes) if max_bytes else None
+        self._opening = threading.Lock()
+        self._opened: Any = None
+        self._closed = False
+
+    def connect(self) -> None:
+        self._has("connect")
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        return in_parallel(self._has, keys, ASKING_THREADS, alone=1)
+
+    def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
+        return [self._write(key, own) for key, own in zip(keys, parts, strict=True)]
+
+    def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
+        return [self._read(key, own) for key, own in zip(keys, parts, strict=True)]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        import obstore
+
+        with self._asking("remove objects"), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store(), list(keys))
+
+    def close(self) -> None:
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.close()
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Sweepable`."""
+        import obstore
+
+        with self._asking("list objects"):
+            for page in obstore.list(self._store(), PREFIX):
+                if self._closed:
+                    return
+                for found in page:
+                    if _OBJECT.fullmatch(found["path"]):
+                        used = found["last_modified"].timestamp()
+                        yield Entry(found["path"], found["size"], used)
+
+    def _has(self, key: str) -> bool:
+        import obstore
+
+        with self._asking("ask for objects"):
+            try:
+                obstore.head(self._store(), key)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _write(self, key: str, parts: Parts) -> Fate | TierError:
+        import obstore
+
+        body = b"".join(_memory(parts))
+        try:
+            with self._asking("write objects"):
+                obstore.put(self._store(), key, body, use_multipart=False)
+        except _RefusedError as error:
+            return TierError(str(error))
+        if self._sweeper is not None:
+            self._sweeper.wrote(len(body))
+        return Fate.DONE
+
+    def _read(self, key: str, parts: Parts) -> Fate | TierError:
+        import obstore
+
+        try:
+            with self._asking("read objects"):
+                try:
+                    found = obstore.get(self._store(), key)
+                    if found.meta["size"] != sum(size for _, size in parts):
+                        return Fate.OTHER
+                    body = memoryview(found.bytes())
+                except FileNotFoundError:
+                    return Fate.MISSING
+        except _RefusedError as error:
+            return TierError(str(error))
+        offset = 0
+        for memory in _memory(parts):
+            memory[:] = body[offset : offset + len(memory)]
+            offset += len(memory)
+        return Fate.DONE
+
+    def _store(self) -> Any:
+        """Return obstore's client; the first call makes it."""
+        with self._opening:
+            if self._closed:
+                raise TierError(f"the client of {self._url} is closed")
+            if self._opened is None:
+                try:
+                    from obstore.store import S3Store
+                except ImportError as error:
+                    raise TierError(NOT_INSTALLED) from error
+                endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+                self._opened = S3Store.from_url(
+                    self._url,
+                    client_options={
+                        # Options replace those of the environment. Who names such an endpoint
+                        # wants it, and a signature tells nobody the secret.
+                        "allow_http": endpoint.startswith("http://"),
+                        "timeout": timedelta(seconds=REQUEST_SECONDS),
+                        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+                    },
+                    retry_config={
+                        "max_retries": RETRIES,
+                        "retry_timeout": timedelta(seconds=REQUEST_SECONDS),
+                    },
+                )
+            return self._opened
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Turn what obstore raises into a `TierError` that has no part of a credential."""
+        try:
+            yield
+        except TierError:
+            raise
+        except Exception as error:  # noqa: BLE001 - obstore's, and those of Rust below it
+            name, text = type(error).__name__, str(error)
+            codes = [*_STATUS.findall(text)[:1], *_CODE.findall(text)[:1]]
+            answer = f" ({' '.join(codes)})" if codes else ""
+            kind = (
+                _RefusedError
+                if name in ("PermissionDeniedError", "UnauthenticatedError")
+                else TierError
+            )
+            remedy = _REMEDIES.get(name, _REMEDIES["GenericError"])
+            # Not `from error`: a log of the cause would have the text.
+            raise kind(f"cannot {what} at {self._url}: {name}{answer}: {remedy}") from None
+
+
+class _RefusedError(TierError):
+    """The server answers at once, and refuses: other objects may fare better."""
+
+
+def _memory(parts: Parts) -> list[memoryview]:
+    """Return the memory of an object's parts, which the caller keeps mapped."""
+    return [
+        memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        for address, size in parts
+    ]
