@@ -23,8 +23,8 @@ FEW = 20
 """Fewer texts may begin so: for some it is the best way."""
 
 LEFT = re.compile(
-    r"\b(mends|left_over|front_end|distrust_stores|take_lost|of late|in the mean|anew|lately|"
-    r"learnt)\b",
+    r"\b(mends|left_over|front_end|distrust_stores|take_lost|take_risen|worth_keeping|"
+    r"RunningOperations|of late|in the mean|anew|lately|learnt)\b",
     re.IGNORECASE,
 )
 """Words that were given up for those of the field, and for plain English."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from kv_offload.cache.changes import ChangeLog
 from kv_offload.cache.index import SlotIndex
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.running import RunningOperations, distinct
+from kv_offload.cache.slot_refcounts import SlotRefcounts, distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Runs, Slots
 
 
@@ -49,7 +49,7 @@ class CacheManager:
         """Set by whoever follows what is readable."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
-        self._running = RunningOperations(num_slots)  # those on orphans too
+        self._running = SlotRefcounts(num_slots)  # those on orphans too
         self.forgotten = 0
         """Keys evicted or forgotten, and resets. Until it changes, readable keys stay readable."""
         # The value of `forgotten` when each slot last lost a key.
@@ -162,21 +162,21 @@ class CacheManager:
         """Count an access to distinct slots that have a key, the last of them the most recent."""
         self._policy.use(slots)
 
-    def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+    def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
         """Say which slots with a key are worth a write to a tier below, as the policy sees it."""
-        return self._policy.worth_keeping(slots)
+        return self._policy.should_demote(slots)
 
     @property
-    def has_risen(self) -> bool:
-        """True if `take_risen` may have something to return."""
-        return self._policy.has_risen
+    def has_newly_demotable(self) -> bool:
+        """True if `take_newly_demotable` may have something to return."""
+        return self._policy.has_newly_demotable
 
-    def take_risen(self) -> Slots:
-        """Return slots that were used again since the last call, where `worth_keeping` may differ.
+    def take_newly_demotable(self) -> Slots:
+        """Return slots that were used again since the last call, where `should_demote` may differ.
 
         Takes O(num_slots), some nanoseconds a hundred slots.
         """
-        return self._policy.take_risen()
+        return self._policy.take_newly_demotable()
 
     def forget(self, slots: Slots) -> None:
         """Forget the keys of distinct slots; those that a load reads are free once it ends.

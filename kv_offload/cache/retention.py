@@ -20,7 +20,7 @@ import numpy as np
 
 from kv_offload.cache.leases import Lease, LeaseHeap
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.running import distinct
+from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import Slots
 from kv_offload.wishes import Keep
 

@@ -1,6 +1,6 @@
 """Estimates hits of host memory at half, twice and four times its size, while it serves.
 
-A sample of the blocks goes through caches in miniature (`cache.miniature`) with the policy that
+A sample of the blocks goes through caches in miniature (`cache.mini_sim`) with the policy that
 runs. What the estimate at another size adds to what host memory really brings is the difference
 between two miniatures, of that size and of its own. So what is common to both cancels out: chance,
 such as whether a block is in the sample that every prompt begins with, and what a miniature does
@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_offload.cache.miniature import Miniature, SampledRequest, sample_blocks
+from kv_offload.cache.mini_sim import MiniSim, SampledRequest, sample_blocks
 from kv_offload.cache.prefix import PrefixMap
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import Request
@@ -88,7 +88,7 @@ class OtherSizes:
             0, (int(largest) - 1).bit_length() - MINIATURE_SLOTS.bit_length() + 1
         )
         self._miniatures = {
-            name: Miniature(
+            name: MiniSim(
                 config.eviction_policy,
                 max(1, round(factor * num_slots) >> self._rarity_bits),
             )

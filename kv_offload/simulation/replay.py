@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kv_offload.cache.miniature import Miniature, SampledRequest
+from kv_offload.cache.mini_sim import MiniSim, SampledRequest
 from kv_offload.simulation.trace import TraceRequest
 
 
@@ -35,7 +35,7 @@ class Replay:
 
     def __init__(self, policy: str, capacity: int) -> None:
         """Raises `CapacityError` for a capacity below 1."""
-        self._cache = Miniature(policy, capacity)
+        self._cache = MiniSim(policy, capacity)
         self.result = ReplayResult()
 
     def serve(self, request: TraceRequest) -> int:

@@ -67,7 +67,7 @@ class Demoter:
     @property
     def has_more(self) -> bool:
         """True if slots wait to be looked at."""
-        return bool(self._waiting) or self._host.has_risen
+        return bool(self._waiting) or self._host.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
         """Plan this step's writes; an engine that is `idle` has time for more.
@@ -75,8 +75,8 @@ class Demoter:
         `sharing_ranks` write each slot once between them.
         """
         now = time.monotonic()
-        if self._host.has_risen and (now - self._planned >= PLAN_SECONDS or idle):
-            self.offer(self._host.take_risen())
+        if self._host.has_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
+            self.offer(self._host.take_newly_demotable())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return
         slots_per_second = self._rank_slots_per_second * sharing_ranks
@@ -122,7 +122,7 @@ class Demoter:
         """
         host, tier = self._host, self._tier
         if not tier.is_shared:
-            slots = slots[host.worth_keeping(slots)]
+            slots = slots[host.should_demote(slots)]
         found: list[tuple[Any, int]] = [
             (key, slot)
             for key, slot in zip(host.readable_keys(slots), slots.tolist(), strict=True)

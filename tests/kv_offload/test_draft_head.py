@@ -20,7 +20,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from vllm.config import SpeculativeConfig
 
 from kv_offload.cache.prefix import CacheGroup
-from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step
+from tests.kv_offload.test_hazards import submit_stores_in_their_step
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -32,6 +32,7 @@ from tests.support.played_cases import (
     store,
     wrong_bytes,
 )
+from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import (
     VOCABULARY,
     Draft,
@@ -41,6 +42,7 @@ from tests.support.played_model import (
     answer,
     name_prefix,
 )
+from tests.support.timing import Harsh
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -111,13 +113,13 @@ def successors(name: int) -> set[int]:
     return {name_prefix(name, token) for token in range(VOCABULARY)}
 
 
-class HeadEngine(HarshEngine):
+class HeadEngine(PlayedEngine):
     """Drafts with a head; alternates between drafts that are right, half right and wrong."""
 
     model_class = PlayedHead
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, drafts=DRAFTS, draft_head=True, **more)
+        super().__init__(*arguments, drafts=DRAFTS, draft_head=True, **{"timing": Harsh(), **more})
         self.accepted = self.rejected = 0
         self.propose = self.mixed_drafts
 
@@ -153,7 +155,7 @@ def test_a_store_reads_what_the_head_wrote_last(
     """In chunks of a prompt and in decodes, with drafts accepted and rejected."""
     engine = HeadEngine(
         groups,
-        eager=True,
+        timing=Harsh(eager=True),
         async_scheduling=async_scheduling,
         replaces_resumed=replaces_resumed,
         ranks=2,
@@ -165,7 +167,7 @@ def test_a_store_reads_what_the_head_wrote_last(
     assert engine.accepted > 10
     assert engine.rejected > 10
     assert engine.totals["stored_bytes"] > 0
-    assert engine.poisoned_blocks > 0
+    assert engine.timing.poisoned_blocks > 0
     engine.check_rest()
 
 
@@ -174,7 +176,7 @@ def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(
 ) -> None:
     """The control: submitted in its own step, as soon as the sampled tokens are copied."""
     submit_stores_in_their_step(monkeypatch)
-    engine = HeadEngine(eager=True)
+    engine = HeadEngine(timing=Harsh(eager=True))
     engine.add("a", PROMPT, max_tokens=20)
     with wrong_bytes():
         run_to_the_end(engine)
@@ -184,7 +186,7 @@ def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_what_a_request_leaves_behind_is_final(async_scheduling: bool, max_tokens: int) -> None:
     """It may end with drafts accepted beyond its end, at any place in a block."""
-    engine = HeadEngine(eager=True, async_scheduling=async_scheduling)
+    engine = HeadEngine(timing=Harsh(eager=True), async_scheduling=async_scheduling)
     engine.propose = engine.good_drafts
     store(engine, PROMPT[:14])
     engine.add("a", PROMPT, max_tokens=max_tokens)

@@ -1,6 +1,6 @@
 """Blocks that somebody else wants while a copy uses them, under vLLM's own scheduler.
 
-`HarshEngine` plays the worst timing that a device may choose: what a step computes reaches the KV
+`Harsh` plays the worst timing that a device may choose: what a step computes reaches the KV
 cache only after all of the step's hooks have run, every fresh block is filled with garbage before
 its first use, and in its *eager* form a copy runs the moment it is submitted. Where a protection
 can be taken out, the test takes it out and shows that the garbage then arrives.
@@ -31,6 +31,7 @@ from tests.support.played_cases import (
     WINDOW,
     both_runners,
     both_ways,
+    harsh_engine,
     pinned,
     start_load,
     store,
@@ -41,63 +42,6 @@ from tests.support.played_engine import PlayedEngine
 from tests.support.played_rank import PlayedExecutor
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("beside")]
-
-POISON = -0x5A5A5A5A
-
-
-class HarshEngine(PlayedEngine):
-    """Writes KV late, poisons fresh blocks, and with `eager` copies at once."""
-
-    def __init__(
-        self, *arguments: Any, eager: bool = False, replaces_resumed: bool = False, **more: Any
-    ) -> None:
-        super().__init__(*arguments, replaces_resumed=replaces_resumed, **more)
-        self.zeroes_first = replaces_resumed
-        self.poisoned_blocks = 0
-        for rank in self.ranks:
-            rank.copies.eager = eager
-
-    def execute(self) -> None:
-        """Run the hooks of the step before its forward, which a device may not have started yet."""
-        output = self.scheduled.popleft()
-        self.model.follow(output)
-        for rank in self.ranks:
-            metadata = output.kv_connector_metadata
-            # Runner V2 zeroes fresh blocks before all hooks, runner V1 between the first two.
-            if self.zeroes_first:
-                self.poison(output, rank)
-            rank.connector.handle_preemptions(metadata)
-            if not self.zeroes_first:
-                self.poison(output, rank)
-            rank.copy_blocks(output)
-            rank.connector.bind_connector_metadata(metadata)
-        reports = [rank.end(output) for rank in self.ranks]
-        self.take_results(output, self.forward(output), reports)
-
-    def poison(self, output: Any, rank: Any) -> None:
-        """Fill the blocks that this step's requests were given and that hold nothing yet."""
-        given = [
-            (self.held_tokens(new.req_id, new.num_computed_tokens), new.block_ids)
-            for new in output.scheduled_new_reqs
-        ]
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            resumed = request_id in cached.resumed_req_ids
-            computed = 0
-            if resumed:
-                computed = self.held_tokens(request_id, cached.num_computed_tokens[index])
-            given.append((computed, cached.new_block_ids[index] or [[] for _ in self.groups]))
-        for computed, by_group in given:
-            for group, table in zip(self.groups, by_group, strict=True):
-                first = -(-computed // group.block_tokens)
-                fresh = [block for block in table[first:] if block != 0]
-                rank.memory[fresh] = POISON
-                self.poisoned_blocks += len(fresh)
-
-    def held_tokens(self, request_id: str, computed: int) -> int:
-        """Return up to where a request's blocks hold something, also where that is replayed."""
-        start = self.scheduler.requests[request_id].replay_start
-        return max(computed, start + self.scheduler.prefix_replay_tokens if start else 0)
 
 
 def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +66,7 @@ def test_a_store_reads_what_its_step_wrote_last(
     async_scheduling: bool, replaces_resumed: bool, drafts: int, groups: tuple[CacheGroup, ...]
 ) -> None:
     """Also where the last to write is a draft head, long after the sampled tokens were copied."""
-    engine = HarshEngine(
+    engine = harsh_engine(
         groups,
         eager=True,
         async_scheduling=async_scheduling,
@@ -135,7 +79,7 @@ def test_a_store_reads_what_its_step_wrote_last(
         engine.step()
         engine.check_host_memory()
     assert engine.totals["stored_bytes"] > 0
-    assert engine.poisoned_blocks > 0
+    assert engine.timing.poisoned_blocks > 0
     engine.check_rest()
 
 
@@ -145,7 +89,7 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(
 ) -> None:
     """The control: submitted at the end of its own step, it copies what was there before."""
     submit_stores_in_their_step(monkeypatch)
-    engine = HarshEngine(eager=True, drafts=drafts)
+    engine = harsh_engine(eager=True, drafts=drafts)
     engine.add("a", PROMPT, max_tokens=20)
     with wrong_bytes():
         for _ in range(4):
@@ -190,8 +134,10 @@ TIGHT = {"blocks": 12, "max_model_len": 44, "plugin": {"max_pinned_share": 1.0}}
 def test_a_stored_block_is_not_overwritten_before_its_store_has_ended(
     async_scheduling: bool, replaces_resumed: bool
 ) -> None:
-    engine = HarshEngine(
-        async_scheduling=async_scheduling, replaces_resumed=replaces_resumed, **TIGHT
+    engine = harsh_engine(
+        async_scheduling=async_scheduling,
+        replaces_resumed=replaces_resumed,
+        **TIGHT,
     )
     finish_and_reuse(engine)
     engine.check_rest()
@@ -203,14 +149,14 @@ def test_without_pins_a_store_copies_what_the_next_owner_wrote(
 ) -> None:
     no_pins(monkeypatch)
     with wrong_bytes():
-        finish_and_reuse(HarshEngine(replaces_resumed=replaces_resumed, **TIGHT))
+        finish_and_reuse(harsh_engine(replaces_resumed=replaces_resumed, **TIGHT))
 
 
 @both_ways
 def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_has_ended(
     async_scheduling: bool,
 ) -> None:
-    engine = HarshEngine(
+    engine = harsh_engine(
         blocks=14,
         max_model_len=48,
         async_scheduling=async_scheduling,
@@ -249,7 +195,7 @@ def test_a_load_into_blocks_that_a_step_under_way_still_writes(
     async_scheduling: bool, replaces_resumed: bool
 ) -> None:
     """The last owner is aborted with a step in flight; a load then gets its blocks."""
-    engine = HarshEngine(
+    engine = harsh_engine(
         blocks=12,
         max_model_len=44,
         eager=True,
@@ -281,7 +227,7 @@ def test_a_load_into_blocks_that_a_step_under_way_still_writes(
 def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
     async_scheduling: bool,
 ) -> None:
-    engine = store(HarshEngine(async_scheduling=async_scheduling), PROMPT)
+    engine = store(harsh_engine(async_scheduling=async_scheduling), PROMPT)
     free = engine.pool.get_num_free_blocks()
     start_load(engine)
     engine.abort("a")
@@ -306,7 +252,7 @@ def abort_and_reuse(engine: PlayedEngine) -> None:
 
 
 def test_an_aborted_load_writes_into_nobodys_blocks() -> None:
-    engine = HarshEngine(blocks=14, max_model_len=48)
+    engine = harsh_engine(blocks=14, max_model_len=48)
     abort_and_reuse(engine)
     engine.check_rest()
 
@@ -315,7 +261,7 @@ def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control: ranks that have ended a load, as they say, when its request ends."""
-    engine = HarshEngine(blocks=14, max_model_len=48)
+    engine = harsh_engine(blocks=14, max_model_len=48)
     finish = engine.scheduler.finish_requests
 
     def finish_and_free(request_ids: Any, status: Any) -> Any:
@@ -342,7 +288,7 @@ def test_overlapping_prefixes_may_be_loaded_side_by_side(
     """One that has waited too long loads for itself: the same slots, other blocks, any order."""
     monkeypatch.setattr("kv_offload.scheduler.loads.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
-    engine = store(HarshEngine(async_scheduling=async_scheduling), PROMPT)
+    engine = store(harsh_engine(async_scheduling=async_scheduling), PROMPT)
     store(engine, longer, "longer")
     engine.add("first", PROMPT)
     engine.add("second", longer)
@@ -374,7 +320,7 @@ def load_while_others_store(engine: PlayedEngine) -> None:
 
 
 def test_slots_of_a_running_load_are_not_evicted_for_stores() -> None:
-    engine = HarshEngine(slots=5)
+    engine = harsh_engine(slots=5)
     load_while_others_store(engine)
     assert engine.totals["skipped_pool_busy"] > 0
     engine.check_rest()
@@ -383,7 +329,7 @@ def test_slots_of_a_running_load_are_not_evicted_for_stores() -> None:
 def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = HarshEngine(slots=5)
+    engine = harsh_engine(slots=5)
     manager = engine.offload.manager
     monkeypatch.setattr(manager, "prepare_load", manager.find)
     monkeypatch.setattr(manager, "complete_load", lambda slots: None)
@@ -396,7 +342,7 @@ def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
 
 def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: bool) -> None:
     """Both end while the next step is launched, whose report then names them too."""
-    engine = store(HarshEngine(async_scheduling=True), PROMPT)
+    engine = store(harsh_engine(async_scheduling=True), PROMPT)
     engine.add("decodes", OTHER, max_tokens=12)
     engine.schedule()
     engine.execute()
@@ -417,7 +363,7 @@ def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(
     async_scheduling: bool,
 ) -> None:
     """The rank beside tells of it, and has nothing to report in a step without a forward."""
-    engine = store(HarshEngine(async_scheduling=async_scheduling, beside=True), PROMPT)
+    engine = store(harsh_engine(async_scheduling=async_scheduling, beside=True), PROMPT)
     start_load(engine)
     engine.finish_steps()
     engine.step()
@@ -444,7 +390,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
 
     The load may have ended on no rank, on some, or on all with the reports on their way.
     """
-    engine = store(HarshEngine(ranks=ranks, async_scheduling=async_scheduling), PROMPT)
+    engine = store(harsh_engine(ranks=ranks, async_scheduling=async_scheduling), PROMPT)
     start_load(engine)
     for rank in engine.ranks[:reported]:
         rank.copies.run_all()
@@ -463,7 +409,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
 
 
 def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
-    engine = store(HarshEngine(), PROMPT)
+    engine = store(harsh_engine(), PROMPT)
     start_load(engine)
     engine.abort("a")
     engine.ranks[0].copies.run(fail=True)
@@ -474,7 +420,7 @@ def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
 
 
 def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
-    engine = store(HarshEngine(ranks=2), PROMPT)
+    engine = store(harsh_engine(ranks=2), PROMPT)
     start_load(engine)
     engine.abort("a")
     engine.ranks[1].copies.stuck = True
@@ -493,7 +439,7 @@ def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(
     fails: bool, async_scheduling: bool
 ) -> None:
     """The first fails, since a request runs; no step tells the engine of the end meanwhile."""
-    engine = store(HarshEngine(blocks=60, async_scheduling=async_scheduling), PROMPT)
+    engine = store(harsh_engine(blocks=60, async_scheduling=async_scheduling), PROMPT)
     start_load(engine)
     engine.add("runs", OTHER, max_tokens=20)
     engine.step(2)
@@ -506,7 +452,7 @@ def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(
 
 def test_a_load_that_outlives_a_reset_is_not_used() -> None:
     """Whatever it brings is what the engine was to forget: its request is computed."""
-    engine = store(HarshEngine(), PROMPT)
+    engine = store(harsh_engine(), PROMPT)
     request = start_load(engine)
     engine.ranks[0].copies.stuck = True
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
@@ -524,7 +470,7 @@ def test_a_load_that_outlives_a_reset_is_not_used() -> None:
 def test_loads_that_outlive_a_reset_keep_nobody_from_running(async_scheduling: bool) -> None:
     """Nor itself: the first needs most of the blocks, and is admitted once more."""
     texts = PROMPT, OTHER[:5], [1, 1, *OTHER[:7]]
-    engine = HarshEngine(
+    engine = harsh_engine(
         (FULL, WINDOW),
         blocks=18,
         max_model_len=40,

@@ -44,11 +44,11 @@ from vllm.v1.request import RequestStatus
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
-from tests.support.lagging_engine import LaggingEngine
 from tests.support.loads import set_synchronous_loads
 from tests.support.manual_tier import STORE, manual_store
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
+from tests.support.timing import Lagging
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -215,9 +215,9 @@ class Interleavings(RuleBasedStateMachine):
                 self.cleanup.enter_context(mock.patch(f"kv_offload.tiers.{name}", seconds))
         if late or any(group.holds_state for group in arguments["groups"]):
             arguments["drafts"] = 0
-        make = functools.partial(LaggingEngine, eager=False) if late else PlayedEngine
-        self.engine = make(
+        self.engine = PlayedEngine(
             **arguments,
+            timing=Lagging(eager=False) if late else None,
             ranks=self.ranks,
             async_scheduling=self.async_scheduling,
             blocks=blocks * len(arguments["groups"]),

@@ -1,6 +1,6 @@
 """Loads that are copied while a step that was launched before them has not been computed.
 
-The argument that this is safe stands in `kv_offload.engines.vllm.model.ordering`. `LaggingEngine`
+The argument that this is safe stands in `kv_offload.engines.vllm.model.ordering`. `Lagging`
 computes each step as late as a device may and copies such loads at once, so a load into a block
 that a launched step touches gives wrong KV. Each rule of vLLM that the argument rests on is taken
 out once, and then the test fails.
@@ -25,7 +25,6 @@ from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.worker.worker import OffloadWorker
 from tests.support.configurations import make_vllm_config
-from tests.support.lagging_engine import LaggingEngine
 from tests.support.played_cases import (
     CHUNKS,
     FULL,
@@ -38,15 +37,17 @@ from tests.support.played_cases import (
     tables,
     wrong_bytes,
 )
+from tests.support.played_engine import PlayedEngine
+from tests.support.timing import Lagging
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("beside")]
 
 both_kinds = pytest.mark.parametrize("synchronous", [False, True], ids=["waiting", "before"])
 
 
-def make(groups: tuple[CacheGroup, ...] = (FULL,), **more: Any) -> LaggingEngine:
+def make(groups: tuple[CacheGroup, ...] = (FULL,), **more: Any) -> PlayedEngine:
     arguments: dict[str, Any] = {"async_scheduling": True, "max_model_len": 44, "blocks": 12}
-    return LaggingEngine(groups, **(arguments | more))
+    return PlayedEngine(groups, timing=Lagging(), **(arguments | more))
 
 
 def blocks_of(jobs: Sequence[SwapJob]) -> set[int]:
@@ -57,7 +58,7 @@ def blocks_of(jobs: Sequence[SwapJob]) -> set[int]:
 # -- the last owner of the blocks --------------------------------------------------------------
 
 
-def busy(engine: LaggingEngine, steps: int) -> None:
+def busy(engine: PlayedEngine, steps: int) -> None:
     """Run steps as a busy engine does: one is planned and launched while another computes."""
     for _ in range(steps):
         engine.schedule_all()
@@ -66,7 +67,7 @@ def busy(engine: LaggingEngine, steps: int) -> None:
         engine.process()
 
 
-def take_over(engine: LaggingEngine, end: Callable[[], object]) -> tuple[set[int], set[int]]:
+def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int], set[int]]:
     """End a request with a step of it in flight; others load into its blocks as soon as they can.
 
     Returns those of its blocks that were loaded, and those that were ahead of a launched step.
@@ -78,14 +79,14 @@ def take_over(engine: LaggingEngine, end: Callable[[], object]) -> tuple[set[int
     engine.schedule_all()
     engine.execute()
     owned = set(tables(engine, owner)[0])
-    engine.loaded.clear()
-    engine.ran_ahead.clear()
+    engine.timing.loaded.clear()
+    engine.timing.ran_ahead.clear()
     end()
     engine.add("loads", PROMPT)
     engine.add("loads too", PROMPT[4:])
     busy(engine, 12)
     engine.rest()
-    return owned & blocks_of(engine.loaded), owned & blocks_of(engine.ran_ahead)
+    return owned & blocks_of(engine.timing.loaded), owned & blocks_of(engine.timing.ran_ahead)
 
 
 @both_runners
@@ -158,7 +159,7 @@ def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(
 # -- blocks that a window or a chunk leaves behind ---------------------------------------------
 
 
-def leave_behind(engine: LaggingEngine) -> None:
+def leave_behind(engine: PlayedEngine) -> None:
     """Decode through many windows, whose blocks others load into: few are free otherwise."""
     texts = [random.Random(seed).choices([0, 1], k=21) for seed in range(6)]
     for index, text in enumerate(texts):
@@ -169,7 +170,7 @@ def leave_behind(engine: LaggingEngine) -> None:
         engine.add(f"loads {index}", texts[index % len(texts)], max_tokens=2)
         busy(engine, 3)
     engine.rest()
-    assert len(engine.ran_ahead) > 3, "the test must load ahead of launched steps"
+    assert len(engine.timing.ran_ahead) > 3, "the test must load ahead of launched steps"
 
 
 MOVES_ON = CacheGroup(0, 4, 6)
@@ -207,7 +208,7 @@ def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_lo
 # -- where loads do not run ahead --------------------------------------------------------------
 
 
-def ask_beside_decodes(engine: LaggingEngine) -> None:
+def ask_beside_decodes(engine: PlayedEngine) -> None:
     """Ask for a prompt that is in host memory, while another request decodes."""
     store(engine, PROMPT)
     engine.add("decodes", OTHER, max_tokens=12)
@@ -232,7 +233,7 @@ def test_loads_wait_where_launched_steps_may_touch_their_blocks(
     busy(engine, 4)
     engine.rest()
     assert engine.totals["hit_tokens"] > 0
-    assert not engine.ran_ahead
+    assert not engine.timing.ran_ahead
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
@@ -255,7 +256,7 @@ def test_loads_wait_in_a_step_that_zeroes_blocks() -> None:
     engine.execute()
     engine.rest()
     assert engine.totals["hit_tokens"] > 0
-    assert not engine.ran_ahead
+    assert not engine.timing.ran_ahead
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.prefix import CacheGroup
-from tests.kv_offload.test_hazards import HarshEngine
 from tests.support.played_cases import (
     FULL,
     OTHER,
     PROMPT,
     both_runners,
     both_ways,
+    harsh_engine,
     serve_under_pressure,
     store,
 )
@@ -56,7 +56,7 @@ def test_what_is_stored_and_served(
     groups: tuple[CacheGroup, ...],
     blocks: int,
 ) -> None:
-    engine = HarshEngine(
+    engine = harsh_engine(
         groups,
         drafts=drafts,
         blocks=blocks,

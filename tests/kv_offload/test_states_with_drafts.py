@@ -17,7 +17,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.stores.planner import StorePlanner
 from tests.kv_offload.test_draft_head import HeadEngine
-from tests.kv_offload.test_hazards import HarshEngine, submit_stores_in_their_step
+from tests.kv_offload.test_hazards import submit_stores_in_their_step
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -25,6 +25,7 @@ from tests.support.played_cases import (
     STATE,
     both_runners,
     both_ways,
+    harsh_engine,
     serve_under_pressure,
     store,
     wrong_bytes,
@@ -80,7 +81,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @both_ways
 @pytest.mark.parametrize("arguments", PLACES.values(), ids=PLACES)
 def test_states_in_other_places(async_scheduling: bool, arguments: dict[str, Any]) -> None:
-    engine = HarshEngine(
+    engine = harsh_engine(
         (FULL, STATE),
         **{
             "blocks": 34,
@@ -101,7 +102,7 @@ def test_a_state_stored_in_its_own_step_would_be_that_before(
 ) -> None:
     """The control: what accepted drafts leave is moved to its block after the step's hooks."""
     submit_stores_in_their_step(monkeypatch)
-    engine = HarshEngine((FULL, STATE), drafts=3, eager=True)
+    engine = harsh_engine((FULL, STATE), drafts=3, eager=True)
     engine.add("a", PROMPT, max_tokens=20)
     with wrong_bytes():
         while engine.scheduler.has_requests():

@@ -18,6 +18,7 @@ from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS
 from kv_offload.scheduler.timing import StepTime
 from tests.support.configurations import PAGE_WORDS
 from tests.support.played_engine import PlayedEngine
+from tests.support.timing import Harsh
 
 BLOCK = 4
 FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
@@ -33,6 +34,11 @@ OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 
 both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
+
+
+def harsh_engine(*arguments: Any, eager: bool = False, **more: Any) -> PlayedEngine:
+    """Return an engine whose device chooses the worst timing that it may."""
+    return PlayedEngine(*arguments, timing=Harsh(eager=eager), **more)
 
 
 Engine = TypeVar("Engine", bound=PlayedEngine)

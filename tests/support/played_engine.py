@@ -47,6 +47,7 @@ from tests.support.loads import set_synchronous_loads
 from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, name_prefixes
 from tests.support.played_rank import PlayedExecutor, PlayedRank
 from tests.support.router import Block, Router
+from tests.support.timing import Timing
 
 
 class RestlessError(AssertionError):
@@ -87,6 +88,7 @@ class PlayedEngine:
         beside: bool | None = None,
         locked_slots: int | None = None,
         handshake: bool = True,
+        timing: Timing | None = None,
         **arguments: Any,
     ) -> None:
         # Whoever has few slots expects their victims to be the oldest.
@@ -135,6 +137,7 @@ class PlayedEngine:
             hash_block_size=self.hash_block_tokens,
             log_stats=True,
         )
+        self.replaces_resumed = replaces_resumed
         if replaces_resumed:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
@@ -159,6 +162,8 @@ class PlayedEngine:
         self.model = self.model_class(self.groups, kv, context_ranks, interleave)
         if checkpoints:
             self.model.find_checkpoint = self._find_checkpoint
+        self.timing: Any = timing or Timing()
+        self.timing.attach(self)
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._drafts = drafts
@@ -307,7 +312,7 @@ class PlayedEngine:
 
     @property
     def under_way(self) -> int:
-        return len(self.scheduled) + len(self.executed)
+        return len(self.scheduled) + self.timing.late + len(self.executed)
 
     def schedule_all(self) -> None:
         """Plan as many steps as may be under way."""
@@ -321,15 +326,7 @@ class PlayedEngine:
         return output
 
     def execute(self) -> None:
-        output = self.scheduled.popleft()
-        self.model.follow(output)
-        for rank in self.ranks:
-            rank.begin(output)
-        sampled = self.forward(output)
-        self.take_results(output, sampled, [rank.end(output) for rank in self.ranks])
-
-    def compute(self) -> None:
-        """Have the device compute what it was given; here that was done at once."""
+        self.timing.launch(self.scheduled.popleft())
 
     def forward(self, output: Any) -> list[Tokens]:
         return self.model.forward(output, self.propose if self._drafts else lambda _: [])
@@ -352,6 +349,8 @@ class PlayedEngine:
         self.executed.append((output, result))
 
     def process(self) -> None:
+        if not self.executed:
+            self.timing.compute()
         output, result = self.executed.popleft()
         drafts = dict(self.model.drafts)
         for outputs in self.scheduler.update_from_output(output, result).values():

@@ -118,7 +118,7 @@ class PlayedExecutor:
         while engine.scheduled:
             engine.execute()  # dispatched before
         if isinstance(method, str):
-            engine.compute()
+            engine.timing.compute()
             if "weight" in method or method == "update_named_param":
                 engine.change_weights()
             return [None for _ in engine.ranks]

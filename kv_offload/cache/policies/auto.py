@@ -80,8 +80,8 @@ class AutoPolicy(EvictionPolicy):
         self._bucket_of = self._ranking.bucket_of
         self._hash_of = np.zeros(self.capacity, np.uint64)
         self._held = np.zeros(self.capacity, bool)
-        self._risen = np.zeros(self.capacity, bool)
-        self.has_risen = False
+        self._newly_demotable = np.zeros(self.capacity, bool)
+        self.has_newly_demotable = False
         self._parked: set[int] = set()
         self._history = History(HISTORY_OF_CAPACITY, self.capacity)
         # The findings of `admit` about the keys that `add` and `replace` are called for next.
@@ -179,7 +179,7 @@ class AutoPolicy(EvictionPolicy):
         self._hash_of[slots] = hashes
         self._bucket_of[slots] = buckets
         self._held[slots] = True
-        self._risen[slots] = False
+        self._newly_demotable[slots] = False
         self._moved.append(slots[::-1])
 
     def _slots_before(self, slots: Slots, before: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -229,7 +229,7 @@ class AutoPolicy(EvictionPolicy):
         self._found += len(slots)
         old = self._bucket_of[slots]
         classes = old % CLASSES
-        self._risen[slots] = self.has_risen = True
+        self._newly_demotable[slots] = self.has_newly_demotable = True
         new = NEXT_CLASS[classes] + self._density.epoch * CLASSES
         self._bucket_of[slots] = new
         self._ended.append(old)
@@ -250,7 +250,7 @@ class AutoPolicy(EvictionPolicy):
         self._lost.append(self._bucket_of[slots])
         self._bucket_of[slots] = 0
         self._held[slots] = False
-        self._risen[slots] = False
+        self._newly_demotable[slots] = False
         self._parked.difference_update(slots.tolist())
 
     # -- what was noted ------------------------------------------------------------------------
@@ -302,15 +302,15 @@ class AutoPolicy(EvictionPolicy):
 
     # -- the tier below ------------------------------------------------------------------------
 
-    def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+    def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
         if self._rivals.stores_all:
-            return super().worth_keeping(slots)
+            return super().should_demote(slots)
         return self._density.likely(self._bucket_of[slots])
 
-    def take_risen(self) -> Slots:
-        risen = np.flatnonzero(self._risen).astype(np.int32)
-        self._risen[risen] = self.has_risen = False
-        return risen
+    def take_newly_demotable(self) -> Slots:
+        newly_demotable = np.flatnonzero(self._newly_demotable).astype(np.int32)
+        self._newly_demotable[newly_demotable] = self.has_newly_demotable = False
+        return newly_demotable
 
     # -- for tests -----------------------------------------------------------------------------
 

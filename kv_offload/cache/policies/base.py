@@ -30,8 +30,8 @@ class EvictionPolicy(ABC):
     """True if `admit` needs the runs of the new keys, and the slots before them.
     """
 
-    has_risen = False
-    """True if `take_risen` may have something to return."""
+    has_newly_demotable = False
+    """True if `take_newly_demotable` may have something to return."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -63,11 +63,11 @@ class EvictionPolicy(ABC):
         """
         return np.ones(len(keys), bool)
 
-    def worth_keeping(self, slots: Slots) -> NDArray[np.bool_]:
+    def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
         """Say which slots with a key are likely enough used again to be written to a tier below."""
         return np.ones(len(slots), bool)
 
-    def take_risen(self) -> Slots:
+    def take_newly_demotable(self) -> Slots:
         """Return slots that have become worth keeping since the last call, by an access."""
         return NO_SLOTS
 

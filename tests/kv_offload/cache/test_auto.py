@@ -266,7 +266,7 @@ def test_nothing_is_declined_while_recency_leads() -> None:
     assert worth.tolist() == [True, True]
     assert len(slots) == 2
     manager.complete_store(slots)
-    assert policy.worth_keeping(slots).all(), "and all is worth a write to a tier below"
+    assert policy.should_demote(slots).all(), "and all is worth a write to a tier below"
 
 
 def test_while_recency_leads_slots_of_one_epoch_leave_by_their_last_access() -> None:
@@ -620,18 +620,18 @@ def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_
     kept = manager.readable_slots()
     hot = np.array([slot for key, slot in kept.items() if key.startswith(b"hot")], np.int32)
     cold = np.array([slot for key, slot in kept.items() if not key.startswith(b"hot")], np.int32)
-    assert manager.worth_keeping(hot).mean() > 0.9
-    assert manager.worth_keeping(cold).mean() < 0.1
+    assert manager.should_demote(hot).mean() > 0.9
+    assert manager.should_demote(cold).mean() < 0.1
 
 
 def test_slots_that_were_used_again_are_told_once() -> None:
     manager = CacheManager(AutoPolicy(8))
     manager.complete_store(manager.prepare_store([b"a", b"b"]))
-    assert manager.take_risen().tolist() == []
-    assert not manager.has_risen
+    assert manager.take_newly_demotable().tolist() == []
+    assert not manager.has_newly_demotable
     manager.complete_load(manager.prepare_load([b"b"]))
-    assert manager.take_risen().tolist() == manager.slot_numbers([b"b"])
-    assert manager.take_risen().tolist() == []
+    assert manager.take_newly_demotable().tolist() == manager.slot_numbers([b"b"])
+    assert manager.take_newly_demotable().tolist() == []
 
 
 # -- bounds --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.miniature import Miniature, SampledRequest
+from kv_offload.cache.mini_sim import MiniSim, SampledRequest
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.metrics import OTHER_SIZES
@@ -35,16 +35,16 @@ def make_request(keys: list[Any], tokens: int) -> Any:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Miniature]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[MiniSim]:
     """Every miniature that serves something from now on, each time that it does."""
     found = []
-    serve = Miniature.serve
+    serve = MiniSim.serve
 
-    def note(self: Miniature, *arguments: Any, **named: Any) -> Any:
+    def note(self: MiniSim, *arguments: Any, **named: Any) -> Any:
         found.append(self)
         return serve(self, *arguments, **named)
 
-    monkeypatch.setattr(Miniature, "serve", note)
+    monkeypatch.setattr(MiniSim, "serve", note)
     return found
 
 
@@ -75,7 +75,7 @@ def test_estimates_are_within_few_points_of_replays(
 ) -> None:
     monkeypatch.setattr(other_sizes, "MINIATURE_SLOTS", 2048)
     slots = 1024  # half of the blocks are sampled
-    replays = {size: Miniature(policy, int(slots * factor)) for size, factor in OTHER_SIZES.items()}
+    replays = {size: MiniSim(policy, int(slots * factor)) for size, factor in OTHER_SIZES.items()}
     hits = dict.fromkeys(OTHER_SIZES, 0)
     estimate, statistics = make_estimate(policy, slots)
     all_tokens = 0
@@ -102,7 +102,7 @@ def test_estimates_are_within_few_points_of_replays(
         assert abs(100 * error) < most_points, f"{size}: {100 * error:.1f} points"
 
 
-def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[Miniature]) -> None:
+def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[MiniSim]) -> None:
     estimate, _ = make_estimate("lru", 64)
     request = make_request([b"block"], BLOCK_TOKENS)
 
@@ -126,7 +126,7 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[Min
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["others run", "it runs alone"])
-def test_a_long_prompt_makes_no_step_long(idle: bool, served: list[Miniature]) -> None:
+def test_a_long_prompt_makes_no_step_long(idle: bool, served: list[MiniSim]) -> None:
     """100,000 tokens, a quarter of which are sampled, ended after a few tokens."""
     estimate, statistics = make_estimate("auto", 2000)
     source = random.Random(3)

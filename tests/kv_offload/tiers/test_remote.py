@@ -98,7 +98,7 @@ def test_what_came_once_is_shared_though_its_engine_expects_no_further_use(
     """A policy that learns knows the uses of its own engine alone."""
     first, second = make(plugin={"eviction_policy": "auto"}), make()
     monkeypatch.setattr(
-        AutoPolicy, "worth_keeping", lambda policy, slots: np.zeros(len(slots), bool)
+        AutoPolicy, "should_demote", lambda policy, slots: np.zeros(len(slots), bool)
     )
     first.answer("a")
     second.answer("b")

@@ -668,7 +668,7 @@ def test_an_idle_engine_writes_what_has_become_worth_it(
     engine = make(prompts=False, plugin={"eviction_policy": "auto"})
     worth = [False]
     monkeypatch.setattr(
-        AutoPolicy, "worth_keeping", lambda policy, slots: np.full(len(slots), worth[0])
+        AutoPolicy, "should_demote", lambda policy, slots: np.full(len(slots), worth[0])
     )
     ask(engine, "a")
     engine.run()

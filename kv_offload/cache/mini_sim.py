@@ -1,6 +1,6 @@
 """A cache of another size in miniature: a sample of the blocks, in as small a share of the slots.
 
-C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC
+C. Waldspurger et al., "Cache Modeling and Optimization using MiniSim Simulations", USENIX ATC
 2017: a cache that sees a random share of the keys, and has that share of the slots, has nearly the
 hit ratio of the whole, whatever its policy. Sampling is SHARDS's (FAST 2015): a key is always in
 the sample or never.
@@ -17,7 +17,7 @@ import numpy as np
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
-from kv_offload.cache.running import distinct
+from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, Run
 
 RUN_SHARE = 4
@@ -80,7 +80,7 @@ class SampledRequest(NamedTuple):
     prompt_tokens: int = 0
 
 
-class Miniature:
+class MiniSim:
     """A cache of `slots` slots that is given sampled keys, and stores and loads nothing."""
 
     def __init__(self, policy: str, slots: int) -> None:

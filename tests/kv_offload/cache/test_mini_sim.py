@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_offload.cache.miniature import Miniature, SampledRequest, sample_blocks
+from kv_offload.cache.mini_sim import MiniSim, SampledRequest, sample_blocks
 from kv_offload.cache.policies import POLICIES
 
 
@@ -48,12 +48,12 @@ def test_a_block_of_several_hashes_is_known_by_its_last() -> None:
     assert sample_blocks(hashes[:9], 0) == [*range(9)]
 
 
-def hits(miniature: Miniature, *prompts: list[bytes], first: int = 0) -> list[int]:
+def hits(miniature: MiniSim, *prompts: list[bytes], first: int = 0) -> list[int]:
     return miniature.serve([SampledRequest(keys, first) for keys in prompts])
 
 
 def test_what_lies_before_a_look_up_is_used_and_does_not_count() -> None:
-    miniature = Miniature("lru", 4)
+    miniature = MiniSim("lru", 4)
     assert hits(miniature, [b"a", b"b", b"c"]) == [0]
     assert hits(miniature, [b"a", b"b", b"c", b"d"], first=1) == [2]
     assert hits(miniature, [b"x", b"y"]) == [0]  # in place of b and c, which were used first
@@ -63,7 +63,7 @@ def test_what_lies_before_a_look_up_is_used_and_does_not_count() -> None:
 
 
 def test_requests_that_are_served_together_find_what_those_before_them_bring() -> None:
-    miniature = Miniature("lru", 8)
+    miniature = MiniSim("lru", 8)
     assert hits(miniature, [b"a", b"b"], [b"a", b"c"], [b"a", b"c", b"d"], [b"d"]) == [0, 1, 2, 1]
     assert hits(miniature, [b"b"], [b"x", b"d"], [b"x", b"d"]) == [1, 0, 2]
 
@@ -76,7 +76,7 @@ def test_together_requests_have_about_the_hits_that_they_have_one_by_one(policy:
         document = source.randrange(120) * 100
         ids = range(document, document + source.randrange(1, 20))
         requests.append(SampledRequest([*ids], prompt_tokens=16 * len(ids)))
-    together, single = Miniature(policy, 600), Miniature(policy, 600)
+    together, single = MiniSim(policy, 600), MiniSim(policy, 600)
     found = sum(sum(together.serve(requests[at : at + 3])) for at in range(0, len(requests), 3))
     expected = sum(sum(single.serve([request])) for request in requests)
     assert found == pytest.approx(expected, rel=0.03)

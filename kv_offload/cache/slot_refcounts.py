@@ -14,7 +14,7 @@ WRITTEN = -1
 """Stands for the readers of a slot that a store writes."""
 
 
-class RunningOperations:
+class SlotRefcounts:
     """Counts the loads and stores of each slot, and refuses to end one that does not run."""
 
     def __init__(self, num_slots: int) -> None:
