@@ -125,7 +125,11 @@ class Rivals:
         alive, hits = self._density.by_age()
         simulated = float((hits * self._by_density).sum())
         of_density = simulated if self.stores_all else found
-        self._judge(of_density - float(hits.sum(axis=1) @ self._by_recency))
+        of_recency = float(hits.sum(axis=1) @ self._by_recency)
+        if not self.density_leads:
+            # The shares are those of whole epochs. Where prompts just fit, that misses hits.
+            of_recency = max(of_recency, found)
+        self._judge(of_density - of_recency)
         # Entries that become too old to be distinguished join those that are.
         oldest = (alive[-2:] * self._by_density[-2:]).sum(axis=0)
         self._by_density[1:] = self._by_density[:-1]

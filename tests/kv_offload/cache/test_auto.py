@@ -355,6 +355,19 @@ def test_the_hits_of_both_rules_are_known_without_their_caches(
     assert 0.3 < np.mean(leads[len(leads) // 2 :]) / policy._epoch_accesses < 0.6
 
 
+def test_hit_density_is_not_ahead_where_recency_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that just fit once others have left: the shares of whole epochs miss some hits."""
+    policy = AutoPolicy(1024)
+    manager = CacheManager(policy)
+    leads: list[float] = []
+    monkeypatch.setattr(policy._rivals, "_judge", leads.append)
+    names = [f"old {index}" for index in range(5)] * 2 + [f"new {index}" for index in range(20)] * 4
+    for name in names:
+        serve(manager, [f"{name} {block}".encode() for block in range(50)])
+    assert len(leads) > 20
+    assert max(leads) <= 0
+
+
 # -- what stands behind what ---------------------------------------------------------------------
 
 
