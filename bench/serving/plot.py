@@ -43,11 +43,15 @@ class Line:
 
 
 def lines(document: dict[str, Any]) -> list[Line]:
-    """Return the columns of a result that have times to first token; variants are left out."""
+    """Return the columns of a result that have times to first token; variants are left out.
+
+    Where no engine ran without a connector, the prompts that the peer had to compute stand for it.
+    """
     found = []
     for column in (OFF, PEER, OURS):
         times: dict[int, list[float]] = {}
-        for one in document["results"].get(column, ()):
+        source = PEER if column == OFF and OFF not in document["results"] else column
+        for one in document["results"].get(source, ()):
             for tokens, measured in one.get("ttft", {}).items():
                 key = "computed" if column == OFF else "repeated"
                 times.setdefault(int(tokens), []).extend(1e3 * s for s in measured[key])

@@ -180,11 +180,16 @@ def _heading(document: Document) -> str:
     return f"# {name}\n\n{nbytes:,} bytes of KV per token\n\n{facts}"
 
 
+_PCIE = re.compile(r", (\d), (\d+)$")
+"""Generation and width of the link, as `nvidia-smi` lists them after the driver."""
+
+
 def _facts(document: Document) -> str:
     """Say what was measured on, and how fast its link is."""
     machine = document["machine"]
     names = ("gpu", "driver", "vllm", "torch", "commit", "date")
     facts = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    facts = [_PCIE.sub(r", PCIe \1.0 x\2", fact) for fact in facts]
     for direction in ("load", "store") if "results" in document else ():
         if rates := _link(document, direction):
             facts.append(f"a contiguous {direction} moves {_cell(rates, 1e-9)} GB/s")
@@ -308,27 +313,29 @@ def _first_seconds(_document: Document, found: Rounds) -> str:
 def _summary(document: Document) -> str:
     """Return what a reader of the README asks first."""
     found: Rounds = document["results"]
-    columns = [column for column in (OFF, PEER, OURS) if column in found]
+    computes = OFF if OFF in found else PEER
+    columns = [computes, *(column for column in (PEER, OURS) if column in found)]
     last = str(document["shape"]["prompt_tokens"][-1])
     shape = document["shape"]
     rows = []
     for tokens in (document["shape"]["prompt_tokens"][1], int(last)):
         row = [f"TTFT of a repeated prompt, {tokens:,} tokens, ms"]
-        for column in columns:
-            key = "computed" if column == OFF else "repeated"
+        for place, column in enumerate(columns):
+            key = "repeated" if place else "computed"
             times = [one["ttft"][str(tokens)][key] for one in found[column] if "ttft" in one]
             row.append(_cell_of_rounds(times, 1e3, 0))
         rows.append(row)
     batch = f"{shape['batch_prompts']} {{}} prompts of {shape['batch_tokens']:,} tokens at once"
     for hits, which in (("100", "repeated"), ("0", "new")):
         row = [f"{batch.format(which)}, thousand tokens/s"]
-        for column in columns:
+        for place, column in enumerate(columns):
             rounds = [one["throughput"] for one in found[column] if "throughput" in one]
-            rates = _rates(document, rounds, "0" if column == OFF else hits)
+            rates = _rates(document, rounds, hits if place else "0")
             row.append(_cell_of_rounds(rates, 1e-3))
         rows.append(row)
-    names = {OFF: "without", PEER: "vLLM's OffloadingConnector"}
-    return markdown_rows(["", *(names.get(column, column) for column in columns)], rows)
+    names = {PEER: "vLLM's OffloadingConnector"}
+    head = ["", "computed anew", *(names.get(column, column) for column in columns[1:])]
+    return markdown_rows(head, rows)
 
 
 def _pinning(document: Document) -> str:

@@ -14,6 +14,8 @@ MORE = {
     ("batches of new lengths", 5_000): 5.0,
     # Hit density took the lead in the night, and loses it while the day's users come back.
     ("day and night", 6_000): 3.0,
+    # Hit density takes the lead an epoch or two after recency has fallen behind.
+    ("popularity that moves", 4_000): 3.0,
     # Half of the prompts fit, and hit density leads by turns.
     ("a scan between documents", 2_500): 3.0,
 }
