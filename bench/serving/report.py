@@ -334,7 +334,7 @@ def _summary(document: Document) -> str:
             row.append(_cell_of_rounds(rates, 1e-3))
         rows.append(row)
     names = {PEER: "vLLM's OffloadingConnector"}
-    head = ["", "computed anew", *(names.get(column, column) for column in columns[1:])]
+    head = ["", "computed again", *(names.get(column, column) for column in columns[1:])]
     return markdown_rows(head, rows)
 
 

@@ -131,7 +131,7 @@ def test_the_tables_have_the_range_the_floor_the_least_lead_and_what_failed() ->
 
 def test_the_readme_has_the_first_questions_with_their_ranges() -> None:
     text = table(document(), "summary")
-    assert text.startswith("|  | computed anew | vLLM's OffloadingConnector | kv-offload |")
+    assert text.startswith("|  | computed again | vLLM's OffloadingConnector | kv-offload |")
     assert "| TTFT of a repeated prompt, 4,096 tokens, ms | 200 | 150 (149 to 150) |" in text
     assert (
         "repeated prompts of 8,192 tokens at once, thousand tokens/s | 39.3 | 7.0 | 8.0 |" in text
