@@ -36,15 +36,15 @@ WAVES_SHARE = 0.65
 """How much of a load its step's forward hides where it takes as long: all but the largest wave,
 which has 0.3 of it (see `worker/waves.py`), and a little more because copies slow each other."""
 
-WHOLE_SECONDS = 0.009
+WHOLE_SECONDS = 0.017
 """Up to this, load and step of a decode together, a load brings all tokens of a lone request.
 
 Then one token is computed, as in a step of decodes: one CUDA graph, after the load. Without the
 last slot its tokens are computed, and the host starts their layers one by one while the load still
-arrives in waves. That hides the forward behind a load that is long enough; but up to here (9 to 10
-ms from the start of a load on, on an H200's host with 32 layers) it is the host that takes longest.
-Time to first token with and without the last slot, ms: 9.2 and 10.5 where load and decode took 7.8,
-16.6 and 21.8 where 7.7, but 12.3 and 10.4 where 10.5 (H200, 22 Nov 2026)."""
+arrives in waves. That hides the forward behind a load that is long enough; but up to here it is the
+host that takes longest. With vLLM 0.33 it took 10 to 17 ms for 32 layers (H200s, 28 Nov 2026): the
+time to first token without the last slot was 16 to 32 ms where load and decode took 15.5, and with
+it 10.4 where they took 7.4."""
 
 MARGIN = 1.2
 """Computing must be faster by this factor: its estimate is optimistic for long prompts."""

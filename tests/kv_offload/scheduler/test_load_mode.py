@@ -84,8 +84,8 @@ def test_a_lone_request_gets_its_last_slot_if_load_and_decode_are_short_together
     decode_seconds.add(0.002)
     assert whole(costs, slots_in(WHOLE_SECONDS - 0.0021), idle=True)
     assert not whole(costs, slots_in(WHOLE_SECONDS - 0.0019), idle=True)
-    decode_seconds.add(0.01)
-    decode_seconds.add(0.01)
+    decode_seconds.add(WHOLE_SECONDS)
+    decode_seconds.add(WHOLE_SECONDS)
     assert not whole(costs, 1, idle=True)
     assert whole(costs, slots_in(1.0), idle=False), "beside others every load does"
 
