@@ -134,6 +134,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         groups = ours.scheduler.kv_cache_config.kv_cache_groups
         result["layers"] = sum(len(group.layer_names) for group in groups)
         result["packed_tiles"] = ours.rank.transfer.layout.num_tiles
+        result["copies_with"] = ours.rank.transfer.copies_with
         lanes = ours.rank.transfer._state.lanes.values()
         result["output_copy_stream"] = any(
             lane.stream._output_copy_stream is not None for lane in lanes

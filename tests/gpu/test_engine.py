@@ -119,6 +119,7 @@ def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
     corrupted, reloaded = result["corrupted"], result["answers"][1]
     assert sum(a != b for a, b in zip(corrupted, reloaded, strict=True)) == len(reloaded)
     assert bool(result["packed_tiles"]) == ("pack_kv" in arguments)
+    assert result["copies_with"] == ("gates" if "gates" in case else "kernels")
     assert bool(result["synchronous_loads"]) == case.startswith("before_compute")
     # A replayed graph cannot be made to wait within, which is found with the first load; and where
     # layers can, the first is learned from, at most.
