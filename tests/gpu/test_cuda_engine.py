@@ -308,10 +308,12 @@ def test_loads_come_after_the_zeroing_of_their_blocks(
 
 
 def test_submitting_does_not_block_while_the_device_is_busy(path: str) -> None:
-    pages = [(16 * KIB, 16 * KIB)] * 8 if path == "kernels" else [(256 * KIB, 256 * KIB)]
-    engine, cache, slots = make_engine(1_200, pages, 1_200)
+    pages, count = [(16 * KIB, 16 * KIB)] * 8, 1_200
+    if path == "gates":
+        pages, count = [(2 * MIB, 2 * MIB)], 300
+    engine, cache, slots = make_engine(count, pages, count)
     randomize(cache.storage, slots)
-    pairs = random_pairs(np.random.default_rng(0), 1_200, 1_200, 1_000)
+    pairs = random_pairs(np.random.default_rng(0), count, count, count - 50)
     engine.submit(SwapJob(0, STORE, pairs))
     finish(engine)
     busy()

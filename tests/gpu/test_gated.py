@@ -181,7 +181,7 @@ def test_the_gate_is_chosen_for_long_runs_here() -> None:
     assert report.yields, report.found
     for pages, chosen in (
         (RUNS, "gates"),
-        (SHORT_RUNS, "gates"),
+        (SHORT_RUNS, "kernels"),
         ([(64 * KIB, 64 * KIB)] * 32, "kernels"),
     ):
         layout = make_cache(4, pages).layout

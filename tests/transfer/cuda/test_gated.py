@@ -15,7 +15,7 @@ from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.gate_test import MOST_PIECES, TURNS, GateReport, Turn, judge  # noqa: E402
 from kv_swap.cuda.gated import PIECE_BYTES, SLICE_PIECES  # noqa: E402
-from kv_swap.engine import Direction, SwapJob  # noqa: E402
+from kv_swap.engine import CopiesWith, Direction, SwapJob  # noqa: E402
 from kv_swap.layout import KVLayout  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 
@@ -30,7 +30,13 @@ DEVICE = torch.device("cuda", 0)
 class Bed:
     """Layers of an allocation, whose bytes tell layer and block, and slots of zeros."""
 
-    def __init__(self, page_bytes: int, num_layers: int, blocks: int) -> None:
+    def __init__(
+        self,
+        page_bytes: int,
+        num_layers: int,
+        blocks: int,
+        copies_with: CopiesWith | None = "gates",
+    ) -> None:
         self.storage = Storage(num_layers * blocks * page_bytes)
         self.pages = self.storage.data.reshape(num_layers, blocks, page_bytes)
         layer, block = np.ogrid[:num_layers, :blocks]
@@ -47,7 +53,7 @@ class Bed:
         )  # fmt: skip
         arena = HostArena(blocks, layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
-        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage])
+        self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage], copies_with=copies_with)
 
     def pages_in_slots(self) -> np.ndarray:
         shape = (len(self.slots), *self.pages.shape[::2])
@@ -220,9 +226,9 @@ def test_copies_and_gates_are_queued_on_the_device_of_the_cache(
 @pytest.mark.parametrize(
     ("page_bytes", "num_layers", "yields", "chosen"),
     [
-        (256 * KIB, 1, True, "gates"),
-        (256 * KIB, 1, False, "kernels"),
-        (128 * KIB, 1, True, "kernels"),
+        (MIB, 1, True, "gates"),
+        (MIB, 1, False, "kernels"),
+        (512 * KIB, 1, True, "kernels"),
         (64 * KIB, 4, True, "kernels"),
     ],
 )
@@ -232,7 +238,7 @@ def test_the_gate_is_for_long_runs_where_it_yields(
     state._warn_once.cache_clear()
     cuda.yields = yields
     for _ in range(2):
-        assert Bed(page_bytes, num_layers, 2).engine.copies_with == chosen
+        assert Bed(page_bytes, num_layers, 2, None).engine.copies_with == chosen
     told = caplog.text.count("kernels copy, not the copy engine")
     assert told == (0 if yields else 1), "once, and only where the copy engine would copy"
 
