@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.scheduler.resets import Resets
 from tests.engine.harness import (
     BLOCK_TOKENS,
     Engine,
@@ -129,7 +129,7 @@ def test_nothing_of_the_old_weights_is_served(
     assert ours.reload([PROMPT]) == case.old
     ours.forget()
     with monkeypatch.context() as deaf:  # the control
-        deaf.setattr(OffloadScheduler, "weights_change", lambda scheduler: False)
+        deaf.setattr(Resets, "weights_change", lambda resets: False)
         way(ours, case.new_weights)
         assert ours.reload([PROMPT]) != case.new
         assert ours.blocks_loaded() == 10

@@ -21,7 +21,7 @@ README = ROOT / "README.md"
 def block(*parts: str) -> str:
     """Return the only block of commands that has all of these parts."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
-    blocks = [text for language, text in fences if not language]
+    blocks = [text for language, text in fences if language in ("", "sh")]
     (found,) = [commands for commands in blocks if all(part in commands for part in parts)]
     return str(found)
 
