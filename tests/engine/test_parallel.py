@@ -48,14 +48,21 @@ def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
 
 
 def test_replicas_share_a_store(model_folder: Path) -> None:
-    """Each loads what the other one has computed, also where the machine stands still meanwhile."""
+    """Each loads what the other one has computed, also where the machine stands still meanwhile.
+
+    A run in which a request gave the store up, as on a machine that is busy with other tests, shows
+    nothing, and is repeated.
+    """
     require_mooncake()
-    with Master(lease_seconds=60, client_seconds=60) as master:
-        result = run_module(
-            *("tests.engine.replica_run", model_folder, "qwen3", {"store": master.address}),
-            forks=True,
-            **{**environment(), **PATIENT},
-        )
+    for _ in range(3):
+        with Master(lease_seconds=60, client_seconds=60) as master:
+            result = run_module(
+                *("tests.engine.replica_run", model_folder, "qwen3", {"store": master.address}),
+                forks=True,
+                **{**environment(), **PATIENT},
+            )
+        if not any(sum(result["totals"][late]) for late in ("late_lookups", "late_promotions")):
+            break
     replica_run.check_shared(result)
 
 

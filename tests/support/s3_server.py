@@ -92,9 +92,10 @@ class S3Server:
             self._process = None
 
     def hold(self) -> None:
-        """Have it answer nothing, until `go_on`."""
+        """Have it answer nothing, until `go_on`. Return once all its threads stand."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         assert self._process is not None
