@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tests.support.processes import ROOT
 
@@ -177,16 +177,21 @@ class Master(Program):
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self._port), 1).close()
-            except OSError:
-                assert self._process.poll() is None, "mooncake_master has ended"
-                assert time.monotonic() < deadline, "mooncake_master does not serve"
-                time.sleep(0.02)
-            else:
-                return
+        wait_until_it_serves(self._process, self._port)
+
+
+def wait_until_it_serves(process: subprocess.Popen[Any], port: int) -> None:
+    """Wait until a server that was started accepts connections."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            assert process.poll() is None, f"{process.args} has ended"
+            assert time.monotonic() < deadline, f"{process.args} does not serve"
+            time.sleep(0.02)
+        else:
+            return
 
 
 _PEER = """

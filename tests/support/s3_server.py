@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Self
 
-from tests.support.mooncake import free_port
+from tests.support.mooncake import free_port, wait_until_it_serves
 
 KEY, SECRET = "AKIDTESTKEY", "not-a-secret-of-anybody"
 BUCKET = "kv"
@@ -73,16 +71,7 @@ class S3Server:
         self._process = subprocess.Popen(
             [program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-            except OSError:
-                assert self._process.poll() is None, "rclone has ended"
-                assert time.monotonic() < deadline, "rclone does not serve"
-                time.sleep(0.05)
-            else:
-                return
+        wait_until_it_serves(self._process, self.port)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -1,8 +1,9 @@
 """KV caches on a CUDA device.
 
 Each direction has a lane with a stream of its own. Loads that compute waits for have a third lane,
-where they wait for nothing but each other. The swap kernels copy. If it is asked for, the copy
-engine copies blocks that are few long runs, in pieces with a gate after each (`choose_copies`).
+where they wait for nothing but each other: these are copied by the swap kernels. On the other two
+lanes the copy engine copies blocks that are few long runs, in pieces with a gate after each
+(`choose_copies`), and kernels copy other blocks.
 
 The engine itself holds addresses and numbers only: what copies use is in its state (`state.py`).
 """

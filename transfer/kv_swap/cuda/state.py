@@ -70,9 +70,9 @@ def make_state(
     output_copy_stream: torch.cuda.Stream | None,
     copies_with: CopiesWith | None,
 ) -> State:
-    """Allocate what copies need, and compile the kernels if they copy; `None` chooses.
+    """Allocate the resources of copies, and compile the kernels, which one lane uses in any case.
 
-    Synchronises. Raises `DeviceError`.
+    With `copies_with` None, `choose_copies` decides. Synchronises. Raises `DeviceError`.
     """
     state = State(
         arena, tuple(keep_alive), copies_with=copies_with or choose_copies(layout, device)
