@@ -29,6 +29,15 @@ def block(name: bytes, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]
     return np.frombuffer(hashlib.shake_128(name).digest(nbytes), np.uint8)
 
 
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Flip one bit of a byte of a file: damage, whatever the byte was."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
 def job(
     job_id: int,
     direction: TierDirection,

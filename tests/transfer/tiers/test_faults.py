@@ -18,17 +18,9 @@ from kv_swap.tiers.region import read_description
 from kv_swap.tiers.verify import verify
 
 from tests.support.processes import ROOT, run_code
-from tests.support.tier_bed import ALIGNED, ODD, SECTORS, TierBed, named
+from tests.support.tier_bed import ALIGNED, ODD, SECTORS, TierBed, flip, named
 
 NAMES = named(8)
-
-
-def flip(path: Path, offset: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 @pytest.mark.parametrize("slot_bytes", [ALIGNED, SECTORS, ODD])

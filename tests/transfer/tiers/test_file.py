@@ -22,7 +22,7 @@ from kv_swap.tiers import file
 from kv_swap.tiers.region import read_description
 
 from tests.support.processes import ROOT, run_code
-from tests.support.tier_bed import ALIGNED, TierBed, named
+from tests.support.tier_bed import ALIGNED, TierBed, flip, named
 from tests.transfer.tiers.conftest import Gate
 
 NAMES = named(8)
@@ -95,9 +95,7 @@ def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(
 ) -> None:
     rewrite_region(path, **changes)
     if offset:
-        with path.open("r+b") as file:
-            file.seek(offset)
-            file.write(b"?")
+        flip(path, offset)
     with pytest.raises(TierError, match=reason):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:

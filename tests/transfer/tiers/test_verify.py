@@ -12,8 +12,7 @@ from kv_swap.tiers.record import Verdict
 from kv_swap.tiers.region import read_description
 from kv_swap.tiers.verify import PIECE_BYTES, SlotState, verify
 
-from tests.support.tier_bed import ODD, TierBed, named
-from tests.transfer.tiers.test_faults import flip
+from tests.support.tier_bed import ODD, TierBed, flip, named
 
 
 def test_says_what_lies_in_each_slot_while_an_engine_uses_the_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kv_offload.errors import ConfigError
 from kv_offload.tools.tier.read import read_folder
 from tests.kv_offload.tools.conftest import Command
 from tests.support.commands import Terminal
-from tests.support.tier_bed import TierBed
+from tests.support.tier_bed import TierBed, flip
 
 Run: TypeAlias = Callable[..., Any]
 NUM_SLOTS, SLOT_BYTES = 8, 16384
@@ -101,9 +101,8 @@ def test_a_disk_is_shown(folder: Path, shown: Run, as_json: Run) -> None:
 def test_verification_finds_what_a_disk_has_lost(folder: Path, shown: Run, as_json: Run) -> None:
     assert "verified: 5 as written\n" in shown(folder, "--verify")
     offset = read_description(rank_file(folder, 1)).offset
+    flip(rank_file(folder, 1), offset(3) - 77)
     with rank_file(folder, 1).open("r+b") as file:
-        file.seek(offset(3) - 77)
-        file.write(b"?")
         file.seek(offset(5))
         file.write(bytes(4096))
         file.truncate(offset(7))
