@@ -166,6 +166,6 @@ def full_store() -> Iterator[None]:
     """Have engines that are built here use a store that has everything."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
-        mock.patch("kv_offload.engines.vllm.start.store.StoreDirectory", FullDirectory),
+        mock.patch("kv_offload.engines.vllm.start.remote.RemoteDirectory", FullDirectory),
     ):
         yield

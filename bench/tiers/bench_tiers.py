@@ -24,9 +24,9 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierDirection, TierEngine, TierJob
 from kv_swap.tiers.probe import PlainFile
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.mooncake import MooncakeClient
-from kv_swap.tiers.store.tier import StoreTier
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.mooncake import MooncakeClient
+from kv_swap.tiers.remote.tier import RemoteTier
 from numpy.typing import NDArray
 
 from bench.machine import keep_rows
@@ -188,7 +188,7 @@ def test_rate_of_a_store(
     asker = MooncakeClient(master, 0)
     asker.connect()
     segment_bytes = POOL_BYTES if place == "own" else 0
-    with StoreTier(MooncakeClient(master, segment_bytes), arena, {}) as tier:
+    with RemoteTier(MooncakeClient(master, segment_bytes), arena, {}) as tier:
         keys = object_keys(tier.file_id, names_of(pairs[:, 1]))
 
         def run() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
-from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
+from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
@@ -29,7 +29,7 @@ SHARED_GENERATION = bytes(GENERATION_BYTES)
 """Begins the names of blocks that all engines find."""
 
 
-DirectoryOpener = Callable[[Sequence[str]], StoreDirectory]
+DirectoryOpener = Callable[[Sequence[str]], RemoteDirectory]
 """Opens a directory for ranks whose objects' keys begin so; equal beginnings are named once."""
 
 
@@ -72,7 +72,7 @@ class RecentKeys:
 class Question:
     """Which of some keys the store has, as it may not have answered yet."""
 
-    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: StoreAnswer) -> None:
+    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer
         self._generation = tier.generation
         self._asked = time.monotonic()
@@ -109,11 +109,11 @@ class RemoteTier(Tier):
     def __init__(self, open_directory: DirectoryOpener) -> None:
         super().__init__("remote store")
         self._open_directory = open_directory
-        self._directory: StoreDirectory | None = None
+        self._directory: RemoteDirectory | None = None
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
         # Answers come in the order of the questions, so the last is open as long as any is.
-        self._last_answer: StoreAnswer | None = None
+        self._last_answer: RemoteAnswer | None = None
         self._is_late = False
 
     @property
@@ -177,7 +177,7 @@ class RemoteTier(Tier):
         """See `Tier`."""
         return self._last_answer is not None and not self._last_answer.is_done
 
-    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: StoreAnswer) -> None:
+    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: RemoteAnswer) -> None:
         """Take in an answer, or that it takes too long; `generation` began the names asked for."""
         if not answer.is_done:
             self._is_late = True

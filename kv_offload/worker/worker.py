@@ -29,7 +29,7 @@ from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
 from kv_offload.worker.sharing import ALONE, Peers
-from kv_offload.worker.store import Store
+from kv_offload.worker.remote import Remote
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class OffloadWorker:
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
-        tier: Disk | Store | None = None,
+        tier: Disk | Remote | None = None,
     ) -> None:
         self.rank = rank
         self.num_slots = 0

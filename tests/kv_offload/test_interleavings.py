@@ -45,7 +45,7 @@ from kv_offload.cache.prefix import CacheGroup
 from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.loads import set_synchronous_loads
-from tests.support.manual_tier import STORE, manual_store
+from tests.support.manual_tier import STORE, manual_remote
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
 from tests.support.timing import Lagging
@@ -205,7 +205,7 @@ class Interleavings(RuleBasedStateMachine):
         if below := arguments.pop("tier"):
             if below == "store":
                 arguments["plugin"] |= STORE
-                self.cleanup.enter_context(manual_store())
+                self.cleanup.enter_context(manual_remote())
             else:
                 folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
                 nbytes = f"{below * self.ranks << 10}B"
@@ -562,7 +562,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def evict_from_store(self, which: int) -> None:
         for rank in self.engine.ranks:
-            if rank.tier is not None and rank.tier.is_store and rank.tier.records:
+            if rank.tier is not None and rank.tier.is_remote and rank.tier.records:
                 del rank.tier.records[sorted(rank.tier.records)[which % len(rank.tier.records)]]
 
     @rule(rank=st.integers(0, 1), which=st.integers(0, 99))

@@ -19,7 +19,7 @@ from kv_offload.tiers.promoter import MAX_WAIT_SECONDS
 from tests.kv_offload.tiers.test_remote import StoreEngine
 from tests.kv_offload.tiers.test_tiers import DiskEngine
 from tests.support.loads import set_synchronous_loads
-from tests.support.manual_tier import manual_store
+from tests.support.manual_tier import manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [
@@ -84,7 +84,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         assert engine.scheduler.reset_prefix_cache()
         return engine
 
-    with manual_store():
+    with manual_remote():
         yield one
         for engine in made:
             engine.rest()

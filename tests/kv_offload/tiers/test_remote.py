@@ -14,7 +14,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.tiers import base, lower, remote
 from kv_offload.tiers.remote import SHARED_GENERATION, RecentKeys
-from tests.support.manual_tier import STORE, ManualDirectory, ManualStore, manual_store
+from tests.support.manual_tier import STORE, ManualDirectory, ManualRemote, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -32,9 +32,9 @@ class StoreEngine(PlayedEngine):
         super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
 
     @property
-    def store(self) -> ManualStore:
+    def store(self) -> ManualRemote:
         found = self.ranks[0].tier
-        assert isinstance(found, ManualStore)
+        assert isinstance(found, ManualRemote)
         return found
 
     @property
@@ -63,7 +63,7 @@ class StoreEngine(PlayedEngine):
 
 @pytest.fixture(autouse=True)
 def _played() -> Iterator[None]:
-    with manual_store():
+    with manual_remote():
         yield
 
 

@@ -16,7 +16,7 @@ from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
-from kv_offload.engines.vllm.start import disk, log, members, ranks, store, support, trace
+from kv_offload.engines.vllm.start import disk, log, members, ranks, remote, support, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
@@ -59,7 +59,7 @@ class Engine:
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
         config = self.traced.config
         self.disk = disk.find_disk(config, vllm_config, kv_cache_config)
-        self.store = store.find_store(config, vllm_config, kv_cache_config)
+        self.remote = remote.find_remote(config, vllm_config, kv_cache_config)
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
@@ -94,8 +94,8 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
             tier = disk.disk_tier(
                 config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
             )
-        if engine.store is not None and config.remote is not None:
-            tier = store.remote_tier(config.remote, world_size)
+        if engine.remote is not None and config.remote is not None:
+            tier = remote.remote_tier(config.remote, world_size)
         facts = EngineFacts(
             engine.cache_groups,
             pool,
@@ -136,5 +136,5 @@ def build_worker(engine: Engine) -> OffloadWorker:
         parallel.rank,
         parallel.world_size,
         ranks.tensor_parallel_ranks() if shares else ALONE,
-        engine.disk or engine.store,
+        engine.disk or engine.remote,
     )

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.client import StoreClient
-from kv_swap.tiers.store.keys import object_keys
+from kv_swap.tiers.remote.client import RemoteClient
+from kv_swap.tiers.remote.keys import object_keys
 
 from kv_offload.cache import store_directory
-from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
+from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 
 NAMES = [b"a", b"b", b"c"]
 
 
-class Asked(StoreClient):
+class Asked(RemoteClient):
     """Has some objects, and notes which keys it was asked for."""
 
     def __init__(self, *keys: str) -> None:
@@ -56,7 +56,7 @@ def keys(prefix: str, *names: bytes) -> list[str]:
     return object_keys(prefix, names)
 
 
-def answered(answer: StoreAnswer) -> Sequence[bool] | None:
+def answered(answer: RemoteAnswer) -> Sequence[bool] | None:
     end = time.monotonic() + 20
     while not answer.is_done:
         assert time.monotonic() < end, "no answer"
@@ -66,7 +66,7 @@ def answered(answer: StoreAnswer) -> Sequence[bool] | None:
 
 def test_a_block_is_there_if_all_of_its_parts_are() -> None:
     client = Asked(*keys("0", b"a", b"b"), *keys("1", b"b", b"c"))
-    directory = StoreDirectory(client, ["0", "1"], object_keys)
+    directory = RemoteDirectory(client, ["0", "1"], object_keys)
     assert answered(directory.ask(NAMES)) == [False, True, False]
     assert client.asked == [keys("0", *NAMES), keys("1", b"a", b"b")], "those that can be there"
     directory.close(20)
@@ -75,7 +75,7 @@ def test_a_block_is_there_if_all_of_its_parts_are() -> None:
 
 def test_nothing_more_is_asked_once_nothing_is_there() -> None:
     client = Asked()
-    directory = StoreDirectory(client, ["0", "1", "2"], object_keys)
+    directory = RemoteDirectory(client, ["0", "1", "2"], object_keys)
     assert answered(directory.ask(NAMES)) == [False] * 3
     assert client.asked == [keys("0", *NAMES)]
     directory.close(20)
@@ -86,7 +86,7 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(
 ) -> None:
     client = Asked(*keys("0", b"b"))
     client.error = TierError("the master is gone")
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     assert [answered(directory.ask(NAMES)) for _ in range(3)] == [None] * 3
     assert caplog.text.count("the remote store cannot be asked: ") == 1
     client.error = None
@@ -96,7 +96,7 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(
 
 def test_an_engine_starts_with_a_connection() -> None:
     client = Asked()
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     assert client.connected
     directory.close(20)
 
@@ -106,14 +106,14 @@ def test_an_engine_starts_also_while_the_store_is_away(
 ) -> None:
     client = Asked()
     client.error = TierError("start mooncake_master there")
-    StoreDirectory(client, ["0"], object_keys).close(20)
+    RemoteDirectory(client, ["0"], object_keys).close(20)
     assert "start mooncake_master there" in caplog.text
 
     client = Asked()
     client.connects.clear()
     monkeypatch.setattr(store_directory, "START_SECONDS", 0.05)
     began = time.monotonic()
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     assert time.monotonic() - began < 10
     answer = directory.ask(NAMES)
     assert not answer.is_done
@@ -125,7 +125,7 @@ def test_an_engine_starts_also_while_the_store_is_away(
 def test_neither_a_question_nor_the_end_waits_for_a_store_that_hangs() -> None:
     client = Asked()
     client.answers.clear()
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     began = time.monotonic()
     answer = directory.ask(NAMES)
     directory.close(0.05)

@@ -12,10 +12,10 @@ import pytest
 from kv_swap.errors import JobError, TierError
 from kv_swap.tiers.engine import TierCompletion
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
-from kv_swap.tiers.store.client import Fate, Parts
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.mooncake import MooncakeClient
-from kv_swap.tiers.store.tier import NUM_SLOTS
+from kv_swap.tiers.remote.client import Fate, Parts
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.mooncake import MooncakeClient
+from kv_swap.tiers.remote.tier import NUM_SLOTS
 
 from tests.support.mooncake import Master, Peer, environment, require_mooncake
 from tests.support.processes import ROOT

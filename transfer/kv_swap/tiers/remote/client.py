@@ -25,7 +25,7 @@ class Fate(enum.Enum):
     """The store had no room for it, and may have some soon."""
 
 
-class StoreClient(ABC):
+class RemoteClient(ABC):
     """A connection to a store. Any thread may call any method; calls run at the same time.
 
     Calls block. They raise `TierError`, with the remedy, if the store as a whole cannot be asked,

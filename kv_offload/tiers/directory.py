@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from kv_swap.tiers.store.client import StoreClient
+    from kv_swap.tiers.remote.client import RemoteClient
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ START_SECONDS = 5.0
 and Mooncake holds all Python threads while it is made."""
 
 
-class StoreAnswer:
+class RemoteAnswer:
     """Which of some names the store has. The directory's thread sets it once."""
 
     def __init__(self, names: Sequence[bytes]) -> None:
@@ -45,7 +45,7 @@ class StoreAnswer:
         self._done.set()
 
 
-class StoreDirectory:
+class RemoteDirectory:
     """Answers in the order of the questions. No method waits but `close`.
 
     It is made once there is a connection, or an attempt has failed or takes `START_SECONDS`.
@@ -57,23 +57,23 @@ class StoreDirectory:
 
     def __init__(
         self,
-        client: StoreClient,
+        client: RemoteClient,
         prefixes: Sequence[str],
         make_keys: Callable[[str, Sequence[bytes]], list[str]],
     ) -> None:
         self._client = client
         self._make_keys = make_keys
         self._prefixes = prefixes
-        self._queue: SimpleQueue[StoreAnswer | None] = SimpleQueue()
+        self._queue: SimpleQueue[RemoteAnswer | None] = SimpleQueue()
         self._failing = False
         self._tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-offload-store", daemon=True)
         self._thread.start()
         self._tried.wait(START_SECONDS)
 
-    def ask(self, names: Sequence[bytes]) -> StoreAnswer:
+    def ask(self, names: Sequence[bytes]) -> RemoteAnswer:
         """Ask which of these names the store has."""
-        answer = StoreAnswer(names)
+        answer = RemoteAnswer(names)
         self._queue.put(answer)
         return answer
 

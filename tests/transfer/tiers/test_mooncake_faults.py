@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kv_swap.tiers.store import mooncake
+from kv_swap.tiers.remote import mooncake
 
 from tests.support.mooncake import PATIENT, Master, Peer, require_mooncake
 from tests.support.tier_bed import DEMOTE, PROMOTE, StoreBed, job, named
@@ -20,7 +20,7 @@ from tests.transfer.tiers.conftest import tier_threads
 NAMES = named(8)
 SEGMENT_BYTES = 64 << 20
 IN_ENGINE = pytest.mark.slow
-"""`tests/engine/test_store.py` has this fault, and what an engine makes of it, in `make test`."""
+"""`tests/engine/test_mooncake.py` has this fault, and what an engine makes of it, in `make test`."""
 
 
 @pytest.fixture
