@@ -75,8 +75,8 @@ class BurstBed:
         )
         self._requests: dict[str, Request] = {}
         if where != "vLLM alone":
-            tier = TierCapacity(slots, "bench") if where in ("disk", "remote") else None
-            capacity = WorkerCapacity(0, slots, slots, tier=tier)
+            tiers = {where: TierCapacity(slots, "bench")} if where in ("disk", "remote") else {}
+            capacity = WorkerCapacity(0, slots, slots, tiers=tiers)
             offload = self.scheduler.connector.offload_scheduler
             offload.take_capacities([capacity])
             set_synchronous_loads(offload, False)
@@ -139,7 +139,7 @@ class BurstBed:
         if self._where == "host memory":
             manager = self.scheduler.connector.offload_scheduler.manager
         elif self._where == "disk":
-            manager = self.scheduler.connector.offload_scheduler.tier.tier.manager
+            manager = self.scheduler.connector.offload_scheduler.tiers.tiers["disk"].manager
         else:
             return
         manager.complete_store(manager.prepare_store(keys))

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
-from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
+from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -104,10 +104,11 @@ class RemoteTier(Tier):
     before, and what they store must not be served here.
     """
 
+    name, what = "remote", "remote store"
     is_shared = True
 
     def __init__(self, open_directory: DirectoryOpener) -> None:
-        super().__init__("remote store")
+        super().__init__()
         self._open_directory = open_directory
         self._directory: RemoteDirectory | None = None
         self._known = RecentKeys()

@@ -553,9 +553,10 @@ class Interleavings(RuleBasedStateMachine):
     @rule(stuck=st.booleans(), fails=st.booleans())
     def upset_directory(self, stuck: bool, fails: bool) -> None:
         """Have a store not say what it has, or not be there."""
-        directory = getattr(self.engine.offload, "_tier", None)
-        directory = getattr(directory, "_directory", None)
-        if directory is not None:
+        for tier in self.engine.offload.tiers.tiers.values():
+            directory = getattr(tier, "_directory", None)
+            if directory is None:
+                continue
             directory.stuck, directory.fails = stuck, fails
             directory.answer()
 
@@ -625,12 +626,13 @@ class Interleavings(RuleBasedStateMachine):
 
     def wake_tier(self) -> None:
         """Run until nothing is left to write: a tier that pauses would be used again any moment."""
-        tier = getattr(self.engine.offload, "_tier", None)
+        tiers = self.engine.offload.tiers.tiers.values()
         for _ in range(20):
-            if tier is None or not tier.is_open or (tier.may_read and tier.may_write):
+            if all(not tier.is_open or (tier.may_read and tier.may_write) for tier in tiers):
                 return
-            for pause in (tier._reads, tier._writes):
-                pause._until = 0.0
+            for tier in tiers:
+                for pause in (tier._reads, tier._writes):
+                    pause._until = 0.0
             self.engine.run()
 
     def teardown(self) -> None:

@@ -30,6 +30,7 @@ class ManualTier:
     """
 
     is_remote = False
+    name = "disk"
 
     def __init__(
         self,
@@ -138,6 +139,7 @@ class ManualRemote(ManualTier):
     """Finds blocks by their names alone; what one engine has put there another one finds."""
 
     is_remote = True
+    name = "remote"
     contents: ClassVar[dict[str, dict[bytes, tuple[bytes, NDArray[np.uint8]]]]] = {}
     """What all stores of this process have, by `file_id`."""
 

@@ -11,7 +11,7 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.remote.client import RemoteClient
 from kv_swap.tiers.remote.keys import object_keys
 
-from kv_offload.cache import store_directory
+from kv_offload.tiers import directory as remote_directory
 from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 
 NAMES = [b"a", b"b", b"c"]
@@ -111,7 +111,7 @@ def test_an_engine_starts_also_while_the_store_is_away(
 
     client = Asked()
     client.connects.clear()
-    monkeypatch.setattr(store_directory, "START_SECONDS", 0.05)
+    monkeypatch.setattr(remote_directory, "START_SECONDS", 0.05)
     began = time.monotonic()
     directory = RemoteDirectory(client, ["0"], object_keys)
     assert time.monotonic() - began < 10

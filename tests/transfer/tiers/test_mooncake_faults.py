@@ -20,7 +20,7 @@ from tests.transfer.tiers.conftest import tier_threads
 NAMES = named(8)
 SEGMENT_BYTES = 64 << 20
 IN_ENGINE = pytest.mark.slow
-"""`tests/engine/test_mooncake.py` has this fault, and what an engine makes of it, in `make test`."""
+"""`tests/engine/test_mooncake.py` has this fault, and its effect on an engine, in `make test`."""
 
 
 @pytest.fixture

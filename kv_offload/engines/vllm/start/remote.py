@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_offload.tiers.directory import RemoteDirectory
 from kv_offload.config import OffloadConfig, RemoteConfig
 from kv_offload.config.checks import check_shared_folder
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
+from kv_offload.tiers.directory import RemoteDirectory
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.remote import RemoteTier
 from kv_offload.worker.remote import Remote, make_client
