@@ -57,8 +57,9 @@ class LoadJob:
 class MoveJob:
     """Copy slots between host memory and a lower tier: up if it `promotes`, else down.
 
-    `tier` is the name of the tier, `disk` or `remote`. `pairs` has the slot in host memory and the slot in the tier. `names` say what each block is:
-    the tier keeps them with the bytes, and a promotion brings nothing else.
+    `tier` is the name of the tier, `disk` or `remote`. `pairs` has the slot in host memory and the
+    slot in the tier. `names` say what each block is: the tier keeps them with the bytes, and a
+    promotion brings nothing else.
     """
 
     job_id: int

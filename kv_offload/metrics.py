@@ -104,11 +104,12 @@ METRICS = (
         "the queue that waiting_slots shows.",
         demoted_slots="Slots written from host memory to lower tiers, on every rank.",
         promoted_slots="Slots read from lower tiers into host memory, on every rank.",
-        lost_tier_slots="Slots that could not be written to a lower tier or read from it on some rank, "
-        "whatever the reason; their tokens are computed.",
+        lost_tier_slots="Slots that could not be written to a lower tier or read from it on some "
+        "rank, whatever the reason; their tokens are computed.",
         late_lookups="Requests that were served without the remote store because it did not say "
         "in time which of their blocks it has.",
-        late_promotions="Requests that were computed because reading from a lower tier took too long.",
+        late_promotions="Requests that were computed because reading from lower tiers took too "
+        "long.",
         demoted_bytes="Bytes written to lower tiers, over all ranks.",
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
         promoted_bytes="Bytes read from lower tiers, over all ranks.",
@@ -117,10 +118,10 @@ METRICS = (
         disk_written_bytes="The part of demoted_bytes that went to the disk.",
         remote_read_bytes="The part of promoted_bytes that came from the remote store.",
         remote_written_bytes="The part of demoted_bytes that went to the remote store.",
-        tier_mismatches="Slots read from a lower tier that were not what their name and checksum say, "
-        "over all ranks; they were not used.",
-        tier_errors="Reads and writes of a lower tier that ended with an error, over all ranks; the "
-        "log has it.",
+        tier_mismatches="Slots read from a lower tier that were not what their name and checksum "
+        "say, over all ranks; they were not used.",
+        tier_errors="Reads and writes of a lower tier that ended with an error, over all ranks; "
+        "the log has it.",
         trace_errors="Requests that are missing in the file that record_trace names, because they "
         "could not be written or too many waited.",
     ),
@@ -149,14 +150,14 @@ METRICS = (
         has_remote="1 with a remote store, 0 without.",
         disk_usable="1 while the disk may be read, 0 for a while after a read failed, while a copy "
         "hangs, and without one.",
-        remote_usable="1 while the remote store may be read, 0 for a while after a read failed, while "
-        "a copy hangs or an answer is late, and without one.",
+        remote_usable="1 while the remote store may be read, 0 for a while after a read failed, "
+        "while a copy hangs or an answer is late, and without one.",
         promoting_slots="Slots that are being read from lower tiers.",
         demoting_slots="Slots that are being written to lower tiers.",
-        oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has not "
-        "ended; 0 if there is none.",
-        disk_read_bytes_per_second="Speed of reading from the disk, of the slowest rank, or of ranks "
-        "that share memory together; 0 until it was measured.",
+        oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has "
+        "not ended; 0 if there is none.",
+        disk_read_bytes_per_second="Speed of reading from the disk, of the slowest rank, or of "
+        "ranks that share memory together; 0 until it was measured.",
         remote_read_bytes_per_second="The same of the remote store.",
         prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
         "measured.",

@@ -154,7 +154,8 @@ class Tier(ABC):
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
         """See to it that no later process finds what was forgotten; say whether that is sure.
 
-        `problems` has for each rank what `OffloadWorker.revoke_tiers` returned. May block until the timeout.
+        `problems` has for each rank what `OffloadWorker.revoke_tiers` returned. May block until the
+        timeout.
         """
         return True
 

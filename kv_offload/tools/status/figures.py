@@ -26,7 +26,7 @@ LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
 """Gauges that do not add up: of several engines, the largest counts."""
 
 TIERS = {"tier_slots": "disk_usable", "has_remote": "remote_usable"}
-"""By the gauge that is above 0 where an engine has a tier, the one that is 0 while it is not read."""
+"""By the gauge that says that an engine has a tier, the one that is 0 while it is not read."""
 
 
 class Figures:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.tiers import base
+from kv_offload.tiers.remote import RecentKeys
 from tests.support.manual_tier import STORE, ManualDirectory, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
@@ -47,8 +48,9 @@ class BothEngine(PlayedEngine):
         self.run()
 
     def forget(self) -> None:
-        """Leave the lower tiers as the only places with anything."""
+        """Leave blocks in the lower tiers alone; what the remote store has must be asked for."""
         self.offload.manager.reset()
+        self.offload.tiers.tiers["remote"]._known = RecentKeys()
         assert self.scheduler.reset_prefix_cache()
         self.totals.clear()
         self.disk.happened.clear()
