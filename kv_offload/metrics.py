@@ -96,6 +96,8 @@ METRICS = (
         "retain.",
         ignored_wishes="Requests whose wishes could not be read; they were served as if they had "
         "none.",
+        followed_kv_hints="Actions of routers' KV hints that were followed.",
+        ignored_kv_hints="Actions of routers' KV hints that are malformed, or for others.",
         unretained_slots="Slots that a request asked to retain, without room in the share of host "
         "memory that may be.",
         displaced_slots="Retained slots that were let go of before their time for requests of a "
@@ -104,6 +106,7 @@ METRICS = (
         "the queue that waiting_slots shows.",
         demoted_slots="Slots written from host memory to lower tiers, on every rank.",
         promoted_slots="Slots read from lower tiers into host memory, on every rank.",
+        prefetched_slots="The part of promoted_slots that was read for requests which were queued.",
         lost_tier_slots="Slots that could not be written to a lower tier or read from it on some "
         "rank, whatever the reason; their tokens are computed.",
         late_lookups="Requests that were served without the remote store because it did not say "

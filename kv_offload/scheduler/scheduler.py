@@ -78,6 +78,11 @@ class OffloadScheduler:
 
     # -- requests ------------------------------------------------------------------------------
 
+    def arrived(self, request: Request) -> None:
+        """Note that the engine has queued a request."""
+        if self.tiers.tiers:
+            self.tiers.arrived(self._requests.track(request))
+
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.
 

@@ -16,6 +16,7 @@ from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
 from kv_offload.tiers.demoter import Demoter
+from kv_offload.tiers.prefetcher import Prefetcher
 from kv_offload.tiers.promoter import Promoter
 
 IDLE_SECONDS = 60.0
@@ -71,12 +72,17 @@ class LowerTiers:
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
         self.promoter = Promoter(core, self.tiers, lookups, costs)
+        self._prefetcher = Prefetcher(core, self.promoter, lookups)
         # By tier and rank.
         self._ranks: dict[str, dict[int, TierCapacity]] = {name: {} for name in self.tiers}
         # Time of the first of the latest steps without tokens, on the monotonic clock.
         self._idle_since: float | None = None
         # By tier, what wakes the engine after a pause of writes.
         self._alarms: dict[str, threading.Timer] = {}
+
+    def arrived(self, request: TrackedRequest) -> None:
+        """Bring what a request needs into host memory while the engine has it queued."""
+        self._prefetcher.arrived(request)
 
     def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
         """Return True if a request is to be looked up again later, since a promotion is coming.
@@ -86,7 +92,7 @@ class LowerTiers:
         return bool(self.tiers) and self.promoter.waits(request, start_tokens)
 
     def advance(self, *, computes: bool) -> None:
-        """Plan this step's demotions. `computes` is False for a step without tokens."""
+        """Plan this step's demotions and prefetches. `computes` is False without any tokens."""
         if not self.tiers:
             return
         if not computes and any(
@@ -102,6 +108,7 @@ class LowerTiers:
             if tier.may_write and self._is_patient:
                 idle = self._idle_since is not None
                 self.demoters[name].plan_step(idle=idle, sharing_ranks=self._sharing_ranks(name))
+        self._prefetcher.plan_step()
 
     def slots_used(self, slots: Slots) -> None:
         """Consider slots of host memory for demotions: they were just stored or loaded."""

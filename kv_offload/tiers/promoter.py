@@ -62,7 +62,9 @@ class Wait:
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock.
     - `is_stale`: True if something has come since then.
-    - `until`: when it is computed at the latest; None before anything is read for it.
+    - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
+    - `patience_seconds`: how long the engine lets it wait for what is read for it.
+    - `until`: when it is computed at the latest; None before it waits for a read.
     - `asked`: whether the tiers that must be asked what they have of it were; `questions` are those
       that may not have been answered, those of others too.
     - `moves`: what is read for it; may have ended.
@@ -71,7 +73,9 @@ class Wait:
     start_tokens: int
     num_tokens: int
     looked: float
+    is_ahead: bool
     is_stale: bool = False
+    patience_seconds: float = 0.0
     until: float | None = None
     asked: bool = False
     questions: list[Question] = field(default_factory=list)
@@ -123,10 +127,28 @@ class Promoter:
         Begins to read what the request needs beyond its first `start_tokens` tokens, where that is
         worth it. Asked again it looks at every block only where something may have changed.
         """
+        return self._waits(tracked, start_tokens, is_ahead=False)
+
+    def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> int | None:
+        """Begin to read what a queued request needs, before the engine looks it up.
+
+        Returns how many slots are read for it; None if it must be called again to know.
+        """
+        wait = tracked.tier_wait
+        if wait is not None and not wait.is_ahead:
+            return 0
+        waits, wait = self._waits(tracked, start_tokens, is_ahead=True), tracked.tier_wait
+        if waits and (wait is None or wait.questions):
+            return None
+        return 0 if wait is None else sum(len(move.slots) for move in wait.moves)
+
+    def _waits(self, tracked: TrackedRequest, start_tokens: int, *, is_ahead: bool) -> bool:
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
         wait = tracked.tier_wait
         if wait is not None:
+            wait.is_ahead &= is_ahead
             is_reading = self._is_reading(wait)
+            self._begin_patience(wait, now)
             if wait.is_stale:
                 tracked.hit = None  # what has come since is not in it
             if wait.until is not None and now >= wait.until:
@@ -147,7 +169,7 @@ class Promoter:
             return True
         self._lookups.budget.spend(LOOK_KEYS)
         if wait is None:
-            tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
+            tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now, is_ahead)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         if not wait.asked:
@@ -159,7 +181,14 @@ class Promoter:
                 return True
         wait.looked, wait.is_stale = now, False
         self._look(tracked, wait)
+        self._begin_patience(wait, now)
         return bool(wait.moves)
+
+    @staticmethod
+    def _begin_patience(wait: Wait, now: float) -> None:
+        """Bound the wait for what is read, once the engine waits for it."""
+        if wait.moves and wait.until is None and not wait.is_ahead:
+            wait.until = now + wait.patience_seconds
 
     # -- what the tiers have -------------------------------------------------------------------
 
@@ -328,10 +357,9 @@ class Promoter:
     def _wait_for(self, wait: Wait, read: Read) -> None:
         """Have a request wait for a read, for about as long as it would take to compute."""
         wait.moves = [move for _, move in read.parts]
-        if wait.moves and wait.until is None:
-            computed = self._compute_seconds(read)
-            twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
-            wait.until = wait.looked + min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
+        computed = self._compute_seconds(read)
+        twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
+        wait.patience_seconds = min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
 
     def _compute_seconds(self, read: Read) -> float | None:
         return self._costs.compute_seconds(read.end_tokens - read.host_tokens)
