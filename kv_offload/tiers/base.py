@@ -121,8 +121,11 @@ class Tier(ABC):
     def may_have(self, key: bytes) -> bool:
         """Say whether the tier may have a key; False where `readable` does not say so. Fast."""
 
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
-        """Ask which of these keys the tier has; None if `readable` knows all there is to know."""
+    def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
+        """Ask which of these keys the tier has; None if `readable` knows all there is to know.
+
+        `are_chained` says that each is of use only with those before it.
+        """
         return None
 
     @abstractmethod

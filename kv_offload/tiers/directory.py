@@ -23,10 +23,13 @@ and Mooncake holds all Python threads while it is made."""
 
 
 class RemoteAnswer:
-    """Which of some names the store has. The directory's thread sets it once."""
+    """Which of some names the store has. The directory's thread sets it once.
 
-    def __init__(self, names: Sequence[bytes]) -> None:
-        self.names = names
+    Of names that `are_chained` each is of use only with those before it.
+    """
+
+    def __init__(self, names: Sequence[bytes], *, are_chained: bool = False) -> None:
+        self.names, self.are_chained = names, are_chained
         self.found: Sequence[bool] | None = None
         """For each name, in order, whether all of its parts are there; None if it failed."""
         self.answered = 0.0
@@ -71,9 +74,9 @@ class RemoteDirectory:
         self._thread.start()
         self._tried.wait(START_SECONDS)
 
-    def ask(self, names: Sequence[bytes]) -> RemoteAnswer:
-        """Ask which of these names the store has."""
-        answer = RemoteAnswer(names)
+    def ask(self, names: Sequence[bytes], *, are_chained: bool = False) -> RemoteAnswer:
+        """Ask which of these names the store has; see `RemoteAnswer`."""
+        answer = RemoteAnswer(names, are_chained=are_chained)
         self._queue.put(answer)
         return answer
 
@@ -86,7 +89,8 @@ class RemoteDirectory:
         self._attempt(self._client.connect)
         self._tried.set()
         while (question := self._queue.get()) is not None:
-            question.set(self._attempt(partial(self._look, question.names)))
+            look = self._look_along if question.are_chained and self._client.probes else self._look
+            question.set(self._attempt(partial(look, question.names)))
         self._client.close()
 
     def _attempt(self, call: Callable[[], Found]) -> Found | None:
@@ -100,6 +104,26 @@ class RemoteDirectory:
             return None
         self._failing = False
         return found
+
+    def _look_along(self, names: Sequence[bytes]) -> list[bool]:
+        """Find up to which name of a chain the store has all, by a few probes.
+
+        What is before a name that is there is taken to be there: it was written before. If it was
+        removed since, a read of it brings nothing. A thousand names take two rounds of questions.
+        """
+        probes = self._client.probes
+        assert probes is not None
+        first, last = 0, len(names)  # those before `first` are there, `last` is not
+        while first < last:
+            count = min(probes, last - first)
+            rows = [first + (last - first) * (number + 1) // count - 1 for number in range(count)]
+            there = self._look([names[row] for row in rows])
+            known = there.index(False) if False in there else count
+            if known < count:
+                last = rows[known]
+            if known:
+                first = rows[known - 1] + 1
+        return [row < first for row in range(len(names))]
 
     def _look(self, names: Sequence[bytes]) -> list[bool]:
         """Ask for the first part of all blocks, and for the next ones of those that have it."""

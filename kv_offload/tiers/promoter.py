@@ -216,7 +216,8 @@ class Promoter:
             if not other.is_shared and missing.any():
                 missing &= ~other.readable(keys)
         question = tier.ask(
-            [key for key, absent in zip(keys, missing.tolist(), strict=True) if absent]
+            [key for key, absent in zip(keys, missing.tolist(), strict=True) if absent],
+            are_chained=len(prefixes.groups) == 1 and prefixes.reads_all,
         )
         if question is not None:
             wait.questions.append(question)

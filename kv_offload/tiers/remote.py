@@ -163,14 +163,17 @@ class RemoteTier(Tier):
         """See `Tier`."""
         return key in self._known
 
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
+    def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
         """Ask the store for what is not known of these keys."""
         assert self._directory is not None, "the tier is not open"
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
         names = [self._generation + key for key in unknown]
-        self._last_answer, self._is_late = self._directory.ask(names), False
+        self._last_answer, self._is_late = (
+            self._directory.ask(names, are_chained=are_chained),
+            False,
+        )
         return Question(self, unknown, self._last_answer)
 
     @property

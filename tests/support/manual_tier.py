@@ -178,7 +178,7 @@ class ManualDirectory:
         self.asked: list[ManualAnswer] = []
         self.closed = False
 
-    def ask(self, names: Sequence[bytes]) -> ManualAnswer:
+    def ask(self, names: Sequence[bytes], *, are_chained: bool) -> ManualAnswer:
         self.asked.append(ManualAnswer(names))
         self.answer()
         return self.asked[-1]

@@ -206,7 +206,7 @@ def test_a_section_is_a_mapping(write, value):
     assert message.endswith("Correct it, or remove it to run without a disk.")
 
 
-def test_a_remote_store_needs_an_address_and_a_size_and_no_disk_beside_it():
+def test_a_remote_store_needs_an_address_and_a_size_and_may_have_a_disk_beside_it():
     remote = {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": "1GiB"}
     config = load({"remote": remote})
     assert config.remote == RemoteConfig(kind="mooncake", address="10.0.0.5:50051", bytes=GIB)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.remote.client import RemoteClient
-from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.keys import PREFIX, object_keys
 
 from kv_offload.tiers import directory as remote_directory
 from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
@@ -71,6 +71,33 @@ def test_a_block_is_there_if_all_of_its_parts_are() -> None:
     assert client.asked == [keys("0", *NAMES), keys("1", b"a", b"b")], "those that can be there"
     directory.close(20)
     assert client.closed
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1000, 4096])
+@pytest.mark.parametrize("probes", [1, 2, 32])
+def test_of_a_chain_a_store_is_asked_for_a_few_names(length: int, probes: int) -> None:
+    """A request for each of a thousand objects would take longer than a prompt may wait."""
+    names = [f"{number}".encode() for number in range(length)]
+    for there in {0, 1, length // 3, length - 1, length}:
+        client = Asked(*keys("0", *names[:there]), *keys("1", *names))
+        client.probes = probes
+        directory = RemoteDirectory(client, ["0", "1"], object_keys)
+        expected = [number < there for number in range(length)]
+        assert answered(directory.ask(names, are_chained=True)) == expected
+        asked = [call for call in client.asked if call[0].startswith(f"{PREFIX}0/")]
+        assert max(map(len, asked)) <= probes
+        if probes == 32:
+            assert len(asked) <= 3
+        directory.close(20)
+
+
+def test_a_chain_whose_beginning_is_gone_is_not_there() -> None:
+    names = [f"{number}".encode() for number in range(100)]
+    client = Asked(*keys("0", *names[50:]))
+    client.probes = 32
+    directory = RemoteDirectory(client, ["0"], object_keys)
+    assert not any(answered(directory.ask(names, are_chained=True)) or [True])
+    directory.close(20)
 
 
 def test_nothing_more_is_asked_once_nothing_is_there() -> None:

@@ -37,6 +37,10 @@ class RemoteClient(ABC):
     """In each direction. With two, one computes checksums while the other's bytes are on the
     network; a store that takes long for each object has more."""
 
+    probes: int | None = None
+    """Keys that it is best asked for at a time, where each is a request of its own; None where one
+    call asks for any number of them."""
+
     @abstractmethod
     def connect(self) -> None:
         """Connect, as any other call does if that has not been done. May take seconds.

@@ -61,6 +61,7 @@ class FolderClient(RemoteClient, Sweepable):
     """
 
     threads = 8
+    probes = 4 * ASKING_THREADS
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path

@@ -63,6 +63,7 @@ class S3Client(RemoteClient, Sweepable):
     """
 
     threads = 16
+    probes = ASKING_THREADS
 
     def __init__(self, url: str, max_bytes: int) -> None:
         self._url = url
