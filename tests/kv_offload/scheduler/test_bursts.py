@@ -159,7 +159,9 @@ def test_a_store_is_asked_once_for_what_is_shared(make: Make) -> None:
     directory.stuck = True
     asked: list[bytes] = []
     ask = directory.ask
-    directory.ask = lambda names: asked.extend(names) or ask(names)  # type: ignore[method-assign]
+    directory.ask = (  # type: ignore[method-assign]
+        lambda names, **how: asked.extend(names) or ask(names, **how)
+    )
     burst(engine)
     engine.step(2)
     assert len(asked) == len({*asked}), "a name is asked for twice"
