@@ -75,7 +75,8 @@ class BurstBed:
         )
         self._requests: dict[str, Request] = {}
         if where != "vLLM alone":
-            tiers = {where: TierCapacity(slots, "bench")} if where in ("disk", "remote") else {}
+            below = TierCapacity(slots, "bench")
+            tiers = {name: below for name in ("disk", "remote") if name == where}
             capacity = WorkerCapacity(0, slots, slots, tiers=tiers)
             offload = self.scheduler.connector.offload_scheduler
             offload.take_capacities([capacity])
