@@ -45,7 +45,7 @@ from kv_offload.cache.prefix import CacheGroup
 from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.loads import set_synchronous_loads
-from tests.support.manual_tier import STORE, manual_remote
+from tests.support.manual_tier import REMOTE, manual_remote
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
 from tests.support.timing import Lagging
@@ -204,7 +204,7 @@ class Interleavings(RuleBasedStateMachine):
             )
         if below := arguments.pop("tier"):
             if below == "store":
-                arguments["plugin"] |= STORE
+                arguments["plugin"] |= REMOTE
                 self.cleanup.enter_context(manual_remote())
             else:
                 folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))

@@ -196,7 +196,7 @@ class ManualDirectory:
         self.closed = True
 
 
-STORE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 0}}
+REMOTE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 0}}
 """The configuration of an engine with such a store."""
 
 

@@ -142,7 +142,7 @@ class S3Bed(Bed):
         self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
 
 
-class StoreBed(Bed):
+class MooncakeBed(Bed):
     """A tier in the store of a master, to which it gives `segment_bytes`."""
 
     def __init__(

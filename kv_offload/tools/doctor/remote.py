@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.remote.client import RemoteClient
-from kv_swap.tiers.remote.probe import StoreRates, measure
+from kv_swap.tiers.remote.probe import RemoteRates, measure
 
 from kv_offload.config import RemoteConfig
 from kv_offload.config.sizes import format_size
@@ -77,7 +77,7 @@ def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
     )
 
 
-def _describe(rates: StoreRates, where: str) -> str:
+def _describe(rates: RemoteRates, where: str) -> str:
     tokens = rates.get_bytes_per_second / TOKEN_BYTES
     return (
         f"{rates.stored} of {rates.tried} blocks stored, found, read and verified {where}: "

@@ -12,7 +12,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.tiers import base
 from kv_offload.tiers.remote import RecentKeys
-from tests.support.manual_tier import STORE, ManualDirectory, ManualTier, manual_remote
+from tests.support.manual_tier import REMOTE, ManualDirectory, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -27,7 +27,7 @@ class BothEngine(PlayedEngine):
 
     def __init__(self, folder: Path, **more: Any) -> None:
         keys = {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}
-        plugin = {"disk": {**keys, **more.pop("disk", {})}, **STORE}
+        plugin = {"disk": {**keys, **more.pop("disk", {})}, **REMOTE}
         super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
 
     @property

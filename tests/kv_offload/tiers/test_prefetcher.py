@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.tiers import prefetcher, promoter
-from tests.support.manual_tier import STORE, ManualTier, manual_remote
+from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -54,7 +54,7 @@ class QueueEngine(PlayedEngine):
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., QueueEngine]]:
     made: list[QueueEngine] = []
     disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    plugin = {"disk": disk} if request.param == "disk" else STORE
+    plugin = {"disk": disk} if request.param == "disk" else REMOTE
 
     def one(**more: Any) -> QueueEngine:
         made.append(QueueEngine({**plugin, **more.pop("plugin", {})}, **more))

@@ -14,7 +14,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.tiers import base, lower, remote
 from kv_offload.tiers.remote import SHARED_GENERATION, RecentKeys
-from tests.support.manual_tier import STORE, ManualDirectory, ManualRemote, manual_remote
+from tests.support.manual_tier import REMOTE, ManualDirectory, ManualRemote, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -24,11 +24,11 @@ OTHER = [0, *PROMPT[1:]]
 FULL_BLOCKS = len(PROMPT) // 4
 
 
-class StoreEngine(PlayedEngine):
+class RemoteEngine(PlayedEngine):
     """An engine with a store; two of them in one process share it."""
 
     def __init__(self, **more: Any) -> None:
-        plugin = {**STORE, **more.pop("plugin", {})}
+        plugin = {**REMOTE, **more.pop("plugin", {})}
         super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
 
     @property
@@ -68,11 +68,11 @@ def _played() -> Iterator[None]:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., StoreEngine]]:
-    made: list[StoreEngine] = []
+def make() -> Iterator[Callable[..., RemoteEngine]]:
+    made: list[RemoteEngine] = []
 
-    def one(**options: Any) -> StoreEngine:
-        made.append(StoreEngine(**options))
+    def one(**options: Any) -> RemoteEngine:
+        made.append(RemoteEngine(**options))
         return made[-1]
 
     yield one
@@ -335,7 +335,7 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
 
 
 def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
-    engine = make(plugin={"remote": {**STORE["remote"], "keep_on_reset": True}})
+    engine = make(plugin={"remote": {**REMOTE["remote"], "keep_on_reset": True}})
     engine.offload.resets.reset_cache()
     assert engine.offload.tiers.tiers["remote"].generation == SHARED_GENERATION
     engine.change_weights()

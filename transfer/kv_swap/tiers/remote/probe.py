@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class StoreRates:
+class RemoteRates:
     """Bytes per second, and how many blocks of how many the store took."""
 
     put_bytes_per_second: float
@@ -31,7 +31,7 @@ class StoreRates:
 
 def measure(
     asker: RemoteClient, client: RemoteClient, num_blocks: int, block_bytes: int
-) -> StoreRates:
+) -> RemoteRates:
     """Store blocks under names of this call alone, and read them back, each verified.
 
     `asker`, which is connected, looks whether they are there, and removes them. Raises `TierError`
@@ -56,7 +56,7 @@ def measure(
             f"{len(stored) - len(get.failed)} read, and {get.mismatches} were something else: it "
             f"evicts too soon, or damages what it holds"
         )
-    return StoreRates(put.nbytes / put.seconds, get.nbytes / get.seconds, len(stored), num_blocks)
+    return RemoteRates(put.nbytes / put.seconds, get.nbytes / get.seconds, len(stored), num_blocks)
 
 
 def _run(
