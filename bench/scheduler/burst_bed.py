@@ -76,7 +76,7 @@ class BurstBed:
         self._requests: dict[str, Request] = {}
         if where != "vLLM alone":
             below = TierCapacity(slots, "bench")
-            tiers = {name: below for name in ("disk", "remote") if name == where}
+            tiers = {str(where): below} if where in ("disk", "remote") else {}
             capacity = WorkerCapacity(0, slots, slots, tiers=tiers)
             offload = self.scheduler.connector.offload_scheduler
             offload.take_capacities([capacity])
