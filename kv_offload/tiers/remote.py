@@ -170,11 +170,9 @@ class RemoteTier(Tier):
         if not unknown:
             return None
         names = [self._generation + key for key in unknown]
-        self._last_answer, self._is_late = (
-            self._directory.ask(names, are_chained=are_chained),
-            False,
-        )
-        return Question(self, unknown, self._last_answer)
+        answer = self._directory.ask(names, are_chained=are_chained)
+        self._last_answer, self._is_late = answer, False
+        return Question(self, unknown, answer)
 
     @property
     def is_asked(self) -> bool:
