@@ -60,6 +60,9 @@ class BlockPool(Protocol):
     def get_num_free_blocks(self) -> int:
         """Return how many blocks have no reference."""
 
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any:
+        """Return the blocks that the pool knows by a hash, one of each group; None without one."""
+
     def touch(self, blocks: Sequence[Block]) -> None:
         """Reference each block once more."""
 

@@ -55,14 +55,16 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class MoveJob:
-    """Copy slots between host memory and the tier below it: up if it `promotes`, else down.
+    """Copy slots between host memory and a lower tier: up if it `promotes`, else down.
 
-    `pairs` has the slot in host memory and the slot in the tier. `names` say what each block is:
-    the tier keeps them with the bytes, and a promotion brings nothing else.
+    `tier` is the name of the tier, `disk` or `remote`. `pairs` has the slot in host memory and the
+    slot in the tier. `names` say what each block is: the tier keeps them with the bytes, and a
+    promotion brings nothing else.
     """
 
     job_id: int
     promotes: bool
+    tier: str
     pairs: Pairs
     names: Sequence[bytes]
 
@@ -99,7 +101,8 @@ class RankReport:
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone."""
     store_bytes_per_second: float | None = None
-    promote_bytes_per_second: float | None = None
+    promote_bytes_per_second: dict[str, float] | None = None
+    """By tier."""
     ready_slots: int | None = None
     """Slots from 0 on whose memory is ready."""
     weight_loads: int | None = None
@@ -119,7 +122,7 @@ class OffloadWorkerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """The capacity of one rank's part of the tier below host memory."""
+    """The capacity of one rank's part of a lower tier."""
 
     num_slots: int
     file_id: str
@@ -136,6 +139,7 @@ class WorkerCapacity:
     num_slots: int
     ready_slots: int
     """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
-    tier: TierCapacity | None = None
+    tiers: dict[str, TierCapacity] = field(default_factory=dict)
+    """By name."""
     slot_bytes: int = 0
     """Size of one slot of the arena."""

@@ -96,27 +96,35 @@ METRICS = (
         "retain.",
         ignored_wishes="Requests whose wishes could not be read; they were served as if they had "
         "none.",
+        followed_kv_hints="Actions of routers' KV hints that were followed.",
+        ignored_kv_hints="Actions of routers' KV hints that are malformed, or for others.",
         unretained_slots="Slots that a request asked to retain, without room in the share of host "
         "memory that may be.",
         displaced_slots="Retained slots that were let go of before their time for requests of a "
         "higher priority.",
         deferred_slots="Slots that could not be stored yet when their request ended. They wait in "
         "the queue that waiting_slots shows.",
-        demoted_slots="Slots written from host memory to the tier, on every rank.",
-        promoted_slots="Slots read from the tier into host memory, on every rank.",
-        lost_tier_slots="Slots that could not be written to the tier or read from it on some rank, "
-        "whatever the reason; their tokens are computed.",
+        demoted_slots="Slots written from host memory to lower tiers, on every rank.",
+        promoted_slots="Slots read from lower tiers into host memory, on every rank.",
+        prefetched_slots="The part of promoted_slots that was read for requests which were queued.",
+        lost_tier_slots="Slots that could not be written to a lower tier or read from it on some "
+        "rank, whatever the reason; their tokens are computed.",
         late_lookups="Requests that were served without the remote store because it did not say "
         "in time which of their blocks it has.",
-        late_promotions="Requests that were computed because reading from the tier took too long.",
-        demoted_bytes="Bytes written to the tier, over all ranks.",
+        late_promotions="Requests that were computed because reading from lower tiers took too "
+        "long.",
+        demoted_bytes="Bytes written to lower tiers, over all ranks.",
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
-        promoted_bytes="Bytes read from the tier, over all ranks.",
+        promoted_bytes="Bytes read from lower tiers, over all ranks.",
         promoted_seconds="Time from the start of reads to their end, over all ranks.",
-        tier_mismatches="Slots read from the tier that were not what their name and checksum say, "
-        "over all ranks; they were not used.",
-        tier_errors="Reads and writes of the tier that ended with an error, over all ranks; the "
-        "log has it.",
+        disk_read_bytes="The part of promoted_bytes that came from the disk.",
+        disk_written_bytes="The part of demoted_bytes that went to the disk.",
+        remote_read_bytes="The part of promoted_bytes that came from the remote store.",
+        remote_written_bytes="The part of demoted_bytes that went to the remote store.",
+        tier_mismatches="Slots read from a lower tier that were not what their name and checksum "
+        "say, over all ranks; they were not used.",
+        tier_errors="Reads and writes of a lower tier that ended with an error, over all ranks; "
+        "the log has it.",
         trace_errors="Requests that are missing in the file that record_trace names, because they "
         "could not be written or too many waited.",
     ),
@@ -143,14 +151,17 @@ METRICS = (
         tier_slots_set_aside="Slots of the disk that are not used until the next start, because "
         "they could not be written or read; at most 1 % of tier_slots.",
         has_remote="1 with a remote store, 0 without.",
-        tier_usable="1 while the tier may be read, 0 for a while after a read failed, while a copy "
+        disk_usable="1 while the disk may be read, 0 for a while after a read failed, while a copy "
         "hangs, and without one.",
-        promoting_slots="Slots that are being read from the tier.",
-        demoting_slots="Slots that are being written to the tier.",
-        oldest_move_seconds="Age of the oldest read or write of the tier that some rank has not "
-        "ended; 0 if there is none.",
-        promote_bytes_per_second="Speed of reading from the tier, of the slowest rank, or of ranks "
-        "that share memory together; 0 until it was measured.",
+        remote_usable="1 while the remote store may be read, 0 for a while after a read failed, "
+        "while a copy hangs or an answer is late, and without one.",
+        promoting_slots="Slots that are being read from lower tiers.",
+        demoting_slots="Slots that are being written to lower tiers.",
+        oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has "
+        "not ended; 0 if there is none.",
+        disk_read_bytes_per_second="Speed of reading from the disk, of the slowest rank, or of "
+        "ranks that share memory together; 0 until it was measured.",
+        remote_read_bytes_per_second="The same of the remote store.",
         prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
         "measured.",
     ),

@@ -236,7 +236,7 @@ def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
     (shown,) = (b.text for b in blocks(ROOT / "docs/use/metrics.md") if b.language == "text")
     page = having(HITS, "hit_tokens_at_twice_total", 900)
-    for sample in ("tier_slots", "tier_usable", *TIER_COPIES):
+    for sample in ("tier_slots", "disk_usable", *TIER_COPIES):
         page = having(page, sample, 1)
     with page_server(page) as server:
         main(["status", server.address, "--once"])

@@ -25,7 +25,9 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 # -- imports -----------------------------------------------------------------------------------
 
-LEAVES = frozenset({"", "config", "engine", "errors", "medians", "messages", "metrics", "wishes"})
+LEAVES = frozenset(
+    {"", "config", "engine", "errors", "medians", "messages", "metrics", "kv_hints", "wishes"}
+)
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
 ALLOWED = {
@@ -40,6 +42,7 @@ ALLOWED = {
     **dict.fromkeys(LEAVES, frozenset[str]()),
     "config": frozenset({"errors"}),
     "wishes": frozenset({"config", "errors"}),
+    "kv_hints": frozenset({"wishes"}),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 

@@ -134,9 +134,9 @@ class SchedulerBed:
             max_num_seqs=running + 1,
             events=events,
         )
-        tier = TierCapacity(slots, "bench") if plugin and "disk" in plugin else None
+        tiers = {"disk": TierCapacity(slots, "bench")} if plugin and "disk" in plugin else {}
         self.connector.offload_scheduler.take_capacities(
-            [WorkerCapacity(0, slots, slots, tier=tier)]
+            [WorkerCapacity(0, slots, slots, tiers=tiers)]
         )
         self.clock = ConnectorClock()
         self.clock.put_on(self.connector)

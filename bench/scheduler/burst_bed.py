@@ -75,8 +75,9 @@ class BurstBed:
         )
         self._requests: dict[str, Request] = {}
         if where != "vLLM alone":
-            tier = TierCapacity(slots, "bench") if where in ("disk", "remote") else None
-            capacity = WorkerCapacity(0, slots, slots, tier=tier)
+            below = TierCapacity(slots, "bench")
+            tiers = {str(where): below} if where in ("disk", "remote") else {}
+            capacity = WorkerCapacity(0, slots, slots, tiers=tiers)
             offload = self.scheduler.connector.offload_scheduler
             offload.take_capacities([capacity])
             set_synchronous_loads(offload, False)
@@ -139,7 +140,7 @@ class BurstBed:
         if self._where == "host memory":
             manager = self.scheduler.connector.offload_scheduler.manager
         elif self._where == "disk":
-            manager = self.scheduler.connector.offload_scheduler.tier.tier.manager
+            manager = self.scheduler.connector.offload_scheduler.tiers.tiers["disk"].manager
         else:
             return
         manager.complete_store(manager.prepare_store(keys))
@@ -166,6 +167,6 @@ def full_store() -> Iterator[None]:
     """Have engines that are built here use a store that has everything."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
-        mock.patch("kv_offload.engines.vllm.start.store.StoreDirectory", FullDirectory),
+        mock.patch("kv_offload.engines.vllm.start.remote.RemoteDirectory", FullDirectory),
     ):
         yield

@@ -1,13 +1,16 @@
-"""How fast slots move to and from a disk or a store: GB/s from `submit` to the polled completion.
+"""How fast slots move to and from a lower tier: GB/s from `submit` to the polled completion.
 
 Run with `pytest bench/tiers/bench_tiers.py -k disk --benchmark-enable --basetemp=FOLDER`, where
-`FOLDER` is a new one on the disk to measure, with 2 GiB free; and with `-k store` for a store, of a
-real `mooncake_master`. With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `tiers.json` or
-`store.json` is written there. Without the option everything runs once, at a small size.
+`FOLDER` is a new one on the disk to measure, with 2 GiB free; and with `-k remote` for the kinds of
+remote store: a real `mooncake_master`, a folder in `FOLDER`, and `rclone serve s3` of another one.
+With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `tiers.json` or `remote.json` is written there.
+Without the option everything runs once, at a small size.
 
 Beside a disk, the plain way is a read or write for each slot, by as many threads; both take turns
-within each round, so that they meet the same disk. The memory of a store is that of this process,
-or of another by TCP on loopback. Figures are medians over the rounds.
+within each round, so that they meet the same disk. The memory of Mooncake is that of this process,
+or of another by TCP on loopback; folder and bucket are in the page cache of this machine. So what
+is measured of them is the work for each object, without a network. Figures are medians over the
+rounds.
 """
 
 from __future__ import annotations
@@ -24,16 +27,21 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierDirection, TierEngine, TierJob
 from kv_swap.tiers.probe import PlainFile
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.mooncake import MooncakeClient
-from kv_swap.tiers.store.tier import StoreTier
+from kv_swap.tiers.remote.client import RemoteClient
+from kv_swap.tiers.remote.folder import FolderClient
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.mooncake import MooncakeClient
+from kv_swap.tiers.remote.s3 import S3Client
+from kv_swap.tiers.remote.tier import RemoteTier
 from numpy.typing import NDArray
 
 from bench.machine import keep_rows
+from kv_offload.tiers.directory import RemoteDirectory
 from tests.support.mooncake import Master, Peer, require_mooncake
+from tests.support.s3_server import BUCKET, S3Server, require_s3
 
 KIB, MIB = 1 << 10, 1 << 20
-ROUNDS, STORE_ROUNDS = 15, 7
+ROUNDS, REMOTE_ROUNDS = 15, 5
 POOL_BYTES = 1 << 30
 
 sizes = pytest.mark.parametrize("slot_bytes", [64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB])
@@ -50,10 +58,10 @@ def disk_rows() -> Iterator[Rows]:
 
 
 @pytest.fixture(scope="module")
-def store_rows() -> Iterator[Rows]:
+def remote_rows() -> Iterator[Rows]:
     rows: Rows = []
     yield rows
-    keep_rows("store.json", rows)
+    keep_rows("remote.json", rows)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +71,31 @@ def master() -> Iterator[str]:
         yield master.address
 
 
-@pytest.fixture(params=["own", "another process"])
-def place(request: pytest.FixtureRequest, master: str) -> Iterator[str]:
-    """Whose memory the store has."""
-    if request.param == "own":
-        yield request.param
-        return
-    with Peer(master, segment_bytes=POOL_BYTES):
-        yield request.param
+MakeClient = Callable[[], RemoteClient]
+PLACES = ("mooncake, own memory", "mooncake, another process", "folder", "s3")
+
+
+@pytest.fixture(params=PLACES)
+def remote(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, MakeClient]]:
+    """A kind of remote store, and what makes a client of it."""
+    kind, _, whose = request.param.partition(", ")
+    if kind == "folder":
+        yield request.param, lambda: FolderClient(tmp_path, POOL_BYTES)
+    elif kind == "s3":
+        require_s3()
+        with S3Server(tmp_path) as server:
+            for name, value in server.variables.items():
+                monkeypatch.setenv(name, value)
+            yield request.param, lambda: S3Client(f"s3://{BUCKET}/bench", POOL_BYTES)
+    else:
+        master = request.getfixturevalue("master")
+        if whose == "own memory":
+            yield request.param, lambda: MooncakeClient(master, POOL_BYTES)
+            return
+        with Peer(master, segment_bytes=POOL_BYTES):
+            yield request.param, lambda: MooncakeClient(master, 0)
 
 
 def filled_arena(num_slots: int, slot_bytes: int) -> NDArray[np.uint8]:
@@ -178,17 +203,17 @@ def test_caller_of_a_disk(
 
 
 @sizes
-def test_rate_of_a_store(
-    benchmark: Any, store_rows: Rows, master: str, place: str, slot_bytes: int
+def test_rate_of_a_remote(
+    benchmark: Any, remote_rows: Rows, remote: tuple[str, MakeClient], slot_bytes: int
 ) -> None:
     """Put new objects, get them and remove them, in turns."""
+    place, make_client = remote
     count = (128 if benchmark.enabled else 8) * MIB // slot_bytes
     arena, pairs = filled_arena(count, slot_bytes), same_slots(count)
     took: dict[TierDirection, list[float]] = {way: [] for way in TierDirection}
-    asker = MooncakeClient(master, 0)
+    asker, client = make_client(), make_client()
     asker.connect()
-    segment_bytes = POOL_BYTES if place == "own" else 0
-    with StoreTier(MooncakeClient(master, segment_bytes), arena, {}) as tier:
+    with RemoteTier(client, arena, {}) as tier:
         keys = object_keys(tier.file_id, names_of(pairs[:, 1]))
 
         def run() -> None:
@@ -199,26 +224,34 @@ def test_rate_of_a_store(
         run()  # connects, and touches the memory of the pool
         for seconds in took.values():
             seconds.clear()
-        benchmark.pedantic(run, rounds=STORE_ROUNDS if benchmark.enabled else 1)
+        benchmark.pedantic(run, rounds=REMOTE_ROUNDS if benchmark.enabled else 1)
     asker.close()
     for way, seconds in took.items():
         gbps = count * slot_bytes / statistics.median(seconds) / 1e9
         benchmark.extra_info[way.value] = gbps
         if benchmark.enabled:
             row = {"name": way.value, "place": place, "slot_bytes": slot_bytes, "gbps": gbps}
-            store_rows.append(row)
+            remote_rows.append(row)
 
 
-def test_asking_a_store(benchmark: Any, store_rows: Rows, master: str) -> None:
-    """Measure a scheduler thread's time for asking for 256 keys."""
-    asker = MooncakeClient(master, 0)
-    asker.connect()
+@pytest.mark.parametrize("chained", [False, True], ids=["each", "chained"])
+def test_asking_a_remote(
+    benchmark: Any, remote_rows: Rows, remote: tuple[str, MakeClient], chained: bool
+) -> None:
+    """Measure a question for 256 blocks of which the store has none: the longest, for a chain."""
+    place, make_client = remote
+    directory = RemoteDirectory(make_client(), ["0" * 32], object_keys)
     names = names_of(np.arange(256, dtype=np.int32))
 
     def ask() -> float:
         started = time.perf_counter()
-        asker.exist(object_keys("0" * 32, names))
+        answer = directory.ask(names, are_chained=chained)
+        while not answer.is_done:
+            time.sleep(0.0001)
+        assert answer.found is not None
+        assert not any(answer.found)
         return time.perf_counter() - started
 
-    median_and_p99(benchmark, store_rows, ask, "exist of 256", "milliseconds")
-    asker.close()
+    name = f"ask for 256 {'chained ' * chained}blocks"
+    median_and_p99(benchmark, remote_rows, ask, name, "milliseconds", place=place)
+    directory.close(10)

@@ -138,7 +138,6 @@ def trace_config(
         if name not in SECTIONS
     }
     traced = TracedConfig(_nested(effective), read.path, given, host, replicas, warnings)
-    _check_tiers(traced.config, given)
     _check_shares(traced.config, given)
     headroom = headroom_bytes(host)
     if traced.config.host_bytes * replicas + headroom > host.size_bytes:
@@ -286,15 +285,6 @@ def _checked(name: str, given: Given, whole_bytes: int) -> Any:
     raise ConfigError(
         f"{source}: {key.name}: {given.shown}: {problem}. Correct it, or {remedy}."
     ) from cause
-
-
-def _check_tiers(config: OffloadConfig, given: Mapping[str, Given]) -> None:
-    """Raise `ConfigError` for two tiers."""
-    if config.disk is not None and config.remote is not None:
-        raise ConfigError(
-            f"{given['remote.kind'].source}: remote: an engine has one tier below host memory, and "
-            "there is a disk. Remove remote, or disk."
-        )
 
 
 _WORDS = {"disk": "disk", "remote": "remote store"}

@@ -23,6 +23,7 @@ from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.errors import RequestError
+from kv_offload.kv_hints import apply_kv_hints, find_envelope
 from kv_offload.scheduler.loads.decision import Decision
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.wishes import NO_WISHES, Wishes, read_wishes
@@ -215,6 +216,14 @@ class RequestTable:
 
     def _read_wishes(self, request: Request) -> Wishes:
         """Return what a request wishes; nothing where that is wrong and no front end refused it."""
+        wishes, envelope = self._read_params(request), find_envelope(request)
+        if envelope is not None:
+            wishes, followed, ignored = apply_kv_hints(envelope, wishes, request.cache_salt)
+            self._statistics.count("followed_kv_hints", followed)
+            self._statistics.count("ignored_kv_hints", ignored)
+        return wishes
+
+    def _read_params(self, request: Request) -> Wishes:
         if not request.kv_transfer_params:
             return NO_WISHES
         try:

@@ -1,4 +1,4 @@
-"""When host memory and the tier below are emptied: resets by the user, and new weights."""
+"""When host memory and the tiers below are emptied: resets by the user, and new weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.stores.planner import StorePlanner
-from kv_offload.tiers.lower import LowerTier
+from kv_offload.tiers.lower import LowerTiers
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 class Resets:
     """Empties all that was computed so far. Running copies end on their own and leave nothing."""
 
-    def __init__(self, core: Core, stores: StorePlanner, tier: LowerTier) -> None:
+    def __init__(self, core: Core, stores: StorePlanner, tiers: LowerTiers) -> None:
         self._manager, self._retention = core.manager, core.retention
         self._requests, self._tell = core.requests, core.tell
-        self._stores, self._tier = stores, tier
+        self._stores, self._tiers = stores, tiers
         self._weight_loads: dict[int, int] = {}
         self._weights_changed = False
         self._keeps_memory = False
@@ -76,4 +76,4 @@ class Resets:
         for tell in self._tell.emptied:
             tell()
         self._stores.forget(weights_changed=weights_changed)
-        return self._tier.clear(weights_changed=weights_changed) or held
+        return self._tiers.clear(weights_changed=weights_changed) or held

@@ -27,7 +27,7 @@ from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.resets import Resets
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.transfers import Kind, Transfer
-from kv_offload.tiers.lower import ActiveTier, LowerTier, NoTier, TierSpec
+from kv_offload.tiers.lower import LowerTiers, TierSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class OffloadScheduler:
 
     - `in_flight`: requests and GPU blocks that copies hold up.
     - `resets`: when host memory is emptied.
-    - `tier`: the tier below host memory.
+    - `tiers`: the tiers below host memory, the fastest first.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class OffloadScheduler:
         config: OffloadConfig,
         engine: EngineFacts,
         slots: SlotFacts,
-        tier: TierSpec | None = None,
+        tiers: Sequence[TierSpec] = (),
         observers: Observers = NO_OBSERVERS,
     ) -> None:
         self.config = config
         self._engine, self._slots = engine, slots
-        core = Core(config, engine, slots, observers, self.gauges, has_tier=tier is not None)
+        core = Core(config, engine, slots, observers, self.gauges, has_tier=bool(tiers))
         self.manager, self.watch = core.manager, core.watch
         self._transfers, self._requests = core.transfers, core.requests
         self._statistics, self._retention = core.statistics, core.retention
@@ -67,18 +67,21 @@ class OffloadScheduler:
         mode, block_bytes = config.load_or_recompute, slots.block_bytes
         overlaps, queue = engine.loads_overlap, self._transfers.load_queue
         self._costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)
-        self.tier: LowerTier = NoTier()
-        if tier is not None:
-            self.tier = ActiveTier(core, self._lookups, self._costs, tier)
-        self._admissions = Admissions(core, self._lookups, self._costs, self.tier)
+        self.tiers = LowerTiers(core, self._lookups, self._costs, tiers)
+        self._admissions = Admissions(core, self._lookups, self._costs, self.tiers)
         self._stores = StorePlanner(core)
-        self.resets = Resets(core, self._stores, self.tier)
+        self.resets = Resets(core, self._stores, self.tiers)
         self._effects = PendingEffects(core)
         self.in_flight = InFlight(core, self._effects)
         self._ready_slots: dict[int, int] = {}
         self.manager.limit_slots(0)
 
     # -- requests ------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """Note that the engine has queued a request."""
+        if self.tiers.tiers:
+            self.tiers.arrived(self._requests.track(request))
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.
@@ -141,7 +144,7 @@ class OffloadScheduler:
         """
         self._transfers.step_time.next_step()
         self._retention.expire()
-        self.tier.advance(computes=bool(output.num_scheduled_tokens))
+        self.tiers.advance(computes=bool(output.num_scheduled_tokens))
         idle = not output.num_scheduled_tokens and self._is_still
         load_seconds = self._costs.queued_seconds()
         self._stores.plan_step(output, load_seconds=load_seconds, idle=idle)
@@ -205,12 +208,12 @@ class OffloadScheduler:
         """Act on the end of a transfer on all ranks."""
         if transfer.kind is Kind.STORE:
             self._end_store(transfer)
-            self.tier.slots_used(transfer.slots)
+            self.tiers.slots_used(transfer.slots)
         elif transfer.kind is Kind.LOAD:
             self._end_load(transfer)
-            self.tier.slots_used(transfer.slots)
+            self.tiers.slots_used(transfer.slots)
         else:
-            self.tier.end(transfer)
+            self.tiers.end(transfer)
 
     def _end_load(self, load: Transfer) -> None:
         assert load.request is not None
@@ -237,7 +240,7 @@ class OffloadScheduler:
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
         self.watch.load_rate.hear(told)
-        self.tier.learn(report)
+        self.tiers.learn(report)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
@@ -290,14 +293,14 @@ class OffloadScheduler:
             return True
         if transfers.pinned_blocks or self._stores.leftovers.slots:
             return True
-        return transfers.awaits_synchronous_load or self.tier.has_pending_work
+        return transfers.awaits_synchronous_load or self.tiers.has_pending_work
 
     # -- host memory ---------------------------------------------------------------------------
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
         """Take what ranks hold, at the start or later."""
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
-        self.tier.take_capacities(capacities)
+        self.tiers.take_capacities(capacities)
 
     def _use_ready_slots(self, ready_slots: Mapping[int, int]) -> None:
         """Use slots whose memory is ready on every rank; `ready_slots` has news by rank.
@@ -316,10 +319,10 @@ class OffloadScheduler:
         self._stores.pause(paused=paused)
 
     def close(self) -> None:
-        """Stop the threads of recorder and tier when the engine shuts down."""
+        """Stop the threads of recorder and tiers when the engine shuts down."""
         for close in self._tell.close:
             close()
-        self.tier.close()
+        self.tiers.close()
 
     def take_announcements(self) -> list[Announcement]:
         """Return what routers are to be told now of host memory; called in every step."""
@@ -355,7 +358,7 @@ class OffloadScheduler:
             "retained_slots": self._retention.slots,
             "stores_paused": float(self._stores.paused),
             **self.watch.gauges(),
-            **self.tier.gauges(),
+            **self.tiers.gauges(),
         }
 
     def check_integrity(self) -> None:
@@ -365,7 +368,7 @@ class OffloadScheduler:
         self._transfers.check_integrity()
         self.manager.check_integrity()
         self._retention.check_integrity()
-        self.tier.check_integrity()
+        self.tiers.check_integrity()
         loading = self.in_flight.loading
         for tracked in self._requests:
             planned = self._transfers.plans_load_of(tracked)

@@ -1,7 +1,7 @@
 """Every copy on its way: one record each, from its plan until all ranks have ended it.
 
 A store copies GPU blocks to slots of host memory, a load copies slots to blocks. A promotion fills
-slots of host memory from the tier below, a demotion writes slots to it.
+slots of host memory from a lower tier, a demotion writes slots to one.
 
 A store pins its blocks in the engine's block pool: the reference keeps the pool from giving a block
 to another request, which would zero or overwrite it under the copy. A load holds its slots against
@@ -14,10 +14,10 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ from kv_offload.messages import (
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.timing import LoadQueue, StepTime
 
+if TYPE_CHECKING:
+    from kv_offload.tiers.base import Tier
+
 
 class Kind(enum.Enum):
     """Where a transfer copies to."""
@@ -46,9 +49,9 @@ class Kind(enum.Enum):
     LOAD = "load"
     """Host memory to GPU blocks."""
     PROMOTE = "promote"
-    """The tier below to host memory."""
+    """A lower tier to host memory."""
     DEMOTE = "demote"
-    """Host memory to the tier below."""
+    """Host memory to a lower tier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +62,8 @@ class Transfer:
       incomplete: host memory lost a block that its request counts on, and the load fails.
     - Loads: `request`, its `cursor` when the load was planned, and whether the forward of the same
       step waits for it (`synchronous`). `whole` is explained in `LoadJob`.
-    - Promotions and demotions: `keys`, `tier_slots` and the tier's `generation` at the plan.
+    - Promotions and demotions: the name of their `tier`, `keys`, `tier_slots` and the tier's
+      `generation` at the plan.
     """
 
     transfer_id: int
@@ -72,6 +76,7 @@ class Transfer:
     synchronous: bool = False
     whole: bool = False
 
+    tier: str = ""
     keys: list[bytes] = field(default_factory=list)
     tier_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     generation: bytes = b""
@@ -124,8 +129,8 @@ class TransferTable:
         # The store of this step, which is among the planned ones, and its slots in parts.
         self._store: Transfer | None = None
         self._store_slots: list[Slots] = []
-        # Sent and not ended on all ranks: by kind and id, in the order in which they were sent.
-        self._running: dict[Kind, dict[int, Transfer]] = {kind: {} for kind in Kind}
+        # Sent and not ended on all ranks: by kind, tier and id, in the order of their plans.
+        self._running: defaultdict[tuple[Kind, str], dict[int, Transfer]] = defaultdict(dict)
         self._acknowledged: set[int] = set()
         self.pinned_blocks = 0
         """Number of block references that planned and running stores hold."""
@@ -167,10 +172,10 @@ class TransferTable:
     def plan_tier_copy(
         self,
         kind: Kind,
+        tier: Tier,
         keys: list[bytes],
         slots: Slots,
         tier_slots: Slots,
-        generation: bytes,
         *,
         max_slots: int,
     ) -> list[Transfer]:
@@ -182,7 +187,8 @@ class TransferTable:
         for first in range(0, len(keys), max_slots):
             part = slice(first, first + max_slots)
             transfer = self._plan(kind)
-            transfer.keys, transfer.generation = keys[part], generation
+            transfer.tier, transfer.generation = tier.name, tier.generation
+            transfer.keys = keys[part]
             transfer.slots, transfer.tier_slots = slots[part], tier_slots[part]
             transfers.append(transfer)
         return transfers
@@ -199,7 +205,7 @@ class TransferTable:
         for transfer in planned:
             transfer.sent, transfer.sent_after = now, self.step_time.seconds
             transfer.ranks_left = set(self._ranks)
-            self._running[transfer.kind][transfer.transfer_id] = transfer
+            self._running[transfer.kind, transfer.tier][transfer.transfer_id] = transfer
             if transfer.kind is Kind.STORE:
                 stores.append(StoreJob(transfer.transfer_id, _pairs(transfer)))
             elif transfer.kind is Kind.LOAD:
@@ -232,7 +238,7 @@ class TransferTable:
                 transfer.outcome = max(transfer.outcome, outcome)
                 transfer.ranks_left.discard(rank)
                 if not transfer.ranks_left:
-                    del self._running[transfer.kind][transfer_id]
+                    del self._running[transfer.kind, transfer.tier][transfer_id]
                     self._acknowledged.add(transfer_id)
                     ended.transfers.append(transfer)
         return ended
@@ -278,7 +284,7 @@ class TransferTable:
         What they copy from now on may be garbage, so they fail. Their slots stay taken until all
         ranks have reported the end of the copy.
         """
-        late = [store for store in self._running[Kind.STORE].values() if store.pins]
+        late = [store for store in self.running(Kind.STORE).values() if store.pins]
         late = [store for store in late if store.sent_after < sent_before]
         for store in late:
             store.outcome = Outcome.FAILED
@@ -294,9 +300,12 @@ class TransferTable:
 
     # -- what there is -------------------------------------------------------------------------
 
-    def running(self, kind: Kind) -> Mapping[int, Transfer]:
-        """Return the transfers of a kind that some rank has not ended, by id, oldest first."""
-        return self._running[kind]
+    def running(self, kind: Kind, tier: str = "") -> Mapping[int, Transfer]:
+        """Return the transfers of a kind that some rank has not ended, by id, oldest first.
+
+        Of promotions and demotions, those from or to one tier.
+        """
+        return self._running[kind, tier]
 
     @property
     def any_running(self) -> bool:
@@ -304,9 +313,10 @@ class TransferTable:
         return any(self._running.values())
 
     def oldest(self, *kinds: Kind) -> Transfer | None:
-        """Return the oldest running transfer of these kinds."""
-        first = [next(iter(self._running[kind].values()), None) for kind in kinds]
-        return min(filter(None, first), key=lambda one: one.transfer_id, default=None)
+        """Return the oldest running transfer of these kinds, of all tiers."""
+        lanes = [running for (kind, _), running in self._running.items() if kind in kinds]
+        first = [next(iter(running.values())) for running in lanes if running]
+        return min(first, key=lambda one: one.transfer_id, default=None)
 
     def oldest_age_seconds(self, *kinds: Kind) -> float:
         """Return how long the oldest running transfer of these kinds has run; 0 without one."""
@@ -317,7 +327,7 @@ class TransferTable:
     def num_loads(self) -> int:
         """Loads that were planned and that some rank has not ended."""
         planned = sum(transfer.kind is Kind.LOAD for transfer in self._planned)
-        return planned + len(self._running[Kind.LOAD])
+        return planned + len(self.running(Kind.LOAD))
 
     @property
     def plans_synchronous_load(self) -> bool:
@@ -331,19 +341,19 @@ class TransferTable:
     @property
     def awaits_synchronous_load(self) -> bool:
         """True while some rank has not reported a synchronous load, which only a step can."""
-        return any(load.synchronous for load in self._running[Kind.LOAD].values())
+        return any(load.synchronous for load in self.running(Kind.LOAD).values())
 
     @property
     def any_unpinned_early(self) -> bool:
         """True while a store runs that was given up."""
-        return any(store.unpinned_early for store in self._running[Kind.STORE].values())
+        return any(store.unpinned_early for store in self.running(Kind.STORE).values())
 
     def loading_requests(self) -> set[str]:
         """Return the ids of requests with an asynchronous load that was sent and has not ended.
 
         Some of these requests may have ended.
         """
-        loads = self._running[Kind.LOAD].values()
+        loads = self.running(Kind.LOAD).values()
         return {one.request.request_id for one in loads if one.request and not one.synchronous}
 
     @property
@@ -361,7 +371,7 @@ class TransferTable:
         """Yield the stores that pin blocks, planned or running."""
         if self._store is not None:
             yield self._store
-        yield from (store for store in self._running[Kind.STORE].values() if store.pins)
+        yield from (store for store in self.running(Kind.STORE).values() if store.pins)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a pin is no reference on its block, or a count is wrong."""
@@ -369,9 +379,10 @@ class TransferTable:
         assert self.pinned_blocks == pins.total()
         for block, count in pins.items():
             assert self._pool.blocks[block].ref_cnt >= count
-        for kind, running in self._running.items():
+        for (kind, tier), running in self._running.items():
             for transfer_id, transfer in running.items():
-                assert (transfer.kind, transfer.transfer_id) == (kind, transfer_id)
+                assert (transfer.kind, transfer.tier) == (kind, tier)
+                assert transfer.transfer_id == transfer_id
                 assert transfer.ranks_left, "a transfer has ended and is still in the table"
         assert (self._store in self._planned) == (self._store is not None)
 
@@ -399,4 +410,4 @@ def _load_job(load: Transfer) -> LoadJob:
 def _move_job(move: Transfer) -> MoveJob:
     pairs = np.stack((move.slots, move.tier_slots), axis=1)
     names = [move.generation + key for key in move.keys]
-    return MoveJob(move.transfer_id, move.kind is Kind.PROMOTE, pairs, names)
+    return MoveJob(move.transfer_id, move.kind is Kind.PROMOTE, move.tier, pairs, names)

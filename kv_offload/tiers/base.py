@@ -1,4 +1,4 @@
-"""The interface of the tier below host memory to the scheduler, and the tier's health."""
+"""The interface of a tier below host memory to the scheduler, and the tier's health."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
+from kv_offload.scheduler.timing import CopyRate
 from kv_offload.scheduler.transfers import Kind, Transfer
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Pause:
 
 
 class Tier(ABC):
-    """The keys of a tier, called `what` in the log. Not used until `open` has heard of all ranks.
+    """The keys of a tier, its health and its speed. Not used until `open` has heard of all ranks.
 
     After a read or a question that failed nothing is read for a while, after a write that failed
     nothing is written: a store that is full still serves what it has. While a copy hangs there is
@@ -69,6 +70,12 @@ class Tier(ABC):
     its *place*, the number by which the ranks find it beside its name.
     """
 
+    name: ClassVar[str]
+    """The section of the configuration that it comes from; the ranks know it by this."""
+
+    what: ClassVar[str]
+    """Its name in the log."""
+
     is_shared = False
     """True if other engines use it, too: `readable` knows only what `ask` has found then, and the
     uses that the policy of this engine has seen say little of how often a block is read."""
@@ -76,8 +83,11 @@ class Tier(ABC):
     is_settled = True
     """True if no later process can find what was dropped. Not until `settle` has seen to it."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self) -> None:
+        self.rate = CopyRate()
+        """Rate of reads."""
+        self.reading_slots = 0
+        """Slots of host memory that are being filled from it."""
         self._reads = Pause()
         self._writes = Pause()
         self.is_stuck = False
@@ -111,8 +121,11 @@ class Tier(ABC):
     def may_have(self, key: bytes) -> bool:
         """Say whether the tier may have a key; False where `readable` does not say so. Fast."""
 
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
-        """Ask which of these keys the tier has; None if `readable` knows all there is to know."""
+    def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
+        """Ask which of these keys the tier has; None if `readable` knows all there is to know.
+
+        `are_chained` says that each is of use only with those before it.
+        """
         return None
 
     @abstractmethod
@@ -144,7 +157,8 @@ class Tier(ABC):
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
         """See to it that no later process finds what was forgotten; say whether that is sure.
 
-        `problems` has for each rank what `TierEngine.revoke` returned. May block until the timeout.
+        `problems` has for each rank what `OffloadWorker.revoke_tiers` returned. May block until the
+        timeout.
         """
         return True
 
@@ -194,7 +208,7 @@ class Tier(ABC):
         if stuck and not self.is_stuck:
             logger.warning(
                 "kv-offload: a copy to or from the %s has not ended in %.0f s. The %s is not "
-                "used until it has; prompts are computed meanwhile",
+                "used until it has",
                 self.what,
                 STUCK_SECONDS,
                 self.what,
@@ -218,8 +232,7 @@ class Tier(ABC):
         """Read nothing for a while, because a read or a question failed."""
         if self._reads.is_over:  # else it is one of several that were under way
             logger.warning(
-                "kv-offload: the %s could not be read. It is not read for %.0f s; prompts are "
-                "computed meanwhile",
+                "kv-offload: the %s could not be read. It is not read for %.0f s",
                 self.what,
                 self._reads.begin(),
             )

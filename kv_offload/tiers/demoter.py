@@ -1,4 +1,4 @@
-"""Decides what is written to the tier below host memory, and when."""
+"""Decides what is written to a tier below host memory, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB_BYTES = 64 << 20
 step pays for each end."""
 
 MAX_RUNNING_SHARE = 8
-"""One of so many slots of host memory, at most, is held by demotions at a time."""
+"""One of so many slots of host memory, at most, is held by demotions to a tier at a time."""
 
 BURST_SECONDS = 1.0
 """For how long the rate may be saved up."""
@@ -67,7 +67,11 @@ class Demoter:
     @property
     def has_more(self) -> bool:
         """True if slots wait to be looked at."""
-        return bool(self._waiting) or self._host.has_newly_demotable
+        return bool(self._waiting) or self._any_newly_demotable
+
+    @property
+    def _any_newly_demotable(self) -> bool:
+        return not self._tier.is_shared and self._host.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
         """Plan this step's writes; an engine that is `idle` has time for more.
@@ -75,7 +79,7 @@ class Demoter:
         `sharing_ranks` write each slot once between them.
         """
         now = time.monotonic()
-        if self._host.has_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
+        if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
             self.offer(self._host.take_newly_demotable())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return
@@ -135,7 +139,7 @@ class Demoter:
         held = np.array([found[row][1] for row in rows], np.int32)
         host.prepare_copy(held)
         self._transfers.plan_tier_copy(
-            Kind.DEMOTE, keys, held, places, tier.generation, max_slots=self._job_slots
+            Kind.DEMOTE, tier, keys, held, places, max_slots=self._job_slots
         )
         self.running_slots += len(held)
         self._saved_slots -= len(held)

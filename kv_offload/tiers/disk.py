@@ -35,9 +35,11 @@ class DiskTier(Tier):
     give it out again before all others, and each write would fail with it.
     """
 
+    name = what = "disk"
+
     def __init__(self, num_slots: int, open_index: IndexOpener, *, outlives: bool = True) -> None:
         """`outlives` says that a later process may use what the tier has."""
-        super().__init__("disk")
+        super().__init__()
         self.manager = CacheManager(make_policy("lru", num_slots))
         self.manager.limit_slots(0)
         self._open_index = open_index

@@ -1,10 +1,10 @@
-"""Which requests wait for what is read from the tier below host memory."""
+"""Which requests wait for what is read from the tiers below host memory."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import MARGIN
 from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import TrackedRequest
-from kv_offload.scheduler.timing import CopyRate
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
 from kv_offload.tiers.remote import Question
@@ -63,16 +62,20 @@ class Wait:
     - `start_tokens`, `num_tokens`: what the engine had of it, and how many tokens it has.
     - `looked`: when all of it was looked up last, on the monotonic clock.
     - `is_stale`: True if something has come since then.
-    - `until`: when it is computed at the latest; None before anything is read for it.
-    - `asked`: whether the tier was asked what it has of it, if it must be; `questions` are what it
-      may not have answered, those of others too.
+    - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
+    - `patience_seconds`: how long the engine lets it wait for what is read for it.
+    - `until`: when it is computed at the latest; None before it waits for a read.
+    - `asked`: whether the tiers that must be asked what they have of it were; `questions` are those
+      that may not have been answered, those of others too.
     - `moves`: what is read for it; may have ended.
     """
 
     start_tokens: int
     num_tokens: int
     looked: float
+    is_ahead: bool
     is_stale: bool = False
+    patience_seconds: float = 0.0
     until: float | None = None
     asked: bool = False
     questions: list[Question] = field(default_factory=list)
@@ -80,21 +83,28 @@ class Wait:
 
 
 class Promoter:
-    """Reads what requests need from the tier into host memory, from where it is loaded as ever.
+    """Reads what requests need from the tiers into host memory, from where it is loaded as ever.
+
+    Each block is read from the first tier that has it. What that tier has lost is asked of those
+    that are shared, and read from there.
 
     The request waits meanwhile, and the engine asks again; others run. Where its time is over it
     gets what has come by then. Reads go on: what they bring is there for the next one.
 
-    Requests that share a prefix share its read and what the tier was asked of it: of the second
+    Requests that share a prefix share its read and what a tier was asked of it: of the second
     only the tokens are looked up in which it differs. So it costs O(log tokens) while the first
     waits, and a request that waits costs O(1) a step.
     """
 
-    def __init__(self, core: Core, tier: Tier, lookups: Lookups, costs: LoadCosts) -> None:
+    def __init__(
+        self, core: Core, tiers: Mapping[str, Tier], lookups: Lookups, costs: LoadCosts
+    ) -> None:
         self._prefixes, self._host = core.prefixes, core.manager
         self._transfers, self._statistics = core.transfers, core.statistics
         self._tell = core.tell
-        self._tier, self._lookups, self._costs = tier, lookups, costs
+        self._tiers, self._lookups, self._costs = tiers, lookups, costs
+        self._readable_tiers: list[Tier] = []
+        """Those that may be read, the fastest first, as of when a request was looked up last."""
         self._slot_bytes = core.slots.slot_bytes
         self._job_slots = max(1, JOB_BYTES // self._slot_bytes)
         self._running: dict[Transfer, list[Read]] = {}
@@ -105,10 +115,11 @@ class Promoter:
         self._asked: dict[SlotKey, Question] = {}
         self._questions: deque[tuple[Question, list[SlotKey]]] = deque()
         """Those in `_asked`, and under which keys, in the order in which they were asked."""
-        self.rate = CopyRate()
-        """Rate of reads."""
-        self.running_slots = 0
+
+    @property
+    def running_slots(self) -> int:
         """Slots that are being filled."""
+        return sum(tier.reading_slots for tier in self._tiers.values())
 
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Return whether a request is to wait, and the engine to ask again.
@@ -116,10 +127,28 @@ class Promoter:
         Begins to read what the request needs beyond its first `start_tokens` tokens, where that is
         worth it. Asked again it looks at every block only where something may have changed.
         """
+        return self._waits(tracked, start_tokens, is_ahead=False)
+
+    def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> int | None:
+        """Begin to read what a queued request needs, before the engine looks it up.
+
+        Returns how many slots are read for it; None if it must be called again to know.
+        """
+        wait = tracked.tier_wait
+        if wait is not None and not wait.is_ahead:
+            return 0
+        waits, wait = self._waits(tracked, start_tokens, is_ahead=True), tracked.tier_wait
+        if waits and (wait is None or wait.questions):
+            return None
+        return 0 if wait is None else sum(len(move.slots) for move in wait.moves)
+
+    def _waits(self, tracked: TrackedRequest, start_tokens: int, *, is_ahead: bool) -> bool:
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
         wait = tracked.tier_wait
         if wait is not None:
+            wait.is_ahead &= is_ahead
             is_reading = self._is_reading(wait)
+            self._begin_patience(wait, now)
             if wait.is_stale:
                 tracked.hit = None  # what has come since is not in it
             if wait.until is not None and now >= wait.until:
@@ -133,28 +162,38 @@ class Promoter:
                 return False
             if wait.is_stale and self._lookups.loads_beginning_of(tracked, start_tokens):
                 return False  # what was read is being loaded already, for another request
-        if not self._tier.may_read or start_tokens % self._prefixes.alignment_tokens:
+        self._readable_tiers = [tier for tier in self._tiers.values() if tier.may_read]
+        if not self._readable_tiers or start_tokens % self._prefixes.alignment_tokens:
             return False
         if self._lookups.budget.is_spent:
             return True
         self._lookups.budget.spend(LOOK_KEYS)
         if wait is None:
-            tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now)
+            tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now, is_ahead)
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
-        if self._tier.is_shared and not wait.asked:
+        if not wait.asked:
             wait.asked = True
-            self._ask(tracked, wait)
+            for tier in self._readable_tiers:
+                if tier.is_shared:
+                    self._ask(tier, tracked, wait)
             if self._is_asking(wait):
                 return True
         wait.looked, wait.is_stale = now, False
         self._look(tracked, wait)
+        self._begin_patience(wait, now)
         return bool(wait.moves)
 
-    # -- what the tier has ---------------------------------------------------------------------
+    @staticmethod
+    def _begin_patience(wait: Wait, now: float) -> None:
+        """Bound the wait for what is read, once the engine waits for it."""
+        if wait.moves and wait.until is None and not wait.is_ahead:
+            wait.until = now + wait.patience_seconds
 
-    def _ask(self, tracked: TrackedRequest, wait: Wait) -> None:
-        """Ask the tier which blocks it has that host memory lacks and a hit could need.
+    # -- what the tiers have -------------------------------------------------------------------
+
+    def _ask(self, tier: Tier, tracked: TrackedRequest, wait: Wait) -> None:
+        """Ask a tier which blocks it has that a hit could need and nothing above has.
 
         What it was asked of the same prefix is not asked again while the answer is awaited, nor is
         what is being read or loaded.
@@ -172,9 +211,13 @@ class Promoter:
             # One slot more may be the proof of a draft head's hit.
             keys += prefixes.slot_keys(hashes, group, slots.start, slots.stop + 1)
         self._lookups.budget.spend(len(keys))
-        missing = (self._host.find(keys) < 0).tolist() if keys else []
-        question = self._tier.ask(
-            [key for key, absent in zip(keys, missing, strict=True) if absent]
+        missing = self._host.find(keys) < 0 if keys else np.zeros(0, bool)
+        for other in self._readable_tiers:
+            if not other.is_shared and missing.any():
+                missing &= ~other.readable(keys)
+        question = tier.ask(
+            [key for key, absent in zip(keys, missing.tolist(), strict=True) if absent],
+            are_chained=len(prefixes.groups) == 1 and prefixes.reads_all,
         )
         if question is not None:
             wait.questions.append(question)
@@ -208,7 +251,9 @@ class Promoter:
         if not moves:
             return False
         while moves and moves[-1] not in self._running:
-            moves.pop()
+            move = moves.pop()
+            if move.failed_rows and not self._tiers[move.tier].is_shared:
+                wait.asked = False  # a shared tier may have what this one has lost
         if not moves:
             wait.is_stale = True
         return bool(moves)
@@ -257,7 +302,7 @@ class Promoter:
             return False
         key = prefixes.chain_key(hashes, next_end)
         self._lookups.budget.spend(1)
-        return key in self._host or self._tier.may_have(key)
+        return key in self._host or any(tier.may_have(key) for tier in self._readable_tiers)
 
     def _look(self, tracked: TrackedRequest, wait: Wait) -> None:
         """Look a request up in host memory and below, and have it wait for what is worth it."""
@@ -266,7 +311,7 @@ class Promoter:
         read = self._on_its_way(tracked, start, limit)
         known = read.end_tokens
         if known > start and not self._has_more(hashes, known, limit):
-            if read.parts and self._is_worth_it(read, missing=0):
+            if read.parts and self._is_worth_it(read, {}):
                 self._wait_for(wait, read)
         elif (found := self._find(tracked.request, read, limit)) is not None:
             self._wait_for(wait, found)
@@ -290,19 +335,19 @@ class Promoter:
         if host_end == start:
             host_end = prefixes.longest_hit(hashes, self._host_readable, start, limit)
         read = Read(known.start_tokens, end, full, host_end, [])
-        if not self._is_worth_it(read, len(missing)):
-            return None
-        promoted = self._promote(missing, host_slots[self._host.readable(keys)])
-        for tell in self._tell.promotions:
-            tell(request, start, end, promoted)
-        rows = np.flatnonzero(absent)
-        for move in promoted:
-            parts[move] = int(first_tokens[rows[: len(move.keys)]].min())
-            rows = rows[len(move.keys) :]
+        sources = self._locate(missing)
         read.parts = [(at, move) for move, at in parts.items()]
-        if len(rows):  # there was no room for these
-            read.end_tokens = read.full_tokens = min(end, int(first_tokens[rows].min()))
-        complete = prefixes.serves_whole_requests or not len(rows)
+        if not self._is_worth_it(read, Counter(sources)):
+            return None
+        promoted = self._promote(missing, sources, host_slots[self._host.readable(keys)])
+        for tell in self._tell.promotions:
+            tell(request, start, end, [move for move, _ in promoted])
+        first_tokens = first_tokens[absent]
+        read.parts += [(int(first_tokens[rows].min()), move) for move, rows in promoted]
+        begun = sum(len(rows) for _, rows in promoted)
+        if begun < len(missing):  # there was no room for the others
+            read.end_tokens = read.full_tokens = min(end, int(first_tokens[begun:].min()))
+        complete = prefixes.serves_whole_requests or begun == len(missing)
         if read.parts and read.end_tokens > start and complete:
             read.keys = prefixes.chain_keys(hashes, start, read.full_tokens)
             self._reads.update(dict.fromkeys(read.keys, read))
@@ -313,10 +358,9 @@ class Promoter:
     def _wait_for(self, wait: Wait, read: Read) -> None:
         """Have a request wait for a read, for about as long as it would take to compute."""
         wait.moves = [move for _, move in read.parts]
-        if wait.moves and wait.until is None:
-            computed = self._compute_seconds(read)
-            twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
-            wait.until = wait.looked + min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
+        computed = self._compute_seconds(read)
+        twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
+        wait.patience_seconds = min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
 
     def _compute_seconds(self, read: Read) -> float | None:
         return self._costs.compute_seconds(read.end_tokens - read.host_tokens)
@@ -333,55 +377,76 @@ class Promoter:
         if readable.all():
             return readable
         unknown = slots < 0
-        readable |= unknown & self._tier.readable(keys)
+        for tier in self._readable_tiers:
+            readable |= unknown & tier.readable(keys)
         for place in np.flatnonzero(~readable & ~unknown).tolist():
             readable[place] = keys[place] in self._coming
         return readable
 
-    def _is_worth_it(self, read: Read, missing: int) -> bool:
+    def _locate(self, keys: list[SlotKey]) -> list[Tier]:
+        """Return the first tier that has each of these keys, which one of them had just now."""
+        *first, last = self._readable_tiers
+        sources = [last] * len(keys)  # also of what it has forgotten meanwhile: its read fails
+        for tier in reversed(first):
+            for row in np.flatnonzero(tier.readable(keys)).tolist():
+                sources[row] = tier
+        return sources
+
+    def _is_worth_it(self, read: Read, missing: Mapping[Tier, int]) -> bool:
         """Return whether to read `missing` slots more and load all of `read`, or compute instead.
 
-        Without evidence, and where it is close, the answer is to read.
+        Tiers are read at the same time. Without evidence, and where it is close, the answer is to
+        read.
         """
         computed = self._compute_seconds(read)
-        speed = self.rate.measured_bytes_per_second
-        if not self._costs.measured or speed is None or computed is None:
-            return True
-        seconds = (self.running_slots + missing) * self._slot_bytes / speed
+        tiers = {*missing, *(self._tiers[move.tier] for _, move in read.parts)}
+        seconds = 0.0
+        for tier in tiers:
+            speed = tier.rate.measured_bytes_per_second
+            if not self._costs.measured or speed is None or computed is None:
+                return True
+            slots = tier.reading_slots + missing.get(tier, 0)
+            seconds = max(seconds, slots * self._slot_bytes / speed)
         needed = self._prefixes.count_slots(read.start_tokens, read.end_tokens)
         seconds += self._costs.load_seconds(needed)
-        # Now and then one is read all the same, to measure the tier again.
-        if computed * MARGIN >= seconds or self.rate.is_to_be_tried:
-            self.rate.count_hit(computed=False)
-            return True
-        self.rate.count_hit(computed=True)
-        return False
+        # Now and then one is read all the same, to measure the tiers again.
+        is_tried = any(tier.rate.is_to_be_tried for tier in tiers)
+        is_worth_it = computed is None or computed * MARGIN >= seconds or is_tried
+        for tier in tiers:
+            tier.rate.count_hit(computed=not is_worth_it)
+        return is_worth_it
 
-    def _promote(self, keys: list[SlotKey], along: NDArray[np.int32]) -> list[Transfer]:
-        """Begin to read the first of `keys`, as many as host memory has room for."""
+    def _promote(
+        self, keys: list[SlotKey], sources: list[Tier], along: NDArray[np.int32]
+    ) -> list[tuple[Transfer, NDArray[np.intp]]]:
+        """Begin to read the first of `keys`, as many as host memory has room for.
+
+        Each comes from its tier in `sources`. Returns the moves, and which of the keys each reads.
+        """
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
-        if not len(slots):
-            return []
-        keys = keys[: len(slots)]
-        moves = self._transfers.plan_tier_copy(
-            Kind.PROMOTE,
-            keys,
-            slots,
-            self._tier.begin_read(keys),
-            self._tier.generation,
-            max_slots=self._job_slots,
-        )
-        for move in moves:
-            self._coming.update(dict.fromkeys(move.keys, move))
-            self._running[move] = []
-        self.running_slots += len(slots)
-        return moves
+        begun: list[tuple[Transfer, NDArray[np.intp]]] = []
+        for tier in self._readable_tiers:
+            rows = np.array([row for row in range(len(slots)) if sources[row] is tier], np.intp)
+            if not len(rows):
+                continue
+            tier.reading_slots += len(rows)
+            own = [keys[row] for row in rows.tolist()]
+            places, most = tier.begin_read(own), self._job_slots
+            for move in self._transfers.plan_tier_copy(
+                Kind.PROMOTE, tier, own, slots[rows], places, max_slots=most
+            ):
+                self._coming.update(dict.fromkeys(move.keys, move))
+                self._running[move] = []
+                begun.append((move, rows[: len(move.keys)]))
+                rows = rows[len(move.keys) :]
+        return begun
 
     def ended(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """Take in the end of a read; `failed` says which slots hold garbage."""
-        self.running_slots -= len(move.slots)
+        tier = self._tiers[move.tier]
+        tier.reading_slots -= len(move.slots)
         for read in self._running.pop(move):
             # Promoted blocks may be evicted: requests that share them from now on look them up.
             _remove(self._reads, read.keys, read)
@@ -391,11 +456,13 @@ class Promoter:
                 del self._coming[key]
         self._host.complete_store(move.slots[failed], ok=False)
         self._host.complete_store(move.slots[~failed])
-        self._tier.end_read(move, failed)
+        tier.end_read(move, failed)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` where a key comes from nowhere, or a request waits for nothing."""
-        assert self.running_slots == sum(len(move.slots) for move in self._running)
+        for name, tier in self._tiers.items():
+            running = [len(move.slots) for move in self._running if move.tier == name]
+            assert tier.reading_slots == sum(running)
         for key, move in self._coming.items():
             assert move in self._running
             assert key in move.keys

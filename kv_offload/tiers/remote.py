@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import Slots
-from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
+from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 
 PATIENCE_SECONDS = 0.2
 """For how long a request waits for the answer which of its blocks the store has."""
@@ -29,7 +29,7 @@ SHARED_GENERATION = bytes(GENERATION_BYTES)
 """Begins the names of blocks that all engines find."""
 
 
-DirectoryOpener = Callable[[Sequence[str]], StoreDirectory]
+DirectoryOpener = Callable[[Sequence[str]], RemoteDirectory]
 """Opens a directory for ranks whose objects' keys begin so; equal beginnings are named once."""
 
 
@@ -72,7 +72,7 @@ class RecentKeys:
 class Question:
     """Which of some keys the store has, as it may not have answered yet."""
 
-    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: StoreAnswer) -> None:
+    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer
         self._generation = tier.generation
         self._asked = time.monotonic()
@@ -104,16 +104,17 @@ class RemoteTier(Tier):
     before, and what they store must not be served here.
     """
 
+    name, what = "remote", "remote store"
     is_shared = True
 
     def __init__(self, open_directory: DirectoryOpener) -> None:
-        super().__init__("remote store")
+        super().__init__()
         self._open_directory = open_directory
-        self._directory: StoreDirectory | None = None
+        self._directory: RemoteDirectory | None = None
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
         # Answers come in the order of the questions, so the last is open as long as any is.
-        self._last_answer: StoreAnswer | None = None
+        self._last_answer: RemoteAnswer | None = None
         self._is_late = False
 
     @property
@@ -162,22 +163,23 @@ class RemoteTier(Tier):
         """See `Tier`."""
         return key in self._known
 
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
+    def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
         """Ask the store for what is not known of these keys."""
         assert self._directory is not None, "the tier is not open"
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
             return None
         names = [self._generation + key for key in unknown]
-        self._last_answer, self._is_late = self._directory.ask(names), False
-        return Question(self, unknown, self._last_answer)
+        answer = self._directory.ask(names, are_chained=are_chained)
+        self._last_answer, self._is_late = answer, False
+        return Question(self, unknown, answer)
 
     @property
     def is_asked(self) -> bool:
         """See `Tier`."""
         return self._last_answer is not None and not self._last_answer.is_done
 
-    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: StoreAnswer) -> None:
+    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: RemoteAnswer) -> None:
         """Take in an answer, or that it takes too long; `generation` began the names asked for."""
         if not answer.is_done:
             self._is_late = True

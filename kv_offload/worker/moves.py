@@ -1,12 +1,13 @@
-"""A rank's copies between host memory and the tier below it.
+"""A rank's copies between host memory and the tiers below it.
 
-They run on threads of the tier. A demotion reads slots that the scheduler holds against eviction;
+They run on threads of each tier. A demotion reads slots that the scheduler holds against eviction;
 a promotion fills slots that are not announced before all ranks have ended it. So neither is ordered
 with copies to and from the GPU.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -28,27 +29,27 @@ class Moves:
 
     def __init__(self, jobs: RankJobs) -> None:
         self._jobs = jobs
-        self._tier: TierEngine | None = None
+        self._tiers: dict[str, TierEngine] = {}
         self._peers = ALONE
         # By job, the places of this rank's slots among all of its pairs.
         self._rows: dict[int, list[int]] = {}
-        self._unreported_speed: float | None = None
+        self._unreported_speeds: dict[str, float] = {}
 
-    def use(self, tier: TierEngine, peers: Peers) -> None:
+    def use(self, name: str, tier: TierEngine, peers: Peers) -> None:
         """Use a tier from now on; `peers` are the ranks that share host memory with this one."""
-        self._tier, self._peers = tier, peers
+        self._tiers[name], self._peers = tier, peers
 
-    def capacity(self) -> TierCapacity | None:
-        """Return what the tier of this rank holds, counted in slots of all peers; None without."""
-        if self._tier is None:
-            return None
+    def capacities(self) -> dict[str, TierCapacity]:
+        """Return what each tier of this rank holds, counted in slots of all peers."""
         count = self._peers.count
-        return TierCapacity(self._tier.num_slots * count, self._tier.file_id, count)
+        return {
+            name: TierCapacity(tier.num_slots * count, tier.file_id, count)
+            for name, tier in self._tiers.items()
+        }
 
     def start(self, moves: Iterable[MoveJob]) -> None:
         """Start moves; those of which this rank has no part have ended."""
         for move in moves:
-            assert self._tier is not None, "a move was planned for a rank without a tier"
             own = np.flatnonzero(move.pairs[:, 1] % self._peers.count == self._peers.index)
             if not len(own):
                 self._jobs.end(move.job_id, Outcome.OK)
@@ -59,7 +60,7 @@ class Moves:
             direction = TierDirection.PROMOTE if move.promotes else TierDirection.DEMOTE
             names = [move.names[row] for row in rows]
             try:
-                self._tier.submit(TierJob(move.job_id, direction, pairs, names))
+                self._tiers[move.tier].submit(TierJob(move.job_id, direction, pairs, names))
             except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
                 self._jobs.log.error("%s", error)
                 self._jobs.end(move.job_id, Outcome.FAILED)
@@ -68,10 +69,11 @@ class Moves:
 
     def poll(self) -> None:
         """Take in what ended since the last call. Never waits."""
-        for done in () if self._tier is None else self._tier.poll():
-            self._ended(done)
+        for name, tier in self._tiers.items():
+            for done in tier.poll():
+                self._ended(name, done)
 
-    def _ended(self, done: TierCompletion) -> None:
+    def _ended(self, tier: str, done: TierCompletion) -> None:
         rows = self._rows.pop(done.job_id)
         failed = tuple(rows[row] for row in done.failed)
         if done.error is not None:
@@ -83,25 +85,31 @@ class Moves:
         name = "promoted" if promotes else "demoted"
         self._jobs.stats.count(f"{name}_bytes", done.nbytes)
         self._jobs.stats.count(f"{name}_seconds", done.seconds)
+        self._jobs.stats.count(f"{tier}_{'read' if promotes else 'written'}_bytes", done.nbytes)
         self._jobs.stats.count("tier_mismatches", done.mismatches)
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
             # The peers read their parts meanwhile.
-            self._unreported_speed = self._peers.count * done.nbytes / done.seconds
+            self._unreported_speeds[tier] = self._peers.count * done.nbytes / done.seconds
 
-    def take_speed(self) -> float | None:
-        """Return the speed of the last promotion that showed one, once; None without one.
+    def take_speeds(self) -> dict[str, float] | None:
+        """Return by tier the speed of the last promotion that showed one, once; None without one.
 
         In bytes of slots that peers read together in a second: each has a part of every job.
         """
-        speed, self._unreported_speed = self._unreported_speed, None
-        return speed
+        speeds, self._unreported_speeds = self._unreported_speeds, {}
+        return speeds or None
 
-    def revoke_tier(self, timeout_seconds: float) -> str:
-        """See `TierEngine.revoke`; waits."""
-        return "" if self._tier is None else self._tier.revoke(timeout_seconds)
+    def revoke_tiers(self, timeout_seconds: float) -> str:
+        """See `TierEngine.revoke`; waits. Returns what prevented any of them."""
+        deadline = time.monotonic() + timeout_seconds
+        problems = [
+            tier.revoke(max(0.0, deadline - time.monotonic())) for tier in self._tiers.values()
+        ]
+        return "; ".join(filter(None, problems))
 
     def close(self, timeout_seconds: float) -> None:
-        """End the tier; a copy that hangs is left alone."""
-        if self._tier is not None:
-            self._tier.close(timeout_seconds)
+        """End the tiers; a copy that hangs is left alone."""
+        deadline = time.monotonic() + timeout_seconds
+        for tier in self._tiers.values():
+            tier.close(max(0.0, deadline - time.monotonic()))

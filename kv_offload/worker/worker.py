@@ -28,8 +28,8 @@ from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
+from kv_offload.worker.remote import Remote
 from kv_offload.worker.sharing import ALONE, Peers
-from kv_offload.worker.store import Store
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 10.0
 """Bound of the wait for running copies before a reset, a sleep or the end."""
 
+NO_TIERS: Mapping[str, Disk | Remote] = {}
+
 REVOKE_SECONDS = 5.0
-"""Bound of the wait for the tier before a reset is answered: a disk may be slow, or hang."""
+"""Bound of the wait for the tiers before a reset is answered: a disk may be slow, or hang."""
 
 
 class OffloadWorker:
@@ -47,7 +49,7 @@ class OffloadWorker:
     A step's stores are queued at its end and submitted at the start of the next one. So they delay
     neither the copy of the sampled tokens nor the compute of their own step. Loads start in the
     step that planned them. Only `register_kv_caches`, `unregister_kv_caches`, `drain`,
-    `revoke_tier` and `shutdown` wait.
+    `revoke_tiers` and `shutdown` wait.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class OffloadWorker:
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
-        tier: Disk | Store | None = None,
+        tiers: Mapping[str, Disk | Remote] = NO_TIERS,
     ) -> None:
         self.rank = rank
         self.num_slots = 0
@@ -69,7 +71,7 @@ class OffloadWorker:
         self._loads = Loads(self._jobs)
         self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
         self._moves = Moves(self._jobs)
-        self._tier = tier
+        self._tiers = tiers
         # The steps whose loads were taken in, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
@@ -100,11 +102,11 @@ class OffloadWorker:
         self._jobs.transfer = transfer
         self._stores.sampler = TileSampler(layout) if layout.num_tiles else None
         self.num_slots = transfer.num_slots
-        if self._tier is not None:
+        peers = self._stores.peers
+        for name, tier in self._tiers.items():
             pages = self._rank_engine.describe_pages(kv_caches)
-            peers = self._stores.peers
-            opened = self._tier.open(self.rank, num_ranks, peers, pages, transfer)
-            self._moves.use(opened, peers)
+            opened = tier.open(self.rank, num_ranks, peers, pages, transfer)
+            self._moves.use(name, opened, peers)
         page_bytes = [region.page_bytes for region in layout.regions]
         self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.info(
@@ -142,9 +144,9 @@ class OffloadWorker:
             self.transfer.keep_alive(alive)
             self._let_go = []
 
-    def revoke_tier(self) -> str:
+    def revoke_tiers(self) -> str:
         """See `TierEngine.revoke`; waits, bounded."""
-        return self._moves.revoke_tier(REVOKE_SECONDS)
+        return self._moves.revoke_tiers(REVOKE_SECONDS)
 
     def shutdown(self) -> None:
         """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
@@ -176,9 +178,9 @@ class OffloadWorker:
 
     def capacity(self) -> WorkerCapacity:
         """Return what this rank holds and how much of it is ready."""
-        ready, tier = self._jobs.ready_slots, self._moves.capacity()
+        ready, tiers = self._jobs.ready_slots, self._moves.capacities()
         slot_bytes = 0 if self.transfer is None else self.transfer.layout.slot_bytes
-        return WorkerCapacity(self.rank, self.num_slots, ready, tier, slot_bytes)
+        return WorkerCapacity(self.rank, self.num_slots, ready, tiers, slot_bytes)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class OffloadWorker:
             self._cut_short,
             jobs.speeds.take_load_speed(),
             jobs.speeds.take_store_speed(),
-            self._moves.take_speed(),
+            self._moves.take_speeds(),
             ready if ready > self._reported_ready_slots else None,
             weights if weights > self._reported_weight_loads else None,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap.tiers.region import FIRST_REGION_BYTES
 
 from kv_offload.tiers import base
 from tests.engine.harness import (
@@ -127,6 +128,56 @@ def test_torn_files_a_folder_that_is_away_and_one_without_objects_cost_computing
             path.unlink(missing_ok=True)
         ours.forget_host_memory()
         assert ours.generate(PROMPTS) == expected
+
+
+def test_a_disk_and_a_folder_serve_together(
+    model_folder: Path,
+    folder: Path,
+    tmp_path: Path,
+    expected: list[Tokens],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The disk first, the folder for what the disk lacks or has lost, which it has then.
+
+    Ends with the control: other bytes in host memory than were read must be noticed.
+    """
+    be_patient(monkeypatch)
+
+    def both(disk: str) -> dict[str, Any]:
+        return {**shared(folder), "disk": {"path": str(tmp_path / disk), "bytes": "64MiB"}}
+
+    def read(ours: Any) -> tuple[float, float]:
+        """Answer with nothing in host memory; return the bytes from the disk, and the folder."""
+        ours.forget_host_memory()
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["late_promotions"] == 0
+        ours.settle()
+        return ours.totals["disk_read_bytes"], ours.totals["remote_read_bytes"]
+
+    with offloading(model_folder, plugin=both("first")) as ours:
+        assert ours.generate(PROMPTS) == expected
+        ours.settle()
+        written = ours.totals["disk_written_bytes"]
+        assert ours.totals["remote_written_bytes"] == written > 0
+        from_disk, from_folder = read(ours)
+        assert (from_disk > 0, from_folder) == (True, 0)
+        (file,) = (tmp_path / "first").rglob("rank-*.kv")
+        stored = bytearray(file.read_bytes())
+        for place in range(FIRST_REGION_BYTES, len(stored), 997):
+            stored[place] ^= 0x10
+        file.write_bytes(stored)
+        from_disk, from_folder = read(ours)
+        assert ours.totals["tier_mismatches"] > 0
+        assert (from_disk, from_folder > 0) == (0, True)
+    with offloading(model_folder, plugin=both("second")) as ours:
+        assert ours.generate(PROMPTS) == expected
+        ours.settle()
+        assert ours.totals["remote_read_bytes"] > 0
+        assert ours.totals["disk_written_bytes"] > 0
+        from_disk, from_folder = read(ours)
+        assert (from_disk > 0, from_folder) == (True, 0)
+        assert ours.blocks_loaded() > 0
+        assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 
 if __name__ == "__main__":

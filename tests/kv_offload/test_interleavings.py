@@ -45,7 +45,7 @@ from kv_offload.cache.prefix import CacheGroup
 from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.loads import set_synchronous_loads
-from tests.support.manual_tier import STORE, manual_store
+from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
 from tests.support.timing import Lagging
@@ -155,7 +155,7 @@ ENGINES = st.fixed_dictionaries(
         "slots": st.sampled_from((64, 64, 8, 3)),
         "scheduling_policy": st.sampled_from(("fcfs", "priority")),
         "drafts": st.sampled_from((0, 0, 2)),
-        "tier": st.sampled_from((None, None, 1024, 136, "store")),
+        "tier": st.sampled_from((None, None, 1024, 136, "remote", "both")),
         "events": st.booleans(),
         "plugin": st.fixed_dictionaries(
             {
@@ -203,12 +203,12 @@ class Interleavings(RuleBasedStateMachine):
                 mock.patch(f"kv_offload.scheduler.stores.planner.{name}", few)
             )
         if below := arguments.pop("tier"):
-            if below == "store":
-                arguments["plugin"] |= STORE
-                self.cleanup.enter_context(manual_store())
-            else:
+            if isinstance(below, str):
+                arguments["plugin"] |= REMOTE
+                self.cleanup.enter_context(manual_remote())
+            if below != "remote":
                 folder = self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
-                nbytes = f"{below * self.ranks << 10}B"
+                nbytes = f"{(136 if below == 'both' else below) * self.ranks << 10}B"
                 disk = {"path": folder, "bytes": nbytes, "keep_on_restart": False}
                 arguments["plugin"]["disk"] = disk
             for name, seconds in (IMPATIENCE if not waits else {}).items():
@@ -538,39 +538,49 @@ class Interleavings(RuleBasedStateMachine):
                 HAPPENED[f"failed {job.direction.value}"] += 1
         self.engine.run_copies(fail=fail)
 
-    @rule(rank=st.integers(0, 1), site=st.sampled_from(TIER_FAULTS), times=st.integers(1, 3))
-    def break_tier(self, rank: int, site: str, times: int) -> None:
-        tier = self.engine.ranks[rank % self.ranks].tier
-        if tier is not None:
+    def tiers_of(self, rank: int, which: int) -> list[ManualTier]:
+        """Return one of the tiers of a rank, or none."""
+        tiers = self.engine.ranks[rank % self.ranks].tiers
+        return [tiers[which % len(tiers)]] if tiers else []
+
+    @rule(
+        rank=st.integers(0, 1),
+        which=st.integers(0, 1),
+        site=st.sampled_from(TIER_FAULTS),
+        times=st.integers(1, 3),
+    )
+    def break_tier(self, rank: int, which: int, site: str, times: int) -> None:
+        for tier in self.tiers_of(rank, which):
             tier.faults[site] = times
 
-    @rule(rank=st.integers(0, 1), stuck=st.booleans())
-    def hang_tier(self, rank: int, stuck: bool) -> None:
-        tier = self.engine.ranks[rank % self.ranks].tier
-        if tier is not None:
+    @rule(rank=st.integers(0, 1), which=st.integers(0, 1), stuck=st.booleans())
+    def hang_tier(self, rank: int, which: int, stuck: bool) -> None:
+        for tier in self.tiers_of(rank, which):
             tier.stuck = stuck
 
     @rule(stuck=st.booleans(), fails=st.booleans())
     def upset_directory(self, stuck: bool, fails: bool) -> None:
         """Have a store not say what it has, or not be there."""
-        directory = getattr(self.engine.offload, "_tier", None)
-        directory = getattr(directory, "_directory", None)
-        if directory is not None:
+        for tier in self.engine.offload.tiers.tiers.values():
+            directory = getattr(tier, "_directory", None)
+            if directory is None:
+                continue
             directory.stuck, directory.fails = stuck, fails
             directory.answer()
 
     @rule(which=st.integers(0, 99))
     def evict_from_store(self, which: int) -> None:
         for rank in self.engine.ranks:
-            if rank.tier is not None and rank.tier.is_store and rank.tier.records:
-                del rank.tier.records[sorted(rank.tier.records)[which % len(rank.tier.records)]]
+            for tier in rank.tiers:
+                if tier.is_remote and tier.records:
+                    del tier.records[sorted(tier.records)[which % len(tier.records)]]
 
     @rule(rank=st.integers(0, 1), which=st.integers(0, 99))
     def move(self, rank: int, which: int) -> None:
         """Have one copy of a tier that hangs end."""
-        tier = self.engine.ranks[rank % self.ranks].tier
-        if tier is not None and tier.submitted:
-            tier.run(which % len(tier.submitted))
+        for tier in self.tiers_of(rank, which):
+            if tier.submitted:
+                tier.run(which // 2 % len(tier.submitted))
 
     @rule(rank=st.integers(0, 1), stuck=st.booleans())
     def hang(self, rank: int, stuck: bool) -> None:
@@ -625,12 +635,13 @@ class Interleavings(RuleBasedStateMachine):
 
     def wake_tier(self) -> None:
         """Run until nothing is left to write: a tier that pauses would be used again any moment."""
-        tier = getattr(self.engine.offload, "_tier", None)
+        tiers = self.engine.offload.tiers.tiers.values()
         for _ in range(20):
-            if tier is None or not tier.is_open or (tier.may_read and tier.may_write):
+            if all(not tier.is_open or (tier.may_read and tier.may_write) for tier in tiers):
                 return
-            for pause in (tier._reads, tier._writes):
-                pause._until = 0.0
+            for tier in tiers:
+                for pause in (tier._reads, tier._writes):
+                    pause._until = 0.0
             self.engine.run()
 
     def teardown(self) -> None:
@@ -641,10 +652,10 @@ class Interleavings(RuleBasedStateMachine):
             rank.copies.stuck = False
             HAPPENED.update(rank.copies.happened)
             rank.copies.faults.clear()
-            if rank.tier is not None:
-                rank.tier.stuck = False
-                HAPPENED.update(rank.tier.happened)
-                rank.tier.faults.clear()
+            for tier in rank.tiers:
+                tier.stuck = False
+                HAPPENED.update(tier.happened)
+                tier.faults.clear()
         self.upset_directory(False, False)
         self.armed.clear()
         self.narrow(1000)  # else what waits is stored slot by slot

@@ -29,7 +29,8 @@ class ManualTier:
     can neither be written nor read.
     """
 
-    is_store = False
+    is_remote = False
+    name = "disk"
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class ManualTier:
                 failed.append(row)
                 if promotes:
                     self._arena[slot] = GARBAGE
-                elif not self.is_store:
+                elif not self.is_remote:
                     self.records[place] = (b"torn", self._arena[slot].copy())
             elif not promotes:
                 self.records[place] = (job.names[row], self._arena[slot].copy())
@@ -104,7 +105,7 @@ class ManualTier:
                 self._arena[slot] = content
                 if self._fails("mismatch") or name != job.names[row]:
                     self._arena[slot] = GARBAGE
-                    mismatches += not self.is_store or place in self.records
+                    mismatches += not self.is_remote or place in self.records
                     failed.append(row)
                 self.happened["promoted"] += 1
         good = len(job.pairs) - len(failed)
@@ -134,10 +135,11 @@ class ManualTier:
         """Nothing runs by itself."""
 
 
-class ManualStore(ManualTier):
+class ManualRemote(ManualTier):
     """Finds blocks by their names alone; what one engine has put there another one finds."""
 
-    is_store = True
+    is_remote = True
+    name = "remote"
     contents: ClassVar[dict[str, dict[bytes, tuple[bytes, NDArray[np.uint8]]]]] = {}
     """What all stores of this process have, by `file_id`."""
 
@@ -166,17 +168,17 @@ class ManualAnswer:
 
 
 class ManualDirectory:
-    """Answers at once what `ManualStore` has, unless it is `stuck`, or fails."""
+    """Answers at once what `ManualRemote` has, unless it is `stuck`, or fails."""
 
     stuck = False
     fails = False
 
     def __init__(self, client: object, prefixes: Sequence[str], make_keys: object) -> None:
-        self.parts = [ManualStore.contents[prefix] for prefix in prefixes]
+        self.parts = [ManualRemote.contents[prefix] for prefix in prefixes]
         self.asked: list[ManualAnswer] = []
         self.closed = False
 
-    def ask(self, names: Sequence[bytes]) -> ManualAnswer:
+    def ask(self, names: Sequence[bytes], *, are_chained: bool) -> ManualAnswer:
         self.asked.append(ManualAnswer(names))
         self.answer()
         return self.asked[-1]
@@ -194,24 +196,24 @@ class ManualDirectory:
         self.closed = True
 
 
-STORE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 0}}
+REMOTE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 0}}
 """The configuration of an engine with such a store."""
 
 
 @contextlib.contextmanager
-def manual_store() -> Iterator[None]:
-    """Have engines that are built here share an empty `ManualStore`, and ask it what it has."""
+def manual_remote() -> Iterator[None]:
+    """Have engines that are built here share an empty `ManualRemote`, and ask it what it has."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
-        mock.patch("kv_offload.engines.vllm.start.store.StoreDirectory", ManualDirectory),
-        mock.patch.object(ManualStore, "contents", {}),
+        mock.patch("kv_offload.engines.vllm.start.remote.RemoteDirectory", ManualDirectory),
+        mock.patch.object(ManualRemote, "contents", {}),
     ):
         yield
 
 
 @contextlib.contextmanager
 def manual_tiers() -> Iterator[list[ManualTier]]:
-    """Have every rank that registers its KV caches here use a `ManualTier` or `ManualStore`."""
+    """Have every rank that registers its KV caches here use a `ManualTier` or `ManualRemote`."""
     made: list[ManualTier] = []
 
     def keep(kind: Callable[..., ManualTier]) -> Callable[..., ManualTier]:
@@ -223,6 +225,6 @@ def manual_tiers() -> Iterator[list[ManualTier]]:
 
     with (
         mock.patch("kv_swap.tiers.disk.DiskTier", keep(ManualTier)),
-        mock.patch("kv_swap.tiers.store.tier.StoreTier", keep(ManualStore)),
+        mock.patch("kv_swap.tiers.remote.tier.RemoteTier", keep(ManualRemote)),
     ):
         yield made

@@ -196,9 +196,9 @@ def wait_until_it_serves(process: subprocess.Popen[Any], port: int) -> None:
 
 _PEER = """
 import sys
-from tests.support.tier_bed import StoreBed, named
+from tests.support.tier_bed import MooncakeBed, named
 master, segment_bytes, count, slot_bytes = sys.argv[1], *map(int, sys.argv[2:])
-with StoreBed(master, segment_bytes, count, slot_bytes) as bed:
+with MooncakeBed(master, segment_bytes, count, slot_bytes) as bed:
     print(bed.put(named(count)).failed, flush=True)
     sys.stdin.read()
 """

@@ -446,8 +446,12 @@ class PlayedEngine:
                 self.check_slot(slot, found - group_id, own)
 
         for rank, played in enumerate(self.ranks):
-            for name, content in () if played.tier is None else played.tier.records.values():
-                prefix = self.offload.tier.tier.generation
+            records = [
+                (self.offload.tiers.tiers[tier.name].generation, name, content)
+                for tier in played.tiers
+                for name, content in tier.records.values()
+            ]
+            for prefix, name, content in records:
                 if name.startswith(prefix) and name.removeprefix(prefix) in self.known:
                     names, group_id = self.known[name.removeprefix(prefix)]
                     own = self._names_on(rank, names, group_id)

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.configurations import PAGE_WORDS
 from tests.support.manual_copies import manual_copies
-from tests.support.manual_tier import manual_tiers
+from tests.support.manual_tier import ManualTier, manual_tiers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,8 +61,13 @@ class PlayedRank:
         with manual_copies() as made, manual_tiers() as tiers:
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
-        self.tier = tiers[0] if tiers else None
-        """Of an engine with a disk."""
+        self.tiers = tiers
+        """Those of the configuration, a disk before a remote store."""
+
+    @property
+    def tier(self) -> ManualTier | None:
+        """The first of them."""
+        return self.tiers[0] if self.tiers else None
 
     def get_model(self) -> PlayedWeights:
         """Stand for the model runner, which the connector looks for when KV is registered."""

@@ -12,10 +12,10 @@ import numpy as np
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, TierJob
-from kv_swap.tiers.store.folder import FolderClient
-from kv_swap.tiers.store.mooncake import MooncakeClient
-from kv_swap.tiers.store.s3 import S3Client
-from kv_swap.tiers.store.tier import StoreTier
+from kv_swap.tiers.remote.folder import FolderClient
+from kv_swap.tiers.remote.mooncake import MooncakeClient
+from kv_swap.tiers.remote.s3 import S3Client
+from kv_swap.tiers.remote.tier import RemoteTier
 
 DEMOTE, PROMOTE = TierDirection.DEMOTE, TierDirection.PROMOTE
 
@@ -123,7 +123,7 @@ class FolderBed(Bed):
     ) -> None:
         super().__init__(num_slots, slot_bytes)
         self.place, self.client = place, FolderClient(place, max_bytes)
-        self.tier: StoreTier = StoreTier(self.client, self.view, description)
+        self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
 
 
 class S3Bed(Bed):
@@ -139,10 +139,10 @@ class S3Bed(Bed):
     ) -> None:
         super().__init__(num_slots, slot_bytes)
         self.client = S3Client(url, max_bytes)
-        self.tier: StoreTier = StoreTier(self.client, self.view, description)
+        self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
 
 
-class StoreBed(Bed):
+class MooncakeBed(Bed):
     """A tier in the store of a master, to which it gives `segment_bytes`."""
 
     def __init__(
@@ -154,7 +154,7 @@ class StoreBed(Bed):
         **description: str,
     ) -> None:
         super().__init__(num_slots, slot_bytes)
-        self.tier: StoreTier = StoreTier(
+        self.tier: RemoteTier = RemoteTier(
             MooncakeClient(master, segment_bytes), self.view, description
         )
 

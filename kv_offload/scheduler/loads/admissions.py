@@ -14,7 +14,7 @@ from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import Decision
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.request import Hit, Phase, TrackedRequest
-from kv_offload.tiers.lower import LowerTier
+from kv_offload.tiers.lower import LowerTiers
 
 
 def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
@@ -45,12 +45,12 @@ class Admissions:
         core: Core,
         lookups: Lookups,
         costs: LoadCosts,
-        tier: LowerTier,
+        tiers: LowerTiers,
     ) -> None:
         self._requests, self._prefixes, self._manager = core.requests, core.prefixes, core.manager
         self._transfers, self._statistics = core.transfers, core.statistics
         self._retention = core.retention
-        self._lookups, self._costs, self._tier = lookups, costs, tier
+        self._lookups, self._costs, self._tiers = lookups, costs, tiers
         self._null_block_id = core.engine.pool.null_block.block_id
         self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
@@ -60,7 +60,7 @@ class Admissions:
         self._lookups.arrived(tracked)
         if not tracked.may_load:
             return Match(0, shared_tokens=tracked.shared_tokens)
-        hit = self._lookups.find(tracked, start, self._tier)
+        hit = self._lookups.find(tracked, start, self._tiers)
         if hit is None:
             return Match(None, shared_tokens=tracked.shared_tokens)
         hit.decision = chosen = self._decide(tracked, hit)

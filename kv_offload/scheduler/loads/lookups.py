@@ -58,7 +58,7 @@ class LookupBudget:
 
 
 class Below(Protocol):
-    """The tier below host memory."""
+    """The tiers below host memory."""
 
     def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
         """Return True if something of a request is to come from below, so that it waits."""
@@ -85,7 +85,7 @@ class Lookups:
         """Return which tokens after `start_tokens` host memory can bring now.
 
         None asks the engine to ask again: another request loads a part of them, something comes
-        from the tier `below`, or this step has made enough lookups. All tokens of a request are
+        from a tier `below`, or this step has made enough lookups. All tokens of a request are
         brought only where the model can compute the last one again, to have something to sample
         from. Where nothing but the last slot is missing it is computed. Another call for the same
         request returns the same unless host memory changed; then without another look at every

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.client import StoreClient
-from kv_swap.tiers.store.probe import StoreRates, measure
+from kv_swap.tiers.remote.client import RemoteClient
+from kv_swap.tiers.remote.probe import RemoteRates, measure
 
 from kv_offload.config import RemoteConfig
 from kv_offload.config.sizes import format_size
 from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
-from kv_offload.worker.store import make_client
+from kv_offload.worker.remote import make_client
 
 NUM_BLOCKS = 32
 
@@ -53,7 +53,7 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
     return not_checked("remote keys", found, remedy)
 
 
-def _check_round_trip(remote: RemoteConfig, asker: StoreClient) -> Check:
+def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
     name, where = "remote rate", remote.path or remote.url or "in memory of others"
     try:
         try:
@@ -77,7 +77,7 @@ def _check_round_trip(remote: RemoteConfig, asker: StoreClient) -> Check:
     )
 
 
-def _describe(rates: StoreRates, where: str) -> str:
+def _describe(rates: RemoteRates, where: str) -> str:
     tokens = rates.get_bytes_per_second / TOKEN_BYTES
     return (
         f"{rates.stored} of {rates.tried} blocks stored, found, read and verified {where}: "

@@ -25,8 +25,8 @@ WAITS = {
 LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
 """Gauges that do not add up: of several engines, the largest counts."""
 
-HAS_TIER = ("tier_slots", "has_remote")
-"""Gauges one of which is above 0 where an engine has a disk or a store."""
+TIERS = {"tier_slots": "disk_usable", "has_remote": "remote_usable"}
+"""By the gauge that says that an engine has a tier, the one that is 0 while it is not read."""
 
 
 class Figures:
@@ -58,8 +58,10 @@ class Figures:
         # A request that was preempted is looked up again, which vLLM's counters leave out.
         values["computed_tokens"] = max(0.0, prompts - cached - loaded)
         values["tiers_left_alone"] = sum(
-            any(samples.get(PREFIX + name) for name in HAS_TIER)
-            and not samples.get(f"{PREFIX}tier_usable")
+            any(
+                samples.get(PREFIX + there) and not samples.get(PREFIX + usable)
+                for there, usable in TIERS.items()
+            )
             for samples in by_engine
         )
         return values

@@ -86,7 +86,8 @@ def _table(figures: Figures) -> Table:
     row("slots stored", "stored_slots")
     row("slots given to another block", "evictions")
     if values["tier_slots"] or values["has_remote"]:
-        heading("Disk" if values["tier_slots"] else "Remote store")
+        names = (("tier_slots", "Disk"), ("has_remote", "Remote store"))
+        heading(" and ".join(name for gauge, name in names if values[gauge]).capitalize())
         _add_tier(table, figures)
     heading("Not stored, in slots")
     if paused := values["stores_paused"]:

@@ -206,7 +206,7 @@ def test_a_section_is_a_mapping(write, value):
     assert message.endswith("Correct it, or remove it to run without a disk.")
 
 
-def test_a_remote_store_needs_an_address_and_a_size_and_no_disk_beside_it():
+def test_a_remote_store_needs_an_address_and_a_size_and_may_have_a_disk_beside_it():
     remote = {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": "1GiB"}
     config = load({"remote": remote})
     assert config.remote == RemoteConfig(kind="mooncake", address="10.0.0.5:50051", bytes=GIB)
@@ -227,8 +227,8 @@ def test_a_remote_store_needs_an_address_and_a_size_and_no_disk_beside_it():
     assert (config.remote.url, config.remote.bytes, config.given_bytes) == ("s3://bucket/kv", 0, 0)
     del folder["path"]
     assert "remote: remote.path is missing. Add it: " in refusal({"remote": folder})
-    both = refusal({"remote": remote, "disk": {"path": "/nvme/kv", "bytes": "1GiB"}})
-    assert both.startswith(f"{INLINE}: remote: an engine has one tier below host memory, and there")
+    both = load({"remote": remote, "disk": {"path": "/nvme/kv", "bytes": "1GiB"}})
+    assert (both.disk.bytes, both.remote.kind) == (1 << 30, "mooncake")
     with pytest.raises(CapacityError, match=r"asks for .*, and remote.bytes for 62 GiB"):
         load({"remote": {**remote, "bytes": "62GiB"}})
 

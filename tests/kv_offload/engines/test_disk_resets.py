@@ -95,7 +95,7 @@ def test_a_reset_that_might_be_undone_is_answered_with_false_and_the_remedy(
     engine.serve("again", PROMPT, 1)
     assert engine.totals["hit_tokens"] == 0
     bad_index()
-    engine.offload.tier.tier.index.wait_ended(20)
+    engine.offload.tiers.tiers["disk"].index.wait_ended(20)
     assert engine.reset()
     assert "the disk has been emptied for a restart, too" in caplog.text
 
@@ -155,8 +155,8 @@ def test_weights_that_a_rank_tells_of_in_a_step_are_not_waited_for_and_the_log_s
 ) -> None:
     engine = make()
     engine.offload.resets.weights_were_loaded({0: 1})
-    assert not engine.offload.tier.is_settled
-    assert engine.offload.tier.tier.index.wait_ended(0.2) is False
+    assert not engine.offload.tiers.is_settled
+    assert engine.offload.tiers.tiers["disk"].index.wait_ended(0.2) is False
     engine.serve("next", PROMPT, 1)
     assert "the disk could not be emptied for a restart: " in caplog.text
     assert engine.reset(), "which asks the ranks"

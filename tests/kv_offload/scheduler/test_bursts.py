@@ -16,10 +16,10 @@ from kv_swap.engine import Direction
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.tiers.promoter import MAX_WAIT_SECONDS
-from tests.kv_offload.tiers.test_remote import StoreEngine
+from tests.kv_offload.tiers.test_remote import RemoteEngine
 from tests.kv_offload.tiers.test_tiers import DiskEngine
 from tests.support.loads import set_synchronous_loads
-from tests.support.manual_tier import manual_store
+from tests.support.manual_tier import manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [
@@ -68,14 +68,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 tmp_path, prompts=False, disk={"bytes": "32MiB"}, **more
             )
         else:
-            engine = StoreEngine(**more) if where == "store" else PlayedEngine(**more)
+            engine = RemoteEngine(**more) if where == "store" else PlayedEngine(**more)
         made.append(engine)
         engine.check_host_memory = lambda: None  # type: ignore[method-assign]
         set_synchronous_loads(engine.offload, False)
         engine.serve("first", [*SHARED, 1, 1, 1, 1, 1], 1)
         engine.run()
         if where == "store":  # another engine has stored it
-            made.append(StoreEngine(**more))
+            made.append(RemoteEngine(**more))
             made[-1].check_host_memory = lambda: None  # type: ignore[method-assign]
             set_synchronous_loads(made[-1].offload, False)
             return made[-1]
@@ -84,7 +84,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         assert engine.scheduler.reset_prefix_cache()
         return engine
 
-    with manual_store():
+    with manual_remote():
         yield one
         for engine in made:
             engine.rest()
@@ -154,12 +154,14 @@ def test_a_prefix_is_looked_up_once_for_all_that_share_it(
 
 def test_a_store_is_asked_once_for_what_is_shared(make: Make) -> None:
     engine = make("store")
-    assert isinstance(engine, StoreEngine)
+    assert isinstance(engine, RemoteEngine)
     directory = engine.directory
     directory.stuck = True
     asked: list[bytes] = []
     ask = directory.ask
-    directory.ask = lambda names: asked.extend(names) or ask(names)  # type: ignore[method-assign]
+    directory.ask = (  # type: ignore[method-assign]
+        lambda names, **how: asked.extend(names) or ask(names, **how)
+    )
     burst(engine)
     engine.step(2)
     assert len(asked) == len({*asked}), "a name is asked for twice"

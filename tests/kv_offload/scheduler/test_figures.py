@@ -33,11 +33,13 @@ OF_DISKS = {
     "tier_slots",
     "tier_slots_in_use",
     "tier_slots_set_aside",
-    "tier_usable",
+    "disk_usable",
+    "remote_usable",
     "promoting_slots",
     "demoting_slots",
     "oldest_move_seconds",
-    "promote_bytes_per_second",
+    "disk_read_bytes_per_second",
+    "remote_read_bytes_per_second",
 }
 """Gauges that an engine without a disk does not tell: they read 0."""
 

@@ -360,3 +360,24 @@ def test_a_pause_lets_go_of_what_waits_to_be_stored() -> None:
     engine.offload.pause_stores(paused=True)
     assert engine.offload.gauges()["waiting_slots"] == 0
     engine.rest()
+
+
+def test_a_routers_hints_are_followed_as_those_of_a_client(clock: Clock) -> None:
+    """In the place where Dynamo puts them; nonsense is counted, and its request is served."""
+    engine = PlayedEngine(slots=32)
+
+    def ask(name: str, prompt: list[int], *actions: Any) -> None:
+        hint = {"protocol_version": "0.1", "message_id": name, "actions": list(actions)}
+        params = {"kv_transfer_params": {"kv_hint": hint}}
+        engine.serve(name, prompt, 1, extra_args=params)
+
+    version = {"action_id": "a", "action_version": "1.0"}
+    retain = {"action_type": "kv.retain", "payload": {"ttl_seconds": 60, "priority": 1}, **version}
+    ask("retains", PROMPT, retain, {**retain, "payload": "nonsense"})
+    assert retained(engine) == len(PROMPT) // BLOCK
+    ask("ends", OTHER, {"action_type": "kv.evict", "payload": {}, **version})
+    assert engine.totals["skipped_not_wanted"] > 0
+    assert (engine.totals["followed_kv_hints"], engine.totals["ignored_kv_hints"]) == (2, 1)
+    clock.now += 61
+    engine.serve("later", OTHER, 1)
+    assert retained(engine) == 0

@@ -14,7 +14,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.tiers import base, lower, remote
 from kv_offload.tiers.remote import SHARED_GENERATION, RecentKeys
-from tests.support.manual_tier import STORE, ManualDirectory, ManualStore, manual_store
+from tests.support.manual_tier import REMOTE, ManualDirectory, ManualRemote, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -24,22 +24,22 @@ OTHER = [0, *PROMPT[1:]]
 FULL_BLOCKS = len(PROMPT) // 4
 
 
-class StoreEngine(PlayedEngine):
+class RemoteEngine(PlayedEngine):
     """An engine with a store; two of them in one process share it."""
 
     def __init__(self, **more: Any) -> None:
-        plugin = {**STORE, **more.pop("plugin", {})}
+        plugin = {**REMOTE, **more.pop("plugin", {})}
         super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
 
     @property
-    def store(self) -> ManualStore:
+    def store(self) -> ManualRemote:
         found = self.ranks[0].tier
-        assert isinstance(found, ManualStore)
+        assert isinstance(found, ManualRemote)
         return found
 
     @property
     def directory(self) -> ManualDirectory:
-        found: ManualDirectory = self.offload.tier.tier._directory
+        found: ManualDirectory = self.offload.tiers.tiers["remote"]._directory
         return found
 
     def answer(self, name: str, prompt: list[int] = PROMPT) -> None:
@@ -63,16 +63,16 @@ class StoreEngine(PlayedEngine):
 
 @pytest.fixture(autouse=True)
 def _played() -> Iterator[None]:
-    with manual_store():
+    with manual_remote():
         yield
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., StoreEngine]]:
-    made: list[StoreEngine] = []
+def make() -> Iterator[Callable[..., RemoteEngine]]:
+    made: list[RemoteEngine] = []
 
-    def one(**options: Any) -> StoreEngine:
-        made.append(StoreEngine(**options))
+    def one(**options: Any) -> RemoteEngine:
+        made.append(RemoteEngine(**options))
         return made[-1]
 
     yield one
@@ -162,13 +162,13 @@ def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
     second.answer_late(now, "b")
     assert second.totals["late_lookups"] == 1
     assert second.totals["hit_tokens"] == 0
-    assert second.offload.gauges()["tier_usable"] == 0
+    assert second.offload.gauges()["remote_usable"] == 0
     second.add("c", OTHER, 2)
     second.step(12, copies=True)
     assert len(directory.asked) == 1
     directory.stuck = False
     directory.answer()
-    assert second.offload.gauges()["tier_usable"] == 1
+    assert second.offload.gauges()["remote_usable"] == 1
 
 
 @pytest.mark.parametrize("steps_idle", [True, False])
@@ -183,14 +183,14 @@ def test_an_answer_that_fails_late_is_a_read_that_failed(
     engine.directory.answer()
     if steps_idle:
         engine.step(2)
-        assert engine.offload.gauges()["tier_usable"] == 0
+        assert engine.offload.gauges()["remote_usable"] == 0
     engine.directory.stuck = True
     engine.add("b", OTHER, 2)
     engine.step(4)
     assert "b" in engine.answers, "it waits for no other answer"
     engine.directory.stuck, engine.directory.fails = False, False
     engine.run()
-    assert engine.offload.gauges()["tier_usable"] == 0
+    assert engine.offload.gauges()["remote_usable"] == 0
     assert len(engine.directory.asked) == 1
     now[0] += base.FIRST_PAUSE_SECONDS
     engine.answer("c", [9] * 9)
@@ -231,7 +231,7 @@ def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: li
     second.directory.fails = True
     second.answer("b")
     assert second.totals["hit_tokens"] == 0
-    assert second.offload.gauges()["tier_usable"] == 0
+    assert second.offload.gauges()["remote_usable"] == 0
     second.forget()
     second.answer("d")
     assert second.totals["promoted_slots"] == 0
@@ -257,9 +257,9 @@ def test_an_error_long_after_others_has_a_short_pause_though_nothing_was_found_m
         now[0] += 3600
     engine.directory.fails = True
     engine.answer("last", [20] * 9)
-    assert not engine.offload.tier.tier.may_read
+    assert not engine.offload.tiers.tiers["remote"].may_read
     now[0] += base.FIRST_PAUSE_SECONDS
-    assert engine.offload.tier.tier.may_read
+    assert engine.offload.tiers.tiers["remote"].may_read
 
 
 def test_a_block_that_is_gone_is_computed_and_asked_for_again(make: Any) -> None:
@@ -335,12 +335,12 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
 
 
 def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
-    engine = make(plugin={"remote": {**STORE["remote"], "keep_on_reset": True}})
+    engine = make(plugin={"remote": {**REMOTE["remote"], "keep_on_reset": True}})
     engine.offload.resets.reset_cache()
-    assert engine.offload.tier.tier.generation == SHARED_GENERATION
+    assert engine.offload.tiers.tiers["remote"].generation == SHARED_GENERATION
     engine.change_weights()
     engine.offload.resets.weights_change()
-    assert engine.offload.tier.tier.generation != SHARED_GENERATION
+    assert engine.offload.tiers.tiers["remote"].generation != SHARED_GENERATION
 
 
 def test_what_was_told_lately_is_not_asked_again(now: list[float]) -> None:

@@ -187,7 +187,7 @@ def test_a_request_that_was_preempted_waits_for_the_disk_again(
 def test_what_came_in_time_is_loaded(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.offload.tier.promoter, "_job_slots", 2)
+    monkeypatch.setattr(engine.offload.tiers.promoter, "_job_slots", 2)
     engine.disk.stuck = True
     ask(engine, "a")
     engine.disk.run(0)
@@ -221,7 +221,7 @@ def test_the_disk_is_not_read_for_a_while_after_an_error_and_tried_again(
     ask(engine, "a")
     engine.run()
     assert engine.totals["tier_errors"] == 1
-    assert engine.offload.gauges()["tier_usable"] == 0
+    assert engine.offload.gauges()["disk_usable"] == 0
     engine.forget()
     ask(engine, "b", prompt=OTHER)
     engine.run()
@@ -258,7 +258,7 @@ def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
 def replace_wake(
     monkeypatch: pytest.MonkeyPatch, engine: DiskEngine, wake: Callable[[], object]
 ) -> None:
-    tier = engine.offload.tier
+    tier = engine.offload.tiers
     monkeypatch.setattr(tier, "_engine", dataclasses.replace(tier._engine, wake=wake))
 
 
@@ -304,7 +304,7 @@ def test_a_bad_place_fails_one_write_and_no_further_one(
 
     It is set aside also after a reset, until the next start.
     """
-    bad = engine.offload.tier.tier.manager.slots_in_use + 1
+    bad = engine.offload.tiers.tiers["disk"].manager.slots_in_use + 1
     engine.disk.bad_places.add(bad)
     for name in "abc":
         ask(engine, name, prompt=[ord(name)] * 9)
@@ -343,20 +343,20 @@ def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
 def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(
     now: list[float], engine: DiskEngine
 ) -> None:
-    engine.offload.tier.tier.read_failed()
+    engine.offload.tiers.tiers["disk"].read_failed()
     ask(engine, "a", prompt=[9] * 9)
     engine.run()
     assert engine.totals["demoted_slots"] > 0
     now[0] += base.FIRST_PAUSE_SECONDS
-    engine.offload.tier.tier.read_failed()
+    engine.offload.tiers.tiers["disk"].read_failed()
     now[0] += base.FIRST_PAUSE_SECONDS
-    assert not engine.offload.tier.tier.may_read
+    assert not engine.offload.tiers.tiers["disk"].may_read
 
 
 def test_errors_that_were_under_way_together_are_one_pause(
     now: list[float], engine: DiskEngine
 ) -> None:
-    below = engine.offload.tier.tier
+    below = engine.offload.tiers.tiers["disk"]
     for fail, may in ((below.read_failed, "may_read"), (below.write_failed, "may_write")):
         fail()
         fail()
@@ -368,7 +368,7 @@ def test_that_nothing_is_written_is_not_told_while_nothing_is_read(
     now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is one outage then. Once the disk may be read again, a write that fails says something."""
-    below = engine.offload.tier.tier
+    below = engine.offload.tiers.tiers["disk"]
     below.read_failed()
     below.write_failed()
     assert (below.may_read, below.may_write) == (False, False)
@@ -394,14 +394,14 @@ def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
     assert caplog.text.count("has not ended in") == 1
     engine.disk.stuck = False
     engine.run()
-    assert engine.offload.gauges()["tier_usable"] == 1
+    assert engine.offload.gauges()["disk_usable"] == 1
 
 
 def begin_writes(
     engine: DiskEngine, monkeypatch: pytest.MonkeyPatch, at_once: int = FULL_BLOCKS
 ) -> int:
     """Have a new prompt written in jobs that end when the test says so; return how many."""
-    monkeypatch.setattr(engine.offload.tier.demoter, "_job_slots", 1)
+    monkeypatch.setattr(engine.offload.tiers.demoters["disk"], "_job_slots", 1)
     engine.disk.stuck = True
     engine.add("new", [1 - token for token in PROMPT], 1)
     engine.step(12, copies=True)
@@ -414,7 +414,7 @@ def test_all_jobs_of_a_plan_are_asked_for_at_once(
     now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To ask takes as long for one slot as for a hundred, and a job has few slots of 2 MiB."""
-    disk = engine.offload.tier.demoter._tier
+    disk = engine.offload.tiers.demoters["disk"]._tier
     written, read = Mock(wraps=disk.begin_write), Mock(wraps=disk.begin_read)
     monkeypatch.setattr(disk, "begin_write", written)
     monkeypatch.setattr(disk, "begin_read", read)
@@ -424,7 +424,7 @@ def test_all_jobs_of_a_plan_are_asked_for_at_once(
     engine.disk.stuck = False
     engine.rest()
     engine.forget()
-    monkeypatch.setattr(engine.offload.tier.promoter, "_job_slots", 1)
+    monkeypatch.setattr(engine.offload.tiers.promoter, "_job_slots", 1)
     engine.disk.stuck = True
     ask(engine, "read")
     assert len(engine.disk.submitted) == FULL_BLOCKS
@@ -440,15 +440,15 @@ def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(
     engine.disk.faults["error"] = 2
     engine.disk.run()
     engine.step(2)
-    assert not engine.offload.tier.tier.may_write
+    assert not engine.offload.tiers.tiers["disk"].may_write
     assert engine.scheduler.has_requests(), "it goes on stepping"
     engine.disk.stuck = False
     engine.run()
     assert engine.totals["lost_tier_slots"] == 2
     assert engine.totals["demoted_slots"] == writes - 2
-    assert len(engine.offload.tier.tier.manager.readable_slots()) == known + writes - 2
+    assert len(engine.offload.tiers.tiers["disk"].manager.readable_slots()) == known + writes - 2
     now[0] += base.FIRST_PAUSE_SECONDS
-    assert engine.offload.tier.tier.may_write, "they were one outage"
+    assert engine.offload.tiers.tiers["disk"].may_write, "they were one outage"
 
 
 def test_an_idle_engine_rests_though_a_write_hangs(
@@ -467,7 +467,7 @@ def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_ot
     writes = begin_writes(engine, monkeypatch)
     for _ in range(writes - 1):
         step_for(engine, now, 0.9 * base.STUCK_SECONDS)
-        assert engine.offload.gauges()["tier_usable"] == 1
+        assert engine.offload.gauges()["disk_usable"] == 1
         engine.disk.run(0)
         engine.step(2)
     ask(engine, "a")
@@ -484,7 +484,7 @@ def test_a_write_that_hangs_is_noticed_though_later_ones_end(
         step_for(engine, now, 0.6 * base.STUCK_SECONDS)
         engine.disk.run(1)
         engine.step(2)
-    assert engine.offload.gauges()["tier_usable"] == 0
+    assert engine.offload.gauges()["disk_usable"] == 0
 
 
 def test_no_copy_hangs_because_the_engine_made_no_step(
@@ -497,7 +497,7 @@ def test_no_copy_hangs_because_the_engine_made_no_step(
     begin_writes(engine, monkeypatch)
     now[0] += 60 * base.STUCK_SECONDS
     engine.step(2)
-    assert engine.offload.gauges()["tier_usable"] == 1
+    assert engine.offload.gauges()["disk_usable"] == 1
     assert "has not ended" not in caplog.text
 
 
@@ -506,14 +506,14 @@ def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
 ) -> None:
     for _ in range(15):
         for rank, speed in enumerate((1e3, 1e9, 1e9)):
-            report(engine, {}, rank, promote_bytes_per_second=speed)
-    assert engine.offload.gauges()["promote_bytes_per_second"] == 1e3
+            report(engine, {}, rank, promote_bytes_per_second={"disk": speed})
+    assert engine.offload.gauges()["disk_read_bytes_per_second"] == 1e3
 
 
 def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
     teach(engine, 1e12)
     for _ in range(20):
-        report(engine, {}, promote_bytes_per_second=1.0)
+        report(engine, {}, promote_bytes_per_second={"disk": 1.0})
     for number in range(COPY_EVERY - 1):
         ask(engine, f"a{number}")
         engine.run()
@@ -528,14 +528,14 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
     teach(engine, 1e12)
     for speed in (1e12, 1.0):
         for _ in range(8):
-            report(engine, {}, promote_bytes_per_second=speed)
+            report(engine, {}, promote_bytes_per_second={"disk": speed})
     for number in range(COPY_EVERY):
         ask(engine, f"a{number}")
         engine.run()
         engine.forget()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
     for number in range(7):  # until it shows in the median
-        report(engine, {}, promote_bytes_per_second=1e12)
+        report(engine, {}, promote_bytes_per_second={"disk": 1e12})
         ask(engine, f"b{number}")
         engine.run()
         engine.forget()
@@ -545,7 +545,7 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
 def test_always_load_reads_all(make: Any) -> None:
     engine = make(plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
-        report(engine, {}, promote_bytes_per_second=1.0)
+        report(engine, {}, promote_bytes_per_second={"disk": 1.0})
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
@@ -577,7 +577,7 @@ def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
     now: list[float], engine: DiskEngine
 ) -> None:
     """To plan 256 jobs of a slot takes 15 ms of a step."""
-    engine.offload.tier.tier.write_failed()
+    engine.offload.tiers.tiers["disk"].write_failed()
     engine.add("a", [9] * 9, max_tokens=40)
     engine.step(30, copies=True)
     assert engine.totals["stored_slots"] > 6
@@ -599,7 +599,10 @@ def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_
     monkeypatch.setattr(groups, "ranks_with_equal_bytes", lambda *_: equal.pop(0))
     engine = make(prompts=False, ranks=2, handshake=False, disk={"write_rate": "256B"})
     capacities = [rank.connector.offload_worker.capacity() for rank in engine.ranks]
-    told = [replace(one, tier=replace(one.tier, sharing_ranks=sharing)) for one in capacities]
+    told = [
+        replace(one, tiers={"disk": replace(one.tiers["disk"], sharing_ranks=sharing)})
+        for one in capacities
+    ]
     engine.offload.take_capacities(told)
     engine.add("a", PROMPT, 1)
     engine.step(8, copies=True)
@@ -727,7 +730,7 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
     assert tracked is not None
-    hit = engine.offload._lookups.find(tracked, 0, lower.NoTier())
+    hit = engine.offload._lookups.find(tracked, 0, Mock(waits=lambda *_: False))
     assert hit is not None
     assert hit.tokens == 2 * 4
     engine.disk.stuck = False

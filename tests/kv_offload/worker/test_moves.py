@@ -26,10 +26,10 @@ class Half:
         self.tier = ManualTier(Path("tier"), 8, self.arena, {})
         self.jobs = RankJobs(peers.index, RankLog(logging.getLogger("test"), peers.index))
         self.moves = Moves(self.jobs)
-        self.moves.use(self.tier, peers)  # type: ignore[arg-type]
+        self.moves.use("disk", self.tier, peers)  # type: ignore[arg-type]
 
     def move(self, job_id: int, *, promotes: bool) -> None:
-        self.moves.start([MoveJob(job_id, promotes, PAIRS, NAMES)])
+        self.moves.start([MoveJob(job_id, promotes, "disk", PAIRS, NAMES)])
         self.moves.poll()
 
 
@@ -48,7 +48,7 @@ def test_ranks_that_share_memory_move_a_part_each() -> None:
     """Each finds in its own file what it has written there."""
     halves = [Half(Peers(index, 2, lambda value: [value, value])) for index in range(2)]
     for half in halves:
-        assert half.moves.capacity() == TierCapacity(16, "manual", 2)
+        assert half.moves.capacities() == {"disk": TierCapacity(16, "manual", 2)}
         half.move(0, promotes=False)
     assert [sorted(half.tier.records) for half in halves] == [[0, 2], [0, 1, 3]]
     halves[1].tier.faults["mismatch"] = 2
@@ -64,7 +64,7 @@ def test_ranks_that_share_memory_move_a_part_each() -> None:
 
 def test_a_rank_without_a_part_has_ended_its_part() -> None:
     half = Half(Peers(0, 9, lambda value: [value] * 9))
-    half.moves.start([MoveJob(0, True, PAIRS[:1], NAMES[:1])])
+    half.moves.start([MoveJob(0, True, "disk", PAIRS[:1], NAMES[:1])])
     assert half.jobs.ended == {0: Outcome.OK}
 
 
@@ -90,11 +90,11 @@ def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch: pytest.MonkeyPat
     half = Half()
     half.move(0, promotes=False)
     half.move(1, promotes=True)
-    assert half.moves.take_speed() is None
+    assert half.moves.take_speeds() is None
     monkeypatch.setattr("kv_offload.worker.moves.TIMED_BYTES", 40)
     half.move(2, promotes=True)
-    assert half.moves.take_speed() == pytest.approx(40 / 0.001)
-    assert half.moves.take_speed() is None
+    assert half.moves.take_speeds() == {"disk": pytest.approx(40 / 0.001)}
+    assert half.moves.take_speeds() is None
 
 
 def test_ranks_that_share_memory_tell_how_fast_they_read_together(
@@ -107,4 +107,4 @@ def test_ranks_that_share_memory_tell_how_fast_they_read_together(
         half.move(0, promotes=False)
         half.move(1, promotes=True)
         assert half.jobs.stats.data["promoted_bytes"] == own_bytes
-        assert half.moves.take_speed() == pytest.approx(2 * own_bytes / 0.001)
+        assert half.moves.take_speeds() == {"disk": pytest.approx(2 * own_bytes / 0.001)}

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
-from kv_swap.tiers.store import folder
-from kv_swap.tiers.store.client import Fate
-from kv_swap.tiers.store.folder import FolderClient
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.sweep import AGE_SECONDS, Entry, sweep
+from kv_swap.tiers.remote import folder
+from kv_swap.tiers.remote.client import Fate
+from kv_swap.tiers.remote.folder import FolderClient
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.sweep import AGE_SECONDS, Entry, sweep
 
 from tests.support.processes import ROOT
 from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, Bed, FolderBed, block, job, named

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import PAGE_BYTES
-from kv_swap.tiers.store import s3
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.sweep import sweep
+from kv_swap.tiers.remote import s3
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.sweep import sweep
 
 from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, require_s3
 from tests.support.tier_bed import ALIGNED, ODD, S3Bed, named

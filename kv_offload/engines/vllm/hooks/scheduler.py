@@ -97,6 +97,10 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self._wake,
         )
 
+    @survives(lambda self, request: None)  # it is looked up later, as ever
+    def on_new_request(self, request: Request) -> None:
+        self.offload_scheduler.arrived(request)
+
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -57,10 +57,10 @@ def reset_after_drain(
 
 def settle(core: Any, offload: OffloadScheduler) -> bool:
     """See to it that no restart finds what was forgotten; say whether that is sure. Waits."""
-    if offload.tier.is_settled:
+    if offload.tiers.is_settled:
         return True
     problems = core.model_executor.collective_rpc(revoke_rank)
-    return offload.tier.settle(problems, SETTLE_SECONDS)
+    return offload.tiers.settle(problems, SETTLE_SECONDS)
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
@@ -100,8 +100,8 @@ def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
 
 
 def revoke_rank(_worker: Any) -> str:
-    """Revoke the tier of this process's rank; see `OffloadWorker.revoke_tier`."""
-    return str(worker_of_process().revoke_tier())
+    """Revoke the tiers of this process's rank; see `OffloadWorker.revoke_tiers`."""
+    return str(worker_of_process().revoke_tiers())
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:

@@ -57,7 +57,7 @@ def watch_call(
         connector = connector_of(self)
         if connector is not None:
             offload = connector.offload_scheduler
-            was_settled = offload.tier.is_settled
+            was_settled = offload.tiers.is_settled
             if offload.resets.weights_change():
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
             if was_settled:  # else a trainer would wait for a dead disk with each of its tensors

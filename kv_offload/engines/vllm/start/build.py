@@ -16,7 +16,7 @@ from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
-from kv_offload.engines.vllm.start import disk, log, members, ranks, store, support, trace
+from kv_offload.engines.vllm.start import disk, log, members, ranks, remote, support, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
@@ -59,7 +59,7 @@ class Engine:
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
         config = self.traced.config
         self.disk = disk.find_disk(config, vllm_config, kv_cache_config)
-        self.store = store.find_store(config, vllm_config, kv_cache_config)
+        self.remote = remote.find_remote(config, vllm_config, kv_cache_config)
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
@@ -89,13 +89,15 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         is_to_rest: Callable[[], bool],
         wake: Callable[[], None] | None,
     ) -> OffloadScheduler:
-        tier = None
+        tiers = []
         if engine.disk is not None and config.disk is not None:
-            tier = disk.disk_tier(
-                config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
+            tiers.append(
+                disk.disk_tier(
+                    config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
+                )
             )
-        if engine.store is not None and config.remote is not None:
-            tier = store.remote_tier(config.remote, world_size)
+        if engine.remote is not None and config.remote is not None:
+            tiers.append(remote.remote_tier(config.remote, world_size))
         facts = EngineFacts(
             engine.cache_groups,
             pool,
@@ -111,7 +113,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
             report_span=find_tracer(engine.vllm_config),
         )
         slots = SlotFacts(num_slots, slot_bytes, block_bytes)
-        return OffloadScheduler(config, facts, slots, tier, observers)
+        return OffloadScheduler(config, facts, slots, tiers, observers)
 
     rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
     least_bytes = packed_page_bytes(block_bytes) if config.pack_kv else block_bytes
@@ -136,5 +138,9 @@ def build_worker(engine: Engine) -> OffloadWorker:
         parallel.rank,
         parallel.world_size,
         ranks.tensor_parallel_ranks() if shares else ALONE,
-        engine.disk or engine.store,
+        {
+            name: tier
+            for name, tier in (("disk", engine.disk), ("remote", engine.remote))
+            if tier is not None
+        },
     )

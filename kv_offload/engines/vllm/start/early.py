@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
-from kv_swap.tiers.store import mooncake_session, s3
+from kv_swap.tiers.remote import mooncake_session, s3
 
 from kv_offload.config import trace_config
 from kv_offload.config.checks import check_disk, check_sizes
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import disk, members, ranks, store, support, trace
+from kv_offload.engines.vllm.start import disk, members, ranks, remote, support, trace
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
@@ -62,7 +62,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         support.check_supported(own, version, enclosing)
         disk.check_disk(config, own)
         check_disk(traced)
-        store.check_store(config, own)
+        remote.check_remote(config, own)
         kind = None if config.remote is None else config.remote.kind
         if kind == "mooncake" and not mooncake_session.is_installed():
             raise UnsupportedError(f"remote.kind: {kind}: {mooncake_session.NOT_INSTALLED}")

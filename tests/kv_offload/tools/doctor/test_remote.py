@@ -13,7 +13,7 @@ from kv_offload.tools.doctor import remote
 from kv_offload.tools.doctor.report import Check
 from tests.kv_offload.tools.conftest import Command
 from tests.support.mooncake import Master, free_port, require_mooncake
-from tests.support.tier_bed import StoreBed, named
+from tests.support.tier_bed import MooncakeBed, named
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_without_engines_doctor_gives_the_memory_itself(master: Master) -> None:
 
 
 def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) -> None:
-    with StoreBed(master.address, 256 << 20) as bed:
+    with MooncakeBed(master.address, 256 << 20) as bed:
         assert bed.put(named(8)).failed == ()
         rate = checks(master.address)["remote rate"]
         assert rate.state == "ok"
@@ -51,7 +51,7 @@ def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) ->
 
 
 def test_a_store_with_little_room_is_a_warning(master: Master) -> None:
-    with StoreBed(master.address, 32 << 20) as bed:
+    with MooncakeBed(master.address, 32 << 20) as bed:
         assert bed.put(named(8)).failed == ()
         rate = checks(master.address)["remote rate"]
         assert rate.state == "warning"

@@ -72,7 +72,7 @@ def test_other_sizes_have_lines_where_they_are_estimated() -> None:
 
 def with_disk(**samples: float) -> str:
     page = HITS
-    for name, value in {"tier_slots": 2048, "tier_usable": 1, **samples}.items():
+    for name, value in {"tier_slots": 2048, "disk_usable": 1, **samples}.items():
         page = having(page, name, value)
     return page
 
@@ -95,8 +95,8 @@ def test_a_disk_has_lines_of_its_own() -> None:
 def test_a_disk_that_is_left_alone_is_named_also_beside_one_that_is_used() -> None:
     alone = "not read, after an error or while a copy hangs"
     assert alone not in drawn(with_disk())
-    assert alone in drawn(with_disk(tier_usable=0))
-    other = with_disk(tier_usable=0).replace('engine="0"', 'engine="1"')
+    assert alone in drawn(with_disk(disk_usable=0))
+    other = with_disk(disk_usable=0).replace('engine="0"', 'engine="1"')
     assert "not read by 1 of the engines, after" in drawn(with_disk() + other)
     assert "not read" not in drawn(with_disk() + HITS.replace('engine="0"', 'engine="1"'))
 

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from kv_swap.tiers.store.client import StoreClient
+    from kv_swap.tiers.remote.client import RemoteClient
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +22,14 @@ START_SECONDS = 5.0
 and Mooncake holds all Python threads while it is made."""
 
 
-class StoreAnswer:
-    """Which of some names the store has. The directory's thread sets it once."""
+class RemoteAnswer:
+    """Which of some names the store has. The directory's thread sets it once.
 
-    def __init__(self, names: Sequence[bytes]) -> None:
-        self.names = names
+    Of names that `are_chained` each is of use only with those before it.
+    """
+
+    def __init__(self, names: Sequence[bytes], *, are_chained: bool = False) -> None:
+        self.names, self.are_chained = names, are_chained
         self.found: Sequence[bool] | None = None
         """For each name, in order, whether all of its parts are there; None if it failed."""
         self.answered = 0.0
@@ -45,7 +48,7 @@ class StoreAnswer:
         self._done.set()
 
 
-class StoreDirectory:
+class RemoteDirectory:
     """Answers in the order of the questions. No method waits but `close`.
 
     It is made once there is a connection, or an attempt has failed or takes `START_SECONDS`.
@@ -57,23 +60,23 @@ class StoreDirectory:
 
     def __init__(
         self,
-        client: StoreClient,
+        client: RemoteClient,
         prefixes: Sequence[str],
         make_keys: Callable[[str, Sequence[bytes]], list[str]],
     ) -> None:
         self._client = client
         self._make_keys = make_keys
         self._prefixes = prefixes
-        self._queue: SimpleQueue[StoreAnswer | None] = SimpleQueue()
+        self._queue: SimpleQueue[RemoteAnswer | None] = SimpleQueue()
         self._failing = False
         self._tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-offload-store", daemon=True)
         self._thread.start()
         self._tried.wait(START_SECONDS)
 
-    def ask(self, names: Sequence[bytes]) -> StoreAnswer:
-        """Ask which of these names the store has."""
-        answer = StoreAnswer(names)
+    def ask(self, names: Sequence[bytes], *, are_chained: bool = False) -> RemoteAnswer:
+        """Ask which of these names the store has; see `RemoteAnswer`."""
+        answer = RemoteAnswer(names, are_chained=are_chained)
         self._queue.put(answer)
         return answer
 
@@ -86,7 +89,8 @@ class StoreDirectory:
         self._attempt(self._client.connect)
         self._tried.set()
         while (question := self._queue.get()) is not None:
-            question.set(self._attempt(partial(self._look, question.names)))
+            look = self._look_along if question.are_chained and self._client.probes else self._look
+            question.set(self._attempt(partial(look, question.names)))
         self._client.close()
 
     def _attempt(self, call: Callable[[], Found]) -> Found | None:
@@ -100,6 +104,26 @@ class StoreDirectory:
             return None
         self._failing = False
         return found
+
+    def _look_along(self, names: Sequence[bytes]) -> list[bool]:
+        """Find up to which name of a chain the store has all, by a few probes.
+
+        What is before a name that is there is taken to be there: it was written before. If it was
+        removed since, a read of it brings nothing. A thousand names take two rounds of questions.
+        """
+        probes = self._client.probes
+        assert probes is not None
+        first, last = 0, len(names)  # those before `first` are there, `last` is not
+        while first < last:
+            count = min(probes, last - first)
+            rows = [first + (last - first) * (number + 1) // count - 1 for number in range(count)]
+            there = self._look([names[row] for row in rows])
+            known = there.index(False) if False in there else count
+            if known < count:
+                last = rows[known]
+            if known:
+                first = rows[known - 1] + 1
+        return [row < first for row in range(len(names))]
 
     def _look(self, names: Sequence[bytes]) -> list[bool]:
         """Ask for the first part of all blocks, and for the next ones of those that have it."""

@@ -25,7 +25,7 @@ class Fate(enum.Enum):
     """The store had no room for it, and may have some soon."""
 
 
-class StoreClient(ABC):
+class RemoteClient(ABC):
     """A connection to a store. Any thread may call any method; calls run at the same time.
 
     Calls block. They raise `TierError`, with the remedy, if the store as a whole cannot be asked,
@@ -36,6 +36,10 @@ class StoreClient(ABC):
     threads = 2
     """In each direction. With two, one computes checksums while the other's bytes are on the
     network; a store that takes long for each object has more."""
+
+    probes: int | None = None
+    """Keys that it is best asked for at a time, where each is a request of its own; None where one
+    call asks for any number of them."""
 
     @abstractmethod
     def connect(self) -> None:

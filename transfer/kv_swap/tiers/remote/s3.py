@@ -20,10 +20,10 @@ from datetime import timedelta
 from typing import Any
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.client import Fate, Parts, StoreClient
-from kv_swap.tiers.store.keys import PREFIX
-from kv_swap.tiers.store.parallel import in_parallel
-from kv_swap.tiers.store.sweep import Entry, Sweepable, Sweeper
+from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
+from kv_swap.tiers.remote.keys import PREFIX
+from kv_swap.tiers.remote.parallel import in_parallel
+from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 10
@@ -56,13 +56,14 @@ def is_installed() -> bool:
     return importlib.util.find_spec("obstore") is not None
 
 
-class S3Client(StoreClient, Sweepable):
+class S3Client(RemoteClient, Sweepable):
     """Objects below a URL, `s3://BUCKET/PREFIX`. All of them take `max_bytes` at most.
 
     With 0 there is no bound: a rule of the bucket has to remove objects.
     """
 
     threads = 16
+    probes = ASKING_THREADS
 
     def __init__(self, url: str, max_bytes: int) -> None:
         self._url = url

@@ -96,7 +96,7 @@ def test_what_one_engine_has_computed_another_one_loads(
         assert ours.totals["demoted_slots"] >= FULL_BLOCKS
         assert ours.totals["tier_errors"] == 0
         answers, cached, loaded, totals, corrupted = run_module(
-            *("tests.engine.test_store", "answer", model_folder, master.address),
+            *("tests.engine.test_mooncake", "answer", model_folder, master.address),
             forks=True,
             **{**environment(), **PATIENT},
         )
@@ -166,7 +166,7 @@ def test_what_a_killed_engine_had_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wait_for_answers(monkeypatch)
-    words = ("tests.engine.test_store", "stay", model_folder, master.address)
+    words = ("tests.engine.test_mooncake", "stay", model_folder, master.address)
     with (
         staying(*words, folder=tmp_path, forks=True, **environment()) as (peer, _),
         offloading(model_folder, plugin=store(master.address, 0)) as ours,

@@ -12,14 +12,14 @@ import pytest
 from kv_swap.errors import JobError, TierError
 from kv_swap.tiers.engine import TierCompletion
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
-from kv_swap.tiers.store.client import Fate, Parts
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.mooncake import MooncakeClient
-from kv_swap.tiers.store.tier import NUM_SLOTS
+from kv_swap.tiers.remote.client import Fate, Parts
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.mooncake import MooncakeClient
+from kv_swap.tiers.remote.tier import NUM_SLOTS
 
 from tests.support.mooncake import Master, Peer, environment, require_mooncake
 from tests.support.processes import ROOT
-from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, StoreBed, block, job, named
+from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, MooncakeBed, block, job, named
 from tests.transfer.tiers.conftest import tier_threads
 
 SEGMENT_BYTES = 64 << 20
@@ -34,9 +34,9 @@ def master() -> Iterator[Master]:
 
 
 @pytest.fixture(scope="module")
-def bed(master: Master) -> Iterator[StoreBed]:
+def bed(master: Master) -> Iterator[MooncakeBed]:
     """A tier for all tests here, which takes a second to end."""
-    with StoreBed(master.address, SEGMENT_BYTES, test="all") as bed:
+    with MooncakeBed(master.address, SEGMENT_BYTES, test="all") as bed:
         yield bed
 
 
@@ -83,14 +83,14 @@ def raw(master: Master) -> Iterator[Raw]:
     raw.client.close()
 
 
-def keys_of(bed: StoreBed, names: dict[int, bytes]) -> list[str]:
+def keys_of(bed: MooncakeBed, names: dict[int, bytes]) -> list[str]:
     return object_keys(bed.tier.file_id, list(names.values()))
 
 
 @pytest.mark.parametrize("slot_bytes", [ODD, 3 << 20])
 def test_what_another_process_stored_comes_back(master: Master, slot_bytes: int) -> None:
     names = named(8)
-    with Peer(master.address, 8, slot_bytes), StoreBed(master.address, 0, 8, slot_bytes) as asks:
+    with Peer(master.address, 8, slot_bytes), MooncakeBed(master.address, 0, 8, slot_bytes) as asks:
         done = asks.get(names)
         assert (done.failed, done.mismatches, done.error) == ((), 0, None)
         assert done.nbytes == 8 * slot_bytes
@@ -98,7 +98,7 @@ def test_what_another_process_stored_comes_back(master: Master, slot_bytes: int)
 
 
 def test_rows_go_to_any_slots_and_one_block_to_several(
-    bed: StoreBed, names: dict[int, bytes]
+    bed: MooncakeBed, names: dict[int, bytes]
 ) -> None:
     bed.put(names)
     bed.view[:] = 0
@@ -110,14 +110,18 @@ def test_rows_go_to_any_slots_and_one_block_to_several(
     assert not bed.view[[1, 3, 4, 6]].any()
 
 
-def test_one_block_of_several_slots_is_stored_once(bed: StoreBed, names: dict[int, bytes]) -> None:
+def test_one_block_of_several_slots_is_stored_once(
+    bed: MooncakeBed, names: dict[int, bytes]
+) -> None:
     bed.view[:2] = block(names[0], ALIGNED)
     assert bed.run(DEMOTE, [(0, 0), (1, 1)], [names[0]] * 2).failed == ()
     assert bed.get({4: names[0]}).failed == ()
     assert bed.right({4: names[0]}) == [4]
 
 
-def test_what_nobody_stored_fails_without_an_error(bed: StoreBed, names: dict[int, bytes]) -> None:
+def test_what_nobody_stored_fails_without_an_error(
+    bed: MooncakeBed, names: dict[int, bytes]
+) -> None:
     bed.put({slot: names[slot] for slot in (1, 2)})
     done = bed.get(names)
     assert (done.failed, done.mismatches, done.error) == ((0, 3, 4, 5, 6, 7), 0, None)
@@ -125,7 +129,7 @@ def test_what_nobody_stored_fails_without_an_error(bed: StoreBed, names: dict[in
     assert set(bed.right(names)) >= {1, 2}
 
 
-def test_what_is_there_is_not_sent_again(bed: StoreBed, names: dict[int, bytes]) -> None:
+def test_what_is_there_is_not_sent_again(bed: MooncakeBed, names: dict[int, bytes]) -> None:
     assert bed.put(dict(list(names.items())[:3])).nbytes == 3 * ALIGNED
     done = bed.put(names)
     assert (done.failed, done.nbytes) == ((), 5 * ALIGNED)
@@ -134,12 +138,12 @@ def test_what_is_there_is_not_sent_again(bed: StoreBed, names: dict[int, bytes])
 def test_two_write_the_same_and_a_job_takes_several_calls(master: Master) -> None:
     names = named(64)
     with (
-        StoreBed(master.address, SEGMENT_BYTES, 64, 1 << 19, test="both") as one,
-        StoreBed(master.address, SEGMENT_BYTES, 64, 1 << 19, test="both") as other,
+        MooncakeBed(master.address, SEGMENT_BYTES, 64, 1 << 19, test="both") as one,
+        MooncakeBed(master.address, SEGMENT_BYTES, 64, 1 << 19, test="both") as other,
     ):
         results: list[TierCompletion] = []
 
-        def put(bed: StoreBed) -> None:
+        def put(bed: MooncakeBed) -> None:
             results.append(bed.put(names))
 
         threads = [threading.Thread(target=put, args=(bed,)) for bed in (one, other)]
@@ -159,14 +163,14 @@ def test_two_write_the_same_and_a_job_takes_several_calls(master: Master) -> Non
 )
 def test_other_descriptions_and_sizes_share_nothing(
     master: Master,
-    bed: StoreBed,
+    bed: MooncakeBed,
     names: dict[int, bytes],
     slot_bytes: int,
     description: dict[str, str],
 ) -> None:
     bed.put(names)
     description = description or {"test": "all"}
-    with StoreBed(master.address, 0, 8, slot_bytes, **description) as stranger:
+    with MooncakeBed(master.address, 0, 8, slot_bytes, **description) as stranger:
         done = stranger.get(names)
         assert (done.failed, done.mismatches) == (tuple(names), 0)
         assert stranger.tier.file_id != bed.tier.file_id
@@ -181,7 +185,7 @@ def damage(raw: Raw, key: str, offset: int) -> None:
 
 @pytest.mark.parametrize("offset", [0, 60, PAGE_BYTES, RECORD_BYTES - 1])
 def test_a_flipped_bit_is_a_mismatch_and_is_written_anew(
-    bed: StoreBed, raw: Raw, names: dict[int, bytes], offset: int
+    bed: MooncakeBed, raw: Raw, names: dict[int, bytes], offset: int
 ) -> None:
     bed.put(names)
     keys = keys_of(bed, names)
@@ -195,7 +199,7 @@ def test_a_flipped_bit_is_a_mismatch_and_is_written_anew(
 
 
 def test_control_without_verification_a_flipped_bit_arrives(
-    bed: StoreBed, raw: Raw, names: dict[int, bytes], monkeypatch: pytest.MonkeyPatch
+    bed: MooncakeBed, raw: Raw, names: dict[int, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the test above sees what verification prevents."""
     monkeypatch.setattr(RecordFormat, "verify", lambda *_: (Verdict.MATCH, b""))
@@ -206,7 +210,7 @@ def test_control_without_verification_a_flipped_bit_arrives(
 
 
 def test_another_block_or_another_size_under_a_key_is_a_mismatch(
-    bed: StoreBed, raw: Raw, names: dict[int, bytes]
+    bed: MooncakeBed, raw: Raw, names: dict[int, bytes]
 ) -> None:
     bed.put(names)
     keys = keys_of(bed, names)
@@ -220,7 +224,7 @@ def test_another_block_or_another_size_under_a_key_is_a_mismatch(
 
 @pytest.mark.parametrize("nbytes", [1, PAGE_BYTES, RECORD_BYTES // 2, RECORD_BYTES - 1])
 def test_a_shorter_object_under_a_key_is_a_mismatch_and_is_written_anew(
-    bed: StoreBed, raw: Raw, names: dict[int, bytes], nbytes: int
+    bed: MooncakeBed, raw: Raw, names: dict[int, bytes], nbytes: int
 ) -> None:
     """Mooncake says of it what it says where its memory is gone: that the transfer failed."""
     bed.put(names)
@@ -234,7 +238,7 @@ def test_a_shorter_object_under_a_key_is_a_mismatch_and_is_written_anew(
 
 
 def test_a_client_asks_for_what_tiers_have_stored(
-    master: Master, bed: StoreBed, names: dict[int, bytes]
+    master: Master, bed: MooncakeBed, names: dict[int, bytes]
 ) -> None:
     """As a scheduler does, without memory of its own."""
     asker = MooncakeClient(master.address, 0)
@@ -249,15 +253,15 @@ def test_a_client_asks_for_what_tiers_have_stored(
         asker.exist(["a"])
 
 
-def test_a_tier_without_slots_takes_rows_by_their_numbers(bed: StoreBed) -> None:
+def test_a_tier_without_slots_takes_rows_by_their_numbers(bed: MooncakeBed) -> None:
     assert bed.tier.num_slots == NUM_SLOTS
     with pytest.raises(JobError, match="slots 8 to 8 of the arena"):
         bed.tier.submit(job(1, DEMOTE, [(8, 0)], [b"a"]))
 
 
 QUIET = """
-from tests.support.tier_bed import StoreBed, named
-bed = StoreBed({address!r}, {segment_bytes}, test="quiet")
+from tests.support.tier_bed import MooncakeBed, named
+bed = MooncakeBed({address!r}, {segment_bytes}, test="quiet")
 print([len(bed.put(named(8)).failed), len(bed.get(named(8, "nobody")).failed)])
 """
 
@@ -282,9 +286,9 @@ from pathlib import Path
 import numpy as np
 from mooncake.engine import TransferEngine
 from mooncake.store import MooncakeDistributedStore
-from tests.support.tier_bed import StoreBed, named
+from tests.support.tier_bed import MooncakeBed, named
 
-bed = StoreBed({address!r}, {segment_bytes}, test="stranger")
+bed = MooncakeBed({address!r}, {segment_bytes}, test="stranger")
 assert bed.put(named(8)).failed == ()
 open_one, shown = MooncakeDistributedStore(), np.full(4096, 7, np.uint8)
 assert open_one.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", {address!r}) == 0

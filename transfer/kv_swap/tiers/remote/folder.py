@@ -27,10 +27,10 @@ from typing import TypeVar
 from kv_swap.errors import TierError
 from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES
-from kv_swap.tiers.store.client import Fate, Parts, StoreClient
-from kv_swap.tiers.store.keys import PREFIX
-from kv_swap.tiers.store.parallel import in_parallel
-from kv_swap.tiers.store.sweep import Entry, Sweepable, Sweeper
+from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
+from kv_swap.tiers.remote.keys import PREFIX
+from kv_swap.tiers.remote.parallel import in_parallel
+from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 TOUCH_SECONDS = 600.0
 """A read marks a file as used if the mark is older: one operation of the server for many reads."""
@@ -54,13 +54,14 @@ _OBJECT = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{16}")
 Result = TypeVar("Result")
 
 
-class FolderClient(StoreClient, Sweepable):
+class FolderClient(RemoteClient, Sweepable):
     """Objects are files below `path`, which must be there. All files take `max_bytes` at most.
 
     Direct I/O is used where the folder takes it and pages are whole. Files are for this user alone.
     """
 
     threads = 8
+    probes = 4 * ASKING_THREADS
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path

@@ -7,34 +7,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_offload.cache.store_directory import StoreDirectory
 from kv_offload.config import OffloadConfig, RemoteConfig
 from kv_offload.config.checks import check_shared_folder
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
+from kv_offload.tiers.directory import RemoteDirectory
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.remote import RemoteTier
-from kv_offload.worker.store import Store, make_client
+from kv_offload.worker.remote import Remote, make_client
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def find_store(
+def find_remote(
     config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> Store | None:
+) -> Remote | None:
     """Return the store that the configuration names; None without.
 
-    Raises `ConfigError` as `check_store` does.
+    Raises `ConfigError` as `check_remote` does.
     """
-    check_store(config, vllm_config)
+    check_remote(config, vllm_config)
     if config.remote is None:
         return None
     contents = describe_contents(vllm_config, kv_cache_config)
-    return Store(config.remote, contents)
+    return Remote(config.remote, contents)
 
 
-def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
+def check_remote(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` where other engines could not know what the keys of blocks mean."""
     if config.remote is not None:
         check_contents(vllm_config, "remote", keep_on_reset=config.remote.keep_on_reset)
@@ -45,10 +45,10 @@ def check_store(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 def remote_tier(config: RemoteConfig, num_ranks: int) -> TierSpec:
     """Return what makes the tier."""
 
-    def open_directory(prefixes: Sequence[str]) -> StoreDirectory:
-        from kv_swap.tiers.store.keys import object_keys
+    def open_directory(prefixes: Sequence[str]) -> RemoteDirectory:
+        from kv_swap.tiers.remote.keys import object_keys
 
-        return StoreDirectory(make_client(config, 0), prefixes, object_keys)
+        return RemoteDirectory(make_client(config, 0), prefixes, object_keys)
 
     return TierSpec(
         make=partial(RemoteTier, open_directory),

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.client import StoreClient
-from kv_swap.tiers.store.keys import object_keys
+from kv_swap.tiers.remote.client import RemoteClient
+from kv_swap.tiers.remote.keys import PREFIX, object_keys
 
-from kv_offload.cache import store_directory
-from kv_offload.cache.store_directory import StoreAnswer, StoreDirectory
+from kv_offload.tiers import directory as remote_directory
+from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
 
 NAMES = [b"a", b"b", b"c"]
 
 
-class Asked(StoreClient):
+class Asked(RemoteClient):
     """Has some objects, and notes which keys it was asked for."""
 
     def __init__(self, *keys: str) -> None:
@@ -56,7 +56,7 @@ def keys(prefix: str, *names: bytes) -> list[str]:
     return object_keys(prefix, names)
 
 
-def answered(answer: StoreAnswer) -> Sequence[bool] | None:
+def answered(answer: RemoteAnswer) -> Sequence[bool] | None:
     end = time.monotonic() + 20
     while not answer.is_done:
         assert time.monotonic() < end, "no answer"
@@ -66,16 +66,43 @@ def answered(answer: StoreAnswer) -> Sequence[bool] | None:
 
 def test_a_block_is_there_if_all_of_its_parts_are() -> None:
     client = Asked(*keys("0", b"a", b"b"), *keys("1", b"b", b"c"))
-    directory = StoreDirectory(client, ["0", "1"], object_keys)
+    directory = RemoteDirectory(client, ["0", "1"], object_keys)
     assert answered(directory.ask(NAMES)) == [False, True, False]
     assert client.asked == [keys("0", *NAMES), keys("1", b"a", b"b")], "those that can be there"
     directory.close(20)
     assert client.closed
 
 
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1000, 4096])
+@pytest.mark.parametrize("probes", [1, 2, 32])
+def test_of_a_chain_a_store_is_asked_for_a_few_names(length: int, probes: int) -> None:
+    """A request for each of a thousand objects would take longer than a prompt may wait."""
+    names = [f"{number}".encode() for number in range(length)]
+    for there in {0, 1, length // 3, length - 1, length}:
+        client = Asked(*keys("0", *names[:there]), *keys("1", *names))
+        client.probes = probes
+        directory = RemoteDirectory(client, ["0", "1"], object_keys)
+        expected = [number < there for number in range(length)]
+        assert answered(directory.ask(names, are_chained=True)) == expected
+        asked = [call for call in client.asked if call[0].startswith(f"{PREFIX}0/")]
+        assert max(map(len, asked)) <= probes
+        if probes == 32:
+            assert len(asked) <= 3
+        directory.close(20)
+
+
+def test_a_chain_whose_beginning_is_gone_is_not_there() -> None:
+    names = [f"{number}".encode() for number in range(100)]
+    client = Asked(*keys("0", *names[50:]))
+    client.probes = 32
+    directory = RemoteDirectory(client, ["0"], object_keys)
+    assert not any(answered(directory.ask(names, are_chained=True)) or [True])
+    directory.close(20)
+
+
 def test_nothing_more_is_asked_once_nothing_is_there() -> None:
     client = Asked()
-    directory = StoreDirectory(client, ["0", "1", "2"], object_keys)
+    directory = RemoteDirectory(client, ["0", "1", "2"], object_keys)
     assert answered(directory.ask(NAMES)) == [False] * 3
     assert client.asked == [keys("0", *NAMES)]
     directory.close(20)
@@ -86,7 +113,7 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(
 ) -> None:
     client = Asked(*keys("0", b"b"))
     client.error = TierError("the master is gone")
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     assert [answered(directory.ask(NAMES)) for _ in range(3)] == [None] * 3
     assert caplog.text.count("the remote store cannot be asked: ") == 1
     client.error = None
@@ -96,7 +123,7 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(
 
 def test_an_engine_starts_with_a_connection() -> None:
     client = Asked()
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     assert client.connected
     directory.close(20)
 
@@ -106,14 +133,14 @@ def test_an_engine_starts_also_while_the_store_is_away(
 ) -> None:
     client = Asked()
     client.error = TierError("start mooncake_master there")
-    StoreDirectory(client, ["0"], object_keys).close(20)
+    RemoteDirectory(client, ["0"], object_keys).close(20)
     assert "start mooncake_master there" in caplog.text
 
     client = Asked()
     client.connects.clear()
-    monkeypatch.setattr(store_directory, "START_SECONDS", 0.05)
+    monkeypatch.setattr(remote_directory, "START_SECONDS", 0.05)
     began = time.monotonic()
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     assert time.monotonic() - began < 10
     answer = directory.ask(NAMES)
     assert not answer.is_done
@@ -125,7 +152,7 @@ def test_an_engine_starts_also_while_the_store_is_away(
 def test_neither_a_question_nor_the_end_waits_for_a_store_that_hangs() -> None:
     client = Asked()
     client.answers.clear()
-    directory = StoreDirectory(client, ["0"], object_keys)
+    directory = RemoteDirectory(client, ["0"], object_keys)
     began = time.monotonic()
     answer = directory.ask(NAMES)
     directory.close(0.05)

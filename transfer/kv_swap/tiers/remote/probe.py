@@ -11,16 +11,16 @@ import numpy as np
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
-from kv_swap.tiers.store.client import StoreClient
-from kv_swap.tiers.store.keys import object_keys
-from kv_swap.tiers.store.tier import StoreTier
+from kv_swap.tiers.remote.client import RemoteClient
+from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.tier import RemoteTier
 
 TIMEOUT_SECONDS = 90.0
 """Longer than any call of a store."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoreRates:
+class RemoteRates:
     """Bytes per second, and how many blocks of how many the store took."""
 
     put_bytes_per_second: float
@@ -30,8 +30,8 @@ class StoreRates:
 
 
 def measure(
-    asker: StoreClient, client: StoreClient, num_blocks: int, block_bytes: int
-) -> StoreRates:
+    asker: RemoteClient, client: RemoteClient, num_blocks: int, block_bytes: int
+) -> RemoteRates:
     """Store blocks under names of this call alone, and read them back, each verified.
 
     `asker`, which is connected, looks whether they are there, and removes them. Raises `TierError`
@@ -41,7 +41,7 @@ def measure(
     memory = HostArena(num_blocks, block_bytes, register=None).view()
     memory[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8).reshape(memory.shape)
     names = [secrets.token_bytes(16) for _ in range(num_blocks)]
-    with StoreTier(client, memory, {"probe": secrets.token_hex(8)}) as tier:
+    with RemoteTier(client, memory, {"probe": secrets.token_hex(8)}) as tier:
         _run(tier, TierDirection.PROMOTE, [0], names[:1])  # connects, and finds nothing
         put = _run(tier, TierDirection.DEMOTE, list(range(num_blocks)), names)
         stored = [slot for slot in range(num_blocks) if slot not in put.failed]
@@ -56,11 +56,11 @@ def measure(
             f"{len(stored) - len(get.failed)} read, and {get.mismatches} were something else: it "
             f"evicts too soon, or damages what it holds"
         )
-    return StoreRates(put.nbytes / put.seconds, get.nbytes / get.seconds, len(stored), num_blocks)
+    return RemoteRates(put.nbytes / put.seconds, get.nbytes / get.seconds, len(stored), num_blocks)
 
 
 def _run(
-    tier: StoreTier, direction: TierDirection, slots: list[int], names: list[bytes]
+    tier: RemoteTier, direction: TierDirection, slots: list[int], names: list[bytes]
 ) -> TierCompletion:
     pairs = np.array([slots, range(len(slots))], np.int32).T
     tier.submit(TierJob(1, direction, pairs, names))

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kv_swap.tiers.store import mooncake
+from kv_swap.tiers.remote import mooncake
 
 from tests.support.mooncake import PATIENT, Master, Peer, require_mooncake
-from tests.support.tier_bed import DEMOTE, PROMOTE, StoreBed, job, named
+from tests.support.tier_bed import DEMOTE, PROMOTE, MooncakeBed, job, named
 from tests.transfer.tiers.conftest import tier_threads
 
 NAMES = named(8)
 SEGMENT_BYTES = 64 << 20
 IN_ENGINE = pytest.mark.slow
-"""`tests/engine/test_store.py` has this fault, and what an engine makes of it, in `make test`."""
+"""`tests/engine/test_mooncake.py` has this fault, and its effect on an engine, in `make test`."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def hasty() -> Iterator[Master]:
         yield master
 
 
-def until_right(bed: StoreBed, names: dict[int, bytes], seconds: float = 20) -> None:
+def until_right(bed: MooncakeBed, names: dict[int, bytes], seconds: float = 20) -> None:
     """Demote and promote until that works, as engines do that leave a tier alone for a while."""
     deadline = time.monotonic() + seconds
     while bed.put(names).failed or bed.get(names).failed:
@@ -51,7 +51,7 @@ def test_before_there_is_a_master_jobs_fail_and_the_first_after_it_works() -> No
     require_mooncake()
     with Master(starts=False) as master:
         began = time.perf_counter()
-        with StoreBed(master.address, SEGMENT_BYTES) as bed:
+        with MooncakeBed(master.address, SEGMENT_BYTES) as bed:
             assert time.perf_counter() - began < 1
             done = bed.put(NAMES)
             assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
@@ -79,7 +79,7 @@ def silent() -> Iterator[str]:
 def test_a_network_that_drops_everything_does_not_hold_up_the_start(silent: str) -> None:
     require_mooncake()
     began = time.perf_counter()
-    with StoreBed(silent, SEGMENT_BYTES) as bed:
+    with MooncakeBed(silent, SEGMENT_BYTES) as bed:
         assert time.perf_counter() - began < 1
         done = bed.put(NAMES)
         assert 1 < time.perf_counter() - began < 8
@@ -88,13 +88,13 @@ def test_a_network_that_drops_everything_does_not_hold_up_the_start(silent: str)
 
 
 def test_a_tier_that_moves_nothing_gives_its_memory(master: Master) -> None:
-    with StoreBed(master.address, SEGMENT_BYTES), StoreBed(master.address) as bed:
+    with MooncakeBed(master.address, SEGMENT_BYTES), MooncakeBed(master.address) as bed:
         until_right(bed, NAMES)
 
 
 @IN_ENGINE
 def test_a_master_is_killed_and_started_again(master: Master) -> None:
-    with StoreBed(master.address, SEGMENT_BYTES) as bed:
+    with MooncakeBed(master.address, SEGMENT_BYTES) as bed:
         assert bed.put(NAMES).failed == ()
         master.kill()
         # Calls on connections that broke fail at once.
@@ -120,7 +120,7 @@ def test_a_master_is_killed_and_started_again(master: Master) -> None:
 
 @IN_ENGINE
 def test_a_master_that_does_not_answer(master: Master) -> None:
-    with StoreBed(master.address, SEGMENT_BYTES) as bed:
+    with MooncakeBed(master.address, SEGMENT_BYTES) as bed:
         assert bed.put(NAMES).failed == ()
         master.hold()
         began = time.perf_counter()
@@ -134,7 +134,7 @@ def test_a_master_that_does_not_answer(master: Master) -> None:
 
 @IN_ENGINE
 def test_a_peer_is_killed(master: Master) -> None:
-    with Peer(master.address) as peer, StoreBed(master.address) as bed:
+    with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
         assert bed.get(NAMES).failed == ()
         peer.kill()
         done = bed.get(NAMES)
@@ -146,13 +146,13 @@ def test_a_peer_is_killed(master: Master) -> None:
             time.sleep(0.1)
         # The master has forgotten what lay there.
         assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
-        with StoreBed(master.address, SEGMENT_BYTES):
+        with MooncakeBed(master.address, SEGMENT_BYTES):
             until_right(bed, NAMES)
 
 
 def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty: Master) -> None:
     """The bytes may be those of another object by then. It is no error: the next read may work."""
-    with Peer(hasty.address) as peer, StoreBed(hasty.address) as bed:
+    with Peer(hasty.address) as peer, MooncakeBed(hasty.address) as bed:
         until_right(bed, NAMES)
         peer.hold()
         bed.tier.submit(job(1, PROMOTE, [(0, 0)], [NAMES[0]]))
@@ -166,7 +166,7 @@ def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty: Master) -> Non
 
 def test_a_full_store_refuses_rows(hasty: Master) -> None:
     names = named(24)
-    with StoreBed(hasty.address, 16 << 20, 24, 1 << 20) as bed:
+    with MooncakeBed(hasty.address, 16 << 20, 24, 1 << 20) as bed:
         until_right(bed, {0: names[0]})
         done = bed.put(names)
         assert 0 < len(done.failed) < 24
@@ -181,7 +181,7 @@ def test_a_full_store_refuses_rows(hasty: Master) -> None:
 
 
 def test_a_store_without_memory_is_an_error(master: Master) -> None:
-    with StoreBed(master.address) as bed:
+    with MooncakeBed(master.address) as bed:
         done = bed.put(NAMES)
         assert done.failed == tuple(NAMES)
         assert "the store is full" in str(done.error)
@@ -190,7 +190,7 @@ def test_a_store_without_memory_is_an_error(master: Master) -> None:
 @IN_ENGINE
 def test_a_stalled_peer_fails_its_rows(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
-    with Peer(master.address) as peer, StoreBed(master.address) as bed:
+    with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
         assert bed.get(NAMES).failed == ()
         peer.hold()
         began = time.perf_counter()
@@ -206,7 +206,7 @@ def test_a_stalled_peer_fails_its_rows(master: Master, monkeypatch: pytest.Monke
 
 
 def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master: Master) -> None:
-    bed = StoreBed(master.address, SEGMENT_BYTES)
+    bed = MooncakeBed(master.address, SEGMENT_BYTES)
     assert bed.put(NAMES).failed == ()
     owner = weakref.ref(bed.arena._owner)
     master.hold()
@@ -246,7 +246,7 @@ def test_bytes_that_come_late_do_not_reach_the_arena(
 ) -> None:
     """Mooncake gives up a transfer after 60 s, and goes on with it if the peer does."""
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1000")
-    with Peer(master.address) as peer, StoreBed(master.address) as bed:
+    with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
         assert bed.get(NAMES).failed == ()
         bed.view[:] = 0
         peer.hold()
@@ -266,7 +266,7 @@ def test_a_connection_that_was_given_up_is_made_anew(
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mooncake, "_UNSETTLED_SECONDS", 0)
-    with Peer(master.address), StoreBed(master.address) as bed:
+    with Peer(master.address), MooncakeBed(master.address) as bed:
         for slot in range(4):
             bed.tier.submit(job(slot, PROMOTE, [(slot, 0)], [NAMES[slot]]))
         assert bed.tier.wait(100)

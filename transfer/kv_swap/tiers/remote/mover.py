@@ -17,8 +17,8 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.mover import Mover, Outcome, Row
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
-from kv_swap.tiers.store.client import Fate, Parts, StoreClient
-from kv_swap.tiers.store.keys import object_keys
+from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
+from kv_swap.tiers.remote.keys import object_keys
 
 _FULL = TierError(
     "the store is full, or nobody gives it memory: give it more, or look at what its engines "
@@ -26,12 +26,12 @@ _FULL = TierError(
 )
 
 
-class StoreMover(Mover):
+class RemoteMover(Mover):
     """The transfers of one thread; it owns memory for the headers of a chunk."""
 
     def __init__(
         self,
-        client: StoreClient,
+        client: RemoteClient,
         arena: NDArray[np.uint8],
         file_id: str,
         chunk_slots: int,

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.client import Fate, Parts, StoreClient
-from kv_swap.tiers.store.mooncake_session import Session, connect
+from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
+from kv_swap.tiers.remote.mooncake_session import Session, connect
 
 _AGAIN_SECONDS = 1.0
 """Between looks whether a master is back."""
@@ -48,7 +48,7 @@ _MEANINGS = {
 }
 
 
-class MooncakeClient(StoreClient):
+class MooncakeClient(RemoteClient):
     """A client of the master at `master`, HOST:PORT. It gives `segment_bytes` to the pool."""
 
     def __init__(self, master: str, segment_bytes: int) -> None:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.engine import TierDirection, TierEngine
-from kv_swap.tiers.store.client import StoreClient
-from kv_swap.tiers.store.keys import namespace
-from kv_swap.tiers.store.mover import StoreMover
+from kv_swap.tiers.remote.client import RemoteClient
+from kv_swap.tiers.remote.keys import namespace
+from kv_swap.tiers.remote.mover import RemoteMover
 
 NUM_SLOTS = 2**31 - 1
 """A store has no slots; this is more than any job has rows."""
@@ -26,7 +26,7 @@ CHUNK_SLOTS = 64
 there for a second. A slot is two, and each thread has a call."""
 
 
-class StoreTier(TierEngine):
+class RemoteTier(TierEngine):
     """Moves slots between an arena and a store by a client, which it connects and closes.
 
     `arena` is a view of a `HostArena`, uint8 of `(slots, slot_bytes)`, which keeps the memory
@@ -41,7 +41,7 @@ class StoreTier(TierEngine):
 
     def __init__(
         self,
-        client: StoreClient,
+        client: RemoteClient,
         arena: NDArray[np.uint8],
         description: Mapping[str, str],
     ) -> None:
@@ -50,7 +50,7 @@ class StoreTier(TierEngine):
         chunk_slots = max(1, min(CHUNK_BYTES // slot_bytes, CHUNK_SLOTS))
         movers = {
             way: [
-                StoreMover(client, arena, self.file_id, chunk_slots) for _ in range(client.threads)
+                RemoteMover(client, arena, self.file_id, chunk_slots) for _ in range(client.threads)
             ]
             for way in TierDirection
         }
@@ -61,6 +61,6 @@ class StoreTier(TierEngine):
         ).start()
 
 
-def _try_to_connect(client: StoreClient) -> None:
+def _try_to_connect(client: RemoteClient) -> None:
     with contextlib.suppress(TierError):  # the first job has the error
         client.connect()

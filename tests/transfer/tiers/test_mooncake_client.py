@@ -7,16 +7,16 @@ import sys
 
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.keys import namespace, object_keys
-from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.remote.keys import namespace, object_keys
+from kv_swap.tiers.remote.mooncake import MooncakeClient
 
 from tests.support.mooncake import LIBRARIES, free_port, require_mooncake
 from tests.support.processes import run_code
 
 IMPORTS = """
 import sys
-import kv_offload, kv_swap, kv_swap.tiers.store.tier
-from kv_swap.tiers.store.mooncake import MooncakeClient
+import kv_offload, kv_swap, kv_swap.tiers.remote.tier
+from kv_swap.tiers.remote.mooncake import MooncakeClient
 MooncakeClient("127.0.0.1:50051", 1 << 30)
 print([name for name in sys.modules if name.partition(".")[0] == "mooncake"])
 """
@@ -29,7 +29,7 @@ def test_mooncake_is_imported_only_by_who_connects() -> None:
 CONNECT = """
 import sys
 from kv_swap.errors import TierError
-from kv_swap.tiers.store.mooncake import MooncakeClient
+from kv_swap.tiers.remote.mooncake import MooncakeClient
 {before}
 try:
     MooncakeClient("127.0.0.1:1", 0).connect()

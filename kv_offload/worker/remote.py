@@ -15,30 +15,30 @@ from kv_offload.config.sizes import format_size
 from kv_offload.worker.sharing import Peers
 
 if TYPE_CHECKING:
-    from kv_swap.tiers.store.client import StoreClient
-    from kv_swap.tiers.store.tier import StoreTier
+    from kv_swap.tiers.remote.client import RemoteClient
+    from kv_swap.tiers.remote.tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
 
-def make_client(remote: RemoteConfig, segment_bytes: int) -> StoreClient:
+def make_client(remote: RemoteConfig, segment_bytes: int) -> RemoteClient:
     """Return a client, not connected. It gives `segment_bytes` of memory to a store of memory."""
     if remote.path is not None:
-        from kv_swap.tiers.store.folder import FolderClient
+        from kv_swap.tiers.remote.folder import FolderClient
 
         return FolderClient(Path(remote.path), remote.bytes)
     if remote.url is not None:
-        from kv_swap.tiers.store.s3 import S3Client
+        from kv_swap.tiers.remote.s3 import S3Client
 
         return S3Client(remote.url, remote.bytes)
-    from kv_swap.tiers.store.mooncake import MooncakeClient
+    from kv_swap.tiers.remote.mooncake import MooncakeClient
 
     assert remote.address is not None
     return MooncakeClient(remote.address, segment_bytes)
 
 
 @dataclass(frozen=True)
-class Store:
+class Remote:
     """The remote store of one replica, whose ranks divide the memory that the replica gives to it.
 
     `contents` names all that changes the bytes of a block, or what its key means.
@@ -49,12 +49,12 @@ class Store:
 
     def open(
         self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
-    ) -> StoreTier:
+    ) -> RemoteTier:
         """Return a rank's way to the store; `pages` says what is where in a slot.
 
         It connects on its own: an engine starts also while the store is away.
         """
-        from kv_swap.tiers.store.tier import StoreTier
+        from kv_swap.tiers.remote.tier import RemoteTier
 
         # Ranks that share memory hold the same bytes: they are one part of a block.
         part = f"{rank - peers.index} of {num_ranks}, kept for {peers.count}"
@@ -70,4 +70,4 @@ class Store:
             f", and gives it {format_size(segment_bytes)}" if segment_bytes else "",
         )
         client = make_client(remote, segment_bytes)
-        return StoreTier(client, transfer.slots(), description)
+        return RemoteTier(client, transfer.slots(), description)

@@ -1,0 +1,98 @@
+"""Hints of a router about a request's KV: vLLM's envelope of versioned actions.
+
+    {"protocol_version": "0.1", "message_id": "m", "actions": [{"action_id": "a",
+     "action_type": "kv.retain", "action_version": "1.0",
+     "payload": {"ttl_seconds": 600, "priority": 3}}]}
+
+vLLM carries it from 0.33 on as `kv_hints` of a request, and gives no action a meaning. Dynamo also
+puts it into `kv_transfer_params.kv_hint`. The actions are those of Dynamo and SGLang, version 1.0:
+
+- `kv.retain`: the blocks of this request are retained, as by `retain_seconds`.
+- `kv.evict`, `kv.deref`: its session ends, so nothing more of this request is stored.
+- `kv.prefetch`: lower tiers are read while the request is queued, which is done without it, too.
+- `kv.demote`: blocks go to lower tiers, which is done without it, too.
+
+Hints are advice. Actions of other types and versions are for others, such as the `kv.fetch` of
+engines that read from each other; what is malformed changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kv_offload.wishes import MAX_PRIORITY, MAX_RETAIN_SECONDS, Keep, Wishes
+
+KEY = "kv_hint"
+"""Where Dynamo puts the envelope in `kv_transfer_params`."""
+
+MAX_ACTIONS = 64
+"""Actions of one envelope that are looked at."""
+
+VERSION = "1"
+"""Major version of the actions below."""
+
+ENDS = ("kv.evict", "kv.deref")
+ALWAYS_DONE = ("kv.prefetch", "kv.demote")
+
+
+def find_envelope(request: Any) -> Any:
+    """Return the envelope of a request, or None."""
+    found = getattr(request, "kv_hints", None)
+    params = request.kv_transfer_params
+    if found is None and isinstance(params, Mapping):
+        found = params.get(KEY)
+    return found
+
+
+def apply_kv_hints(envelope: Any, wishes: Wishes, owner: str | None) -> tuple[Wishes, int, int]:
+    """Add a router's hints to the wishes of a request's client, which count where both say more.
+
+    `owner` retains the blocks. Returns the wishes, and how many actions were followed and were not.
+    """
+    actions = _get(envelope, "actions")
+    if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
+        return wishes, 0, 1
+    followed = 0
+    for action in actions[:MAX_ACTIONS]:
+        hinted = _apply(action, wishes, owner)
+        if hinted is not None:
+            wishes, followed = hinted, followed + 1
+    return wishes, followed, len(actions) - followed
+
+
+def _apply(action: Any, wishes: Wishes, owner: str | None) -> Wishes | None:
+    """Return the wishes with one action followed; None if it cannot be."""
+    kind, version = _get(action, "action_type"), _get(action, "action_version")
+    payload = _get(action, "payload")
+    is_known = isinstance(version, str) and version.partition(".")[0] == VERSION
+    if not is_known or not isinstance(payload, Mapping):
+        return None
+    # Block hashes name more than this request: what it shares with others of its session.
+    if payload.get("include_current_request", True) is not True:
+        return None
+    if payload.get("execute_at", "request_completion") != "request_completion":
+        return None
+    if kind in ALWAYS_DONE:
+        return wishes
+    if kind in ENDS:
+        return dataclasses.replace(wishes, store=wishes.store and wishes.keep is not None)
+    if kind != "kv.retain":
+        return None
+    seconds, priority = payload.get("ttl_seconds"), payload.get("priority", 0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return None
+    if not 0 < seconds <= MAX_RETAIN_SECONDS:  # also not a number
+        return None
+    if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
+        return None
+    keep = Keep(owner, float(seconds), min(priority, MAX_PRIORITY))
+    if wishes.keep is not None or not wishes.store:
+        return None
+    return dataclasses.replace(wishes, keep=keep)
+
+
+def _get(part: Any, name: str) -> Any:
+    """Return a field of a struct of vLLM's, or of an object of JSON; None if it has none."""
+    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)

@@ -1,0 +1,79 @@
+"""Reads from lower tiers for requests that the engine has queued and not looked up yet."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kv_offload.scheduler.core import Core
+from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.tiers.promoter import Promoter
+
+WINDOW = 16
+"""Queued requests that one step looks at. A remote store is asked for that many side by side."""
+
+MAX_AHEAD_SHARE = 4
+"""One of so many slots of host memory, at most, is filled for requests that are still queued. More
+of them would evict what was read for the first ones."""
+
+
+class Prefetcher:
+    """Brings what is below into host memory while a request waits for its turn.
+
+    vLLM looks a request up only once it could run it. While all its places are taken a request may
+    be queued for seconds, in which a slow tier is read for nothing. Requests are looked at in the
+    order of their arrival; nothing waits for this, and a read that has not ended when the engine
+    looks the request up is waited for as any other.
+    """
+
+    def __init__(self, core: Core, promoter: Promoter, lookups: Lookups) -> None:
+        self._pool, self._host, self._prefixes = core.engine.pool, core.manager, core.prefixes
+        self._statistics = core.statistics
+        self._promoter, self._budget = promoter, lookups.budget
+        self._queue: deque[TrackedRequest] = deque()
+        self._ahead: dict[TrackedRequest, int] = {}
+        """Queued requests, and how many slots were read for them."""
+
+    def arrived(self, tracked: TrackedRequest) -> None:
+        """Consider a request that the engine has just queued."""
+        self._queue.append(tracked)
+
+    def plan_step(self) -> None:
+        """Look at the first requests of the queue, with the keys that this step may still look up.
+
+        To be called after the engine has scheduled: what it could run it has looked up itself.
+        """
+        if not self._queue:
+            return  # as in most steps
+        self._ahead = {one: n for one, n in self._ahead.items() if one.phase is Phase.WAITING}
+        window = [self._queue.popleft() for _ in range(min(WINDOW, len(self._queue)))]
+        left = [tracked for tracked in window if not self._is_done(tracked)]
+        self._queue.extendleft(reversed(left))
+
+    def _is_done(self, tracked: TrackedRequest) -> bool:
+        """Begin to read for a request; False if it is to be looked at again in the next step."""
+        if tracked.phase is not Phase.WAITING or not tracked.may_load:
+            return True
+        room = self._host.usable_slots // MAX_AHEAD_SHARE - sum(self._ahead.values())
+        if room <= 0 or self._budget.is_spent:
+            return False
+        slots = self._promoter.prefetch(tracked, self._gpu_tokens(tracked))
+        if slots:
+            self._ahead[tracked] = slots
+            self._statistics.count("prefetched_slots", slots)
+        return slots is not None
+
+    def _gpu_tokens(self, tracked: TrackedRequest) -> int:
+        """Return how many tokens the engine's own cache has, where that is easily known; or 0.
+
+        What it has of the others is read for nothing, unless it is evicted meanwhile.
+        """
+        groups = self._prefixes.groups
+        if len(groups) > 1 or groups[0].block_tokens != self._pool.hash_block_size:
+            return 0
+        hashes, ids = tracked.request.block_hashes, [groups[0].group_id]
+        cached = 0
+        while cached < len(hashes) and self._pool.get_cached_block(hashes[cached], ids):
+            cached += 1
+        self._budget.spend(cached)
+        return cached * groups[0].block_tokens

@@ -1,0 +1,96 @@
+"""A router's KV hints: which actions are followed, and that nonsense changes nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kv_offload.kv_hints import MAX_ACTIONS, apply_kv_hints, find_envelope
+from kv_offload.wishes import NO_WISHES, Keep, Wishes
+
+
+def action(kind: str, version: str = "1.0", **payload: Any) -> dict[str, Any]:
+    return {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
+
+
+def envelope(*actions: Any) -> dict[str, Any]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)}
+
+
+DYNAMO = {"execute_at": "request_completion", "include_current_request": True}
+"""What Dynamo's example policy adds to each payload, beside the hashes of the session's blocks."""
+
+
+@pytest.mark.parametrize(
+    ("hint", "wishes"),
+    [
+        (action("kv.retain", ttl_seconds=2.5, priority=3), Wishes(keep=Keep("me", 2.5, 3))),
+        (
+            action("kv.retain", ttl_seconds=60, priority=99, block_hashes=["11"], **DYNAMO),
+            Wishes(keep=Keep("me", 60.0, 9)),
+        ),
+        (action("kv.retain", "1.7", ttl_seconds=1), Wishes(keep=Keep("me", 1.0, 0))),
+        (action("kv.evict", block_hashes=["11", "18446744073709551615"], **DYNAMO), Wishes(False)),
+        (action("kv.deref"), Wishes(False)),
+        (action("kv.prefetch"), NO_WISHES),
+        (action("kv.demote", session_id="agent-42"), NO_WISHES),
+    ],
+)
+def test_what_is_followed(hint: dict[str, Any], wishes: Wishes) -> None:
+    assert apply_kv_hints(envelope(hint), NO_WISHES, "me") == (wishes, 1, 0)
+    typed = SimpleNamespace(actions=[SimpleNamespace(**hint)])
+    assert apply_kv_hints(typed, NO_WISHES, "me") == (wishes, 1, 0), "vLLM's own structs"
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        action("kv.fetch", source_control_endpoint="tcp://127.0.0.1:1", block_hashes=[11]),
+        action("kv.retain", "2.0", ttl_seconds=60),
+        action("kv.retain"),
+        *(action("kv.retain", ttl_seconds=bad) for bad in (0, -1, float("nan"), 1e9, "60", True)),
+        *(action("kv.retain", ttl_seconds=1, priority=bad) for bad in (-1, "3", True, 1.5)),
+        action("kv.evict", execute_at="now"),
+        action("kv.evict", include_current_request=False),
+        {**action("kv.evict"), "payload": None},
+        {**action("kv.evict"), "action_version": 1},
+        {},
+        None,
+        "kv.evict",
+        7,
+    ],
+)
+def test_what_is_not_followed_changes_nothing_and_hides_nothing(hint: Any) -> None:
+    assert apply_kv_hints(envelope(hint), NO_WISHES, None) == (NO_WISHES, 0, 1)
+    found = apply_kv_hints(envelope(hint, action("kv.evict")), NO_WISHES, None)
+    assert found == (Wishes(store=False), 1, 1)
+
+
+@pytest.mark.parametrize("bad", [{}, {"actions": None}, {"actions": "kv.evict"}, "nonsense", 3, []])
+def test_an_envelope_without_actions_changes_nothing(bad: Any) -> None:
+    assert apply_kv_hints(bad, NO_WISHES, None) == (NO_WISHES, 0, 1)
+
+
+def test_the_number_of_actions_is_bounded() -> None:
+    many = [action("kv.prefetch")] * 1000 + [action("kv.evict")]
+    found = apply_kv_hints(envelope(*many), NO_WISHES, None)
+    assert found == (NO_WISHES, MAX_ACTIONS, 1001 - MAX_ACTIONS)
+
+
+def test_what_the_client_asked_for_counts() -> None:
+    asked = Wishes(keep=Keep("me", 5.0, 1))
+    for hint in (action("kv.retain", ttl_seconds=60), action("kv.evict")):
+        assert apply_kv_hints(envelope(hint), asked, "me")[0] == asked
+    unwanted = Wishes(store=False)
+    found = apply_kv_hints(envelope(action("kv.retain", ttl_seconds=60)), unwanted, "me")
+    assert found == (unwanted, 0, 1)
+
+
+def test_where_the_envelope_is() -> None:
+    both = {"kv_hint": {"from": "dynamo"}}
+    assert find_envelope(SimpleNamespace(kv_transfer_params=both)) == {"from": "dynamo"}
+    request = SimpleNamespace(kv_transfer_params=both, kv_hints={"from": "vLLM 0.33"})
+    assert find_envelope(request) == {"from": "vLLM 0.33"}
+    assert find_envelope(SimpleNamespace(kv_transfer_params=None, kv_hints=None)) is None

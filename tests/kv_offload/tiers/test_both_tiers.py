@@ -1,0 +1,217 @@
+"""A disk and a remote store below host memory: where blocks go and come from, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.tiers import base
+from kv_offload.tiers.remote import RecentKeys
+from tests.support.manual_tier import REMOTE, ManualDirectory, ManualTier, manual_remote
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+FULL_BLOCKS = len(PROMPT) // 4
+ALL_TOKENS = FULL_BLOCKS * 4
+
+
+class BothEngine(PlayedEngine):
+    """An engine with a disk of its own, and a remote store that all of them share."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        keys = {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}
+        plugin = {"disk": {**keys, **more.pop("disk", {})}, **REMOTE}
+        super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
+
+    @property
+    def disk(self) -> ManualTier:
+        return self.ranks[0].tiers[0]
+
+    @property
+    def remote(self) -> ManualTier:
+        return self.ranks[0].tiers[1]
+
+    @property
+    def directory(self) -> ManualDirectory:
+        found: ManualDirectory = self.offload.tiers.tiers["remote"]._directory
+        return found
+
+    def answer(self, name: str, prompt: list[int] = PROMPT) -> None:
+        self.add(name, prompt, 2)
+        self.run()
+
+    def forget(self) -> None:
+        """Leave blocks in the lower tiers alone; what the remote store has must be asked for."""
+        self.offload.manager.reset()
+        self.offload.tiers.tiers["remote"]._known = RecentKeys()
+        assert self.scheduler.reset_prefix_cache()
+        self.totals.clear()
+        self.disk.happened.clear()
+        self.remote.happened.clear()
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """Rows that were read from the disk, and from the remote store, since `forget`."""
+        return self.disk.happened["promoted"], self.remote.happened["promoted"]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., BothEngine]]:
+    made: list[BothEngine] = []
+
+    def one(**options: Any) -> BothEngine:
+        made.append(BothEngine(tmp_path / f"disk {len(made)}", **options))
+        return made[-1]
+
+    with manual_remote():
+        yield one
+        for engine in made:
+            engine.disk.stuck = engine.remote.stuck = False
+            engine.rest()
+            engine.connector.shutdown()
+            assert engine.directory.closed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_stored_goes_to_both_and_the_disk_is_read(make: Any, ranks: int) -> None:
+    engine = make(ranks=ranks)
+    engine.answer("a")
+    assert len(engine.disk.records) == len(engine.remote.records) == FULL_BLOCKS
+    assert engine.totals["disk_written_bytes"] == engine.totals["remote_written_bytes"] > 0
+    engine.forget()
+    asked = len(engine.directory.asked)
+    engine.answer("b")
+    assert engine.read == (FULL_BLOCKS, 0)
+    assert engine.totals["disk_read_bytes"] == engine.totals["promoted_bytes"] > 0
+    assert engine.totals["remote_read_bytes"] == 0
+    assert len(engine.directory.asked) == asked, "the store is not asked for what the disk has"
+
+
+def test_what_comes_from_the_remote_store_is_kept_on_the_disk(make: Any) -> None:
+    first, second = make(), make()
+    first.answer("a")
+    second.answer("b")
+    assert second.read == (0, FULL_BLOCKS)
+    assert second.totals["hit_tokens"] == ALL_TOKENS
+    assert len(second.disk.records) == FULL_BLOCKS
+    second.forget()
+    second.answer("c")
+    assert second.read == (FULL_BLOCKS, 0)
+
+
+def test_one_prompt_is_read_from_both(make: Any) -> None:
+    """Its beginning, which was computed here, from the disk; the rest from the store."""
+    first, second = make(), make()
+    second.answer("a", PROMPT[:9])
+    assert len(second.disk.records) == 2
+    first.answer("b")
+    second.forget()
+    second.answer("c")
+    assert second.read == (2, FULL_BLOCKS - 2)
+    assert second.totals["hit_tokens"] == ALL_TOKENS
+
+
+@pytest.mark.parametrize("fault", ["error", "mismatch"])
+@pytest.mark.parametrize("sharing", [1, 3])
+def test_what_the_disk_fails_to_read_is_read_from_the_remote_store(
+    make: Any, fault: str, sharing: int
+) -> None:
+    """By the same request, also by others that waited for the same read."""
+    engine = make()
+    engine.answer("a")
+    engine.forget()
+    engine.disk.faults[fault] = FULL_BLOCKS
+    for number in range(sharing):
+        engine.add(f"b {number}", PROMPT, 2)
+    engine.run()
+    assert engine.disk.happened[fault] == engine.read[1] == FULL_BLOCKS
+    assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
+    assert engine.totals["hit_tokens"] >= ALL_TOKENS
+    assert engine.totals["late_promotions"] == 0
+
+
+def test_what_both_fail_to_read_is_computed_and_asked_for_once(make: Any) -> None:
+    engine = make()
+    engine.answer("a")
+    engine.forget()
+    asked = len(engine.directory.asked)
+    engine.disk.faults["mismatch"] = engine.remote.faults["mismatch"] = FULL_BLOCKS
+    engine.answer("b")
+    assert engine.read == (FULL_BLOCKS, FULL_BLOCKS)
+    assert engine.totals["hit_tokens"] == 0
+    assert len(engine.directory.asked) <= asked + 1
+
+
+def test_a_disk_that_is_left_alone_is_replaced_by_the_remote_store(
+    make: Any, now: list[float]
+) -> None:
+    engine = make()
+    engine.answer("a")
+    engine.forget()
+    engine.offload.tiers.tiers["disk"].read_failed()
+    engine.answer("b")
+    assert engine.read == (0, FULL_BLOCKS)
+    assert engine.offload.gauges()["disk_usable"] == 0
+    assert engine.offload.gauges()["remote_usable"] == 1
+    now[0] += base.FIRST_PAUSE_SECONDS
+    engine.forget()
+    engine.answer("c")
+    assert engine.read == (FULL_BLOCKS, 0)
+
+
+def test_a_remote_store_that_is_away_does_not_keep_the_disk_from_serving(
+    make: Any, now: list[float]
+) -> None:
+    engine = make()
+    engine.answer("a")
+    engine.forget()
+    engine.directory.fails = True
+    engine.remote.faults["error"] = 100
+    engine.answer("b", [*PROMPT, 1, 1, 1, 1])
+    assert engine.read == (FULL_BLOCKS, 0)
+    assert engine.totals["hit_tokens"] == ALL_TOKENS
+    assert engine.offload.gauges()["disk_usable"] == 1
+    assert engine.offload.gauges()["remote_usable"] == 0
+    written = len(engine.disk.records)
+    engine.answer("c", [9] * 9)
+    assert len(engine.disk.records) == written + 2, "the disk is written meanwhile"
+    now[0] += base.LONGEST_PAUSE_SECONDS
+    engine.directory.fails = False
+    engine.remote.faults.clear()
+    engine.answer("d", [8] * 9)
+    assert engine.offload.gauges()["remote_usable"] == 1
+
+
+def test_a_copy_that_hangs_in_one_tier_does_not_stop_the_other(make: Any, now: list[float]) -> None:
+    engine = make()
+    engine.remote.stuck = True
+    engine.add("a", PROMPT, 2)
+    engine.step(8, copies=True)
+    for _ in range(round(2 * base.STUCK_SECONDS) + 4):
+        now[0] += 0.5
+        engine.step()
+    assert engine.offload.gauges()["remote_usable"] == 0
+    assert len(engine.disk.records) == FULL_BLOCKS
+    engine.offload.manager.reset()
+    engine.answer("b", [9] * 9)
+    assert engine.totals["demoted_slots"] == FULL_BLOCKS + 2
+    assert not engine.scheduler.has_requests(), "it rests though a write hangs"
+
+
+def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make: Any) -> None:
+    engine = make(disk={"keep_on_reset": True})
+    engine.answer("a")
+    engine.forget()
+    engine.offload.resets.reset_cache()
+    engine.answer("b")
+    assert engine.read == (FULL_BLOCKS, 0)
+    engine.change_weights()
+    engine.offload.resets.weights_change()
+    assert engine.offload.gauges()["tier_slots_in_use"] == 0

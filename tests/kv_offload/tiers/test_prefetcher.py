@@ -1,0 +1,159 @@
+"""Requests that vLLM has queued: lower tiers are read before their turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.tiers import prefetcher, promoter
+from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
+from tests.support.played_engine import PlayedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+PROMPTS = [
+    [number, *[0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]] for number in range(8)
+]
+FULL_BLOCKS = len(PROMPTS[0]) // 4
+ALL_TOKENS = FULL_BLOCKS * 4
+
+
+class QueueEngine(PlayedEngine):
+    """An engine that runs one request at a time; only its lower tier has the prompts."""
+
+    def __init__(self, plugin: dict[str, Any], **more: Any) -> None:
+        super().__init__(plugin=plugin, max_num_seqs=1, async_scheduling=True, **more)
+        for number, prompt in enumerate(PROMPTS):
+            self.add(f"first {number}", prompt, 1)
+            self.run()
+        self.offload.manager.reset()
+        assert self.scheduler.reset_prefix_cache()
+        self.add("busy", [9] * 5, 60)
+        self.step(4, copies=True)
+        assert "busy" in self.answers
+        self.totals.clear()
+        self.tier.happened.clear()
+
+    @property
+    def tier(self) -> ManualTier:
+        found = self.ranks[0].tier
+        assert found is not None
+        return found
+
+    @property
+    def read(self) -> int:
+        return self.tier.happened["promoted"]
+
+
+@pytest.fixture(params=["disk", "remote"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., QueueEngine]]:
+    made: list[QueueEngine] = []
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    plugin = {"disk": disk} if request.param == "disk" else REMOTE
+
+    def one(**more: Any) -> QueueEngine:
+        made.append(QueueEngine({**plugin, **more.pop("plugin", {})}, **more))
+        return made[-1]
+
+    with manual_remote():
+        yield one
+        for engine in made:
+            engine.tier.stuck = False
+            engine.run()
+            engine.rest()
+            engine.connector.shutdown()
+
+
+def test_a_queued_request_finds_in_host_memory_what_was_below(make: Any) -> None:
+    """When its turn comes it loads at once: the tier is read no more, so it may as well hang."""
+    engine = make()
+    engine.add("a", PROMPTS[0], 2)
+    engine.step(6, copies=True)
+    assert "a" not in engine.answers
+    assert engine.read == FULL_BLOCKS
+    assert engine.totals["prefetched_slots"] == engine.totals["promoted_slots"] == FULL_BLOCKS
+    engine.tier.stuck = True
+    engine.abort("busy")
+    engine.step(6, copies=True)
+    assert len(engine.answers["a"]) == 2
+    assert engine.totals["hit_tokens"] == ALL_TOKENS
+    assert engine.totals["late_promotions"] == 0
+
+
+def test_no_more_is_read_ahead_than_a_share_of_host_memory(make: Any) -> None:
+    """More would evict what was read for those before. Those that run make room for the next."""
+    engine = make()
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt, 1)
+    engine.step(12, copies=True)
+    share = engine.offload.manager.usable_slots // prefetcher.MAX_AHEAD_SHARE
+    assert share <= engine.read < share + FULL_BLOCKS < len(PROMPTS) * FULL_BLOCKS
+    engine.abort("busy")
+    engine.run()
+    assert engine.totals["hit_tokens"] == len(PROMPTS) * ALL_TOKENS
+    assert engine.totals["late_promotions"] == 0
+
+
+def test_the_wait_for_a_slow_tier_begins_when_the_engine_would_run_the_request(
+    make: Any, now: list[float]
+) -> None:
+    """However long it was queued: else it would be computed though its read is about to end."""
+    engine = make()
+    engine.tier.stuck = True
+    engine.add("a", PROMPTS[0], 2)
+    engine.step(4, copies=True)
+    assert engine.tier.submitted
+    now[0] += 2 * promoter.MAX_WAIT_SECONDS
+    engine.abort("busy")
+    engine.step(4, copies=True)
+    assert "a" not in engine.answers
+    now[0] += promoter.MIN_WAIT_SECONDS / 2
+    engine.tier.stuck = False
+    engine.run()
+    assert engine.totals["hit_tokens"] == ALL_TOKENS
+    engine.tier.stuck = True
+    engine.add("busy", [9] * 5, 60)
+    engine.step(3, copies=True)
+    engine.add("b", PROMPTS[1], 2)
+    engine.step(3, copies=True)
+    engine.abort("busy")
+    engine.step(3, copies=True)
+    assert "b" not in engine.answers
+    now[0] += promoter.MAX_WAIT_SECONDS
+    engine.step(4, copies=True)
+    assert "b" in engine.answers, "it does not wait without end"
+
+
+def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make: Any) -> None:
+    engine = make(blocks=80)
+    engine.abort("busy")
+    engine.add("b", PROMPTS[1], 1)
+    engine.run()
+    engine.offload.manager.reset()
+    engine.add("busy", [9] * 5, 60)
+    engine.step(4, copies=True)
+    engine.tier.happened.clear()
+    engine.add("in the GPU's cache", PROMPTS[1], 1)
+    params = {"kv_offload": {"load": False}}
+    engine.add("not wanted", PROMPTS[2], 1, extra_args={"kv_transfer_params": params})
+    engine.step(6, copies=True)
+    assert engine.read == 0
+
+
+def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make: Any) -> None:
+    engine = make()
+    engine.tier.stuck = True
+    engine.add("a", PROMPTS[0], 2)
+    engine.step(4, copies=True)
+    known = engine.offload.in_flight.num_requests
+    engine.abort("a")
+    engine.step(2, copies=True)
+    assert engine.offload.in_flight.num_requests == known - 1
+    engine.tier.stuck = False
+    engine.step(2, copies=True)
+    assert engine.offload.tiers.promoter.running_slots == 0
