@@ -47,7 +47,7 @@ def problems(page: Path, text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_what_a_page_names_exists(page):
     assert list(problems(page, page.read_text())) == []
 
 
@@ -61,17 +61,17 @@ def test_what_a_page_names_exists(page: Path) -> None:
         ("a control in `test_gone`", "test_gone: no such test"),
     ],
 )
-def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
+def test_what_does_not_exist_is_found(text, problem):
     """The control."""
     assert list(problems(ROOT / "README.md", text)) == [problem]
 
 
-def test_the_tables_of_support_are_those_of_the_claims() -> None:
+def test_the_tables_of_support_are_those_of_the_claims():
     """`python -m tests.support.claims` writes them."""
     assert claims.filled(claims.PAGE.read_text()) == claims.PAGE.read_text()
 
 
-def test_every_claim_of_support_cites_tests_that_exist() -> None:
+def test_every_claim_of_support_cites_tests_that_exist():
     rows = [row for table in claims.tables() for row in table.rows]
     assert len(rows) > 50
     for claim, _, tests in rows:
@@ -79,14 +79,14 @@ def test_every_claim_of_support_cites_tests_that_exist() -> None:
         assert list(problems(claims.FILE, tests)) == []
 
 
-def test_a_page_without_a_place_for_a_table_is_noticed() -> None:
+def test_a_page_without_a_place_for_a_table_is_noticed():
     """The control."""
     text = claims.PAGE.read_text().replace("## Cache types", "## Types of caches")
     with pytest.raises(ValueError, match="has 0 tables under 'Cache types'"):
         claims.filled(text)
 
 
-def test_keys_of_others_that_errors_answer_are_on_the_page_about_migration() -> None:
+def test_keys_of_others_that_errors_answer_are_on_the_page_about_migration():
     page = (ROOT / "docs/use/migration.md").read_text()
     named = {name.strip("_") for name in re.findall(r"\w+", page.replace("-", "_"))}
     assert {*_OTHERS_KEYS, *_NOT_NEEDED} - named == set()
@@ -102,7 +102,7 @@ GIVEN_UP = re.compile(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_words_that_were_given_up_stay_away(page: Path) -> None:
+def test_words_that_were_given_up_stay_away(page):
     """Prose only: what programs print, and rows that come from the code, are as they are there."""
     if page.name == "CHANGELOG.md":
         pytest.skip("it says what earlier versions said")

@@ -104,7 +104,7 @@ exit 64
 
 
 @pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
-def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_commands_of_a_page_run(page, tmp_path):
     found = [block for block in blocks(page) if block.is_run]
     if not found:
         pytest.skip("nothing that can run here")
@@ -150,7 +150,7 @@ def manifests(page: Path) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
-def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
+def test_examples_are_accepted(page, tmp_path):
     """Python is compiled, YAML read: with its keys for us or, in a manifest, for Kubernetes."""
     for block in blocks(page):
         if block.language == "python":
@@ -170,7 +170,7 @@ def test_examples_are_accepted(page: Path, tmp_path: Path) -> None:
         check_transfer_config(value)
 
 
-def test_the_manifest_fits_together_and_into_its_limit(tmp_path: Path) -> None:
+def test_the_manifest_fits_together_and_into_its_limit(tmp_path):
     """What is mounted exists, the file is where the argument says, and the page's figures agree.
 
     A model that was downloaded outlives its pod. What is in /dev/shm counts towards the limit.
@@ -217,7 +217,7 @@ def test_the_manifest_fits_together_and_into_its_limit(tmp_path: Path) -> None:
     assert set(re.findall(r"--memory=(\S+)", text)) == {limit_text.removesuffix("Gi") + "g"}
 
 
-def test_the_documented_refusal_of_a_version_is_real() -> None:
+def test_the_documented_refusal_of_a_version_is_real():
     text = (ROOT / "docs/use/operating.md").read_text()
     (shown,) = re.findall(r"^kv-offload:? (works with vLLM .*, this is .*)$", text, re.MULTILINE)
     with pytest.raises(UnsupportedError) as caught:
@@ -225,7 +225,7 @@ def test_the_documented_refusal_of_a_version_is_real() -> None:
     assert str(caught.value).partition("works with")[1:] == shown.partition("works with")[1:]
 
 
-def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_are_shown_as_they_are(capsys):
     """With the checks of this doctor, and the lines of this status page; figures aside."""
     (shown,) = (b.text for b in blocks(ROOT / "docs/use/doctor.md") if b.language == "text")
     main(["doctor", "--json", "--no-measure"])
@@ -249,7 +249,7 @@ def test_reports_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert [section for section in sections if section not in shown] == []
 
 
-def test_every_program_that_is_named_here_is_in_a_page() -> None:
+def test_every_program_that_is_named_here_is_in_a_page():
     """A rule that fits nothing would hide that a page is no longer read."""
     named = {name for page in PAGES for block in blocks(page) for name in block.programs}
     assert {"kv-offload config", "vllm", "echo", "curl", "docker", "pip", "ps"} <= named

@@ -96,7 +96,7 @@ def forbidden(name: str, imports: set[str]) -> list[str]:
     return sorted(wrong)
 
 
-def test_kv_offload_imports_only_in_the_allowed_directions() -> None:
+def test_kv_offload_imports_only_in_the_allowed_directions():
     found = [line for name, imports in modules("kv_offload") for line in forbidden(name, imports)]
     assert found == []
 
@@ -110,7 +110,7 @@ SWAP_ROOMS = {
 """Which room of `kv_swap` must not import which."""
 
 
-def test_kv_swap_imports_only_in_the_allowed_directions() -> None:
+def test_kv_swap_imports_only_in_the_allowed_directions():
     """It knows neither kv_offload nor vLLM, and memory knows no device."""
     wrong = []
     for name, imports in modules("transfer/kv_swap"):
@@ -124,7 +124,7 @@ def test_kv_swap_imports_only_in_the_allowed_directions() -> None:
     assert wrong == []
 
 
-def test_benches_use_only_the_support_of_the_tests_and_only_their_own_tests_use_them() -> None:
+def test_benches_use_only_the_support_of_the_tests_and_only_their_own_tests_use_them():
     used = {name for _, names in modules("bench") for name in names if name.startswith("tests")}
     assert used
     assert {".".join(name.split(".")[:2]) for name in used} == {"tests.support"}
@@ -134,7 +134,7 @@ def test_benches_use_only_the_support_of_the_tests_and_only_their_own_tests_use_
 
 
 @pytest.mark.parametrize("package", ["kv_offload", "transfer/kv_swap"])
-def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+def test_no_modules_import_each_other_in_a_circle(package):
     """Packages aside: importing a module imports those that it lies in."""
     top = package.rpartition("/")[2]
     graph = {f"{top}.{name}": imports for name, imports in modules(package) if name}
@@ -162,16 +162,14 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
         ("errors", "from kv_offload.config import X", "config"),
     ],
 )
-def test_the_import_rules_catch_a_forbidden_edge(
-    name: str, source: str, message: str | None
-) -> None:
+def test_the_import_rules_catch_a_forbidden_edge(name, source, message):
     package = ".".join(["kv_offload", *name.split(".")[:-1]])
     found = forbidden(name, set(runtime_imports(ast.parse(source), package)))
     assert found == ([] if message is None else [f"kv_offload.{name} imports {message}"])
     assert forbidden("brand_new", set()) != []
 
 
-def test_importing_the_packages_is_light() -> None:
+def test_importing_the_packages_is_light():
     """vLLM loads the plugin in every process, the API front end included."""
     code = (
         "import sys, kv_swap.factory\n"
@@ -182,7 +180,7 @@ def test_importing_the_packages_is_light() -> None:
     assert run_code(code) == "[]\n"
 
 
-def test_everything_but_the_engines_imports_without_vllm() -> None:
+def test_everything_but_the_engines_imports_without_vllm():
     names = [name for name, _ in modules("kv_offload") if name]
     others = [name for name in names if name.partition(".")[0] != "engines"]
     code = (
@@ -197,7 +195,7 @@ def test_everything_but_the_engines_imports_without_vllm() -> None:
 # -- the installed distribution and the wheel --------------------------------------------------
 
 
-def test_the_installed_distribution_registers_the_plugin() -> None:
+def test_the_installed_distribution_registers_the_plugin():
     try:
         points = distribution("kv-offload").entry_points
     except PackageNotFoundError:
@@ -237,7 +235,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_the_packages_all_device_code_and_the_dashboard(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_all_device_code_and_the_dashboard(wheel):
     names = files_in(wheel)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kv_offload", "kv_swap"}
     sources = {
@@ -254,7 +252,7 @@ def test_the_wheel_holds_the_packages_all_device_code_and_the_dashboard(wheel: P
 
 
 @pytest.mark.engine
-def test_installing_the_wheel_beside_vllm_changes_no_other_package(wheel: Path) -> None:
+def test_installing_the_wheel_beside_vllm_changes_no_other_package(wheel):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs a vLLM engine, which is not installed")
     report = json.loads(pip("install", "--dry-run", "--quiet", "--report=-", str(wheel)))
@@ -269,7 +267,7 @@ def test_installing_the_wheel_beside_vllm_changes_no_other_package(wheel: Path) 
 # -- the sdist and the image -------------------------------------------------------------------
 
 
-def test_what_the_pages_name_is_in_the_sdist(tmp_path: Path) -> None:
+def test_what_the_pages_name_is_in_the_sdist(tmp_path):
     """Links, cited tests and the files of every `make` target; a wheel is built from it, too."""
     pytest.importorskip("build", reason="needs build, as the extra `dev` brings it")
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir"]
@@ -293,7 +291,7 @@ def docker_ignores(path: str) -> bool:
     return bool(re.match(f"({'|'.join(written)})(/|$)", path))
 
 
-def test_the_wheel_of_an_image_is_that_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_of_an_image_is_that_of_the_checkout(wheel, tmp_path):
     """Built from what `docker build` is sent: nothing that an installation needs is ignored."""
     sent = tmp_path / "sent"
 

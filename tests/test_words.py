@@ -50,7 +50,7 @@ def texts(file: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string.lstrip("# ")
 
 
-def test_few_texts_begin_with_a_word_that_only_points() -> None:
+def test_few_texts_begin_with_a_word_that_only_points():
     found = [
         f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for file in FILES
@@ -60,7 +60,7 @@ def test_few_texts_begin_with_a_word_that_only_points() -> None:
     assert len(found) < FEW, "\n".join(found)
 
 
-def test_no_word_that_was_given_up_is_left() -> None:
+def test_no_word_that_was_given_up_is_left():
     found = [
         f"{file.relative_to(ROOT)}:{number}: {word[0]}"
         for file in FILES

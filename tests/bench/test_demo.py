@@ -30,7 +30,7 @@ def phase(source: str, answers: list[list[int]] = ANSWERS, **moved: int) -> Phas
 BASE = [phase(COMPUTED), phase(FROM_PREFIX_CACHE)]
 
 
-def test_the_table_shows_every_figure_of_a_phase() -> None:
+def test_the_table_shows_every_figure_of_a_phase():
     (line,) = (
         line for line in table([phase(FROM_HOST_MEMORY, **LOADED)]).splitlines() if "engine" in line
     )
@@ -49,9 +49,7 @@ def test_the_table_shows_every_figure_of_a_phase() -> None:
         (phase(FROM_HOST_MEMORY, **LOADED | {"loaded_bytes": 0}), 1, "NOTHING was loaded"),
     ],
 )
-def test_the_verdict_is_good_only_for_equal_tokens_that_were_loaded(
-    again: Phase, status: int, said: str
-) -> None:
+def test_the_verdict_is_good_only_for_equal_tokens_that_were_loaded(again, status, said):
     found, line = verdict(BASE, [phase(COMPUTED, **LOADED), again])
     assert found == status
     assert said in line
@@ -59,16 +57,14 @@ def test_the_verdict_is_good_only_for_equal_tokens_that_were_loaded(
 
 @pytest.mark.parametrize("source", [FROM_DISK, FROM_STORE])
 @pytest.mark.parametrize(("promoted", "status"), [(7, 0), (0, 1)])
-def test_what_comes_from_a_tier_must_have_been_read_from_it(
-    source: str, promoted: int, status: int
-) -> None:
+def test_what_comes_from_a_tier_must_have_been_read_from_it(source, promoted, status):
     moved = LOADED | {"promoted_slots": promoted}
     found, line = verdict(BASE, [phase(COMPUTED, **LOADED), phase(source, **moved)])
     assert found == status
     assert (f"NOTHING was read {source}" in line) == bool(status)
 
 
-def test_what_an_engine_with_a_store_has_computed_is_compared_with_what_was_computed() -> None:
+def test_what_an_engine_with_a_store_has_computed_is_compared_with_what_was_computed():
     other = [[1, 2], [3, 5]]
     base = [BASE[0], phase(FROM_PREFIX_CACHE, other)]
     found, _ = verdict(base, [phase(COMPUTED, **LOADED)])
@@ -77,7 +73,7 @@ def test_what_an_engine_with_a_store_has_computed_is_compared_with_what_was_comp
     assert found == 1
 
 
-def test_prompts_of_a_group_share_a_prefix_and_are_the_same_in_every_run() -> None:
+def test_prompts_of_a_group_share_a_prefix_and_are_the_same_in_every_run():
     prompts = make_prompts()
     assert prompts == make_prompts()
     shared = [sum(a == b for a, b in zip(prompts[0], other, strict=False)) for other in prompts]

@@ -46,14 +46,14 @@ def pages(root: Path) -> None:
         (root / name).write_text("before\n<!-- plot: ttft -->\n<!-- end plot -->\nafter\n")
 
 
-def test_a_line_has_the_median_and_the_range_of_its_column_in_milliseconds() -> None:
+def test_a_line_has_the_median_and_the_range_of_its_column_in_milliseconds():
     off, ours = lines(result())
     assert (off.column, ours.column) == ("off", "kv-offload"), "variants are not drawn"
     assert off.points[1024]["median"] == pytest.approx(200)
     assert ours.points[8192] == pytest.approx({"median": 240, "min": 160, "max": 320})
 
 
-def test_a_result_of_the_bench_itself_is_drawn() -> None:
+def test_a_result_of_the_bench_itself_is_drawn():
     """Rounds that failed have no times; they are left out and the rest is drawn."""
     measured = document()
     assert [line.column for line in lines(measured)] == ["off", "vllm", "kv-offload"]
@@ -61,7 +61,7 @@ def test_a_result_of_the_bench_itself_is_drawn() -> None:
     assert [line.column for line in lines(measured)] == ["off", "kv-offload"]
 
 
-def test_faster_is_lower_longer_is_further_right_and_everything_is_inside() -> None:
+def test_faster_is_lower_longer_is_further_right_and_everything_is_inside():
     root = ElementTree.fromstring(draw([result()]))
     off, ours = (
         [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
@@ -79,13 +79,13 @@ def test_faster_is_lower_longer_is_further_right_and_everything_is_inside() -> N
     assert "kv-offload" in text
 
 
-def test_each_result_has_a_panel() -> None:
+def test_each_result_has_a_panel():
     text = draw([result(gpu="H100"), {**result(), "results": {}}, result(gpu="H200")])
     assert text.count("<polyline") == 4
     assert text.index("H100") < text.index("H200")
 
 
-def test_the_picture_and_its_sources_are_put_into_the_pages(tmp_path: Path) -> None:
+def test_the_picture_and_its_sources_are_put_into_the_pages(tmp_path):
     pages(tmp_path)
     write(tmp_path, "h100/serving-gqa8", result())
     write(tmp_path, "h100/decodes-gqa8", result())
@@ -102,9 +102,7 @@ def test_the_picture_and_its_sources_are_put_into_the_pages(tmp_path: Path) -> N
     assert (tmp_path / "README.md").read_text() == readme, "drawing again changes nothing"
 
 
-def test_without_results_nothing_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_results_nothing_changes(tmp_path, capsys):
     pages(tmp_path)
     write(tmp_path, "h100/serving-gqa8", {**result(), "results": {}})
     before = (tmp_path / "README.md").read_text()
@@ -115,11 +113,11 @@ def test_without_results_nothing_changes(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_pages_have_a_place_for_the_picture(page: str) -> None:
+def test_the_pages_have_a_place_for_the_picture(page):
     assert len(MARKED.findall((ROOT / page).read_text())) == 1
 
 
-def test_the_kept_picture_is_that_of_the_kept_results() -> None:
+def test_the_kept_picture_is_that_of_the_kept_results():
     """`python -m bench.serving.plot` draws it again."""
     kept = [json.loads(p.read_text()) for p in sorted(ROOT.glob("bench/results/*/serving-*.json"))]
     if not any(lines(one) for one in kept):

@@ -29,13 +29,13 @@ SMALL = SHAPES["small"]
 # -- statistics and shapes ---------------------------------------------------------------------
 
 
-def test_spread_and_percentiles() -> None:
+def test_spread_and_percentiles():
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
     found = percentiles([float(value) for value in range(101)])
     assert found == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0, "count": 101}
 
 
-def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> None:
+def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed():
     # 16 tokens x 32 layers x K and V x 8 heads x 128 x 2 bytes = 2 MiB
     shape = SHAPES["gqa8"]
     assert shape.token_bytes(2) == 131_072
@@ -46,14 +46,14 @@ def test_a_cache_serves_whole_blocks_and_may_leave_the_last_to_be_computed() -> 
 
 
 @pytest.mark.parametrize("name", ["gqa8", "mqa"])
-def test_the_batch_just_fits_into_host_memory_once_the_old_prompts_have_left(name: str) -> None:
+def test_the_batch_just_fits_into_host_memory_once_the_old_prompts_have_left(name):
     shape = SHAPES[name]
     prompt_bytes = shape.batch_tokens * shape.token_bytes(2)
     assert shape.batch_prompts * prompt_bytes <= shape.host_bytes
     assert (shape.batch_prompts + shape.old_prompts) * prompt_bytes > shape.host_bytes
 
 
-def test_every_connector_gets_the_same_host_memory_and_the_default_nothing_else() -> None:
+def test_every_connector_gets_the_same_host_memory_and_the_default_nothing_else():
     assert EngineSettings(SMALL, "off").transfer_config is None
     extra = {}
     for column in COLUMNS[1:]:
@@ -113,7 +113,7 @@ def document(loaded: int = 100) -> dict[str, Any]:
     }
 
 
-def test_the_tables_have_the_range_the_floor_the_least_lead_and_what_failed() -> None:
+def test_the_tables_have_the_range_the_floor_the_least_lead_and_what_failed():
     measured, warning = document(), "the times show that the bench works, and nothing else"
     text = tables(measured)
     cells = "| 200.0 | 149.5 (149.0 to 150.0) | 143.5 (143.0 to 144.0) | 9.0 | 130.0 | 1.03 |"
@@ -129,7 +129,7 @@ def test_the_tables_have_the_range_the_floor_the_least_lead_and_what_failed() ->
     assert warning in tables(measured)
 
 
-def test_the_readme_has_the_first_questions_with_their_ranges() -> None:
+def test_the_readme_has_the_first_questions_with_their_ranges():
     text = table(document(), "summary")
     assert text.startswith("|  | computed again | vLLM's OffloadingConnector | kv-offload |")
     assert "| TTFT of a repeated prompt, 4,096 tokens, ms | 200 | 150 (149 to 150) |" in text
@@ -138,7 +138,7 @@ def test_the_readme_has_the_first_questions_with_their_ranges() -> None:
     )
 
 
-def test_the_table_of_page_locking_has_rows_with_and_without_it() -> None:
+def test_the_table_of_page_locking_has_rows_with_and_without_it():
     ms = {"p50": 5.04, "p90": 5.1, "p99": 5.6, "max": 6.0, "mean": 5.1, "count": 400}
     locked = {"registration_ms": {"p50": 0.41}, "gib_per_second": 4.85}
     rows = [
@@ -151,14 +151,12 @@ def test_the_table_of_page_locking_has_rows_with_and_without_it() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_tables_of_a_page_are_those_of_the_results(page: Path) -> None:
+def test_the_tables_of_a_page_are_those_of_the_results(page):
     """`python -m bench.serving.report --pages` writes them."""
     assert filled(page) == page.read_text()
 
 
-def test_a_table_that_differs_from_its_result_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_differs_from_its_result_is_found(tmp_path, monkeypatch):
     """The control."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     page = tmp_path / "page.md"
@@ -178,7 +176,7 @@ def test_a_table_that_differs_from_its_result_is_found(
     assert filled(page) == written
 
 
-def test_bytes_that_did_not_come_back_are_named() -> None:
+def test_bytes_that_did_not_come_back_are_named():
     assert unproven(document(100)) == []
     assert unproven(document(90)) == []
     problems = unproven(document(101))
@@ -195,7 +193,7 @@ def test_bytes_that_did_not_come_back_are_named() -> None:
     sorted(p for p in report.RESULTS.glob("*/*.json") if "rounds" in json.loads(p.read_text())),
     ids=lambda path: path.stem,
 )
-def test_kept_results_prove_their_loads_and_are_shown(path: Path) -> None:
+def test_kept_results_prove_their_loads_and_are_shown(path):
     assert unproven(json.loads(path.read_text())) == []
     shown = {match[3] for page in PAGES for match in MARKED.finditer(page.read_text())}
     assert path.stem in shown
@@ -204,7 +202,7 @@ def test_kept_results_prove_their_loads_and_are_shown(path: Path) -> None:
 # -- the first seconds -------------------------------------------------------------------------
 
 
-def test_long_steps_are_those_beside_registrations_where_registrations_are_the_cause() -> None:
+def test_long_steps_are_those_beside_registrations_where_registrations_are_the_cause():
     """Steps of 10 ms; every tenth one waits 10 ms more for a registration until memory is ready."""
     steps, registrations, now = [], [], 100.0
     for index in range(1500):
@@ -277,9 +275,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
 WORDS = ["--columns", "off,vllm,kv-offload", "--once", "off", "--rounds", "2", "--sections", "ttft"]
 
 
-def test_engines_are_started_by_turns_and_one_that_fails_leaves_the_others_theirs(
-    fake: type[FakeProcess],
-) -> None:
+def test_engines_are_started_by_turns_and_one_that_fails_leaves_the_others_theirs(fake):
     assert serving.main(WORDS) == 0
     assert [column for column, name in fake.answered if name == "start"] == [
         *("off", "kv-offload", "kv-offload")
@@ -289,7 +285,7 @@ def test_engines_are_started_by_turns_and_one_that_fails_leaves_the_others_their
     assert not fake.alive
 
 
-def test_every_other_round_goes_the_opposite_way() -> None:
+def test_every_other_round_goes_the_opposite_way():
     words = ["--columns", "vllm,kv-offload", "--rounds", "3", "--sections", "first_seconds,ttft"]
     visits = runs.plan(serving.parse(words), "")
     columns = [visit.settings.column for visit in visits]
@@ -298,8 +294,8 @@ def test_every_other_round_goes_the_opposite_way() -> None:
 
 
 def test_a_run_that_is_stopped_has_written_every_answer_and_says_what_is_missing(
-    fake: type[FakeProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    fake, tmp_path, capsys
+):
     path = tmp_path / "serving-small.json"
     everything = [*WORDS, "--out", str(path)]
     assert serving.main(everything) == 0
@@ -319,9 +315,7 @@ def test_a_run_that_is_stopped_has_written_every_answer_and_says_what_is_missing
     assert missing == ["kv-offload link 2"]
 
 
-def test_what_was_written_before_is_there_when_the_bench_is_killed(
-    fake: type[FakeProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_written_before_is_there_when_the_bench_is_killed(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "save", None)  # what the end of a run would write
     fake.stop_after = 3
     path = tmp_path / "serving-small.json"
@@ -343,7 +337,7 @@ def on_an_engine(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @on_an_engine
-def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path: Path) -> None:
+def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path):
     path = tmp_path / "serving.json"
     words = ["--columns", "off,vllm,kv-offload", "--rounds", "2", "--once", "off,vllm"]
     command = [sys.executable, "-m", "bench.serving", *words, "--out", str(path)]

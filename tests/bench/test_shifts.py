@@ -26,9 +26,7 @@ CELLS = [(name, capacity) for name, shift in SHIFTS.items() for capacity in shif
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("name", "capacity"), CELLS)
-def test_auto_is_within_two_points_of_lru_in_each_phase(
-    name: str, capacity: int, seed: int
-) -> None:
+def test_auto_is_within_two_points_of_lru_in_each_phase(name, capacity, seed):
     phases = SHIFTS[name].make(seed)
     lru, auto = (hits_by_phase(phases, policy, capacity) for policy in ("lru", "auto"))
     behind = [recent - learnt for recent, learnt in zip(lru, auto, strict=True)]

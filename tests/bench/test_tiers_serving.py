@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def document(bytes_read: float) -> dict[str, Any]:
     return {"results": {"disk": {"first_token": {"1024": found}, "decodes": {"alone": BETWEEN}}}}
 
 
-def test_engines_without_a_tier_come_first_and_last() -> None:
+def test_engines_without_a_tier_come_first_and_last():
     asked = options(parse(["--disk", "/disk", "--disk-bytes", "8GiB"]), "host:1")
     assert list(asked) == ["no tier", "disk", "remote", "no tier, again"]
     assert asked["disk"]["disk"].items() >= {"path": "/disk", "bytes": "8GiB"}.items()
@@ -32,7 +31,7 @@ def test_engines_without_a_tier_come_first_and_last() -> None:
     assert list(options(parse([]), None)) == ["no tier", "no tier, again"]
 
 
-def test_what_was_not_read_from_below_is_named() -> None:
+def test_what_was_not_read_from_below_is_named():
     assert unproven(document(4096)) == []
     (problem,) = unproven(document(4095))
     assert "disk, 1024 tokens: 4095 of 4096 bytes" in problem
@@ -42,13 +41,13 @@ def test_what_was_not_read_from_below_is_named() -> None:
     assert "nothing was read" in problem
 
 
-def test_what_the_tables_show() -> None:
+def test_what_the_tables_show():
     shown = tables(document(4096))
     assert "| disk | 1,024 | 12.5 (10.0 to 20.0) | 12.5" in shown
     assert "| disk | 5.0 / 7.1 | - | - | - |" in shown
 
 
-def test_replicas_must_read_all_of_what_the_other_has_computed() -> None:
+def test_replicas_must_read_all_of_what_the_other_has_computed():
     found = {**dict.fromkeys(replicas.PLACES, MILLISECONDS), "blocks_read": 9, "blocks_needed": 9}
     measured = {"results": {"shared store": {"1024": found}}}
     assert replicas.unproven(measured) == []
@@ -60,7 +59,7 @@ def test_replicas_must_read_all_of_what_the_other_has_computed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_disk_is_measured(tmp_path: Path) -> None:
+def test_a_disk_is_measured(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     assert tiers.main(["--disk", str(folder), "--out", str(tmp_path)]) == 0

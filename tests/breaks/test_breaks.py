@@ -12,7 +12,7 @@ from tests.breaks.mutations import Source
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_breaks_fit_the_product(file: Path) -> None:
+def test_breaks_fit_the_product(file):
     breaks = [one for _, one in read([file])]
     assert breaks
     assert [problem for one in breaks for problem in one.problems()] == []
@@ -54,12 +54,12 @@ class Pool:
         ),
     ],
 )
-def test_an_operator_changes_one_place(change: str, old: str, new: str) -> None:
+def test_an_operator_changes_one_place(change, old, new):
     assert PRODUCT.count(old) == 1
     assert Source(PRODUCT, "pool.py").mutated("Pool.f", change) == PRODUCT.replace(old, new)
 
 
-def test_device_code_is_changed_by_its_tokens() -> None:
+def test_device_code_is_changed_by_its_tokens():
     device = Source("void f() {\n  wait(1);  // wait(1)\n  go(2 > 1);\n}\n", "device.cu")
     assert device.mutated("*", "drop wait(1)") == device.text.replace("wait(1);  ", ";  ")
     assert device.mutated("*", "never 2>1") == device.text.replace("2 > 1", "false")
@@ -72,7 +72,7 @@ def one(tmp_path: Path) -> Break:
     return Break("It waits.", "product.py", "test_product.py::test_f", "f", "drop self.wait")
 
 
-def test_a_break_that_fits_has_no_problems(one: Break, tmp_path: Path) -> None:
+def test_a_break_that_fits_has_no_problems(one, tmp_path):
     assert list(one.problems(tmp_path)) == []
 
 
@@ -95,14 +95,12 @@ def test_a_break_that_fits_has_no_problems(one: Break, tmp_path: Path) -> None:
         ({"tests": "test_product.py::test_g[1]"}, "has no test test_g"),
     ],
 )
-def test_a_break_that_does_not_fit_says_why(
-    one: Break, tmp_path: Path, change: dict[str, str], problem: str
-) -> None:
+def test_a_break_that_does_not_fit_says_why(one, tmp_path, change, problem):
     assert any(problem in found for found in replace(one, **change).problems(tmp_path))
 
 
 @pytest.mark.parametrize("line", ["f: drop x", "f drop x  # It waits."])
-def test_a_line_that_is_no_break_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_break_is_named(tmp_path, line):
     (tmp_path / "list.txt").write_text(f"= product.py\n@ test_product.py\n{line}\n")
     with pytest.raises(ValueError, match=r"list\.txt:3: not `SCOPE: CHANGE"):
         list(read([tmp_path / "list.txt"]))

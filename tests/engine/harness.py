@@ -19,11 +19,13 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 from kv_offload.engines.vllm.locate import connectors_in, worker_of_process
+from kv_offload.tools.tier.read import read_folder
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.loads import set_synchronous_loads
 from tests.support.processes import shut_down
 from tests.support.small_models import write_draft_head, write_model
 from tests.support.totals import counted_stats
+from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 120
 """After which an engine is taken to be stuck."""
@@ -265,6 +267,18 @@ class Engine:
         self.offload.manager.check_integrity()
         self.offload.manager.reset()
         assert self.offload.manager.slots_in_use == 0
+
+
+def noted_blocks(folder: Path) -> int:
+    """Return how many blocks the index of a disk has: what an engine that is killed leaves."""
+    return sum(replica.used_slots for replica in read_folder(folder, None))
+
+
+def wait_until_noted(running: Engine, folder: str | Path) -> None:
+    """Wait until the index has all that an engine has written."""
+    written = running.offload.gauges()["tier_slots_in_use"]
+    assert written > 0
+    wait_until(lambda: noted_blocks(Path(folder)) == written)
 
 
 class Drafts:

@@ -9,7 +9,6 @@ stored while nothing was written, and how many of them are on disk later, though
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from kv_swap.tiers.mover import Outcome
 from kv_swap.tiers.transfers import Transfers
 from vllm import LLM
 
-from kv_offload.tools.tier.read import read_folder
-from tests.engine.harness import PATIENCE_SECONDS, engine_settings, greedy
+from tests.engine.harness import engine_settings, greedy, noted_blocks
 from tests.engine.multiprocess_run import ask
 from tests.support.inputs import random_tokens, transfer_config
 from tests.support.processes import be_run, shut_down
+from tests.support.waiting import wait_until
 
 PROMPT_TOKENS = 257
 
@@ -44,14 +43,6 @@ def fail_first_write(failed: Path) -> None:
     Transfers.move = fail_or_move  # type: ignore[method-assign]
 
 
-def wait_until(is_so: Callable[[], bool]) -> bool:
-    """Return whether that is so, at the latest after some time."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < until and not is_so():
-        time.sleep(0.1)
-    return is_so()
-
-
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, int]:
     folder = Path(arguments.pop("folder"))
     failed = folder.with_name("failed")
@@ -60,16 +51,12 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, int]:
     plugin = {"cpu_bytes": "32MiB", "disk": {"path": str(folder), "bytes": "64MiB"}}
     llm = LLM(**settings, kv_transfer_config=transfer_config(plugin))
     ask(llm, [random_tokens(PROMPT_TOKENS, seed=1)], greedy(1))
-    assert wait_until(failed.exists)
+    wait_until(failed.exists)
     time.sleep(0.5)  # the engine hears of it
     ask(llm, [random_tokens(PROMPT_TOKENS, seed=2)], greedy(1))
     blocks = (PROMPT_TOKENS - 1) // settings["block_size"]
-
-    def written() -> int:
-        return sum(replica.used_slots for replica in read_folder(folder, None))
-
-    wait_until(lambda: written() >= blocks)
-    result = {"blocks": blocks, "written": written()}
+    wait_until(lambda: noted_blocks(folder) >= blocks)
+    result = {"blocks": blocks, "written": noted_blocks(folder)}
     shut_down(llm)
     return result
 

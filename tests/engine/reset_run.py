@@ -19,7 +19,7 @@ from kv_swap.tiers.disk import DiskTier
 from safetensors.torch import load_file
 
 from kv_offload.cache.disk_index import index
-from tests.engine.harness import offloading
+from tests.engine.harness import offloading, wait_until_noted
 from tests.engine.test_new_weights import CHANGED
 from tests.support.processes import be_run, print_result
 
@@ -35,7 +35,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         running.generate(arguments["prompts"])
         running.settle()
         assert running.offload.gauges()["demoting_slots"] == 0
-        time.sleep(1)  # its index notes twice a second what is there
+        wait_until_noted(running, arguments["folder"])
         for fault in arguments["faults"]:
             FAULTS[fault]()
         model = running.llm.llm_engine.model_executor.driver_worker.model_runner.model

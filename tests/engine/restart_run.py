@@ -8,19 +8,20 @@ ranks have processes of their own; only the disk tells the second engine what th
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm import LLM
 
-from kv_offload.tiers import promoter
 from tests.engine import rank_calls
-from tests.engine.harness import PATIENCE_SECONDS, all_differ, engine_settings, greedy
+from tests.engine.harness import all_differ, engine_settings, greedy
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
 from tests.support.inputs import Tokens, random_tokens, transfer_config
+from tests.support.patience import be_patient
 from tests.support.processes import be_run, shut_down
 from tests.support.totals import figures
+from tests.support.waiting import wait_until
 
 
 def check(result: dict[str, Any], ranks: int) -> None:
@@ -41,20 +42,19 @@ def check(result: dict[str, Any], ranks: int) -> None:
 
 def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
     """Have the engine step until its disk has so many blocks; return how many it has."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < until:
+
+    def is_written() -> bool:
         ask(llm, [random_tokens(3, seed=0)], sampling)
         told = figures(llm)
-        if told.get("tier_slots_in_use", 0) >= blocks and not told.get("demoting_slots"):
-            time.sleep(1)  # its index notes twice a second what is there
-            return int(told["tier_slots_in_use"])
-        time.sleep(0.1)
-    raise AssertionError(f"not written in {PATIENCE_SECONDS} s: {figures(llm)}")
+        return told.get("tier_slots_in_use", 0) >= blocks and not told.get("demoting_slots")
+
+    wait_until(is_written, lambda: figures(llm))
+    return int(figures(llm)["tier_slots_in_use"])
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     # However busy the machine is. The engines' processes, which are forked, have it from here.
-    promoter.MIN_WAIT_SECONDS = promoter.MAX_WAIT_SECONDS = 60.0
+    be_patient(pytest.MonkeyPatch())
     plugin, prompt_tokens = arguments.pop("plugin"), arguments.pop("prompt_tokens")
     settings = engine_settings(Path(models), kind, disable_log_stats=False, **arguments)
     prompts: list[Tokens] = [random_tokens(count, seed=count) for count in prompt_tokens]

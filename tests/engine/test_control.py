@@ -81,14 +81,14 @@ def refused(server: str, path: str, key: str | None = None, **body: Any) -> tupl
         return error.code, error.read().decode()
 
 
-def test_without_the_key_nothing_is_done(server: str) -> None:
+def test_without_the_key_nothing_is_done(server):
     for name in ("empty", "pause-stores", "resume-stores"):
         for key in (None, "another key"):
             assert refused(server, f"{CONTROL}/{name}", key)[0] == 401
     assert metric(server, f"{PREFIX}stores_paused") == 0
 
 
-def test_what_was_emptied_is_computed(server: str) -> None:
+def test_what_was_emptied_is_computed(server):
     ask(server, seed=1, key=KEY)
     wait_for(server, f"{PREFIX}stored_slots_total", BLOCKS)
     assert cached(ask(server, seed=1, key=KEY)) == 288
@@ -97,7 +97,7 @@ def test_what_was_emptied_is_computed(server: str) -> None:
     assert cached(ask(server, seed=1, key=KEY)) == 0
 
 
-def test_nothing_is_stored_in_a_pause(server: str) -> None:
+def test_nothing_is_stored_in_a_pause(server):
     act(server, "empty")
     assert act(server, "pause-stores") == {"stores": "paused"}
     wait_for(server, f"{PREFIX}stores_paused", 1)
@@ -117,9 +117,7 @@ def test_nothing_is_stored_in_a_pause(server: str) -> None:
     ],
 )
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
-def test_wrong_wishes_are_refused_for_that_request_alone(
-    server: str, wishes: dict[str, Any], message: str, endpoint: str
-) -> None:
+def test_wrong_wishes_are_refused_for_that_request_alone(server, wishes, message, endpoint):
     body = chat(3, 30) if endpoint == "chat/completions" else {"prompt": text(3)}
     params = {"kv_transfer_params": {"kv_offload": wishes, "remote_host": "of another connector"}}
     code, answer = refused(server, f"/v1/{endpoint}", KEY, model="small", **body, **params)
@@ -128,7 +126,7 @@ def test_wrong_wishes_are_refused_for_that_request_alone(
     assert ask(server, seed=3, key=KEY, kv_transfer_params={"remote_host": "x"})["choices"]
 
 
-def test_nested_parameters_end_one_request_and_no_engine(server: str) -> None:
+def test_nested_parameters_end_one_request_and_no_engine(server):
     params: Any = 1
     for _ in range(500):
         params = {"a": params}
@@ -143,7 +141,7 @@ def test_nested_parameters_end_one_request_and_no_engine(server: str) -> None:
     assert ask(server, seed=3, key=KEY)["choices"]
 
 
-def test_a_client_says_what_is_stored_and_retained(server: str) -> None:
+def test_a_client_says_what_is_stored_and_retained(server):
     act(server, "empty")
     params = {"kv_transfer_params": {"kv_offload": {"store": False}}}
     ask(server, seed=4, key=KEY, **params)
@@ -155,7 +153,7 @@ def test_a_client_says_what_is_stored_and_retained(server: str) -> None:
     wait_for(server, f"{PREFIX}retained_slots", 0)
 
 
-def test_the_documented_loop_warms_a_server_up(server: str, tmp_path: Path) -> None:
+def test_the_documented_loop_warms_a_server_up(server, tmp_path):
     act(server, "empty")
     page = (ROOT / "docs/use/requests.md").read_text()
     loop, example = re.findall(

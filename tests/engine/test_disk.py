@@ -26,8 +26,10 @@ from tests.engine.harness import (
     plain_answers,
     prompts_with_shared_prefix,
     refusal,
+    wait_until_noted,
 )
 from tests.engine.test_new_weights import CHANGED
+from tests.support.patience import be_patient
 from tests.support.processes import run_module, stay, staying
 from tests.support.small_models import write_model
 
@@ -36,7 +38,14 @@ FULL_BLOCKS = full_blocks(PROMPTS)
 
 
 def disk(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"disk": {"path": str(folder), "bytes": "64MiB", **more}}
+    """Return the plugin's keys. What the disk has is loaded, though computing may be sooner."""
+    keys = {"path": str(folder), "bytes": "64MiB", **more}
+    return {"disk": keys, "load_or_recompute": "always_load"}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 def write_and_stay(models: str, folder: str, ready: str) -> None:
@@ -45,11 +54,11 @@ def write_and_stay(models: str, folder: str, ready: str) -> None:
         running.generate(PROMPTS)
         running.settle()
         assert running.offload.gauges()["demoting_slots"] == 0
-        time.sleep(1)
+        wait_until_noted(running, folder)
         stay(ready)
 
 
-def test_what_was_on_disk_serves_after_kill_9(model_folder: Path, tmp_path: Path) -> None:
+def test_what_was_on_disk_serves_after_kill_9(model_folder, tmp_path):
     expected = plain_answers(model_folder, PROMPTS)
     place = tmp_path / "disk"
     place.mkdir()
@@ -69,9 +78,7 @@ def test_what_was_on_disk_serves_after_kill_9(model_folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "plugin"), [("qwen3", {}), ("gemma3", {"eviction_policy": "lru"})]
 )
-def test_the_disk_serves_what_host_memory_forgot(
-    model_folder: Path, tmp_path: Path, kind: str, plugin: dict[str, Any]
-) -> None:
+def test_the_disk_serves_what_host_memory_forgot(model_folder, tmp_path, kind, plugin):
     """Ends with the control: other bytes in host memory than were read must be noticed."""
     expected = plain_answers(model_folder, PROMPTS, kind)
     with offloading(model_folder, kind, {**disk(tmp_path), **plugin}) as ours:
@@ -84,7 +91,7 @@ def test_the_disk_serves_what_host_memory_forgot(
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 
-def test_flipped_bits_are_misses(model_folder: Path, tmp_path: Path) -> None:
+def test_flipped_bits_are_misses(model_folder, tmp_path):
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, plugin=disk(tmp_path)) as ours:
         ours.generate(PROMPTS)
@@ -100,7 +107,7 @@ def test_flipped_bits_are_misses(model_folder: Path, tmp_path: Path) -> None:
         assert ours.blocks_loaded() == 0
 
 
-def test_a_folder_that_another_engine_uses_is_refused(model_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_another_engine_uses_is_refused(model_folder, tmp_path):
     arena = np.zeros((1, 4096), np.uint8)
     with DiskTier(tmp_path / "rank-0.kv", 1, arena, {}):
         said = refusal(model_folder, ConfigError, plugin=disk(tmp_path))
@@ -108,9 +115,7 @@ def test_a_folder_that_another_engine_uses_is_refused(model_folder: Path, tmp_pa
     assert "in use by another engine" in said
 
 
-def test_a_disk_that_takes_its_time_is_not_waited_for(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_its_time_is_not_waited_for(model_folder, tmp_path, monkeypatch):
     """Reads take a hundred times as long as a request waits at most."""
     expected = plain_answers(model_folder, PROMPTS)
     monkeypatch.setattr(promoter, "MAX_WAIT_SECONDS", 0.02)
@@ -130,16 +135,14 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(
         monkeypatch.setattr(os, "preadv", read)
 
 
-def test_an_idle_engine_writes_after_a_pause_what_came_in_it(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_an_idle_engine_writes_after_a_pause_what_came_in_it(model_folder, tmp_path):
     """The engine core sleeps in a process of its own; no request wakes it."""
     arguments = {"folder": str(tmp_path / "disk")}
     run = run_module("tests.engine.idle_run", model_folder, "qwen3", arguments, forks=True)
     assert run["written"] >= run["blocks"] > 0
 
 
-def test_a_reset_and_new_weights_empty_the_disk(model_folder: Path, tmp_path: Path) -> None:
+def test_a_reset_and_new_weights_empty_the_disk(model_folder, tmp_path):
     with offloading(model_folder, plugin=disk(tmp_path)) as ours:
         ours.generate(PROMPTS)
         ours.settle()
@@ -175,8 +178,8 @@ def write_new_weights(folder: Path, weights: Path) -> None:
     "faults", [["the index hangs"], ["the rank fails"], ["the index hangs", "the rank fails"]]
 )
 def test_a_reset_that_was_answered_with_true_holds_though_the_engine_is_killed_at_once(
-    model_folder: Path, tmp_path: Path, faults: list[str]
-) -> None:
+    model_folder, tmp_path, faults
+):
     """The new weights are in the model's folder, where nobody can tell them from the old ones.
 
     Index and data file each prevent that the next engine serves KV of the old ones. The control is

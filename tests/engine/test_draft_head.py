@@ -64,9 +64,7 @@ def digests(running: Engine) -> dict[bytes, list[str]]:
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
-def test_blocks_of_a_drafter_are_stored_and_served_again(
-    model_folder: Path, head: dict[str, Any], method: str
-) -> None:
+def test_blocks_of_a_drafter_are_stored_and_served_again(model_folder, head, method):
     """Prompt and answer are stored, drafts accepted and rejected on the way; then all is served.
 
     A drafter that is a model of its own, here the same, is fed with tokens alone: all its KV is

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from kv_swap.engine import Direction
 
-from tests.engine.copies import Copies
 from tests.engine.harness import (
     BLOCK_TOKENS,
     offloading,
@@ -21,7 +18,7 @@ PROMPTS = [*prompts_with_shared_prefix(seed=7), random_tokens(3 * BLOCK_TOKENS, 
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_a_failed_load_is_recomputed(model_folder: Path, copies: Copies, kind: str) -> None:
+def test_a_failed_load_is_recomputed(model_folder, copies, kind):
     """With one cache group and with two."""
     expected = plain_answers(model_folder, PROMPTS, kind)
     with offloading(model_folder, kind) as ours:
@@ -45,7 +42,7 @@ def test_a_failed_load_is_recomputed(model_folder: Path, copies: Copies, kind: s
         assert ours.reload(PROMPTS) == expected
 
 
-def test_a_failed_synchronous_load_is_copied_at_once(model_folder: Path, copies: Copies) -> None:
+def test_a_failed_synchronous_load_is_copied_at_once(model_folder, copies):
     """Its request runs in the step whose load failed, so the step waits for another copy."""
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, synchronous_loads=True, async_scheduling=True) as ours:
@@ -56,9 +53,7 @@ def test_a_failed_synchronous_load_is_copied_at_once(model_folder: Path, copies:
         assert ours.totals["lost_requests"] == 0
 
 
-def test_a_synchronous_load_that_nothing_can_bring_ends_its_requests_alone(
-    model_folder: Path, copies: Copies
-) -> None:
+def test_a_synchronous_load_that_nothing_can_bring_ends_its_requests_alone(model_folder, copies):
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, synchronous_loads=True, async_scheduling=True) as ours:
         assert ours.generate(PROMPTS) == expected

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.engine.harness import all_differ, engine, offloading, prompts_with_shared_prefix
@@ -21,9 +18,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "arguments"), KINDS)
-def test_reloaded_prompts_give_the_same_tokens(
-    model_folder: Path, kind: str, arguments: dict[str, Any]
-) -> None:
+def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, arguments):
     """Compares with an engine without the plugin, and ends with corrupted host memory."""
     with engine(model_folder, kind, **arguments) as plain:
         # vLLM makes blocks as large as a state, whose type depends on the processor.

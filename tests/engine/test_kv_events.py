@@ -100,6 +100,9 @@ def script_of_page(endpoint: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", script, endpoint]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
+            with zmq.Context.instance().socket(zmq.XPUB) as publisher:
+                publisher.bind(endpoint)
+                assert publisher.poll(PATIENCE_SECONDS * 1000), "it does not subscribe"
             yield running
         finally:
             running.kill()
@@ -136,7 +139,7 @@ def check(subscriber: Subscriber, running: Engine) -> int:
     return len(in_memory)
 
 
-def test_a_router_knows_what_is_in_host_memory(model_folder: Path, tmp_path: Path) -> None:
+def test_a_router_knows_what_is_in_host_memory(model_folder, tmp_path):
     subscriber = Subscriber(tmp_path)
     with script_of_page(subscriber.endpoint) as script:
         expected = plain_answers(model_folder, PROMPTS, one_by_one=True)

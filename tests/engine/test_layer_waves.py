@@ -66,9 +66,7 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_layers_wait_for_their_waves(
-    model_folder: Path, answers: list[Tokens], async_scheduling: bool
-) -> None:
+def test_layers_wait_for_their_waves(model_folder, answers, async_scheduling):
     with started(model_folder, answers, async_scheduling=async_scheduling) as ours:
         cut = ours.rank.waves.cut
         assert len(cut.waves) == LAYERS
@@ -91,11 +89,8 @@ def test_layers_wait_for_their_waves(
 
 
 def test_a_layer_that_stops_calling_ends_the_request_and_waves(
-    model_folder: Path,
-    answers: list[Tokens],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    model_folder, answers, monkeypatch, caplog
+):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with started(model_folder, answers) as ours:
         ours.forget()

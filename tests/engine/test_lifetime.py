@@ -24,16 +24,13 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from kv_offload.errors import UnsupportedError
 from kv_offload.worker.worker import OffloadWorker
-from tests.engine.copies import Copies
 from tests.engine.harness import engine, engine_settings, greedy, offloading, plain_answers
 from tests.support.inputs import random_tokens, transfer_config
 from tests.support.processes import be_run, print_result, run_module, shut_down
 
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
-def test_shutdown_leaves_no_kv_tensor_alive(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_shutdown_leaves_no_kv_tensor_alive(model_folder, monkeypatch, ends):
     """With a control: a rank that is not shut down keeps the KV cache of a gone engine."""
     registered: list[weakref.ref[Any]] = []
     held: list[OffloadWorker] = []
@@ -61,7 +58,7 @@ def test_shutdown_leaves_no_kv_tensor_alive(
     assert all(reference() is None for reference in registered)
 
 
-def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> None:
+def test_shutdown_with_work_in_flight(model_folder, copies):
     with engine(model_folder, plugin={}) as ours:
         copies.hold(Direction.STORE)
         ours.add("only", random_tokens(200, seed=2), max_tokens=2)
@@ -74,9 +71,7 @@ def test_shutdown_with_work_in_flight(model_folder: Path, copies: Copies) -> Non
 
 
 @pytest.mark.parametrize("plugin", [{}, None], ids=["with the plugin", "without"])
-def test_a_second_engine_in_the_process_of_the_first_is_refused(
-    model_folder: Path, plugin: dict[str, Any] | None
-) -> None:
+def test_a_second_engine_in_the_process_of_the_first_is_refused(model_folder, plugin):
     """vLLM gives it the first one's connector, which would copy the blocks of either for both."""
     prompts = [random_tokens(300, seed=4)]
     expected = plain_answers(model_folder, prompts)
@@ -116,8 +111,8 @@ def fail_to_start(
 
 @pytest.mark.parametrize("method", FAILURES)
 def test_after_an_engine_that_failed_to_start_the_next_one_has_its_own_settings(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+    model_folder, monkeypatch, method
+):
     prompts = [random_tokens(300, seed=5)]
     expected = plain_answers(model_folder, prompts)
     fail_to_start(model_folder, monkeypatch, method)
@@ -129,8 +124,8 @@ def test_after_an_engine_that_failed_to_start_the_next_one_has_its_own_settings(
 
 @pytest.mark.parametrize("method", FAILURES)
 def test_what_is_left_of_a_start_that_failed_serves_no_other_engine(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+    model_folder, monkeypatch, method
+):
     """A traceback keeps it, as in a notebook. It has other settings, and another KV cache."""
     caught = fail_to_start(model_folder, monkeypatch, method)
     try:
@@ -141,9 +136,7 @@ def test_what_is_left_of_a_start_that_failed_serves_no_other_engine(
         ensure_kv_transfer_shutdown()
 
 
-def test_after_an_engine_that_was_deleted_another_one_starts(
-    model_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_an_engine_that_was_deleted_another_one_starts(model_folder, caplog):
     """vLLM shuts it down when it is collected, which may be after the next one is built."""
     prompts = [random_tokens(300, seed=6)]
     expected = plain_answers(model_folder, prompts)
@@ -160,13 +153,13 @@ def test_after_an_engine_that_was_deleted_another_one_starts(
         assert ours.reload(prompts) == expected
 
 
-def test_a_core_that_has_missed_its_signal_ends_all_the_same(model_folder: Path) -> None:
+def test_a_core_that_has_missed_its_signal_ends_all_the_same(model_folder):
     """As the tests shut engines down: vLLM alone waits for it, and then kills it."""
     (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", {}, forks=True)
     assert status == 0
 
 
-def test_a_core_whose_stores_have_not_ended_ends_all_the_same(model_folder: Path) -> None:
+def test_a_core_whose_stores_have_not_ended_ends_all_the_same(model_folder):
     """vLLM would kill it."""
     plugin = {"kv_transfer_config": transfer_config({"cpu_bytes": "8MiB"})}
     (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", plugin, forks=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.inputs import Tokens, random_tokens
 from tests.support.mooncake import PATIENT, Master, Peer, environment, require_mooncake
 from tests.support.patience import be_patient, wait_for_answers
 from tests.support.processes import print_result, run_module, stay, staying
+from tests.support.waiting import wait_until
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
@@ -52,13 +52,6 @@ def expected(model_folder: Path) -> list[Tokens]:
     return plain_answers(model_folder, [*PROMPTS, *MANY])[: len(PROMPTS)]
 
 
-def wait_until(condition: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-
-
 def answer_and_tell(models: str, address: str) -> None:
     """Answer the prompts with what the store has; then with other bytes in host memory."""
     require_mooncake()
@@ -82,8 +75,8 @@ def compute_and_stay(models: str, address: str, ready: str) -> None:
 
 
 def test_what_one_engine_has_computed_another_one_loads(
-    model_folder: Path, master: Master, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_folder, master, expected, monkeypatch
+):
     """Ends with the control: other bytes in host memory than were read must be noticed.
 
     Then the first engine writes more than the store holds, and asks for all of it.
@@ -117,8 +110,8 @@ def test_what_one_engine_has_computed_another_one_loads(
 
 
 def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
-    model_folder: Path, master: Master, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_folder, master, expected, monkeypatch
+):
     """The master is killed, then it hangs; then the process hangs that has the blocks."""
     monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(base, "LONGEST_PAUSE_SECONDS", 0.5)
@@ -140,13 +133,13 @@ def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
             assert ours.generate(PROMPTS) == expected
             return ours.totals["promoted_slots"] > 0
 
-        wait_until(is_served, 60)
+        wait_until(is_served)
         ours.forget_host_memory()
         master.hold()
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["promoted_slots"] == 0
         master.go_on()
-        wait_until(is_served, 60)
+        wait_until(is_served)
         ours.forget_host_memory()
         peer.hold()
         wait_for_answers(monkeypatch)
@@ -155,16 +148,12 @@ def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
         assert ours.totals["promoted_slots"] == 0
         assert ours.offload.gauges()["promoting_slots"] > 0, "reads hang, and nothing else does"
         peer.go_on()
-        wait_until(is_served, 60)
+        wait_until(is_served)
 
 
 def test_what_a_killed_engine_had_is_computed(
-    model_folder: Path,
-    master: Master,
-    expected: list[Tokens],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model_folder, master, expected, tmp_path, monkeypatch
+):
     wait_for_answers(monkeypatch)
     words = ("tests.engine.test_mooncake", "stay", model_folder, master.address)
     with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def tokens_of(output: Any) -> Tokens:
 
 
 @pytest.mark.parametrize(("first", "role"), [(True, "kv_both"), (False, "kv_producer")])
-def test_both_members_serve_their_requests(model_folder: Path, first: bool, role: str) -> None:
+def test_both_members_serve_their_requests(model_folder, first, role):
     """Ours from host memory, the other's from afar, in one process, with stats and a control."""
     *answers, answer = expected = plain_answers(model_folder, ALL)
     config = multi_config({}, first=first, role=role)
@@ -86,7 +85,7 @@ def test_both_members_serve_their_requests(model_folder: Path, first: bool, role
         assert all_differ(running.reload(ALL, corrupted=True), expected)
 
 
-def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> None:
+def test_ranks_in_processes_of_their_own(model_folder, forks):
     """Capacities, reports and stats cross processes; the smallest rank's slots count."""
     arguments = {"tensor_parallel_size": 2, "sleep": True, "beside": True}
     words = ("tests.engine.multiprocess_run", model_folder, "qwen3", arguments)
@@ -94,6 +93,6 @@ def test_ranks_in_processes_of_their_own(model_folder: Path, forks: bool) -> Non
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
-def test_nixl_sends_what_one_engine_has_computed(model_folder: Path) -> None:
+def test_nixl_sends_what_one_engine_has_computed(model_folder):
     """With vLLM's own NixlConnector beside ours, on both sides."""
     nixl_run.check(run_module("tests.engine.nixl_run", model_folder, "qwen3", {}, forks=True))

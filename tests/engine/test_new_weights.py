@@ -120,9 +120,7 @@ def ours(model_folder: Path, case: Case) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_nothing_of_the_old_weights_is_served(
-    ours: Engine, case: Case, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_the_old_weights_is_served(ours, case, way, monkeypatch):
     """Also of what was stored between the change and the reset, from the engine's own cache."""
     ours.forget()
     ours.generate([PROMPT])

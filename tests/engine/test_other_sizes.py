@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -31,9 +30,7 @@ def served(running: Engine, expected: list[Tokens]) -> Counter[str]:
     return Counter(running.totals)
 
 
-def test_engines_of_other_sizes_have_the_hits_that_one_foretells(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_other_sizes_have_the_hits_that_one_foretells(model_folder, monkeypatch):
     expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
     # Pools of some kilobytes, which an engine refuses.
     monkeypatch.setattr("kv_offload.config.checks.SMALLEST_BYTES", 0)

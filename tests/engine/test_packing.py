@@ -68,9 +68,7 @@ def corrupt(running: Engine) -> None:
 
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_packed_blocks_serve_as_they_were(
-    model_folder: Path, kind: str, synchronous_loads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_blocks_serve_as_they_were(model_folder, kind, synchronous_loads, monkeypatch):
     """Ends with the control: other bits in host memory are noticed."""
     monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     plain = expected(model_folder, kind)
@@ -92,7 +90,7 @@ def test_packed_blocks_serve_as_they_were(
 
 
 @pytest.mark.usefixtures("cached_latents")
-def test_packed_latents_and_what_is_left_of_their_pages(model_folder: Path) -> None:
+def test_packed_latents_and_what_is_left_of_their_pages(model_folder):
     """A page has a tile and 2 KiB more, which are not packed. Ends with the control."""
     prompts = [random_tokens(count, seed=count) for count in (129, 193)]
     settings = {**LATENT, "dtype": "bfloat16"}
@@ -123,7 +121,7 @@ def refuse_every_third_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotPacker, "pack", refuse)
 
 
-def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_computed(model_folder, monkeypatch):
     """Ends with the control: who took refused blocks for stored would be noticed."""
     plain = expected(model_folder)
     refuse_every_third_block(monkeypatch)
@@ -145,7 +143,7 @@ def test_what_does_not_fit_is_computed(model_folder: Path, monkeypatch: pytest.M
         assert careless.reload(PROMPTS, one_by_one=True) != plain
 
 
-def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: Path) -> None:
+def test_a_disk_keeps_packed_slots_over_a_restart(model_folder, tmp_path):
     """An engine that does not pack finds nothing there."""
     plain = expected(model_folder)
     disk = {"disk": {"path": str(tmp_path), "bytes": "64MiB"}}
@@ -172,16 +170,14 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder: Path, tmp_path: 
     "split",
     [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
 )
-def test_ranks_in_processes_of_their_own(model_folder: Path, split: dict[str, Any]) -> None:
+def test_ranks_in_processes_of_their_own(model_folder, split):
     """Ends with the control: blocks that change places in host memory are noticed."""
     words = ("tests.engine.multiprocess_run", model_folder, "qwen3", {**RANKS, **split})
     run = run_module(*words, forks=True)
     multiprocess_run.check(run, ranks=2, packs=True)
 
 
-def test_ranks_find_packed_slots_on_their_disks_after_a_restart(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_ranks_find_packed_slots_on_their_disks_after_a_restart(model_folder, tmp_path):
     """Ends with the control: blocks that change places in host memory are noticed."""
     disk = {"disk": {"path": str(tmp_path), "bytes": "64MiB"}, "load_or_recompute": "always_load"}
     arguments = {**RANKS, "plugin": {**RANKS["plugin"], **disk}, "tensor_parallel_size": 2}
@@ -192,9 +188,7 @@ def test_ranks_find_packed_slots_on_their_disks_after_a_restart(
     restart_run.check(run, ranks=2)
 
 
-def test_what_nothing_can_be_packed_of_is_said_and_served(
-    model_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_nothing_can_be_packed_of_is_said_and_served(model_folder, caplog):
     prompts = prompts_with_shared_prefix()
     plain = plain_answers(model_folder, prompts)
     with offloading(model_folder, plugin=PACKS) as ours:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.engine import killed_rank_run, pressure_run, replica_run
@@ -18,7 +15,7 @@ ROUND_TRIP = "tests.engine.multiprocess_run"
 
 @pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int) -> None:
+def test_round_trip_reset_and_sleep(model_folder, forks, ranks):
     """The engine core in a process of its own, and ranks in processes of theirs."""
     arguments = {"tensor_parallel_size": ranks, "sleep": True}
     check(run_module(ROUND_TRIP, model_folder, "qwen3", arguments, forks=forks), ranks)
@@ -28,26 +25,26 @@ def test_round_trip_reset_and_sleep(model_folder: Path, forks: bool, ranks: int)
     ("kind", "partition"),
     [pytest.param("qwen3", "1,1", marks=pytest.mark.slow), ("gemma3", "3,1")],
 )
-def test_stages_of_a_pipeline(model_folder: Path, forks: bool, kind: str, partition: str) -> None:
+def test_stages_of_a_pipeline(model_folder, forks, kind, partition):
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
     arguments = {**PIPELINE, "sleep": True}
     stages = {"VLLM_PP_LAYER_PARTITION": partition}
     check(run_module(ROUND_TRIP, model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
-def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder: Path, forks: bool) -> None:
+def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder, forks):
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
     result = run_module(ROUND_TRIP, model_folder, "deepseek_v2", arguments, forks=forks)
     check(result, ranks=2, sharing=2)
 
 
-def test_replicas_of_data_parallelism(model_folder: Path, forks: bool) -> None:
+def test_replicas_of_data_parallelism(model_folder, forks):
     """Replicas of a model with experts step together, with dummy batches; others do not."""
     case = ("deepseek_v2", LATENT)
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))
 
 
-def test_replicas_share_a_store(model_folder: Path) -> None:
+def test_replicas_share_a_store(model_folder):
     """Each loads what the other one has computed, also where the machine stands still meanwhile.
 
     A run in which a request gave the store up, as on a machine that is busy with other tests, shows
@@ -71,7 +68,7 @@ def test_replicas_share_a_store(model_folder: Path) -> None:
     "split",
     [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
 )
-def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: Any) -> None:
+def test_ranks_whose_copies_fail_or_take_very_long(model_folder, split):
     """All of them or one: no wrong token, and every block comes back."""
     arguments = {**split, "requests": 60}
     run = run_module("tests.engine.pressure_run", model_folder, "qwen3", arguments, forks=True)
@@ -79,7 +76,7 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder: Path, split: An
 
 
 @pytest.mark.parametrize("sharing", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_rank_that_is_killed_while_it_copies(model_folder: Path, sharing: bool) -> None:
+def test_a_rank_that_is_killed_while_it_copies(model_folder, sharing):
     """The engine ends with an error; nothing stays behind, of memory that ranks share either."""
     kind, more = ("deepseek_v2", LATENT) if sharing else ("qwen3", {})
     arguments = {"tensor_parallel_size": 2, **more}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import end, held_port
+from tests.support.mooncake import HeldPort
+from tests.support.server import end
 from tests.support.small_models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -39,10 +40,10 @@ def commands_here(commands: str, model: Path, port: int) -> str:
 
 
 @pytest.mark.slow
-def test_the_last_line_proves_a_hit(model_folder: Path, tmp_path: Path) -> None:
+def test_the_last_line_proves_a_hit(model_folder, tmp_path):
     model = write_model("qwen3", model_folder / "qwen3")
-    with held_port() as port:
-        proof, log_lines = prove(model, port, tmp_path)
+    port = HeldPort()
+    proof, log_lines = prove(model, port.number, tmp_path)
     assert proof.returncode == 0, log_lines[-6000:]
     first, again, *figures = proof.stdout.splitlines()
     assert first == again

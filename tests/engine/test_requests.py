@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def says(**wishes: Any) -> dict[str, Any]:
     return {"extra_args": {"kv_transfer_params": {"kv_offload": wishes}}}
 
 
-def test_retained_prompts_are_right_under_pressure(model_folder: Path) -> None:
+def test_retained_prompts_are_right_under_pressure(model_folder):
     """And one that must not be stored is not there afterwards. With a control."""
     expected = plain_answers(model_folder, PROMPTS)
     secret = random_tokens(300, seed=99)

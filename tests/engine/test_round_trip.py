@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,7 @@ PROMPTS = prompts_with_shared_prefix()
         ("gemma3", {"eviction_policy": "lru"}, False),
     ],
 )
-def test_reloaded_prompts_give_the_same_tokens(
-    model_folder: Path, kind: str, plugin: dict[str, object], synchronous: bool
-) -> None:
+def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, plugin, synchronous):
     """Ends with the control of every comparison here: it must be able to fail."""
     expected = plain_answers(model_folder, PROMPTS, kind)
     with offloading(model_folder, kind, plugin, synchronous_loads=synchronous) as ours:
@@ -59,7 +56,7 @@ def test_reloaded_prompts_give_the_same_tokens(
     ],
     ids=["synchronous", "asynchronous", "priority", "whole prompts", "kv_producer"],
 )
-def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> None:
+def test_ways_of_scheduling(model_folder, arguments):
     """And the role in which vLLM accepts no embeddings. With a control."""
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, **arguments) as ours:
@@ -68,7 +65,7 @@ def test_ways_of_scheduling(model_folder: Path, arguments: dict[str, Any]) -> No
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
 
-def test_an_embedding_model(model_folder: Path) -> None:
+def test_an_embedding_model(model_folder):
     """Its prompts come back as well, and are pooled to the same vectors. With a control."""
     arguments = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
     with engine(model_folder, plugin={}, **arguments) as ours:
@@ -94,12 +91,8 @@ def test_an_embedding_model(model_folder: Path) -> None:
     [("qwen3", False, False), ("qwen3", True, True), ("gemma3", False, True)],
 )
 def test_prompts_that_end_with_a_block_come_back_whole(
-    model_folder: Path,
-    kind: str,
-    synchronous: bool,
-    asynchronous: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model_folder, kind, synchronous, asynchronous, monkeypatch
+):
     """Only the last token is computed again, unless some layers read a window. With a control."""
     monkeypatch.setattr("kv_offload.scheduler.loads.decision.WHOLE_SECONDS", float("inf"))
     prompts = [random_tokens(count * BLOCK_TOKENS, seed=count) for count in (2, 5, 9)]

@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
         yield url
 
 
-def test_a_prompt_is_served_again_from_host_memory(server: str) -> None:
+def test_a_prompt_is_served_again_from_host_memory(server):
     """What the metrics count of it, and what a client reads, to whom either cache is the same."""
     wait_for(server, f"{PREFIX}pool_slots", 2048)  # before anybody was served
     wait_for(server, f"{PREFIX}slots", 2048)
@@ -66,16 +66,14 @@ def test_a_prompt_is_served_again_from_host_memory(server: str) -> None:
         get(server + "/reset_prefix_cache", {})
 
 
-def test_a_reset_of_an_idle_server_shows_in_its_gauges(server: str) -> None:
+def test_a_reset_of_an_idle_server_shows_in_its_gauges(server):
     hit(server, seed=10)
     assert metric(server, f"{PREFIX}slots_in_use") > 0
     get(server + "/reset_prefix_cache?reset_external=true", {})
     wait_for(server, f"{PREFIX}slots_in_use", 0)
 
 
-def test_a_client_that_traces_sees_what_host_memory_brought(
-    server: str, collector: Collector
-) -> None:
+def test_a_client_that_traces_sees_what_host_memory_brought(server, collector):
     hit(server, seed=12)
     get(server + "/reset_prefix_cache", {})
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -92,9 +90,7 @@ def test_a_client_that_traces_sees_what_host_memory_brought(
     assert whole.start_ns <= of["kv_offload.lookup"].start_ns <= load.end_ns <= whole.end_ns
 
 
-def test_kv_offload_status_shows_the_server(
-    server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kv_offload_status_shows_the_server(server, capsys):
     hit(server, seed=11)
     assert main(["status", server, "--once"]) == 0
     page = capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def serve(running: Engine, request_id: str) -> Tokens:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_what_a_session_says_is_stored_and_right(model_folder: Path, kind: str) -> None:
+def test_what_a_session_says_is_stored_and_right(model_folder, kind):
     """Compares with an engine without the plugin, and ends with corrupted host memory."""
     with engine(model_folder, kind) as plain:
         text = serve(plain, "session")

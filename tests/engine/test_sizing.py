@@ -35,13 +35,11 @@ STATES = {
     ],
 )
 @pytest.mark.usefixtures("cached_latents")
-def test_heads_windows_chunks_latents_and_states(
-    model_folder: Path, kind: str, groups: int, arguments: dict[str, Any]
-) -> None:
+def test_heads_windows_chunks_latents_and_states(model_folder, kind, groups, arguments):
     assert check(model_folder, kind, **{"block_size": BLOCK_TOKENS, **arguments}) == groups
 
 
-def test_states_of_mamba_2(model_folder: Path) -> None:
+def test_states_of_mamba_2(model_folder):
     """Its CPU kernels cannot compute them, so only the slot is compared."""
     kind = "granitemoehybrid"
     with engine(model_folder, kind, plugin={}, enable_prefix_caching=True) as running:

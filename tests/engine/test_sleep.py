@@ -21,9 +21,7 @@ from tests.support.processes import be_run, run_module, shut_down
 from tests.support.totals import figures
 
 
-def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(
-    model_folder: Path, forks: bool
-) -> None:
+def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder, forks):
     result = run_module("tests.engine.test_sleep", model_folder, {}, forks=forks)
     expected, from_cache = result.pop("expected")
     assert expected == from_cache

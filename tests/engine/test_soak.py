@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +27,7 @@ SEED = int(os.environ.get("SOAK_SEED", "0"))
 @pytest.mark.parametrize(
     ("kind", "synchronous"), [("qwen3", False), ("qwen3", True), ("gemma3", False)]
 )
-def test_every_loaded_block_is_the_one_that_was_stored(
-    model_folder: Path, kind: str, synchronous: bool
-) -> None:
+def test_every_loaded_block_is_the_one_that_was_stored(model_folder, kind, synchronous):
     """With one cache group, loads in waves, two groups; scheduling is never asynchronous here."""
     result = soak(model_folder, SECONDS / 3, SEED, kind=kind, synchronous_loads=synchronous)
     print(result)
@@ -43,7 +40,7 @@ def test_every_loaded_block_is_the_one_that_was_stored(
 
 
 @pytest.mark.parametrize("changed", ["slot", "nothing"])
-def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed: str) -> None:
+def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed):
     storage = Storage(8 * 64)
     storage.data[:] = np.arange(8 * 64) % 251
     layout = KVLayout.from_tensors(8, [storage.describe("kv", 8, (8, 64), (64, 1), block_dim=0)])
@@ -66,7 +63,7 @@ def test_a_load_of_other_bytes_than_were_stored_is_noticed(changed: str) -> None
     engine.close()
 
 
-def test_a_wrong_answer_ends_the_soak() -> None:
+def test_a_wrong_answer_ends_the_soak():
     output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 9])])
     running: Any = SimpleNamespace(step=lambda: {"request-0": output})
     run = Soak(running, [], random.Random(0), 0.0)

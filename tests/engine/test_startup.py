@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from kv_offload.errors import ConfigError, UnsupportedError
 from tests.engine.harness import refusal
 from tests.support.small_models import write_model
 
 
-def test_a_wrong_setting_is_refused_before_weights_are_read(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_setting_is_refused_before_weights_are_read(model_folder, tmp_path):
     """A model without weights: who reads them gets another error, as the control shows."""
     bare = tmp_path / "qwen3"
     shutil.copytree(write_model("qwen3", model_folder / "qwen3"), bare)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kv_offload.simulation.replay import Replay
 from kv_offload.simulation.trace import read_trace
 from tests.engine.harness import offloading, plain_answers, prompts_with_shared_prefix
@@ -12,7 +10,7 @@ SHARED = 1100
 PROMPTS = prompts_with_shared_prefix(SHARED)
 
 
-def test_a_recorded_trace_has_the_hits_of_the_engine(model_folder: Path, tmp_path: Path) -> None:
+def test_a_recorded_trace_has_the_hits_of_the_engine(model_folder, tmp_path):
     trace = tmp_path / "trace.jsonl"
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, plugin={"record_trace": str(trace)}) as ours:

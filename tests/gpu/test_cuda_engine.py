@@ -12,11 +12,11 @@ import pytest
 from kv_swap.cuda import gated, lane, state
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
-from kv_swap.cuda.kernel_families import FAMILIES, KernelFamily
+from kv_swap.cuda.kernel_families import FAMILIES
 from kv_swap.cuda.lane import Lane
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import MAX_PAIRS
-from kv_swap.engine import Completion, Direction, SwapJob
+from kv_swap.engine import Completion, SwapJob
 from kv_swap.errors import JobError
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
@@ -62,9 +62,7 @@ def busy() -> None:
 
 @pytest.mark.parametrize(("pages", "num_blocks", "count"), SHAPES)
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_moves_exactly_the_bytes_of_the_pairs(
-    pages: Pages, num_blocks: int, count: int, direction: Direction
-) -> None:
+def test_moves_exactly_the_bytes_of_the_pairs(pages, num_blocks, count, direction):
     num_slots = count + count // 4 + 1
     engine, cache, slots = make_engine(num_blocks, pages, num_slots)
     randomize(cache.storage, slots)
@@ -81,7 +79,7 @@ def test_moves_exactly_the_bytes_of_the_pairs(
     engine.close()
 
 
-def test_many_jobs_in_both_directions_at_once() -> None:
+def test_many_jobs_in_both_directions_at_once():
     """Random jobs over disjoint blocks and slots, against a model that applies them at once."""
     num_blocks = num_slots = 256
     engine, cache, slots = make_engine(num_blocks, [(8 * KIB, 8 * KIB), (1040, 2048)], num_slots)
@@ -125,7 +123,7 @@ def test_many_jobs_in_both_directions_at_once() -> None:
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
+def test_compute_waits_for_a_load_before_it(awaited):
     """Without a word from the host. With a control."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     cache.storage.fill_(1)
@@ -150,7 +148,7 @@ def test_compute_waits_for_a_load_before_it(awaited: bool) -> None:
     engine.close()
 
 
-def test_a_load_at_once_is_behind_compute_that_is_queued() -> None:
+def test_a_load_at_once_is_behind_compute_that_is_queued():
     engine, cache, slots = make_engine(64, [(64 * KIB, 64 * KIB)], 64)
     slots.fill_(9)
     pairs = np.array([[3, 5], [4, 0]], np.int32)
@@ -188,14 +186,8 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 )
 @pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
 def test_waves_move_exactly_the_bytes_of_the_pairs(
-    pages: Pages,
-    num_blocks: int,
-    count: int,
-    waves: list[list[int]],
-    family: KernelFamily,
-    joined: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    pages, num_blocks, count, waves, family, joined, monkeypatch
+):
     """A launch for every wave, or two in all."""
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
@@ -221,7 +213,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
+def test_compute_runs_while_later_waves_arrive(waits):
     """Every layer finds its bytes, the first long before the last has come. With a control."""
     layers, num_blocks = 8, 256
     engine, cache, slots = make_engine(num_blocks, [(256 * KIB, 256 * KIB)] * layers, num_blocks)
@@ -259,7 +251,7 @@ def test_compute_runs_while_later_waves_arrive(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_waits_for_compute(ordered, monkeypatch):
     """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     if not ordered:
@@ -281,9 +273,7 @@ def test_load_waits_for_compute(ordered: bool, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("before_compute", [False, True])
-def test_loads_come_after_the_zeroing_of_their_blocks(
-    before_compute: bool, fenced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_come_after_the_zeroing_of_their_blocks(before_compute, fenced, monkeypatch):
     """With a control, in which the block is zeroed after it was loaded."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     job = SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, behind_compute=False)
@@ -307,7 +297,7 @@ def test_loads_come_after_the_zeroing_of_their_blocks(
     engine.close()
 
 
-def test_submitting_does_not_block_while_the_device_is_busy(path: str) -> None:
+def test_submitting_does_not_block_while_the_device_is_busy(path):
     pages, count = [(16 * KIB, 16 * KIB)] * 8, 1_200
     if path == "gates":
         pages, count = [(2 * MIB, 2 * MIB)], 300
@@ -332,7 +322,7 @@ def test_submitting_does_not_block_while_the_device_is_busy(path: str) -> None:
     engine.close()
 
 
-def test_submitting_within_a_capture_is_refused() -> None:
+def test_submitting_within_a_capture_is_refused():
     engine, _, _ = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     value = torch.zeros(16, device="cuda").add_(1)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -363,7 +353,7 @@ class WatchingRegistrar(CudaRegistrar):
 
 
 @pytest.mark.parametrize("view_survives", [True, False])
-def test_dropping_everything_in_mid_copy(view_survives: bool, path: str) -> None:
+def test_dropping_everything_in_mid_copy(view_survives, path):
     cache = make_cache(400, [(MIB, MIB)])
     registrar = WatchingRegistrar(cache.storage.device)
     arena = HostArena(400, cache.layout.slot_bytes, register=registrar)
@@ -395,7 +385,7 @@ def test_dropping_everything_in_mid_copy(view_survives: bool, path: str) -> None
     assert registrar.ended_before == [True] * 25  # 400 MiB in pieces of 16
 
 
-def test_slots_may_cross_from_one_registration_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_may_cross_from_one_registration_to_the_next(monkeypatch):
     monkeypatch.setattr(registration, "PIECE_BYTES", 36 * KIB)
     monkeypatch.setattr(registration, "LARGEST_PIECE_BYTES", 36 * KIB)
     engine, cache, slots = make_engine(32, [(40 * KIB, 40 * KIB)], 32)
@@ -414,7 +404,7 @@ def test_slots_may_cross_from_one_registration_to_the_next(monkeypatch: pytest.M
     engine.close()
 
 
-def test_load_overtakes_a_long_store() -> None:
+def test_load_overtakes_a_long_store():
     engine, cache, slots = make_engine(800, [(MIB, MIB)], 800)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(0), 800, 800, 800)
@@ -429,7 +419,7 @@ def test_load_overtakes_a_long_store() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_the_current_one() -> None:
+def test_a_device_that_is_not_the_current_one():
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8, device="cuda:1")
     cache.storage.fill_(3)
     torch.cuda.synchronize("cuda:1")
@@ -469,13 +459,13 @@ cupy.RawKernel(source, "harm")((1,), (1,), (np.uint64(1 << 46),))
 """On the default stream, which is torch's too: copies that wait for it find the context lost."""
 
 
-def test_the_process_may_end_in_mid_copy(path: str) -> None:
+def test_the_process_may_end_in_mid_copy(path):
     ended = run_script(SCRIPT, ADDRESS="storage.data_ptr()", PATH=path, HARM="")
     assert ended.returncode == 0, ended.stderr
     assert "Error" not in ended.stderr
 
 
-def test_a_lost_context_fails_jobs_and_hangs_nothing(path: str) -> None:
+def test_a_lost_context_fails_jobs_and_hangs_nothing(path):
     """In a process of its own: after an illegal access no CUDA call succeeds any more.
 
     A kernel makes that access by itself; a copy engine would be refused such an address.

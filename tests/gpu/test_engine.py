@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_come_back(tmp_path: Path, case: str, runner: str) -> None:
+def test_blocks_come_back(tmp_path, case, runner):
     kind, arguments = CASES[case]
     result = run_module(
         "tests.gpu.engine_run",

@@ -10,7 +10,7 @@ from tests.gpu.caches import torch
 EXAMPLE = Path(__file__).parents[2] / "transfer" / "example.py"
 
 
-def test_the_example_brings_back_exactly_the_blocks_that_it_stored() -> None:
+def test_the_example_brings_back_exactly_the_blocks_that_it_stored():
     tensor = torch.arange(8.0 * 64, device="cuda").reshape(8, 64)
     expected = torch.zeros_like(tensor)
     expected[[1, 4]] = tensor[[1, 4]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
@@ -13,7 +11,7 @@ REQUESTS = 428
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("copies_with", ["kernels", "gates"])
-def test_every_answer_is_right_while_copies_fail(run_in_every_mode: Any, copies_with: str) -> None:
+def test_every_answer_is_right_while_copies_fail(run_in_every_mode, copies_with):
     result = run_in_every_mode("tests.gpu.fault_run", requests=REQUESTS, copies_with=copies_with)
     assert result["copies_with"] == copies_with
     for name in ("without faults", "with faults", "with faults again", "silent layer"):

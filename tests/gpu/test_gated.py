@@ -15,7 +15,7 @@ import pytest
 from kv_swap.cuda.driver import Driver
 from kv_swap.cuda.gate_test import check_gates
 from kv_swap.cuda.state import choose_copies
-from kv_swap.engine import Direction, SwapJob
+from kv_swap.engine import SwapJob
 
 from tests.gpu.caches import (
     KIB,
@@ -71,9 +71,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, call: str, after: int) -> None:
 @pytest.mark.parametrize("pages", [RUNS, SHORT_RUNS])
 @pytest.mark.parametrize("call", ["copy_batch", "write_one"])
 @pytest.mark.parametrize("after", [0, 2, 40])
-def test_a_call_that_cuda_refuses_fails_its_job_alone(
-    monkeypatch: pytest.MonkeyPatch, pages: Pages, call: str, after: int, direction: Direction
-) -> None:
+def test_a_call_that_cuda_refuses_fails_its_job_alone(monkeypatch, pages, call, after, direction):
     """At the start of a job, in its first slice, and in a later one."""
     engine, cache, slots = make(pages, 400)
     first, second = (random_pairs(np.random.default_rng(0), 400, 400, 400)[i::2] for i in range(2))
@@ -99,7 +97,7 @@ def test_a_call_that_cuda_refuses_fails_its_job_alone(
 # -- jobs that are larger than what is queued at once ------------------------------------------
 
 
-def test_a_load_starts_while_a_long_store_waits_for_compute() -> None:
+def test_a_load_starts_while_a_long_store_waits_for_compute():
     """3.9 GiB: there is more to queue, and no room for it."""
     engine, cache, slots = make(RUNS, 2100)
     pairs = same_pairs(2100)
@@ -126,9 +124,7 @@ def test_a_load_starts_while_a_long_store_waits_for_compute() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_the_last_bytes_of_a_long_store_are_what_compute_wrote_late(
-    monkeypatch: pytest.MonkeyPatch, ordered: bool
-) -> None:
+def test_the_last_bytes_of_a_long_store_are_what_compute_wrote_late(monkeypatch, ordered):
     """A wait that is missing shows here: racecheck does not look at a copy engine. With a control.
 
     The kernel writes when all would have been copied that waits for nothing.
@@ -155,7 +151,7 @@ def test_the_last_bytes_of_a_long_store_are_what_compute_wrote_late(
 
 @pytest.mark.parametrize("pages", [RUNS, SHORT_RUNS])
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_small_copies_get_through(direction: Direction, pages: Pages) -> None:
+def test_small_copies_get_through(direction, pages):
     """Three copies of 2 KiB in a row, time after time, beside 2 GB."""
     engine, _, _ = make(pages, 1000)
     host = torch.zeros(3, 2 * KIB, dtype=torch.uint8).pin_memory()
@@ -176,7 +172,7 @@ def test_small_copies_get_through(direction: Direction, pages: Pages) -> None:
     engine.close()
 
 
-def test_the_gate_is_chosen_for_long_runs_here() -> None:
+def test_the_gate_is_chosen_for_long_runs_here():
     report = check_gates(DEVICE)
     assert report.yields, report.found
     for pages, chosen in (
@@ -189,9 +185,7 @@ def test_the_gate_is_chosen_for_long_runs_here() -> None:
 
 
 @pytest.mark.parametrize(("connections", "yields"), [("1", False), ("2", True), ("32", True)])
-def test_the_test_of_gates_fails_where_copies_share_a_connection(
-    connections: str, yields: bool
-) -> None:
+def test_the_test_of_gates_fails_where_copies_share_a_connection(connections, yields):
     script = (
         "import torch; from kv_swap.cuda.gate_test import check_gates; "
         "print(check_gates(torch.device('cuda', 0)))"

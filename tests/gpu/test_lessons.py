@@ -6,7 +6,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,8 +125,8 @@ WAITS: dict[str, Callable[[CopyStream, Any], None]] = {
     ],
 )
 def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
-    monkeypatch: pytest.MonkeyPatch, last_writer: str, waits_for: str, found: int
-) -> None:
+    monkeypatch, last_writer, waits_for, found
+):
     """The output-copy stream is fenced by the sampled tokens, not by what writes KV after them."""
     runner = Runner()
     monkeypatch.setattr(CopyStream, "wait_stream", WAITS[waits_for])
@@ -155,7 +154,7 @@ def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
 
 
 @pytest.mark.parametrize(("load_comes", "found"), [("after zeroing", OLD), ("before", 0)])
-def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes: str, found: int) -> None:
+def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes, found):
     """Runner V1 zeroes between the first hook of a step and the one that submits loads."""
     runner = Runner()
     runner.engine._state.arena.view()[SLOT].view(np.int64)[:] = OLD
@@ -176,9 +175,7 @@ def test_zeroing_of_fresh_blocks_does_not_wipe_what_is_loaded(load_comes: str, f
 
 
 @pytest.mark.parametrize(("zeroes", "found"), [(True, 0), (False, POISON)])
-def test_the_destination_of_a_failed_load_holds_no_nan(
-    monkeypatch: pytest.MonkeyPatch, zeroes: bool, found: int
-) -> None:
+def test_the_destination_of_a_failed_load_holds_no_nan(monkeypatch, zeroes, found):
     def fail(*_: Any) -> None:
         raise cupy.cuda.driver.CUDADriverError(1)  # CUDA_ERROR_INVALID_VALUE
 
@@ -206,7 +203,7 @@ def tables(kernel: SwapKernel) -> list[tuple[int, bytes]]:
     return [(table.ptr, read_device(table.ptr, table.size)) for table in held]
 
 
-def test_tables_are_valid_after_sleep_and_wake_up() -> None:
+def test_tables_are_valid_after_sleep_and_wake_up():
     """The plugin is built where vLLM allocates its KV cache: in the pool that a sleep discards."""
     cumem = pytest.importorskip("vllm.device_allocator.cumem")
     if not cumem.cumem_available:
@@ -244,7 +241,7 @@ def test_tables_are_valid_after_sleep_and_wake_up() -> None:
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
-def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner: str) -> None:
+def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path, runner):
     """Levels 1 and 2, with the host memory that the user lets outlive the first."""
     arguments = {
         "dtype": "bfloat16",
@@ -270,7 +267,7 @@ def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path: Path, runner
 
 
 @pytest.mark.parametrize("end", ["shutdown", "unregister", "dropped"])
-def test_no_kv_tensor_is_kept_alive(end: str) -> None:
+def test_no_kv_tensor_is_kept_alive(end):
     gc.collect()
     before = torch.cuda.memory_allocated()
     runner = Runner()

@@ -134,8 +134,8 @@ class Bed:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("pages", "packings", "num_blocks", "count"), LAYOUTS)
 def test_slots_are_those_of_the_packer_and_blocks_come_back(
-    pages: Pages, packings: Packings, num_blocks: int, count: int, seed: int
-) -> None:
+    pages, packings, num_blocks, count, seed
+):
     num_slots = count + 7
     bed = Bed(pages, packings, num_blocks, num_slots, seed)
     pairs = random_pairs(np.random.default_rng(seed), num_blocks, num_slots, count)
@@ -172,7 +172,7 @@ def test_slots_are_those_of_the_packer_and_blocks_come_back(
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_every_pattern_at_every_position(position: int) -> None:
+def test_every_pattern_at_every_position(position):
     """In a group that escapes, and in the window of its column, also beside zeros."""
     exponents = np.arange(256, dtype=np.uint16)[:, None] << 7
     alike = np.arange(128, dtype=np.uint16)[:, None] | np.array([0, 0x8000], np.uint16)
@@ -206,7 +206,7 @@ def test_every_pattern_at_every_position(position: int) -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_waves(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waves(joined, monkeypatch):
     """Waves of packed regions, of raw ones, and of both; a launch for every wave, or two in all."""
     bed = Bed(*MIXED, 200, 150)
     bed.engine.set_waves([[4, 1], [3], [0], [5, 2]])
@@ -227,7 +227,7 @@ def test_waves(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bed.engine.close()
 
 
-def test_a_load_at_once_unpacks_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_at_once_unpacks_on_the_host(monkeypatch):
     bed = Bed(*MIXED, 60, 40)
     monkeypatch.setattr("kv_swap.cuda.engine._UNPACKED_BYTES", 5 * bed.cache.layout.block_bytes)
     pairs = random_pairs(np.random.default_rng(0), 30, 40, 30)
@@ -243,7 +243,7 @@ def test_a_load_at_once_unpacks_on_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     bed.engine.close()
 
 
-def test_slots_may_move_and_equal_blocks_have_equal_slots() -> None:
+def test_slots_may_move_and_equal_blocks_have_equal_slots():
     bed = Bed(*MIXED, 8, 8)
     normal = torch.from_numpy(normal_tiles(-(-bed.cache.storage.numel() // TILE_BYTES)).ravel())
     bed.cache.storage.copy_(normal[: bed.cache.storage.numel()])
@@ -264,7 +264,7 @@ def test_slots_may_move_and_equal_blocks_have_equal_slots() -> None:
     bed.engine.close()
 
 
-def test_a_packed_byte_that_flips_changes_the_block() -> None:
+def test_a_packed_byte_that_flips_changes_the_block():
     """The control of all tests here."""
     bed = Bed([(32 * KIB, 32 * KIB)], [NHD], 8, 8)
     bed.cache.storage.copy_(torch.from_numpy(normal_tiles(16).ravel()))
@@ -277,7 +277,7 @@ def test_a_packed_byte_that_flips_changes_the_block() -> None:
     bed.engine.close()
 
 
-def test_slots_of_garbage_lead_nowhere() -> None:
+def test_slots_of_garbage_lead_nowhere():
     """Whatever a slot holds, nothing is read or written beyond it and the block."""
     bed = Bed(*MIXED, 40, 40)
     before = bed.cache.storage.clone()
@@ -293,7 +293,7 @@ def test_slots_of_garbage_lead_nowhere() -> None:
     bed.engine.close()
 
 
-def test_stores_and_loads_around_captured_compute() -> None:
+def test_stores_and_loads_around_captured_compute():
     """A graph writes what is stored, and another reads what was loaded, without the host."""
     bed = Bed([(32 * KIB, 32 * KIB)] * 4, [NHD] * 4, 64, 64)
     source = torch.from_numpy(normal_tiles(512).ravel()).cuda()[: bed.cache.storage.numel()]
@@ -331,7 +331,7 @@ def test_stores_and_loads_around_captured_compute() -> None:
     bed.engine.close()
 
 
-def test_both_directions_at_once() -> None:
+def test_both_directions_at_once():
     bed = Bed([(64 * KIB, 64 * KIB)] * 16, [Packing(128)] * 16, 400, 400)
     tiles = normal_tiles(64).ravel()
     repeats = -(-bed.cache.storage.numel() // len(tiles))
@@ -351,7 +351,7 @@ def test_both_directions_at_once() -> None:
     bed.engine.close()
 
 
-def test_packing_is_refused_where_nothing_can_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_refused_where_nothing_can_pack(monkeypatch):
     monkeypatch.setattr(state, "choose_family", lambda device: VECTOR)
     cache = make_cache(8, [(32 * KIB, 32 * KIB)], packings=[NHD])
     arena = make_arena(cache, 8)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,14 +159,14 @@ def runs(
 
 
 @pytest.mark.parametrize(("case", "runner"), RUNS)
-def test_blocks_come_back(runs: dict[tuple[str, str], Future[Any]], case: str, runner: str) -> None:
+def test_blocks_come_back(runs, case, runner):
     result = runs[case, runner].result()
     print({name: value for name, value in result.items() if name not in BULKY})
     CASES[case].check(result)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
+def test_replicas_share_a_store(tmp_path, runner):
     """Each loads what the other one, on another GPU, has computed."""
     require_mooncake()
     with Master() as master:
@@ -184,7 +183,7 @@ def test_replicas_share_a_store(tmp_path: Path, runner: str) -> None:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
-def test_nixl_sends_what_one_gpu_has_computed(tmp_path: Path, runner: str) -> None:
+def test_nixl_sends_what_one_gpu_has_computed(tmp_path, runner):
     """To an engine on the other GPU; each keeps it in its host memory."""
     result = run_module(
         *("tests.engine.nixl_run", tmp_path, "qwen3", ARGUMENTS),
@@ -196,7 +195,7 @@ def test_nixl_sends_what_one_gpu_has_computed(tmp_path: Path, runner: str) -> No
     nixl_run.check(result)
 
 
-def test_what_one_gpu_stored_another_loads() -> None:
+def test_what_one_gpu_stored_another_loads():
     """Each registers its own mapping of the same memory, as two ranks do."""
     slots, slot_bytes = 64, 20 * KIB
     pages = [(16 * KIB, 16 * KIB), (4 * KIB, 8 * KIB)]

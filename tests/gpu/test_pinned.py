@@ -69,7 +69,7 @@ def background_arena(num_slots: int, slot_bytes: int, registrar: CudaRegistrar) 
     return HostArena(num_slots, slot_bytes, register=registrar, background=True)
 
 
-def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
+def test_slots_are_used_while_the_others_are_locked(small_pieces):
     cache = make_cache(60, [(64 * KIB, 64 * KIB), (64 * KIB, 64 * KIB)])
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
@@ -109,7 +109,7 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces: int) -> None:
     engine.close()
 
 
-def test_a_capture_survives_registrations_and_their_end(small_pieces: int) -> None:
+def test_a_capture_survives_registrations_and_their_end(small_pieces):
     """Captures of torch are of mode `global`, which forbids other threads much."""
     value = torch.zeros(1024, device=DEVICE)
     value.add_(1)
@@ -133,7 +133,7 @@ def test_a_capture_survives_registrations_and_their_end(small_pieces: int) -> No
     assert (value == 2).all()
 
 
-def test_without_relaxed_mode_a_capture_would_not_survive() -> None:
+def test_without_relaxed_mode_a_capture_would_not_survive():
     """The control of the test above. In a process of its own: it leaves an error behind."""
     ended = run_script(
         """
@@ -159,9 +159,7 @@ except Exception as error:
     assert "refused" in ended.stdout, ended.stdout + ended.stderr
 
 
-def test_a_failure_in_the_background_leaves_what_was_locked(
-    small_pieces: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_in_the_background_leaves_what_was_locked(small_pieces, caplog):
     class Failing(CudaRegistrar):
         base = 0
 
@@ -182,7 +180,7 @@ def test_a_failure_in_the_background_leaves_what_was_locked(
     torch.ones(8, device=DEVICE).sum().item()
 
 
-def test_pages_lie_near_the_device() -> None:
+def test_pages_lie_near_the_device():
     node = device_node(CudaRegistrar(DEVICE).pci_bus_id)
     if node is None:
         pytest.skip("needs a machine of several NUMA nodes that says which is the device's")
@@ -196,7 +194,7 @@ def test_pages_lie_near_the_device() -> None:
     assert f" N{node}=" in line
 
 
-def test_the_process_may_end_while_threads_lock() -> None:
+def test_the_process_may_end_while_threads_lock():
     ended = run_script(
         """
 import torch

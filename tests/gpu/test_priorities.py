@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
@@ -12,7 +10,7 @@ SEEDS = [1, 2, 3, 4]
 
 
 @pytest.mark.filterwarnings("default")
-def test_no_block_is_served_that_nobody_computed(run_in_every_mode: Any) -> None:
+def test_no_block_is_served_that_nobody_computed(run_in_every_mode):
     result = run_in_every_mode(
         "tests.gpu.priority_run", requests=428, seeds=SEEDS, blocks=72, max_model_len=1024
     )

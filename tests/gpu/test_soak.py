@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -26,9 +25,7 @@ TOLERANCE = 0.3
 @pytest.mark.timeout(SECONDS / 4 + 300)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
-def test_every_loaded_block_is_the_one_that_was_stored(
-    tmp_path: Path, runner: str, async_scheduling: bool
-) -> None:
+def test_every_loaded_block_is_the_one_that_was_stored(tmp_path, runner, async_scheduling):
     from tests.engine.soak import check
 
     arguments = {

@@ -55,12 +55,12 @@ class Bed:
         assert torch.equal(self.slots, expected[1])
 
 
-def test_the_fastest_family_is_chosen() -> None:
+def test_the_fastest_family_is_chosen():
     assert choose_family(torch.device("cuda", 0)) is FAMILIES[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_random_layouts(family: KernelFamily) -> None:
+def test_random_layouts(family):
     rng = np.random.default_rng(11)
     for _ in range(25):
         pages: Pages = []
@@ -79,7 +79,7 @@ def test_random_layouts(family: KernelFamily) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("count", [-5, 1 << 30])
-def test_a_count_out_of_range_stays_within_the_list(family: KernelFamily, count: int) -> None:
+def test_a_count_out_of_range_stays_within_the_list(family, count):
     bed = Bed([(64, 64)], 8, 8, family)
     before = bed.cache.storage.cpu()
     write_list(bed.list, np.zeros((MAX_PAIRS, 2), np.int32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,9 +39,7 @@ def check(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_disk_serves_an_engine_that_was_started_again_after_kill_9(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
+def test_a_disk_serves_an_engine_that_was_started_again_after_kill_9(tmp_path, variables):
     plugin = {"disk": {"path": str(tmp_path / "disk"), "bytes": "256MiB"}, **ALWAYS}
     (tmp_path / "disk").mkdir()
     words = (RUN, "write", tmp_path, json.dumps(plugin))
@@ -52,9 +49,7 @@ def test_a_disk_serves_an_engine_that_was_started_again_after_kill_9(
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_store_serves_what_another_engine_has_computed(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
+def test_a_store_serves_what_another_engine_has_computed(tmp_path, variables):
     require_mooncake()
     more = environment() | PATIENT | variables
     with Master() as master:

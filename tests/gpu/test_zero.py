@@ -9,7 +9,7 @@ import pytest
 from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.errors import JobError
 
-from tests.gpu.caches import KIB, Pages, make_cache, make_engine, torch
+from tests.gpu.caches import KIB, make_cache, make_engine, torch
 from tests.gpu.gate import Gate
 
 
@@ -23,7 +23,7 @@ from tests.gpu.gate import Gate
         ([(320 * KIB, 320 * KIB)], 8_000),  # offsets beyond 32 bits
     ],
 )
-def test_zeroes_exactly_the_pages_of_the_blocks(pages: Pages, count: int) -> None:
+def test_zeroes_exactly_the_pages_of_the_blocks(pages, count):
     cache = make_cache(count + 40, pages)
     zeroer = BlockZeroer(cache.layout, cache.storage.device)
     cache.storage.fill_(5)
@@ -37,7 +37,7 @@ def test_zeroes_exactly_the_pages_of_the_blocks(pages: Pages, count: int) -> Non
         assert (tensor[:, page_bytes:] == 5).all(), "gaps are left alone"
 
 
-def test_zeroing_waits_for_compute_and_the_host_does_not() -> None:
+def test_zeroing_waits_for_compute_and_the_host_does_not():
     """Many times, of many regions: more than a few launches are queued behind compute."""
     engine, cache, _ = make_engine(64, [(4 * KIB, 8 * KIB)] * 16, 8)
     gate = Gate()

@@ -56,27 +56,27 @@ def filled_in(query: str) -> str:
 @pytest.mark.parametrize(
     "query", [*QUERIES.values(), *(rule["expr"] for rule in alert_rules())], ids=str
 )
-def test_a_query_names_metrics_that_exist(query: str) -> None:
+def test_a_query_names_metrics_that_exist(query):
     names = set(re.findall(r"vllm:\w+", query))
     assert names
     assert names <= EXPORTED | OF_VLLM
 
 
-def test_every_error_is_on_the_dashboard_and_has_an_alert() -> None:
+def test_every_error_is_on_the_dashboard_and_has_an_alert():
     alerts = "".join(rule["expr"] for rule in alert_rules())
     for name in ERRORS:
         assert f"{name}_total" in QUERIES["Errors, errors"]
         assert f"{name}_total" in alerts
 
 
-def test_every_reason_not_to_store_is_on_the_dashboard() -> None:
+def test_every_reason_not_to_store_is_on_the_dashboard():
     shown = "".join(query for name, query in QUERIES.items() if name.startswith("Not stored"))
     reasons = [metric.name for metric in METRICS if metric.name.startswith("skipped_")]
     assert [name for name in reasons if f"{PREFIX}{name}_total" not in shown] == []
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_says_what_it_shows(panel: dict) -> None:
+def test_a_panel_says_what_it_shows(panel):
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"]["uid"] == "${datasource}"
@@ -86,7 +86,7 @@ def test_a_panel_says_what_it_shows(panel: dict) -> None:
             assert selected == SELECTED, "every metric is chosen by server, model and engine"
 
 
-def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> None:
+def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines():
     first, *chosen = DASHBOARD["templating"]["list"]
     assert (first["name"], first["type"]) == ("datasource", "datasource")
     assert [variable["name"] for variable in chosen] == ["instance", "model", "engine"]
@@ -99,7 +99,7 @@ def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines() -> No
     assert used == {"instance", "model", "engine", "__rate_interval", "__range"}
 
 
-def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires() -> None:
+def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires():
     cases = yaml.safe_load(TESTS_OF_ALERTS.read_text())["tests"]
     fires = "".join(
         sample["labels"]
@@ -126,11 +126,11 @@ def promtool(*command: str) -> None:
 @pytest.mark.parametrize(
     "command", [["check", "rules", str(ALERTS)], ["test", "rules", str(TESTS_OF_ALERTS)]]
 )
-def test_promtool_accepts_the_alerts(command: list[str]) -> None:
+def test_promtool_accepts_the_alerts(command):
     promtool(*command)
 
 
-def test_promtool_accepts_every_query(tmp_path: Path) -> None:
+def test_promtool_accepts_every_query(tmp_path):
     rules = [
         {"record": f"query:{number}", "expr": filled_in(query)}
         for number, query in enumerate(QUERIES.values())
@@ -140,9 +140,7 @@ def test_promtool_accepts_every_query(tmp_path: Path) -> None:
     promtool("check", "rules", str(file))
 
 
-def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(
-    tmp_path: Path,
-) -> None:
+def test_where_the_pool_is_full_two_ranks_store_as_many_slots_as_are_replaced(tmp_path):
     """An engine of two ranks stores two slots a second, each in the place of another."""
     series = {
         "stored_slots_total": "0+120x20",

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+IMPORT = re.compile(
+    r"^(from|import) .*\b(vllm|played_\w+|simulated_engine|configurations)\b", re.MULTILINE
+)
+
+
+@functools.cache
+def uses_vllm(path: Path) -> bool:
+    """Whether a module of tests imports vLLM, or what plays parts of it."""
+    return IMPORT.search(path.read_text()) is not None
+
+
+class NeedsVllm(pytest.Module):
+    """Imports vLLM without its warnings; is skipped, with the reason, where there is none."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.importorskip(
+            "vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed"
+        )
+        return list(super().collect())
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    return NeedsVllm.from_parent(parent, path=module_path) if uses_vllm(module_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM's own warnings are not ours to fix."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and uses_vllm(item.path):
+            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 @pytest.fixture(params=[False, True], ids=["reports", "beside"])

@@ -8,8 +8,6 @@ from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import OTHER, PROMPT, both_ways, store
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 TEXT = [*PROMPT, *OTHER]
 
 
@@ -24,9 +22,7 @@ def serve_again(engine: PlayedEngine) -> None:
 
 @both_ways
 @pytest.mark.parametrize("interleave", [1, 2, 4])
-def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(
-    async_scheduling: bool, interleave: int
-) -> None:
+def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(async_scheduling, interleave):
     """Which rank has a token is the same in every block, so it need not be in the key."""
     engine = PlayedEngine(
         ranks=2, context_ranks=2, interleave=interleave, async_scheduling=async_scheduling
@@ -38,8 +34,8 @@ def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(
 @both_ways
 @pytest.mark.parametrize(("prefill_ranks", "context_ranks"), [(2, 1), (2, 2), (2, 4), (4, 1)])
 def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
-    async_scheduling: bool, prefill_ranks: int, context_ranks: int
-) -> None:
+    async_scheduling, prefill_ranks, context_ranks
+):
     """Every rank of a shared prefill gathers the KV of all, so blocks do not grow with them."""
     engine = PlayedEngine(
         groups=(CacheGroup(0, 8 // context_ranks),),
@@ -54,7 +50,7 @@ def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
 
 @both_ways
 @pytest.mark.parametrize("ranks", [{"context_ranks": 2}, {"prefill_ranks": 2}], ids=str)
-def test_drafts_of_a_head(async_scheduling: bool, ranks: dict[str, int]) -> None:
+def test_drafts_of_a_head(async_scheduling, ranks):
     engine = PlayedEngine(
         groups=(CacheGroup(0, 4),),
         ranks=2,

@@ -21,8 +21,6 @@ from tests.support.simulated_engine import (
     SimulatedEngine,
 )
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 BLOCK_TOKENS = 8
 USERS = Conversations(
     count=40,
@@ -93,7 +91,7 @@ def hold(
     return converse(engine, users, 2), engine.totals
 
 
-def test_users_ask_the_same_whatever_they_wait_for() -> None:
+def test_users_ask_the_same_whatever_they_wait_for():
     """Else two engines are given different work."""
     few = dataclasses.replace(USERS, count=6, turns=3, at_once=4)
     asked = []
@@ -117,9 +115,7 @@ def test_users_ask_the_same_whatever_they_wait_for() -> None:
     assert asked[0] == asked[1]
 
 
-def test_hits_are_computed_when_local_hits_would_be(
-    clock: Clock, limit: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hits_are_computed_when_local_hits_would_be(clock, limit, monkeypatch):
     """What the forward hides makes the difference: without it, hits miss their step."""
     ours, counted = hold(clock, USERS, "ours")
     assert counted["synchronous_loads"] > USERS.count
@@ -134,9 +130,7 @@ def test_hits_are_computed_when_local_hits_would_be(
     assert np.median(late.waits) > 1.4 * np.median(limit.waits)
 
 
-def test_nobody_waits_for_a_load_that_little_is_computed_after(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_load_that_little_is_computed_after(clock, monkeypatch):
     users = dataclasses.replace(USERS, history_tokens=(4000, 12000), new_tokens=32)
     apart, counted = hold(clock, users, "apart")
     assert counted["loaded_bytes"]
@@ -150,7 +144,7 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(
     assert np.percentile(all_synchronous.between_tokens, 95) > 2 * limit
 
 
-def test_prompts_that_all_hit_keep_the_link_busy(clock: Clock) -> None:
+def test_prompts_that_all_hit_keep_the_link_busy(clock):
     """The GPU cache has room for a quarter of them, so loads begin where others have ended."""
     count, tokens = 48, 4096
     engine = SimulatedEngine(
@@ -176,9 +170,7 @@ def test_prompts_that_all_hit_keep_the_link_busy(clock: Clock) -> None:
 
 
 @pytest.mark.slow
-def test_open_conversations_without_room_wait_whatever_loads_take(
-    clock: Clock, limit: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_conversations_without_room_wait_whatever_loads_take(clock, limit, monkeypatch):
     """Why a bench with a small GPU cache does not reach an engine with room for all."""
     monkeypatch.setattr(simulated_engine, "LINK_BYTES_PER_SECOND", 1e15)
     ours, counted = hold(clock, USERS, "ours")

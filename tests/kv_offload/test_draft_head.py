@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.config import SpeculativeConfig
 
 from kv_offload.cache.prefix import CacheGroup
@@ -43,8 +40,6 @@ from tests.support.played_model import (
     name_prefix,
 )
 from tests.support.timing import Harsh
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 DRAFTS = 3
 GUESS = -0x6E55
@@ -149,9 +144,7 @@ def run_to_the_end(engine: HeadEngine) -> None:
 @both_ways
 @both_runners
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_a_store_reads_what_the_head_wrote_last(
-    async_scheduling: bool, replaces_resumed: bool, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_a_store_reads_what_the_head_wrote_last(async_scheduling, replaces_resumed, groups):
     """In chunks of a prompt and in decodes, with drafts accepted and rejected."""
     engine = HeadEngine(
         groups,
@@ -171,9 +164,7 @@ def test_a_store_reads_what_the_head_wrote_last(
     engine.check_rest()
 
 
-def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(monkeypatch):
     """The control: submitted in its own step, as soon as the sampled tokens are copied."""
     submit_stores_in_their_step(monkeypatch)
     engine = HeadEngine(timing=Harsh(eager=True))
@@ -184,7 +175,7 @@ def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(
 
 @both_ways
 @pytest.mark.parametrize("max_tokens", range(1, 10))
-def test_what_a_request_leaves_behind_is_final(async_scheduling: bool, max_tokens: int) -> None:
+def test_what_a_request_leaves_behind_is_final(async_scheduling, max_tokens):
     """It may end with drafts accepted beyond its end, at any place in a block."""
     engine = HeadEngine(timing=Harsh(eager=True), async_scheduling=async_scheduling)
     engine.propose = engine.good_drafts
@@ -211,9 +202,7 @@ def test_what_a_request_leaves_behind_is_final(async_scheduling: bool, max_token
 
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_a_hit_drops_the_last_block_that_matches(
-    async_scheduling: bool, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_a_hit_drops_the_last_block_that_matches(async_scheduling, groups):
     engine = store(HeadEngine(groups, async_scheduling=async_scheduling), PROMPT)
     for request_id, prompt, hit in [("same", PROMPT, 16), ("branch", BRANCH, 12)]:
         engine.serve(request_id, prompt)
@@ -225,9 +214,7 @@ def test_a_hit_drops_the_last_block_that_matches(
 
 @both_ways
 @pytest.mark.parametrize("known", [True, False], ids=["known", "any group's"])
-def test_a_window_that_vllm_names_where_prompts_end_is_served(
-    async_scheduling: bool, known: bool
-) -> None:
+def test_a_window_that_vllm_names_where_prompts_end_is_served(async_scheduling, known):
     """Behind the end of a hit it names a window's block only where that may be the head's."""
     full = dataclasses.replace(FULL, sees_next_token=known)
     groups = (full, dataclasses.replace(WINDOW, retention_tokens=0))
@@ -247,11 +234,8 @@ def test_a_window_that_vllm_names_where_prompts_end_is_served(
     ids=["full", "window", "window at ends"],
 )
 def test_a_user_may_have_the_last_block_that_matches_kept(
-    async_scheduling: bool,
-    synchronous_loads: bool,
-    windows: list[CacheGroup],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    async_scheduling, synchronous_loads, windows, monkeypatch
+):
     """So a window that vLLM keeps at the end of a prompt alone is served, as vLLM serves it."""
     monkeypatch.setattr(SpeculativeConfig, "use_eagle_block_drop", lambda _: False)
     engine = HeadEngine(
@@ -269,9 +253,7 @@ def test_a_user_may_have_the_last_block_that_matches_kept(
     engine.check_rest()
 
 
-def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_drop_the_head_reads_kv_that_another_token_followed(monkeypatch):
     """The control."""
     monkeypatch.setattr(
         "kv_offload.engines.vllm.model.groups.has_draft_head", lambda _config: False
@@ -284,9 +266,7 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(
 
 @both_ways
 @pytest.mark.parametrize("known", [5, 9, 13, 16, 17])
-def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(
-    async_scheduling: bool, known: int
-) -> None:
+def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(async_scheduling, known):
     """The engine knows a part of the prompt, its last block as in front of another token."""
     engine = HeadEngine(async_scheduling=async_scheduling)
     longer = [*PROMPT, 1, 0, 0, 1]
@@ -300,7 +280,7 @@ def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(
     engine.check_rest()
 
 
-def test_nothing_is_loaded_that_no_block_behind_it_proves() -> None:
+def test_nothing_is_loaded_that_no_block_behind_it_proves():
     """The engine's own hit and host memory end at the same block."""
     engine = store(HeadEngine(), PROMPT)
     engine.serve("known", PROMPT, max_tokens=1)
@@ -312,9 +292,7 @@ def test_nothing_is_loaded_that_no_block_behind_it_proves() -> None:
 
 @both_ways
 @both_runners
-def test_requests_that_part_are_preempted_and_end_early(
-    async_scheduling: bool, replaces_resumed: bool
-) -> None:
+def test_requests_that_part_are_preempted_and_end_early(async_scheduling, replaces_resumed):
     """Tokens are right throughout; of the head, all but the last token of a block."""
     engine = HeadEngine(
         blocks=20,

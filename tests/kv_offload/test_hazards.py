@@ -12,14 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.engine import Direction
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 from kv_offload.scheduler.transfers import TransferTable
@@ -41,7 +37,7 @@ from tests.support.played_cases import (
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_rank import PlayedExecutor
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("beside")]
+pytestmark = pytest.mark.usefixtures("beside")
 
 
 def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +58,7 @@ def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @both_runners
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_a_store_reads_what_its_step_wrote_last(
-    async_scheduling: bool, replaces_resumed: bool, drafts: int, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_a_store_reads_what_its_step_wrote_last(async_scheduling, replaces_resumed, drafts, groups):
     """Also where the last to write is a draft head, long after the sampled tokens were copied."""
     engine = harsh_engine(
         groups,
@@ -84,9 +78,7 @@ def test_a_store_reads_what_its_step_wrote_last(
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_store_in_the_same_step_would_read_the_block_too_early(
-    monkeypatch: pytest.MonkeyPatch, drafts: int
-) -> None:
+def test_a_store_in_the_same_step_would_read_the_block_too_early(monkeypatch, drafts):
     """The control: submitted at the end of its own step, it copies what was there before."""
     submit_stores_in_their_step(monkeypatch)
     engine = harsh_engine(eager=True, drafts=drafts)
@@ -132,8 +124,8 @@ TIGHT = {"blocks": 12, "max_model_len": 44, "plugin": {"max_pinned_share": 1.0}}
 @both_ways
 @both_runners
 def test_a_stored_block_is_not_overwritten_before_its_store_has_ended(
-    async_scheduling: bool, replaces_resumed: bool
-) -> None:
+    async_scheduling, replaces_resumed
+):
     engine = harsh_engine(
         async_scheduling=async_scheduling,
         replaces_resumed=replaces_resumed,
@@ -144,9 +136,7 @@ def test_a_stored_block_is_not_overwritten_before_its_store_has_ended(
 
 
 @both_runners
-def test_without_pins_a_store_copies_what_the_next_owner_wrote(
-    monkeypatch: pytest.MonkeyPatch, replaces_resumed: bool
-) -> None:
+def test_without_pins_a_store_copies_what_the_next_owner_wrote(monkeypatch, replaces_resumed):
     no_pins(monkeypatch)
     with wrong_bytes():
         finish_and_reuse(harsh_engine(replaces_resumed=replaces_resumed, **TIGHT))
@@ -154,8 +144,8 @@ def test_without_pins_a_store_copies_what_the_next_owner_wrote(
 
 @both_ways
 def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_has_ended(
-    async_scheduling: bool,
-) -> None:
+    async_scheduling,
+):
     engine = harsh_engine(
         blocks=14,
         max_model_len=48,
@@ -191,9 +181,7 @@ def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_ha
 
 @both_ways
 @both_runners
-def test_a_load_into_blocks_that_a_step_under_way_still_writes(
-    async_scheduling: bool, replaces_resumed: bool
-) -> None:
+def test_a_load_into_blocks_that_a_step_under_way_still_writes(async_scheduling, replaces_resumed):
     """The last owner is aborted with a step in flight; a load then gets its blocks."""
     engine = harsh_engine(
         blocks=12,
@@ -224,9 +212,7 @@ def test_a_load_into_blocks_that_a_step_under_way_still_writes(
 
 
 @both_ways
-def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(
-    async_scheduling: bool,
-) -> None:
+def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(async_scheduling):
     engine = store(harsh_engine(async_scheduling=async_scheduling), PROMPT)
     free = engine.pool.get_num_free_blocks()
     start_load(engine)
@@ -251,15 +237,13 @@ def abort_and_reuse(engine: PlayedEngine) -> None:
     engine.run()
 
 
-def test_an_aborted_load_writes_into_nobodys_blocks() -> None:
+def test_an_aborted_load_writes_into_nobodys_blocks():
     engine = harsh_engine(blocks=14, max_model_len=48)
     abort_and_reuse(engine)
     engine.check_rest()
 
 
-def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(monkeypatch):
     """The control: ranks that have ended a load, as they say, when its request ends."""
     engine = harsh_engine(blocks=14, max_model_len=48)
     finish = engine.scheduler.finish_requests
@@ -282,9 +266,7 @@ def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(
 
 @both_ways
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_overlapping_prefixes_may_be_loaded_side_by_side(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, order: tuple[int, int]
-) -> None:
+def test_overlapping_prefixes_may_be_loaded_side_by_side(monkeypatch, async_scheduling, order):
     """One that has waited too long loads for itself: the same slots, other blocks, any order."""
     monkeypatch.setattr("kv_offload.scheduler.loads.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
@@ -319,16 +301,14 @@ def load_while_others_store(engine: PlayedEngine) -> None:
     engine.run()
 
 
-def test_slots_of_a_running_load_are_not_evicted_for_stores() -> None:
+def test_slots_of_a_running_load_are_not_evicted_for_stores():
     engine = harsh_engine(slots=5)
     load_while_others_store(engine)
     assert engine.totals["skipped_pool_busy"] > 0
     engine.check_rest()
 
 
-def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(monkeypatch):
     engine = harsh_engine(slots=5)
     manager = engine.offload.manager
     monkeypatch.setattr(manager, "prepare_load", manager.find)
@@ -340,7 +320,7 @@ def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(
 # -- ends that are heard of early --------------------------------------------------------------
 
 
-def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: bool) -> None:
+def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside):
     """Both end while the next step is launched, whose report then names them too."""
     engine = store(harsh_engine(async_scheduling=True), PROMPT)
     engine.add("decodes", OTHER, max_tokens=12)
@@ -359,9 +339,7 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside: b
 
 
 @both_ways
-def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(
-    async_scheduling: bool,
-) -> None:
+def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(async_scheduling):
     """The rank beside tells of it, and has nothing to report in a step without a forward."""
     engine = store(harsh_engine(async_scheduling=async_scheduling, beside=True), PROMPT)
     start_load(engine)
@@ -384,8 +362,8 @@ def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reported", [0, 1, 2])
 def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
-    async_scheduling: bool, ranks: int, reported: int
-) -> None:
+    async_scheduling, ranks, reported
+):
     """As `LLM.sleep` does in one process: abort all, then reset with all that runs.
 
     The load may have ended on no rank, on some, or on all with the reports on their way.
@@ -408,7 +386,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     engine.check_rest()
 
 
-def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
+def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds():
     engine = store(harsh_engine(), PROMPT)
     start_load(engine)
     engine.abort("a")
@@ -419,7 +397,7 @@ def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds() -> None:
     engine.check_rest()
 
 
-def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
+def test_a_reset_fails_while_an_aborted_load_is_stuck():
     engine = store(harsh_engine(ranks=2), PROMPT)
     start_load(engine)
     engine.abort("a")
@@ -435,9 +413,7 @@ def test_a_reset_fails_while_an_aborted_load_is_stuck() -> None:
 
 @both_ways
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(
-    fails: bool, async_scheduling: bool
-) -> None:
+def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails, async_scheduling):
     """The first fails, since a request runs; no step tells the engine of the end meanwhile."""
     engine = store(harsh_engine(blocks=60, async_scheduling=async_scheduling), PROMPT)
     start_load(engine)
@@ -450,7 +426,7 @@ def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(
     engine.rest()
 
 
-def test_a_load_that_outlives_a_reset_is_not_used() -> None:
+def test_a_load_that_outlives_a_reset_is_not_used():
     """Whatever it brings is what the engine was to forget: its request is computed."""
     engine = store(harsh_engine(), PROMPT)
     request = start_load(engine)
@@ -467,7 +443,7 @@ def test_a_load_that_outlives_a_reset_is_not_used() -> None:
 
 
 @both_ways
-def test_loads_that_outlive_a_reset_keep_nobody_from_running(async_scheduling: bool) -> None:
+def test_loads_that_outlive_a_reset_keep_nobody_from_running(async_scheduling):
     """Nor itself: the first needs most of the blocks, and is admitted once more."""
     texts = PROMPT, OTHER[:5], [1, 1, *OTHER[:7]]
     engine = harsh_engine(

@@ -5,23 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.memory.arena import HostArena
+from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from tests.support.played_engine import PlayedEngine
 from tests.support.registrars import is_mapped
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 # -- host memory lives as long as any view of it (vLLM 45528) ----------------------------------
 
@@ -37,9 +31,7 @@ def bare_view(arena: HostArena) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize(("make_view", "lives"), [(held_view, True), (bare_view, False)])
-def test_memory_is_returned_only_when_no_view_is_left(
-    make_view: Callable[[HostArena], NDArray[np.uint8]], lives: bool
-) -> None:
+def test_memory_is_returned_only_when_no_view_is_left(make_view, lives):
     arena = HostArena(64, mmap.PAGESIZE, register=None)
     address = arena.address
     view = make_view(arena)[3:5].view(np.int32)
@@ -54,7 +46,7 @@ def test_memory_is_returned_only_when_no_view_is_left(
 # -- block sizes come from the final configuration (vLLM 45528) --------------------------------
 
 
-def test_keys_follow_the_blocks_of_the_final_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_follow_the_blocks_of_the_final_configuration(monkeypatch):
     """`cache_config.block_size` may be a placeholder while the connector is built."""
     prompt = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1]
     build = KVOffloadConnector.__init__

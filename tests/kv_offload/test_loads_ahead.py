@@ -13,9 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.engine import SwapJob
 from kv_swap.errors import CopyError
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -40,7 +37,7 @@ from tests.support.played_cases import (
 from tests.support.played_engine import PlayedEngine
 from tests.support.timing import Lagging
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("beside")]
+pytestmark = pytest.mark.usefixtures("beside")
 
 both_kinds = pytest.mark.parametrize("synchronous", [False, True], ids=["waiting", "before"])
 
@@ -92,9 +89,7 @@ def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int]
 @both_runners
 @both_kinds
 @pytest.mark.parametrize("how", ["is aborted", "is preempted by a reset", "comes to its end"])
-def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(
-    synchronous: bool, replaces_resumed: bool, how: str
-) -> None:
+def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(synchronous, replaces_resumed, how):
     engine = make(synchronous_loads=synchronous, replaces_resumed=replaces_resumed)
 
     def end() -> None:
@@ -114,8 +109,8 @@ def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(
 
 @both_kinds
 def test_if_blocks_were_freed_at_once_a_launched_step_would_spoil_the_load(
-    monkeypatch: pytest.MonkeyPatch, synchronous: bool
-) -> None:
+    monkeypatch, synchronous
+):
     """The control: vLLM does not keep back what steps in flight use."""
     engine = make(synchronous_loads=synchronous)
 
@@ -127,9 +122,7 @@ def test_if_blocks_were_freed_at_once_a_launched_step_would_spoil_the_load(
         take_over(engine, end)
 
 
-def test_without_a_fence_a_reset_would_let_a_load_run_ahead_of_the_steps_in_flight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_fence_a_reset_would_let_a_load_run_ahead_of_the_steps_in_flight(monkeypatch):
     """The control: a reset frees what steps in flight use."""
     monkeypatch.setattr(OffloadWorker, "fence_loads", lambda worker: True)
     engine = make()
@@ -137,9 +130,7 @@ def test_without_a_fence_a_reset_would_let_a_load_run_ahead_of_the_steps_in_flig
         take_over(engine, lambda: engine.reset(reset_running_requests=True))
 
 
-def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(monkeypatch):
     engine = make()
     engine.add("owner", OTHER, max_tokens=20)
     busy(engine, 8)
@@ -181,15 +172,11 @@ TIGHT = {"max_model_len": 96, "blocks": 10}
     "group", [MOVES_ON, CacheGroup(0, 4, chunk_tokens=8)], ids=["window", "chunks"]
 )
 @both_runners
-def test_blocks_that_a_launched_step_reads_for_the_last_time(
-    group: CacheGroup, replaces_resumed: bool
-) -> None:
+def test_blocks_that_a_launched_step_reads_for_the_last_time(group, replaces_resumed):
     leave_behind(make((group,), replaces_resumed=replaces_resumed, **TIGHT))
 
 
-def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_loaded(monkeypatch):
     """The control: blocks are freed by planned tokens, not by those whose output is known."""
     engine = make((MOVES_ON,), **TIGHT)
     remove = KVCacheCoordinator.remove_skipped_blocks
@@ -225,9 +212,7 @@ def ask_beside_decodes(engine: PlayedEngine) -> None:
     ],
     ids=["one step in flight", "drafts", "states"],
 )
-def test_loads_wait_where_launched_steps_may_touch_their_blocks(
-    groups: tuple[CacheGroup, ...], more: dict[str, Any]
-) -> None:
+def test_loads_wait_where_launched_steps_may_touch_their_blocks(groups, more):
     engine = make(groups, blocks=40, synchronous_loads=True, **more)
     ask_beside_decodes(engine)
     busy(engine, 4)
@@ -238,15 +223,15 @@ def test_loads_wait_where_launched_steps_may_touch_their_blocks(
 
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_the_time_of_steps_under_way_counts_only_where_loads_may_start_within_it(
-    zeroes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    zeroes, monkeypatch
+):
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", zeroes)
     assert make().offload._engine.loads_overlap is not zeroes
     assert not make(async_scheduling=False).offload._engine.loads_overlap
     assert not make(drafts=2).offload._engine.loads_overlap
 
 
-def test_loads_wait_in_a_step_that_zeroes_blocks() -> None:
+def test_loads_wait_in_a_step_that_zeroes_blocks():
     engine = make(blocks=40)
     ask_beside_decodes(engine)
     engine.schedule_all()
@@ -268,7 +253,7 @@ def test_loads_wait_in_a_step_that_zeroes_blocks() -> None:
         ({"async_scheduling": True}, "kv_producer", False),
     ],
 )
-def test_which_engines_give_idle_blocks(more: dict[str, Any], role: str, idle: bool) -> None:
+def test_which_engines_give_idle_blocks(more, role, idle):
     config = make_vllm_config({}, **more)
     config.kv_transfer_config.kv_role = role
     assert gives_idle_blocks(config, [FULL, WINDOW, CHUNKS]) is idle

@@ -3,7 +3,7 @@ from __future__ import annotations
 from kv_offload.medians import RecentMedian
 
 
-def test_a_last_value_that_is_clearly_above_the_median() -> None:
+def test_a_last_value_that_is_clearly_above_the_median():
     median = RecentMedian(size=4)
     assert not median.has_risen
     seen = []
@@ -13,7 +13,7 @@ def test_a_last_value_that_is_clearly_above_the_median() -> None:
     assert seen == [False, False, False, True, False, False]
 
 
-def test_the_lower_median_of_the_last_values() -> None:
+def test_the_lower_median_of_the_last_values():
     median = RecentMedian(size=4)
     assert not median
     seen = []

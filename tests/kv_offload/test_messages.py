@@ -16,7 +16,7 @@ from kv_offload.messages import (
 )
 
 
-def test_what_each_rank_says_is_kept_by_rank() -> None:
+def test_what_each_rank_says_is_kept_by_rank():
     mine = RankReport({1: Outcome.OK, 2: Outcome.LOST}, ready_slots=4)
     others = RankReport({2: Outcome.OK}, cut_short=7)
     one, other = OffloadWorkerMetadata({0: mine}), OffloadWorkerMetadata({1: others})
@@ -24,12 +24,12 @@ def test_what_each_rank_says_is_kept_by_rank() -> None:
     assert (one.ranks, other.ranks) == ({0: mine}, {1: others}), "merging changes neither report"
 
 
-def test_of_several_outcomes_the_worst_is_the_greatest() -> None:
+def test_of_several_outcomes_the_worst_is_the_greatest():
     assert max(Outcome.FAILED, Outcome.OK) is Outcome.FAILED
     assert max(Outcome.FAILED, Outcome.LOST) is Outcome.LOST
 
 
-def test_messages_cross_a_process_boundary() -> None:
+def test_messages_cross_a_process_boundary():
     pairs = np.array([[1, 2], [3, 4]], np.int32)
     load = LoadJob(2, "a", pairs, incomplete=True)
     sent = OffloadMetadata((StoreJob(1, pairs),), (load,), 3, (0,), 5)

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
     FULL,
@@ -19,8 +17,6 @@ from tests.support.played_cases import (
     store,
 )
 from tests.support.played_engine import PlayedEngine
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 MODULES = 4
 WINDOW = CacheGroup(1, 4, 5)
@@ -36,9 +32,7 @@ def engine_of(*groups: CacheGroup, **more: Any) -> PlayedEngine:
 @both_ways
 @both_runners
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_what_is_stored_and_served(
-    async_scheduling: bool, replaces_resumed: bool, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_what_is_stored_and_served(async_scheduling, replaces_resumed, groups):
     engine = engine_of(
         *groups,
         blocks=18 * len(groups),
@@ -63,7 +57,7 @@ def serve_a_part_of_what_was_loaded(engine: PlayedEngine) -> PlayedEngine:
 
 
 @both_ways
-def test_blocks_before_a_window_that_vllm_names_were_loaded(async_scheduling: bool) -> None:
+def test_blocks_before_a_window_that_vllm_names_were_loaded(async_scheduling):
     serve_a_part_of_what_was_loaded(
         engine_of(FULL, WINDOW, async_scheduling=async_scheduling)
     ).check_rest()

@@ -10,8 +10,6 @@ from itertools import chain
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
     FULL,
@@ -24,8 +22,6 @@ from tests.support.played_cases import (
     store,
 )
 from tests.support.played_engine import PlayedEngine
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 RING = CacheGroup(1, 8, chunk_tokens=4, is_scratch=True)
 REPLAY = CacheGroup(1, 4, window_tokens=8, is_scratch=True)
@@ -49,13 +45,7 @@ CASES: dict[str, tuple[tuple[CacheGroup, ...], int]] = {
 @both_runners
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize(("groups", "blocks"), CASES.values(), ids=CASES)
-def test_what_is_stored_and_served(
-    async_scheduling: bool,
-    replaces_resumed: bool,
-    drafts: int,
-    groups: tuple[CacheGroup, ...],
-    blocks: int,
-) -> None:
+def test_what_is_stored_and_served(async_scheduling, replaces_resumed, drafts, groups, blocks):
     engine = harsh_engine(
         groups,
         drafts=drafts,
@@ -73,7 +63,7 @@ def test_what_is_stored_and_served(
 
 
 @both_ways
-def test_no_block_of_scratch_is_copied(async_scheduling: bool) -> None:
+def test_no_block_of_scratch_is_copied(async_scheduling):
     engine = store(PlayedEngine((FULL, RING), async_scheduling=async_scheduling), PROMPT)
     assert len(engine.offload.manager.readable_slots()) == 4, "vLLM names two blocks at a time"
     request = engine.add("b", PROMPT)
@@ -86,7 +76,7 @@ def test_no_block_of_scratch_is_copied(async_scheduling: bool) -> None:
 
 
 @both_ways
-def test_a_window_is_replayed_after_a_hit(async_scheduling: bool) -> None:
+def test_a_window_is_replayed_after_a_hit(async_scheduling):
     """vLLM computes the last window of a hit again, since no load brings it."""
     engine = store(PlayedEngine((FULL, REPLAY), async_scheduling=async_scheduling), PROMPT)
     engine.add("b", [*PROMPT, *OTHER])
@@ -99,9 +89,7 @@ def test_a_window_is_replayed_after_a_hit(async_scheduling: bool) -> None:
 
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL, RING), (FULL, REPLAY)], ids=["ring", "replay"])
-def test_a_hit_ends_before_the_last_block_of_a_prompt_that_fills_it(
-    async_scheduling: bool, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_a_hit_ends_before_the_last_block_of_a_prompt_that_fills_it(async_scheduling, groups):
     """Its last token alone could not be computed again: scratch lacks the tokens before it."""
     engine = store(PlayedEngine(groups, async_scheduling=async_scheduling), PROMPT)
     engine.serve("all of it", PROMPT[:20])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 from kv_swap.engine import Direction
 
-from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
     FULL,
     PROMPT,
@@ -22,7 +21,7 @@ from tests.support.played_cases import (
 )
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 
@@ -32,9 +31,7 @@ both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 @pytest.mark.parametrize(
     "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
 )
-def test_all_parts_are_stored(
-    groups: tuple[CacheGroup, ...], async_scheduling: bool, replaces_resumed: bool
-) -> None:
+def test_all_parts_are_stored(groups, async_scheduling, replaces_resumed):
     """The played model checks what each part reads, and the engine what each slot holds."""
     engine = PlayedEngine(
         groups, async_scheduling=async_scheduling, replaces_resumed=replaces_resumed, blocks=60
@@ -54,8 +51,8 @@ def test_all_parts_are_stored(
 @both_kinds
 @pytest.mark.parametrize("number", range(1, 8))
 def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
-    number: int, async_scheduling: bool, drafts: int
-) -> None:
+    number, async_scheduling, drafts
+):
     """The token may fill a block, which may be known by it; and drafts may be behind it."""
     engine = PlayedEngine(async_scheduling=async_scheduling, drafts=drafts, blocks=60)
     prompt = [1, 0, 1, 1, 0]
@@ -71,9 +68,7 @@ def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
 
 
 @both_ways
-def test_what_was_loaded_gives_way_to_a_session_that_keeps_its_blocks(
-    async_scheduling: bool,
-) -> None:
+def test_what_was_loaded_gives_way_to_a_session_that_keeps_its_blocks(async_scheduling):
     """It waits before the session, whose next part needs a block that the loaded prompt has.
 
     Nobody else would free one: a session is not preempted.

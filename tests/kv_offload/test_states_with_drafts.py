@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.stores.planner import StorePlanner
 from tests.kv_offload.test_draft_head import HeadEngine
 from tests.kv_offload.test_hazards import submit_stores_in_their_step
@@ -32,8 +29,6 @@ from tests.support.played_cases import (
 )
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 HEAD = dataclasses.replace(FULL, sees_next_token=True)
 LONG = [*PROMPT, *OTHER]
 
@@ -48,9 +43,7 @@ def states_in(engine: PlayedEngine) -> int:
 @both_runners
 @pytest.mark.parametrize("head", [FULL, HEAD], ids=["any group's", "known"])
 @pytest.mark.parametrize("checkpoints", [0, 1])
-def test_drafts_of_a_head(
-    async_scheduling: bool, replaces_resumed: bool, head: CacheGroup, checkpoints: int
-) -> None:
+def test_drafts_of_a_head(async_scheduling, replaces_resumed, head, checkpoints):
     engine = HeadEngine(
         (head, STATE),
         blocks=34,
@@ -80,7 +73,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @both_ways
 @pytest.mark.parametrize("arguments", PLACES.values(), ids=PLACES)
-def test_states_in_other_places(async_scheduling: bool, arguments: dict[str, Any]) -> None:
+def test_states_in_other_places(async_scheduling, arguments):
     engine = harsh_engine(
         (FULL, STATE),
         **{
@@ -97,9 +90,7 @@ def test_states_in_other_places(async_scheduling: bool, arguments: dict[str, Any
     engine.rest()
 
 
-def test_a_state_stored_in_its_own_step_would_be_that_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_state_stored_in_its_own_step_would_be_that_before(monkeypatch):
     """The control: what accepted drafts leave is moved to its block after the step's hooks."""
     submit_stores_in_their_step(monkeypatch)
     engine = harsh_engine((FULL, STATE), drafts=3, eager=True)
@@ -112,9 +103,7 @@ def test_a_state_stored_in_its_own_step_would_be_that_before(
 
 @both_ways
 @pytest.mark.parametrize(("drafts", "hit"), [(0, 40), (2, 36)], ids=["no head", "a head"])
-def test_a_state_that_is_kept_within_a_prefill_is_found(
-    async_scheduling: bool, drafts: int, hit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_is_kept_within_a_prefill_is_found(async_scheduling, drafts, hit, monkeypatch):
     """It is in the last block before the end, though with a head it is the state a block before."""
 
     def hit_tokens() -> int:

@@ -12,9 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.v1.outputs import DraftTokenIds
 
 from kv_offload.cache.prefix import CacheGroup
@@ -24,7 +21,7 @@ from tests.support.played_cases import FULL, OTHER, PROMPT, STATE, WINDOW, both_
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import Draft, PlayedModel, Tokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 LONG = [*PROMPT, *OTHER][:36]
 FULL_CACHE = [((FULL,), 11), ((FULL, WINDOW), 18), ((FULL, STATE), 15)]
@@ -66,8 +63,8 @@ def preempt_what_the_step_has_scheduled(
 @both_ways
 @pytest.mark.parametrize(("groups", "blocks"), FULL_CACHE, ids=["full", "window", "state"])
 def test_a_block_that_a_preempted_request_never_computed_is_not_served(
-    groups: Sequence[CacheGroup], blocks: int, async_scheduling: bool
-) -> None:
+    groups, blocks, async_scheduling
+):
     engine = preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling)
     assert engine.answers["low"] == engine.expected["low"]
     engine.serve("low again", LONG, 3)
@@ -75,9 +72,7 @@ def test_a_block_that_a_preempted_request_never_computed_is_not_served(
 
 
 @pytest.mark.parametrize(("groups", "blocks"), FULL_CACHE[:2], ids=["full", "window"])
-def test_without_the_mend_vllm_serves_what_lay_there_before(
-    monkeypatch: pytest.MonkeyPatch, groups: Sequence[CacheGroup], blocks: int
-) -> None:
+def test_without_the_mend_vllm_serves_what_lay_there_before(monkeypatch, groups, blocks):
     """The control. With states the request's next look-up ends before these blocks."""
     monkeypatch.setattr(
         "kv_offload.engines.vllm.patches.vllm_workarounds._named_uncomputed", lambda *_: iter(())
@@ -100,8 +95,8 @@ def cut_a_step_short(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> N
 
 @both_ways
 def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_compute(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+    monkeypatch, async_scheduling
+):
     """vLLM serves these blocks to the next request; it ends before a token of it is given out."""
     engine = PlayedEngine(async_scheduling=async_scheduling)
     cut_a_step_short(engine, monkeypatch)
@@ -117,8 +112,8 @@ def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_comput
 
 @both_ways
 def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody_asks(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+    monkeypatch, async_scheduling
+):
     """The aborted request is gone when the next step tells of it; its blocks still have names."""
     engine = PlayedEngine(async_scheduling=async_scheduling)
     cut_a_step_short(engine, monkeypatch)
@@ -130,8 +125,8 @@ def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody
 
 @both_ways
 def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+    monkeypatch, async_scheduling
+):
     engine = PlayedEngine(async_scheduling=async_scheduling)
     cut_a_step_short(engine, monkeypatch)
     assert engine.reset(reset_running_requests=True)
@@ -142,9 +137,7 @@ def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
     assert engine.totals["stored_bytes"] > 0
 
 
-def test_a_step_that_was_cut_short_while_others_run_ends_these(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_was_cut_short_while_others_run_ends_these(monkeypatch):
     """What they computed in that step is missing, and of what they had before nobody can tell."""
     engine = PlayedEngine()
     engine.add("runs", OTHER, max_tokens=20)
@@ -211,7 +204,7 @@ def read_canvas(*, async_scheduling: bool) -> DiffusionEngine:
 
 
 @pytest.mark.usefixtures("diffusion")
-def test_a_canvas_that_is_only_read() -> None:
+def test_a_canvas_that_is_only_read():
     engine = read_canvas(async_scheduling=False)
     engine.rest()
     assert engine.totals["stored_slots"] == 4, "those of the prompt"
@@ -220,9 +213,7 @@ def test_a_canvas_that_is_only_read() -> None:
 
 
 @pytest.mark.usefixtures("diffusion")
-def test_with_asynchronous_scheduling_vllm_names_what_was_only_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_asynchronous_scheduling_vllm_names_what_was_only_read(monkeypatch):
     """The control. Once it holds no more, diffusion models can be served without the setting."""
     monkeypatch.setattr(
         "kv_offload.engines.vllm.start.support._engine_problems", lambda *_: iter(())

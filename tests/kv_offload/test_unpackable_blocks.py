@@ -14,7 +14,7 @@ from tests.support.played_cases import BLOCK, OTHER, PROMPT, both_ways, forget
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 
 def serve_again(engine: PlayedEngine) -> None:
@@ -29,8 +29,8 @@ def serve_again(engine: PlayedEngine) -> None:
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 @pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)], ids=str)
 def test_a_block_that_some_rank_refuses_is_served_by_none(
-    async_scheduling: bool, synchronous_loads: bool, refusing: tuple[int, ...]
-) -> None:
+    async_scheduling, synchronous_loads, refusing
+):
     """The other blocks of its job are served; after each step host memory and routers are right."""
     engine = PlayedEngine(
         ranks=2,
@@ -56,8 +56,8 @@ def test_a_block_that_some_rank_refuses_is_served_by_none(
 @both_ways
 @pytest.mark.parametrize("budget", [64, 4], ids=["at once", "block by block"])
 def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(
-    async_scheduling: bool, budget: int
-) -> None:
+    async_scheduling, budget
+):
     """What follows in its prompt is stored; `budget` is how many tokens a step computes."""
     engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=budget)
     copies = engine.ranks[0].copies
@@ -78,9 +78,7 @@ def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(
     assert engine.totals["hit_tokens"] == 20
 
 
-def test_one_block_that_many_prompts_begin_with_does_not_pause_stores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_block_that_many_prompts_begin_with_does_not_pause_stores(monkeypatch):
     """It is tried once; with every prompt it would soon be more than one block in a hundred."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 16)
     monkeypatch.setattr(refusals, "MAX_SHARE", 0.1)
@@ -98,7 +96,7 @@ def test_one_block_that_many_prompts_begin_with_does_not_pause_stores(
     engine.rest()
 
 
-def test_rows_that_ranks_refuse_add_up_and_are_heard_of_again_in_vain() -> None:
+def test_rows_that_ranks_refuse_add_up_and_are_heard_of_again_in_vain():
     engine = PlayedEngine(ranks=2, max_num_batched_tokens=64)
     engine.add("a", PROMPT)
     (job,) = engine.step().kv_connector_metadata.stores
@@ -116,9 +114,7 @@ def test_rows_that_ranks_refuse_add_up_and_are_heard_of_again_in_vain() -> None:
     engine.rest()
 
 
-def test_where_too_many_blocks_are_refused_stores_are_paused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_too_many_blocks_are_refused_stores_are_paused(monkeypatch, caplog):
     """It is said once, what is there is served, and who resumes them has it tried anew."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 8)
     engine = PlayedEngine(max_num_batched_tokens=64)
@@ -147,7 +143,7 @@ def test_where_too_many_blocks_are_refused_stores_are_paused(
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_few_refused_blocks_pause_nothing(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+def test_few_refused_blocks_pause_nothing(monkeypatch, refused):
     monkeypatch.setattr(refusals, "MAX_SHARE", 0.2)
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 5)
     engine = PlayedEngine(max_num_batched_tokens=64)
@@ -177,9 +173,7 @@ def give_weights(engine: PlayedEngine) -> None:
 
 
 @both_ways
-def test_new_weights_end_a_pause_because_of_refused_blocks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, async_scheduling: bool
-) -> None:
+def test_new_weights_end_a_pause_because_of_refused_blocks(monkeypatch, caplog, async_scheduling):
     """It is told at once, and what the new weights compute is stored and served."""
     engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
     monkeypatch.setattr(logging.getLogger("kv_offload"), "propagate", True)
@@ -196,9 +190,7 @@ def test_new_weights_end_a_pause_because_of_refused_blocks(
 
 
 @both_ways
-def test_new_weights_do_not_inherit_what_was_counted(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+def test_new_weights_do_not_inherit_what_was_counted(monkeypatch, async_scheduling):
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 8)
     engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
     engine.ranks[0].copies.unpackable = range(40)
@@ -215,8 +207,8 @@ def test_new_weights_do_not_inherit_what_was_counted(
 
 @both_ways
 def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+    monkeypatch, async_scheduling
+):
     """Until the reset the engine's own cache serves blocks of the old weights."""
     engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
     engine.change_weights = lambda: None  # type: ignore[method-assign]
@@ -236,8 +228,8 @@ def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(
 
 @both_ways
 def test_a_reset_that_changes_no_weights_leaves_a_pause_because_of_refused_blocks(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+    monkeypatch, async_scheduling
+):
     engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
     assert engine.reset(reset_connector=True)
     engine.serve("again", PROMPT, 1)
@@ -248,9 +240,7 @@ def test_a_reset_that_changes_no_weights_leaves_a_pause_because_of_refused_block
 
 @both_ways
 @pytest.mark.parametrize("when", ["of itself", "over one because of refused blocks"])
-def test_new_weights_do_not_end_a_pause_of_an_operator(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, when: str
-) -> None:
+def test_new_weights_do_not_end_a_pause_of_an_operator(monkeypatch, async_scheduling, when):
     if when == "of itself":
         engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
     else:
@@ -268,9 +258,7 @@ def test_new_weights_do_not_end_a_pause_of_an_operator(
 
 
 @both_ways
-def test_many_good_blocks_do_not_put_a_pause_off(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+def test_many_good_blocks_do_not_put_a_pause_off(monkeypatch, async_scheduling):
     """The share is of the recent blocks: here of some twenty, though two hundred were stored."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 10)
     monkeypatch.setattr(refusals, "RECENT_BLOCKS", 20)
@@ -288,7 +276,7 @@ def test_many_good_blocks_do_not_put_a_pause_off(
     engine.rest()
 
 
-def test_a_refused_block_counts_less_and_less() -> None:
+def test_a_refused_block_counts_less_and_less():
     """Few refused blocks at all times never become too many; a share above the limit does soon."""
     few, many = refusals.Refusals(), refusals.Refusals()
     for _ in range(10_000):

@@ -15,11 +15,11 @@ from kv_offload.wishes import MAX_DEPTH, NO_WISHES, Keep, Wishes, check_depth, r
     [None, {}, {"do_remote_prefill": True}, [1], {"kv_offload": {}}],
     ids=["none", "empty", "another connector's", "no object", "nothing said"],
 )
-def test_requests_without_wishes(params: Any) -> None:
+def test_requests_without_wishes(params):
     assert read_wishes(params) == NO_WISHES
 
 
-def test_all_that_may_be_said() -> None:
+def test_all_that_may_be_said():
     params = {"kv_offload": {"max_load_tokens": 4096, "retain_seconds": 1.5, "priority": 2}}
     assert read_wishes(params, "tenant") == Wishes(
         max_load_tokens=4096, keep=Keep("tenant", 1.5, 2)
@@ -51,9 +51,7 @@ def test_all_that_may_be_said() -> None:
         ({"load": False, "max_load_tokens": 6}, "max_load_tokens: 6 beside load: false"),
     ],
 )
-def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(
-    given: Any, message: str
-) -> None:
+def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(given, message):
     with pytest.raises(RequestError) as caught:
         read_wishes({"kv_offload": given})
     assert str(caught.value).startswith("kv-offload: kv_transfer_params.")
@@ -61,7 +59,7 @@ def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(
 
 
 @pytest.mark.parametrize("wrap", [lambda value: {"a": value}, lambda value: [1, value]])
-def test_what_is_nested_too_deeply_for_vllm_to_send_is_refused(wrap: Any) -> None:
+def test_what_is_nested_too_deeply_for_vllm_to_send_is_refused(wrap):
     params: Any = {"other": 1}
     for _ in range(MAX_DEPTH - 1):
         params = wrap(params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -16,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from tests.support.waiting import wait_until
 
 ENVIRONMENT = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
@@ -63,13 +64,12 @@ class Collector:
 
     def of_trace(self, trace_id: str, count: int) -> list[Told]:
         """Return the spans of a trace once there are so many, in the order of their starts."""
-        deadline = time.monotonic() + 60
-        while True:
-            found = [span for span in self._told if span.trace_id == trace_id]
-            if len(found) >= count:
-                return sorted(found, key=lambda span: span.start_ns)
-            assert time.monotonic() < deadline, f"{len(found)} of {count} spans: {found}"
-            time.sleep(0.05)
+
+        def found() -> list[Told]:
+            return [span for span in list(self._told) if span.trace_id == trace_id]
+
+        wait_until(lambda: len(found()) >= count, found)
+        return sorted(found(), key=lambda span: span.start_ns)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Texts, groups and short steps for tests of the played engine; skips where there is no vLLM."""
+"""Texts, groups and short steps for tests of the played engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup

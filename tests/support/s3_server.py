@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from tests.support.mooncake import free_port, wait_until_it_serves
+from tests.support.mooncake import HeldPort, wait_until_it_serves
 
 KEY, SECRET = "AKIDTESTKEY", "not-a-secret-of-anybody"
 BUCKET = "kv"
@@ -39,7 +39,8 @@ class S3Server:
     """Serves a folder, whose folders are buckets. A context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder, self._held = folder, HeldPort()
+        self.port = self._held.number
         (folder / BUCKET).mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.inputs import BLOCK_BYTES, BLOCK_TOKENS, random_tokens, transfer_config
+from tests.support.mooncake import HeldPort
 from tests.support.processes import Process, kill_group, start_module
 from tests.support.small_models import write_model
 
@@ -21,19 +21,6 @@ START_SECONDS = 480
 FOR_TRIALS = {"VLLM_SERVER_DEV_MODE": "1"}
 """Adds POST /reset_prefix_cache."""
 PROMPT_TOKENS = 300
-
-
-@contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """Yield a port of loopback that nobody else is given before a server listens on it.
-
-    The socket that has it never listens, so Linux lets another one have it that has set
-    SO_REUSEADDR too, as servers do.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -50,29 +37,29 @@ def serving(
     """
     log = folder / "server.log"
     log.touch()
-    with held_port() as port:
-        process = start_module(
-            "vllm.entrypoints.openai.api_server",
-            *("--model", str(write_model("qwen3", folder / "qwen3"))),
-            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
-            *("--enforce-eager", "--dtype", "float32", "--enable-prompt-tokens-details"),
-            *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
-            *("--kv-cache-memory-bytes", str(16 << 20)),
-            *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
-            *words,
-            stdout=log,
-            stderr=log,
-            forks=True,
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
-            VLLM_LOGGING_LEVEL="INFO",
-            **environment,
-        )
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_for_answer(url + "/health", process, log)
-            yield url
-        finally:
-            end(process)
+    port = HeldPort()
+    process = start_module(
+        "vllm.entrypoints.openai.api_server",
+        *("--model", str(write_model("qwen3", folder / "qwen3"))),
+        *("--host", "127.0.0.1", "--port", str(port.number), "--served-model-name", "small"),
+        *("--enforce-eager", "--dtype", "float32", "--enable-prompt-tokens-details"),
+        *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024"),
+        *("--kv-cache-memory-bytes", str(16 << 20)),
+        *("--kv-transfer-config", json.dumps(transfer_config(plugin))),
+        *words,
+        stdout=log,
+        stderr=log,
+        forks=True,
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        VLLM_LOGGING_LEVEL="INFO",
+        **environment,
+    )
+    url = f"http://127.0.0.1:{port.number}"
+    try:
+        wait_for_answer(url + "/health", process, log)
+        yield url
+    finally:
+        end(process)
 
 
 def wait_for_answer(url: str, process: Process, log: Path) -> None:

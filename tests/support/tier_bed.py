@@ -154,9 +154,8 @@ class MooncakeBed(Bed):
         **description: str,
     ) -> None:
         super().__init__(num_slots, slot_bytes)
-        self.tier: RemoteTier = RemoteTier(
-            MooncakeClient(master, segment_bytes), self.view, description
-        )
+        self.client = MooncakeClient(master, segment_bytes)
+        self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
 
 
 def named(count: int, what: str = "block") -> dict[int, bytes]:

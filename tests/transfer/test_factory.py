@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from kv_swap import factory
 from kv_swap.cuda import engine as cuda
-from kv_swap.factory import EngineKind, create_engine
+from kv_swap.factory import create_engine
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout, Region
 
@@ -25,12 +25,7 @@ class Made:
 
 
 @pytest.mark.parametrize(("kind", "shared", "node"), [("cuda", object(), None), ("auto", None, 1)])
-def test_a_cuda_engine_has_a_page_locked_arena(
-    kind: EngineKind | Literal["auto"],
-    shared: Any,
-    node: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cuda_engine_has_a_page_locked_arena(kind, shared, node, monkeypatch):
     """`auto` fits the tensors; the device is theirs unless it is named.
 
     The arena lies near its device, unless peers have placed the memory that they share.
@@ -71,7 +66,7 @@ CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
 @pytest.mark.parametrize(
     ("kind", "device", "tensors"), [("host", object(), []), ("auto", None, [CPU])]
 )
-def test_a_host_engine_page_locks_nothing(kind: Any, device: Any, tensors: Any) -> None:
+def test_a_host_engine_page_locks_nothing(kind, device, tensors):
     with create_engine(kind, LAYOUT, 3, device=device, keep_alive=tensors) as engine:
         assert isinstance(engine, HostSwapEngine)
         assert engine._state.arena is not None

@@ -47,7 +47,7 @@ def layers_of(
 
 @pytest.mark.parametrize("name", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("kernel_blocks", [1, 2])
-def test_named_layouts(name: str, kernel_blocks: int) -> None:
+def test_named_layouts(name, kernel_blocks):
     sizes = (3, 4 * kernel_blocks, 2, 8, 16)
     storage, tensors = layers_of(sizes, tuple(map(AXES.index, name)), 2, 4)
     layout = KVLayout.from_tensors(4, tensors)
@@ -69,14 +69,8 @@ def test_named_layouts(name: str, kernel_blocks: int) -> None:
     block_padding=st.sampled_from([0, 16, 48]),
 )
 def test_any_permutation_is_exact_or_refused(
-    order: list[int],
-    sizes: tuple[int, int, int, int],
-    num_blocks: int,
-    kernel_blocks: int,
-    content: int,
-    itemsize: int,
-    block_padding: int,
-) -> None:
+    order, sizes, num_blocks, kernel_blocks, content, itemsize, block_padding
+):
     layers, heads, tokens, _ = sizes
     all_sizes = (layers, num_blocks * kernel_blocks, heads, tokens, content)
     storage, tensors = layers_of(all_sizes, tuple(order), itemsize, num_blocks, block_padding)
@@ -90,7 +84,7 @@ def test_any_permutation_is_exact_or_refused(
         check_exact(layout, storage)
 
 
-def test_padding_and_scales_inside_the_page_travel() -> None:
+def test_padding_and_scales_inside_the_page_travel():
     # 4 heads of 64 bytes and 4 float32 scales in a page padded to 320 bytes.
     storage = Storage(5 * 320)
     data = storage.describe("data", 5, (5, 4, 64), (320, 64, 1), page_bytes=320)
@@ -100,7 +94,7 @@ def test_padding_and_scales_inside_the_page_travel() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 16])
-def test_key_and_value_halves_are_two_regions_padded_evenly(padding: int) -> None:
+def test_key_and_value_halves_are_two_regions_padded_evenly(padding):
     page = 80 + padding
     storage = Storage(2 * 3 * page)
     tensor = storage.describe(
@@ -129,9 +123,7 @@ def test_key_and_value_halves_are_two_regions_padded_evenly(padding: int) -> Non
         (576, [(0, 576)], [(0, 576)]),
     ],
 )
-def test_pages_that_touch_become_one(
-    stride: int, pages: list[tuple[int, int]], expected: list[tuple[int, int]]
-) -> None:
+def test_pages_that_touch_become_one(stride, pages, expected):
     storage = Storage(4 * stride)
     tensors = [
         storage.describe(f"at {offset}", 4, (4, nbytes), (stride, 1), offset=offset)
@@ -143,7 +135,7 @@ def test_pages_that_touch_become_one(
     check_exact(layout, storage)
 
 
-def test_overlaid_groups_are_copied_once() -> None:
+def test_overlaid_groups_are_copied_once():
     storage = Storage(6 * 512)
     attention = storage.describe("attention", 6, (6, 2, 256), (512, 256, 1))
     window = storage.describe("window", 6, (12, 256), (256, 1))
@@ -155,7 +147,7 @@ def test_overlaid_groups_are_copied_once() -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_slot_holds_the_tensors_in_their_order_wherever_they_lie(reverse: bool) -> None:
+def test_a_slot_holds_the_tensors_in_their_order_wherever_they_lie(reverse):
     storages = sorted([Storage(4 * 64) for _ in range(3)], key=lambda s: s.address, reverse=reverse)
     tensors = [
         storage.describe(f"layer.{i}", 4, (4, 64), (64, 1)) for i, storage in enumerate(storages)
@@ -191,13 +183,13 @@ changed = partial(replace, BASE)
         ),
     ],
 )
-def test_refuses(tensor: TensorDescription, message: str) -> None:
+def test_refuses(tensor, message):
     with pytest.raises(LayoutError, match=message) as caught:
         KVLayout.from_tensors(4, [tensor])
     assert "layer.7" in str(caught.value)
 
 
-def test_size_one_dimensions_may_have_any_stride() -> None:
+def test_size_one_dimensions_may_have_any_stride():
     tensor = changed(shape=(4, 1, 64), strides_bytes=(64, 0, 1))
     assert KVLayout.from_tensors(4, [tensor]).regions == (Region(1 << 20, 64, 64, 0),)
 
@@ -215,19 +207,19 @@ def test_size_one_dimensions_may_have_any_stride() -> None:
         changed(name="b", address=(1 << 20) + 3 * 64),
     ],
 )
-def test_refuses_bytes_shared_by_different_blocks(other: TensorDescription) -> None:
+def test_refuses_bytes_shared_by_different_blocks(other):
     for tensors in ([BASE, other], [other, BASE]):
         with pytest.raises(LayoutError, match="overlap where no copy could be exact"):
             KVLayout.from_tensors(4, tensors)
 
 
 @pytest.mark.parametrize(("num_blocks", "tensors"), [(0, [BASE]), (4, [])])
-def test_refuses_nothing(num_blocks: int, tensors: list[TensorDescription]) -> None:
+def test_refuses_nothing(num_blocks, tensors):
     with pytest.raises(LayoutError, match=r"num_blocks is 0|no KV tensors"):
         KVLayout.from_tensors(num_blocks, tensors)
 
 
-def test_shared_bytes_against_brute_force() -> None:
+def test_shared_bytes_against_brute_force():
     """Two strided tensors at all small offsets: refused exactly when blocks share bytes."""
     num_blocks, stride = 3, 64
     for offset in range(0, 4 * stride, 16):
@@ -264,7 +256,7 @@ def packed_sizes(layout: KVLayout) -> list[tuple[int, int, int]]:
     return [(r.num_tiles, r.slot_offset_bytes, r.slot_page_bytes) for r in layout.regions]
 
 
-def test_packed_pages_come_first_and_the_pool_last() -> None:
+def test_packed_pages_come_first_and_the_pool_last():
     pages = [512, 16 * KIB, 40 * KIB, 8 * KIB, 32 * KIB]
     layout, _ = packed_cache(2, pages, [None, Packing(16), Packing(8), Packing(8), Packing(16)])
     assert packed_sizes(layout) == [
@@ -283,7 +275,7 @@ def test_packed_pages_come_first_and_the_pool_last() -> None:
     assert layout.slot_bytes == packed_slot_bytes([16 * KIB, 40 * KIB, 32 * KIB], 8 * KIB + 512)
 
 
-def test_a_slot_of_many_tiles_takes_less_than_78_percent() -> None:
+def test_a_slot_of_many_tiles_takes_less_than_78_percent():
     for page, num_pages in ((16 * KIB, 128), (64 * KIB, 32), (128 * KIB, 64), (2048 * KIB, 1)):
         layout, _ = packed_cache(2, [page] * num_pages, [Packing(16)] * num_pages)
         assert layout.slot_bytes <= 0.78 * layout.block_bytes
@@ -291,7 +283,7 @@ def test_a_slot_of_many_tiles_takes_less_than_78_percent() -> None:
         assert all(region.slot_offset_bytes % 128 == 0 for region in layout.regions)
 
 
-def test_what_is_not_packed_is_copied_as_it_is() -> None:
+def test_what_is_not_packed_is_copied_as_it_is():
     layout, _ = packed_cache(2, [512, 16 * KIB, 40 * KIB], [None, Packing(16), Packing(8)])
     small, whole, rest = (region.raw_part for region in layout.regions)
     assert small == layout.regions[0]
@@ -304,7 +296,7 @@ def test_what_is_not_packed_is_copied_as_it_is() -> None:
     assert rest.num_tiles == 0
 
 
-def test_without_a_page_to_pack_the_layout_is_the_same() -> None:
+def test_without_a_page_to_pack_the_layout_is_the_same():
     layout, _ = packed_cache(2, [8 * KIB, 16 * KIB], [None, None])
     assert layout.packed({"0": Packing(16)}) is layout
     assert layout.packed({}) is layout
@@ -312,7 +304,7 @@ def test_without_a_page_to_pack_the_layout_is_the_same() -> None:
     assert packed_slot_bytes([], 24 * KIB) == 24 * KIB
 
 
-def test_tensors_that_share_a_region_are_packed_only_if_they_agree() -> None:
+def test_tensors_that_share_a_region_are_packed_only_if_they_agree():
     storage = Storage(4 * 32 * KIB)
     tensors = [storage.describe(name, 4, (4, 32 * KIB), (32 * KIB, 1)) for name in ("one", "other")]
     layout = KVLayout.from_tensors(4, tensors)
@@ -323,7 +315,7 @@ def test_tensors_that_share_a_region_are_packed_only_if_they_agree() -> None:
     assert layout.packed({"one": Packing(16), "other": Packing(8)}) is layout
 
 
-def test_a_slot_that_would_grow_is_not_packed() -> None:
+def test_a_slot_that_would_grow_is_not_packed():
     one, _ = packed_cache(2, [16 * KIB], [Packing(16)])
     assert one.num_tiles == 0
     two, _ = packed_cache(2, [32 * KIB], [Packing(16)])

@@ -25,20 +25,20 @@ TransferError create_engine numa_node
 """
 
 
-def test_the_public_names() -> None:
+def test_the_public_names():
     """A name that goes, or changes, breaks somebody; a new one is kept for good."""
     assert kv_swap.__all__ == NAMES.split()
     assert all(hasattr(kv_swap, name) for name in kv_swap.__all__)
 
 
-def test_every_error_is_public_and_in_the_tree() -> None:
+def test_every_error_is_public_and_in_the_tree():
     """Whoever catches the base catches all."""
     for name, error in inspect.getmembers(errors, inspect.isclass):
         assert name in kv_swap.__all__
         assert issubclass(error, kv_swap.TransferError)
 
 
-def test_the_example_brings_back_exactly_the_blocks_that_it_stored() -> None:
+def test_the_example_brings_back_exactly_the_blocks_that_it_stored():
     tensor = torch.arange(8.0 * 64).reshape(8, 64)
     expected = torch.zeros_like(tensor)
     expected[[1, 4]] = tensor[[1, 4]]
@@ -46,7 +46,7 @@ def test_the_example_brings_back_exactly_the_blocks_that_it_stored() -> None:
     assert torch.equal(tensor, expected)
 
 
-def test_the_example_needs_the_public_face_only_and_is_short() -> None:
+def test_the_example_needs_the_public_face_only_and_is_short():
     source = EXAMPLE.read_text()
     assert len(source.splitlines()) <= 30
     modules = {
@@ -55,7 +55,7 @@ def test_the_example_needs_the_public_face_only_and_is_short() -> None:
     assert modules == {"kv_swap"}
 
 
-def test_a_tensor_with_gaps_between_its_blocks_is_described() -> None:
+def test_a_tensor_with_gaps_between_its_blocks_is_described():
     tensor = torch.zeros(6, 64, dtype=torch.float16)[:, :32]
     described = TensorDescription.of("kv", tensor, 3)
     assert described == TensorDescription(

@@ -47,7 +47,7 @@ def live_through(density: HitDensity, epochs: int) -> None:
     density.compute()
 
 
-def test_density_is_highest_shortly_before_blocks_like_it_are_used() -> None:
+def test_density_is_highest_shortly_before_blocks_like_it_are_used():
     density = HitDensity(1000)
     live_through(density, 200)
     at_access = density.new[:3].tolist()
@@ -59,7 +59,7 @@ def test_density_is_highest_shortly_before_blocks_like_it_are_used() -> None:
     assert density.likely(buckets(density.epoch, 0, 1, 2)).tolist() == [True, True, False]
 
 
-def test_without_evidence_the_older_block_is_worth_less_and_all_classes_are_alike() -> None:
+def test_without_evidence_the_older_block_is_worth_less_and_all_classes_are_alike():
     density = HitDensity(1000)
     by_age = [density.of(buckets(density.epoch - age, 3))[0] for age in (0, 1, 5, 50, AGES)]
     assert by_age == sorted(by_age, reverse=True)
@@ -67,7 +67,7 @@ def test_without_evidence_the_older_block_is_worth_less_and_all_classes_are_alik
     assert density.likely(buckets(density.epoch, *range(CLASSES))).all()
 
 
-def test_evidence_fades_when_traffic_changes() -> None:
+def test_evidence_fades_when_traffic_changes():
     density = HitDensity(10)
     live_through(density, 100)
     before = density.new[0]
@@ -82,7 +82,7 @@ def test_evidence_fades_when_traffic_changes() -> None:
 # -- what it remembers ---------------------------------------------------------------------------
 
 
-def test_history_gives_back_what_it_was_told_once() -> None:
+def test_history_gives_back_what_it_was_told_once():
     history = History(1 << 12, 1)
     hashes = hash_keys([b"a", b"b", b"c"])
     assert history.put(hashes, buckets(9, 1, 2, 3)).tolist() == []
@@ -95,7 +95,7 @@ def test_history_gives_back_what_it_was_told_once() -> None:
     assert history.take(hashes).tolist() == [0, 0, *buckets(9, 3)]
 
 
-def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them() -> None:
+def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them():
     rng = np.random.default_rng(0)
     history = History(64, 1)
     put, forgotten, found = 0, 0, 0
@@ -108,7 +108,7 @@ def test_history_tells_whom_it_forgot_so_that_nobody_waits_for_them() -> None:
     assert found > 0
 
 
-def test_evictions_from_a_full_memory_take_no_new_pages() -> None:
+def test_evictions_from_a_full_memory_take_no_new_pages():
     """A page that the system gives takes longer than all else that is done for a key."""
     taken = []
     for fills in (True, False):
@@ -116,14 +116,14 @@ def test_evictions_from_a_full_memory_take_no_new_pages() -> None:
         if fills:
             policy.add(np.arange(1 << 16, dtype=np.int32), [b"%d" % at for at in range(1 << 16)])
         hashes = np.random.default_rng(0).integers(0, 1 << 64, 2000, np.uint64)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         policy._history.put(hashes, np.full(2000, 9))
-        taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        taken.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
     assert taken[0] < 100
     assert taken[1] > 1000, "the control"
 
 
-def test_what_waits_is_taken_in_by_a_step_without_an_access() -> None:
+def test_what_waits_is_taken_in_by_a_step_without_an_access():
     policy = AutoPolicy(8192)
     manager = CacheManager(policy)
     manager.complete_store(manager.prepare_store([b"%d" % at for at in range(8192)]))
@@ -171,7 +171,7 @@ def warmed(policy: str = "auto") -> CacheManager:
     return manager
 
 
-def test_what_never_comes_again_does_not_displace_what_does() -> None:
+def test_what_never_comes_again_does_not_displace_what_does():
     assert warmed().readable(HOT).mean() > 0.9
     assert warmed("lru").readable(HOT).mean() < 0.5, "the control"
 
@@ -193,7 +193,7 @@ def full_cache(once: float, twice: float) -> tuple[AutoPolicy, CacheManager]:
     return policy, manager
 
 
-def test_behind_a_block_that_is_declined_nothing_of_its_request_is_stored() -> None:
+def test_behind_a_block_that_is_declined_nothing_of_its_request_is_stored():
     policy, manager = full_cache(once=0.0, twice=10.0)
     # Numbers, whose hashes are always the same: the history of so small a cache has few places.
     first, new, second, other = 1, 2, 3, 4
@@ -208,7 +208,7 @@ def test_behind_a_block_that_is_declined_nothing_of_its_request_is_stored() -> N
     manager.check_integrity()
 
 
-def test_what_must_be_stored_is_stored() -> None:
+def test_what_must_be_stored_is_stored():
     """As what a request wishes to retain."""
     _, manager = full_cache(once=0.0, twice=10.0)
     keys = [b"x", b"y", b"z"]
@@ -219,7 +219,7 @@ def test_what_must_be_stored_is_stored() -> None:
     manager.check_integrity()
 
 
-def test_free_slots_are_given_to_anything() -> None:
+def test_free_slots_are_given_to_anything():
     manager = warmed()
     manager.reset()
     keys = [b"new %d" % at for at in range(64)]
@@ -229,7 +229,7 @@ def test_free_slots_are_given_to_anything() -> None:
     manager.complete_store(slots)
 
 
-def test_a_store_that_must_be_is_never_declined() -> None:
+def test_a_store_that_must_be_is_never_declined():
     """What is read from a disk is needed by a request that waits."""
     manager = warmed()
     keys = [b"promoted %d" % at for at in range(30)]
@@ -239,7 +239,7 @@ def test_a_store_that_must_be_is_never_declined() -> None:
     manager.check_integrity()
 
 
-def test_a_key_that_was_worth_a_slot_when_all_were_busy_is_known_to_come_again() -> None:
+def test_a_key_that_was_worth_a_slot_when_all_were_busy_is_known_to_come_again():
     policy, manager = full_cache(once=10.0, twice=10.0)
     policy._take_in()
     manager.prepare_copy(manager.find([b"a", b"b", b"c", b"d"]))
@@ -248,7 +248,7 @@ def test_a_key_that_was_worth_a_slot_when_all_were_busy_is_known_to_come_again()
     manager.check_integrity()
 
 
-def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later() -> None:
+def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later():
     manager = CacheManager(AutoPolicy(8))
     manager.complete_store(manager.prepare_store([b"%d" % at for at in range(8)]))
     held = manager.prepare_load([b"%d" % at for at in range(6)])
@@ -259,7 +259,7 @@ def test_slots_that_were_held_when_victims_were_sought_can_be_evicted_later() ->
     assert len(manager.prepare_store([b"new %d" % at for at in range(8)])) == 8
 
 
-def test_nothing_is_declined_while_recency_leads() -> None:
+def test_nothing_is_declined_while_recency_leads():
     policy, manager = full_cache(once=0.0, twice=10.0)
     policy._rivals.clear()
     slots, worth = manager.offer([b"x", b"y"], [Run(2, 100)])
@@ -269,7 +269,7 @@ def test_nothing_is_declined_while_recency_leads() -> None:
     assert policy.should_demote(slots).all(), "and all is worth a write to a tier below"
 
 
-def test_while_recency_leads_slots_of_one_epoch_leave_by_their_last_access() -> None:
+def test_while_recency_leads_slots_of_one_epoch_leave_by_their_last_access():
     """What was used most often leaves first if it was used before the others."""
     policy = AutoPolicy(1024)
     manager = CacheManager(policy)
@@ -286,7 +286,7 @@ def test_while_recency_leads_slots_of_one_epoch_leave_by_their_last_access() -> 
     assert manager.readable(once).all()
 
 
-def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning() -> None:
+def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning():
     policy = AutoPolicy(64)
     rivals, epoch = policy._rivals, policy._epoch_accesses
     rivals._judge(0)
@@ -307,7 +307,7 @@ def test_recency_leads_at_first_and_again_soon_after_hit_density_stops_winning()
     assert not rivals.density_leads
 
 
-def test_many_new_keys_in_a_row_are_stored_until_a_known_one_comes() -> None:
+def test_many_new_keys_in_a_row_are_stored_until_a_known_one_comes():
     policy = AutoPolicy(4096)
     manager = CacheManager(policy)
     keys = [b"%d" % at for at in range(8192)]
@@ -330,7 +330,7 @@ def test_many_new_keys_in_a_row_are_stored_until_a_known_one_comes() -> None:
     manager.check_integrity()
 
 
-def test_after_many_new_keys_in_a_row_recency_leads() -> None:
+def test_after_many_new_keys_in_a_row_recency_leads():
     policy = AutoPolicy(4096)
     let_density_lead(policy)
     known = np.zeros(MIN_NEW, bool)
@@ -340,9 +340,7 @@ def test_after_many_new_keys_in_a_row_recency_leads() -> None:
     assert not policy._rivals.density_leads
 
 
-def test_the_hits_of_both_rules_are_known_without_their_caches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_hits_of_both_rules_are_known_without_their_caches(monkeypatch):
     """Of a loop over twice the capacity recency keeps nothing, and hit density a part."""
     policy = AutoPolicy(512)
     manager = CacheManager(policy)
@@ -355,7 +353,7 @@ def test_the_hits_of_both_rules_are_known_without_their_caches(
     assert 0.3 < np.mean(leads[len(leads) // 2 :]) / policy._epoch_accesses < 0.6
 
 
-def test_hit_density_is_not_ahead_where_recency_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hit_density_is_not_ahead_where_recency_keeps_all(monkeypatch):
     """Prompts that just fit once others have left: the shares of whole epochs miss some hits."""
     policy = AutoPolicy(1024)
     manager = CacheManager(policy)
@@ -371,7 +369,7 @@ def test_hit_density_is_not_ahead_where_recency_keeps_all(monkeypatch: pytest.Mo
 # -- what stands behind what ---------------------------------------------------------------------
 
 
-def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth() -> None:
+def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth():
     """The heads of the prompts are used four times and their tails once, and used ones go first."""
     policy = AutoPolicy(64)
     manager = CacheManager(policy)
@@ -395,7 +393,7 @@ def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth() -> None:
         manager.check_integrity()
 
 
-def test_a_head_whose_tail_is_read_leaves_if_nothing_else_can() -> None:
+def test_a_head_whose_tail_is_read_leaves_if_nothing_else_can():
     manager = CacheManager(AutoPolicy(2))
     slots, _ = manager.offer([b"head", b"tail"], [Run(2, 100)])
     manager.complete_store(slots)
@@ -409,7 +407,7 @@ def test_a_head_whose_tail_is_read_leaves_if_nothing_else_can() -> None:
     manager.check_integrity()
 
 
-def test_as_many_slots_are_given_as_nobody_holds_whatever_stands_behind_what() -> None:
+def test_as_many_slots_are_given_as_nobody_holds_whatever_stands_behind_what():
     """Prompts of one tree, in a cache for a few blocks; loads and stores end at any time."""
     rng = random.Random(0)
     tree = [b"root"]
@@ -450,7 +448,7 @@ def link(order: PrefixOrder, slots: list[int], before: list[int]) -> None:
     order.link(np.array(slots, np.int32), np.array(before))
 
 
-def test_a_list_may_leave_from_its_tails_on() -> None:
+def test_a_list_may_leave_from_its_tails_on():
     order = orders([1] * 6)
     link(order, [0, 1, 2, 3], [FIRST, 0, 1, 2])
     assert split(order, 3, 2, 1, 0) == ([3, 2, 1, 0], [])
@@ -462,7 +460,7 @@ def test_a_list_may_leave_from_its_tails_on() -> None:
     assert split(order, 4, 1, 0) == ([4, 1, 0], [])
 
 
-def test_a_slot_that_got_another_key_or_lost_it_holds_nobody() -> None:
+def test_a_slot_that_got_another_key_or_lost_it_holds_nobody():
     order = orders([1, 1, 1])
     link(order, [0, 1], [FIRST, 0])
     assert split(order, 0) == ([], [0])
@@ -484,7 +482,7 @@ def leave(order: PrefixOrder, *slots: int) -> list[int]:
     return order.leave(np.array(slots, np.int32)).tolist()
 
 
-def test_of_what_stays_as_much_leaves_as_follows_each_other_and_was_not_used() -> None:
+def test_of_what_stays_as_much_leaves_as_follows_each_other_and_was_not_used():
     def listed() -> PrefixOrder:
         """Two prompts, 0 to 4 and 5 to 7; of each the tail is in another bucket."""
         order = orders([1, 1, 1, 1, 2, 1, 1, 2])
@@ -509,7 +507,7 @@ def test_of_what_stays_as_much_leaves_as_follows_each_other_and_was_not_used() -
     assert leave(order, 4) == [], "a new ranking has not looked at them"
 
 
-def test_what_is_before_a_block_that_is_about_to_leave_does_not_stay() -> None:
+def test_what_is_before_a_block_that_is_about_to_leave_does_not_stay():
     order = orders([1, 2])
     link(order, [0, 1], [FIRST, 0])
     assert leave(order, 1) == []
@@ -522,7 +520,7 @@ def test_what_is_before_a_block_that_is_about_to_leave_does_not_stay() -> None:
     assert split(order, 0) == ([], [0]), "it left, and another key of that bucket has its slot"
 
 
-def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more() -> None:
+def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more():
     """Its tail was used once, its head more often, and the head is worth least of all."""
     policy = AutoPolicy(12)
     manager = CacheManager(policy)
@@ -545,9 +543,7 @@ def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more() -> None:
         assert manager.readable(best).all()
 
 
-def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(monkeypatch):
     """Its blocks are of two classes by turns, so that each follows another one alone."""
     policy = AutoPolicy(100)
     manager = CacheManager(policy)
@@ -574,7 +570,7 @@ def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(
         manager.check_integrity()
 
 
-def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail() -> None:
+def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail():
     policy = AutoPolicy(6)
     manager = CacheManager(policy)
     prompt = [b"a", b"b", b"c", b"d"]
@@ -595,7 +591,7 @@ def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail() -> No
     manager.check_integrity()
 
 
-def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it() -> None:
+def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it():
     manager = CacheManager(AutoPolicy(2))
     manager.complete_store(manager.offer([b"head"], [Run(1, 100)])[0])
     manager.complete_store(manager.offer([b"other"], [Run(1, 100)])[0])
@@ -608,7 +604,7 @@ def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it() -> None:
     assert not manager.readable([b"a"]).any()
 
 
-def test_conversations_that_do_not_fit_are_kept_as_well_as_by_recency() -> None:
+def test_conversations_that_do_not_fit_are_kept_as_well_as_by_recency():
     """30 agents whose prompts grow, on one system prompt, with room for a third of them."""
     rng, names = random.Random(1), iter(range(10**9))
     system = [next(names) for _ in range(8)]
@@ -628,7 +624,7 @@ def test_conversations_that_do_not_fit_are_kept_as_well_as_by_recency() -> None:
 # -- what a tier is told -------------------------------------------------------------------------
 
 
-def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_is() -> None:
+def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_is():
     manager = warmed()
     kept = manager.readable_slots()
     hot = np.array([slot for key, slot in kept.items() if key.startswith(b"hot")], np.int32)
@@ -637,7 +633,7 @@ def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_
     assert manager.should_demote(cold).mean() < 0.1
 
 
-def test_slots_that_were_used_again_are_told_once() -> None:
+def test_slots_that_were_used_again_are_told_once():
     manager = CacheManager(AutoPolicy(8))
     manager.complete_store(manager.prepare_store([b"a", b"b"]))
     assert manager.take_newly_demotable().tolist() == []
@@ -650,7 +646,7 @@ def test_slots_that_were_used_again_are_told_once() -> None:
 # -- bounds --------------------------------------------------------------------------------------
 
 
-def test_entries_of_hot_slots_do_not_pile_up() -> None:
+def test_entries_of_hot_slots_do_not_pile_up():
     manager = CacheManager(AutoPolicy(NOTED_ACCESSES))
     keys = [b"%d" % at for at in range(NOTED_ACCESSES)]
     slots = manager.prepare_store(keys)
@@ -660,7 +656,7 @@ def test_entries_of_hot_slots_do_not_pile_up() -> None:
     manager.check_integrity()
 
 
-def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_evictable() -> None:
+def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_evictable():
     policy = AutoPolicy(4)
     let_density_lead(policy)
     manager = CacheManager(policy)
@@ -678,7 +674,7 @@ def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_e
 
 
 @pytest.mark.parametrize("parts", [1, 32])
-def test_scans_do_not_cost_conversations_their_hits(parts: int) -> None:
+def test_scans_do_not_cost_conversations_their_hits(parts):
     """Conversations of eight turns, beside documents that are read once."""
     rng = random.Random(0)
     names = iter(range(10**9))

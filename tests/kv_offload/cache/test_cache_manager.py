@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -118,9 +118,7 @@ def a_tail_stored_behind_a_known_head(manager: CacheManager) -> None:
         (a_tail_stored_behind_a_known_head, [D, C, B, A]),
     ],
 )
-def test_keys_are_evicted_by_their_last_use_and_tail_first(
-    policy: str, happened: Callable[[CacheManager], None], order: list[bytes]
-) -> None:
+def test_keys_are_evicted_by_their_last_use_and_tail_first(policy, happened, order):
     manager = make_manager(policy)
     happened(manager)
     assert eviction_order(manager, [A, B, C, D]) == order
@@ -130,9 +128,7 @@ def test_keys_are_evicted_by_their_last_use_and_tail_first(
 @pytest.mark.parametrize("slices", [[4], [1, 3], [2, 1, 1]])
 @pytest.mark.parametrize("by", ["store", "load"])
 @pytest.mark.parametrize("head_first", [True, False])
-def test_keys_that_complete_in_slices_are_evicted_tail_first(
-    policy: str, by: str, slices: list[int], head_first: bool
-) -> None:
+def test_keys_that_complete_in_slices_are_evicted_tail_first(policy, by, slices, head_first):
     manager = make_manager(policy)
     if by == "store":
         slots, complete = manager.prepare_store([A, B, C, D]).tolist(), manager.complete_store
@@ -149,9 +145,7 @@ def test_keys_that_complete_in_slices_are_evicted_tail_first(
 
 
 @each_policy
-def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_loaded(
-    policy: str,
-) -> None:
+def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_loaded(policy):
     manager = make_manager(policy)
     a, b = store(manager, A, B)
     manager.prepare_store([C])
@@ -170,7 +164,7 @@ def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_load
 
 
 @each_policy
-def test_a_reset_forgets_every_key_and_gives_out_no_slot_of_a_running_copy(policy: str) -> None:
+def test_a_reset_forgets_every_key_and_gives_out_no_slot_of_a_running_copy(policy):
     manager = make_manager(policy)
     loading = store(manager, A)
     manager.prepare_load([A])
@@ -187,7 +181,7 @@ def test_a_reset_forgets_every_key_and_gives_out_no_slot_of_a_running_copy(polic
     assert sorted(store(manager, B, D)) == [0, 1]
 
 
-def test_a_key_that_one_load_names_twice_is_held_until_it_has_ended_twice() -> None:
+def test_a_key_that_one_load_names_twice_is_held_until_it_has_ended_twice():
     manager = make_manager()
     store(manager, A)
     slots = manager.prepare_load([A, A])
@@ -207,7 +201,7 @@ def resident_bytes() -> int:
 
 
 @each_policy
-def test_nothing_is_built_for_slots_that_were_never_used(policy: str) -> None:
+def test_nothing_is_built_for_slots_that_were_never_used(policy):
     """A hundred million slots would take gigabytes; to look at all of them takes a minute."""
     before_bytes = resident_bytes()
     manager = make_manager(policy, 10**8)
@@ -222,7 +216,7 @@ LONG = [b"%3d" % i for i in range(5 * RUN_SLOTS + 3)]
 
 
 @pytest.mark.parametrize("stored", [LONG, random.Random(0).sample(LONG, len(LONG))])
-def test_a_long_prefix_is_found_in_whatever_order_its_slots_are(stored: list[bytes]) -> None:
+def test_a_long_prefix_is_found_in_whatever_order_its_slots_are(stored):
     manager = make_manager(num_slots=200)
     slot_of = dict(zip(stored, store(manager, *stored), strict=True))
     mixed = [*LONG[:20], b"unknown", *LONG[40:20:-1], *LONG[41:]]
@@ -231,7 +225,7 @@ def test_a_long_prefix_is_found_in_whatever_order_its_slots_are(stored: list[byt
         assert manager.slot_numbers(asked) == manager.find(asked).tolist() == expected
 
 
-def test_evicted_slots_are_given_in_order() -> None:
+def test_evicted_slots_are_given_in_order():
     """So a prefix stays in slots that follow each other however often they are given anew."""
     manager = make_manager(num_slots=64)
     for round_ in range(6):

@@ -210,7 +210,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)
-def test_any_interleaving(policy_name: str) -> None:
+def test_any_interleaving(policy_name):
     case = type("Machine", (CacheManagerMachine,), {"policy_name": policy_name}).TestCase()
     case.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
     case.runTest()

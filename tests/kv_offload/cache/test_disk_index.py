@@ -34,11 +34,11 @@ from kv_offload.cache.disk_index.contents import read_index, row_sum
 from kv_offload.errors import ConfigError
 from tests.support import disk_uses
 from tests.support.processes import kill_group, run_code, start_module
+from tests.support.waiting import LIMIT_SECONDS, wait_until
 
 MODEL = {"model": "llama", "dtype": "bfloat16"}
 FILES = {"0": "a1", "1": "b2"}
 NUM_SLOTS = 64
-LIMIT_SECONDS = 20.0
 
 EXT4_IOC_SHUTDOWN = 0x8004587D
 EXT4_GOING_FLAGS_NOLOGFLUSH = 2
@@ -69,13 +69,6 @@ def contents(found: DiskIndex) -> list[tuple[bytes, int]]:
     return list(zip(found.keys, found.slots.tolist(), strict=True))
 
 
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "index.sqlite"
@@ -90,7 +83,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what a restart finds ----------------------------------------------------------------------
 
 
-def test_a_restart_goes_on_with_what_was_there_the_least_recently_used_first(path: Path) -> None:
+def test_a_restart_goes_on_with_what_was_there_the_least_recently_used_first(path):
     with opened(path) as first:
         assert (first.reason, contents(first)) == ("there was none", [])
         assert len(first.generation) == 16
@@ -126,7 +119,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("other", "reason"), CHANGES.values(), ids=CHANGES)
-def test_what_has_changed_begins_empty_and_says_what(path: Path, other: Any, reason: str) -> None:
+def test_what_has_changed_begins_empty_and_says_what(path, other, reason):
     with opened(path) as first:
         first.put(keys(1), slots(0))
     with opened(path, **other) as changed:
@@ -137,7 +130,7 @@ def test_what_has_changed_begins_empty_and_says_what(path: Path, other: Any, rea
         assert (again.reason, contents(again)) == ("", [(keys(2)[0], 1)])
 
 
-def test_after_a_reset_a_restart_begins_empty(path: Path, quick: None) -> None:
+def test_after_a_reset_a_restart_begins_empty(path, quick):
     """Whatever was put since: it may be of weights that the restarted engine does not have."""
     with opened(path) as first:
         before = first.generation
@@ -157,11 +150,11 @@ def test_after_a_reset_a_restart_begins_empty(path: Path, quick: None) -> None:
         assert once_more.reason == ""
 
 
-def test_what_is_noted_can_be_read_while_an_engine_runs(path: Path, quick: None) -> None:
+def test_what_is_noted_can_be_read_while_an_engine_runs(path, quick):
     now = time.time() * 1e6
     with opened(path) as running:
         running.put(keys(1, 2), slots(3, 4))
-        wait_for(lambda: len(read_index(path).keys) == 2)
+        wait_until(lambda: len(read_index(path).keys) == 2)
         said = read_index(path)
         assert (said.description, said.files, said.num_slots) == (MODEL, FILES, NUM_SLOTS)
         assert said.used.tolist() == sorted(said.used.tolist())
@@ -170,7 +163,7 @@ def test_what_is_noted_can_be_read_while_an_engine_runs(path: Path, quick: None)
         read_index(path.with_name("other.sqlite"))
 
 
-def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path: Path, quick: None) -> None:
+def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path, quick):
     """An operator's `sqlite3`, which holds a lock as long as it is open."""
     with opened(path) as first:
         first.put(keys(1, 2), slots(3, 4))
@@ -186,7 +179,7 @@ def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path: Path, quick:
         with opened(path) as running:
             assert (running.reason, running.keys) == ("", keys(1, 2))
             running.put(keys(5), slots(6))
-            wait_for(lambda: len(read_index(path).keys) == 3)
+            wait_until(lambda: len(read_index(path).keys) == 3)
         reader.communicate()
     with opened(path) as again:
         assert again.keys == keys(1, 2, 5)
@@ -195,14 +188,20 @@ def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path: Path, quick:
 # -- kills -------------------------------------------------------------------------------------
 
 
-def run_and_kill(folder: Path, commit_seconds: float, seconds: float, reset_after: int = -1) -> int:
-    """Let a process change the index for some time, kill it; return how many changes it made."""
+def run_and_kill(
+    folder: Path, commit_seconds: float, seconds: float, reset_after: int = -1, writes: bool = False
+) -> int:
+    """Let a process change the index for some time, kill it; return how many changes it made.
+
+    With `writes` the time begins once the index has something.
+    """
     done, log = folder / "index.done", folder / "log"
     done.unlink(missing_ok=True)
     words = [str(folder / "index.sqlite"), str(commit_seconds), str(reset_after)]
     process = start_module("tests.support.disk_uses", *words, stdout=log, stderr=log, forks=False)
     try:
-        wait_for(lambda: (done.exists() and done.stat().st_size) or process.poll() is not None)
+        wait_until(lambda: (done.exists() and done.stat().st_size) or process.poll() is not None)
+        wait_until(lambda: not writes or read_index(folder / "index.sqlite").keys)
         time.sleep(seconds)
         assert process.poll() is None, log.read_text()
     finally:
@@ -211,8 +210,8 @@ def run_and_kill(folder: Path, commit_seconds: float, seconds: float, reset_afte
 
 
 def test_it_is_read_as_it_is_at_one_moment_though_its_log_begins_anew_meanwhile(
-    path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path, quick, monkeypatch
+):
     """Ten groups of slots get their keys of one round after the other."""
     count, groups, copy = 5000, 10, shutil.copyfile
     log = path.with_name(f"{path.name}-wal")
@@ -236,7 +235,7 @@ def test_it_is_read_as_it_is_at_one_moment_though_its_log_begins_anew_meanwhile(
 
         for _ in range(groups):
             put_group()
-        wait_for(lambda: len(read_index(path).keys) == count)
+        wait_until(lambda: len(read_index(path).keys) == count)
         monkeypatch.setattr(shutil, "copyfile", copy_slowly)
         found = read_index(path)
         turns = {int(key.partition(b".")[0]) for key in found.keys}
@@ -245,26 +244,27 @@ def test_it_is_read_as_it_is_at_one_moment_though_its_log_begins_anew_meanwhile(
         assert max(turns) - min(turns) <= 1 < min(turns)
 
 
-def test_nothing_of_it_is_mapped(path: Path, quick: None) -> None:
+def test_nothing_of_it_is_mapped(path, quick):
     """A full btrfs has no room for a page that was written before, and ends who writes it."""
     with opened(path) as running:
         running.put(keys(1), slots(3))
-        wait_for(lambda: len(read_index(path).keys) == 1)
+        wait_until(lambda: len(read_index(path).keys) == 1)
         assert str(path.parent) not in Path("/proc/self/maps").read_text()
     with opened(path) as again:
         assert again.keys == keys(1)
         assert str(path.parent) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_kill_leaves_what_there_was_at_one_moment(path: Path) -> None:
+def test_a_kill_leaves_what_there_was_at_one_moment(path):
     """Whatever the process does when it is killed; the next one goes on with what it finds.
 
     `KILLS=200` kills more often, and `COMMIT_SECONDS=0.5` as seldom written as in an engine.
     """
     moments, found_at, behind = random.Random(7), 0, []
     commit_seconds = float(os.environ.get("COMMIT_SECONDS", "0.01"))
-    for _ in range(int(os.environ.get("KILLS", "8"))):
-        done = run_and_kill(path.parent, commit_seconds, moments.uniform(0, 9 * commit_seconds))
+    for number in range(int(os.environ.get("KILLS", "8"))):
+        seconds = moments.uniform(0, 9 * commit_seconds)
+        done = run_and_kill(path.parent, commit_seconds, seconds, writes=number > 3)
         killed = disk_uses.open_index(path)
         killed.close(LIMIT_SECONDS)
         found = contents(killed)
@@ -279,7 +279,7 @@ def test_a_kill_leaves_what_there_was_at_one_moment(path: Path) -> None:
     print(f"a kill lost {statistics.median(behind)} changes, {max(behind)} at most")
 
 
-def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path: Path) -> None:
+def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path):
     moments, reset_at, found = random.Random(7), 20, []
     for _ in range(6):
         for file in path.parent.iterdir():
@@ -292,7 +292,7 @@ def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path: Path) -> N
     assert "there was none" in found
 
 
-def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(path: Path) -> None:
+def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(path):
     """Each call on the index takes half a second, as on a slow disk."""
     code = (
         "import os, pathlib, signal, time\n"
@@ -318,9 +318,7 @@ def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(pa
 
 
 @pytest.mark.parametrize("how", ["moved", "linked"])
-def test_an_index_that_is_elsewhere_by_now_is_emptied_there(
-    path: Path, quick: None, how: str
-) -> None:
+def test_an_index_that_is_elsewhere_by_now_is_emptied_there(path, quick, how):
     folder, moved = path.parent / "nvme", path.parent / "moved"
     folder.mkdir()
     with opened(folder / path.name) as first:
@@ -360,9 +358,7 @@ def damaged(content: bytes, numbers: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("file", ["index.sqlite", "index.sqlite-wal", "index.sqlite-shm"])
-def test_whatever_has_become_of_a_file_it_opens_and_nothing_is_there_twice(
-    file: str, tmp_path: Path
-) -> None:
+def test_whatever_has_become_of_a_file_it_opens_and_nothing_is_there_twice(file, tmp_path):
     """`DAMAGES=2000` tries more."""
     run_and_kill(tmp_path, 0.002, 0.2)
     if file == "index.sqlite":
@@ -393,7 +389,7 @@ def test_whatever_has_become_of_a_file_it_opens_and_nothing_is_there_twice(
     assert len(reasons) > 3 or file != "index.sqlite"
 
 
-def test_what_is_no_index_of_this_version_is_named(path: Path) -> None:
+def test_what_is_no_index_of_this_version_is_named(path):
     def reason(content: bytes = b"", *sql: str) -> str:
         with opened(path) as good:
             good.put(keys(1, 2), slots(1, 2))
@@ -443,7 +439,7 @@ def test_what_is_no_index_of_this_version_is_named(path: Path) -> None:
         ("UPDATE meta SET generation = x'000102030405060708090a0b0c0d0e0f'", []),
     ],
 )
-def test_a_row_without_its_sum_is_left_out(path: Path, change: str, left: list[bytes]) -> None:
+def test_a_row_without_its_sum_is_left_out(path, change, left):
     with opened(path) as first:
         first.put(keys(1, 2), slots(1, 2))
     with contextlib.closing(sqlite3.connect(path)) as database:
@@ -462,7 +458,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path):
     remedy = "Give disk.path a folder that exists, that this user may write, and that has room"
     file = tmp_path / "file"
     file.touch()
@@ -475,7 +471,7 @@ def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_a_folder_or_file_of_another_user_is_refused() -> None:
+def test_a_folder_or_file_of_another_user_is_refused():
     with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
         path = Path(folder) / "index.sqlite"
         with opened(path) as mine:
@@ -496,7 +492,7 @@ def test_a_folder_or_file_of_another_user_is_refused() -> None:
         assert {file.name for file in path.parent.iterdir()} == {path.name, f"{path.name}.lock"}
 
 
-def test_one_engine_has_a_file_until_it_ends(path: Path) -> None:
+def test_one_engine_has_a_file_until_it_ends(path):
     with opened(path) as running:
         running.put(keys(1), slots(0))
         assert refusal(path) == (
@@ -567,22 +563,20 @@ def seen_by_another(path: Path) -> list[bytes]:
     return found
 
 
-def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(
-    disk: Any, quick: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(disk, quick, caplog):
     folder, fill = disk
     path = folder / "index.sqlite"
     with opened(path) as running:
         running.put(keys(1, 2), slots(1, 2))
-        wait_for(lambda: len(read_index(path).keys) == 2)
+        wait_until(lambda: len(read_index(path).keys) == 2)
         with fill():
             for number in range(3, 40):
                 running.put(keys(number), slots(number))
             running.remove(slots(1))
-            wait_for(lambda: running.errors > 2)
+            wait_until(lambda: running.errors > 2)
             assert seen_by_another(path) == keys(1, 2)
         errors = running.errors
-        wait_for(lambda: read_index(path).keys == keys(*range(2, 40)))
+        wait_until(lambda: read_index(path).keys == keys(*range(2, 40)))
         assert running.errors <= errors + 1
     (message,) = caplog.messages
     assert f"kv-offload: {path}: what is on the disk cannot be noted: " in message
@@ -590,23 +584,21 @@ def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(
         assert contents(again) == list(zip(keys(*range(2, 40)), range(2, 40), strict=True))
 
 
-def test_of_changes_that_cannot_all_be_written_none_is(path: Path, quick: None) -> None:
+def test_of_changes_that_cannot_all_be_written_none_is(path, quick):
     """Not the removals either, which come first. Once it is possible all of them are."""
     with opened(path) as running:
         running.put(keys(1, 2), slots(1, 2))
-        wait_for(lambda: len(read_index(path).keys) == 2)
+        wait_until(lambda: len(read_index(path).keys) == 2)
         running.remove(slots(1))
         no_key: Any = object()  # SQLite takes none such
         running.put([*keys(3), no_key], slots(3, 4))
-        wait_for(lambda: running.errors > 1)
+        wait_until(lambda: running.errors > 1)
         assert read_index(path).slots.tolist() == [1, 2]
         running.put(keys(4), slots(4))
-        wait_for(lambda: read_index(path).keys == keys(2, 3, 4))
+        wait_until(lambda: read_index(path).keys == keys(2, 3, 4))
 
 
-def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(path, monkeypatch):
     with opened(path):
         pass
 
@@ -621,9 +613,7 @@ def test_an_index_that_vanishes_while_it_is_opened_cannot_be_read(
         read_index(path)
 
 
-def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
-    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(tmp_path, path, monkeypatch):
     with opened(path):
         pass
     small = tmp_path / "small"
@@ -641,19 +631,17 @@ def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(
 
 
 def test_an_error_of_any_kind_ends_neither_the_thread_nor_what_is_written_later(
-    path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path, quick, monkeypatch
+):
     with opened(path) as running:
         with monkeypatch.context() as failing:
             failing.setattr(Changes, "write", mock.Mock(side_effect=MemoryError))
             running.put(keys(1, 2), slots(1, 2))
-            wait_for(lambda: running.errors > 2)
-        wait_for(lambda: read_index(path).keys == keys(1, 2))
+            wait_until(lambda: running.errors > 2)
+        wait_until(lambda: read_index(path).keys == keys(1, 2))
 
 
-def test_memory_does_not_grow_while_nothing_can_be_written(
-    path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_while_nothing_can_be_written(path, quick, monkeypatch):
     """Also where the thread itself hangs in a call of the disk."""
     hangs, continues = threading.Event(), threading.Event()
 
@@ -677,12 +665,12 @@ def test_memory_does_not_grow_while_nothing_can_be_written(
     assert grown < 100_000, "the same slots, 1,000 times"
 
 
-def test_a_reset_is_not_lost_on_a_full_disk(disk: Any, quick: None) -> None:
+def test_a_reset_is_not_lost_on_a_full_disk(disk, quick):
     folder, fill = disk
     path = folder / "index.sqlite"
     with opened(path) as running:
         running.put(keys(*range(NUM_SLOTS)), slots(*range(NUM_SLOTS)))
-        wait_for(lambda: len(read_index(path).keys) == NUM_SLOTS)
+        wait_until(lambda: len(read_index(path).keys) == NUM_SLOTS)
         with fill():
             running.clear()
             running.put(keys(1), slots(1))
@@ -717,15 +705,15 @@ def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
         yield folder, cut, start_again
 
 
-def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -> None:
+def test_a_reset_is_not_undone_where_the_power_is_cut(power, quick):
     folder, cut, start_again = power
     path = folder / "index.sqlite"
     with opened(path) as running:
         running.put(keys(1, 2), slots(0, 1))
-        wait_for(lambda: len(read_index(path).keys) == 2)
+        wait_until(lambda: len(read_index(path).keys) == 2)
         os.sync()
         running.put(keys(3), slots(2))
-        wait_for(lambda: len(read_index(path).keys) == 3)
+        wait_until(lambda: len(read_index(path).keys) == 3)
         running.clear()
         assert running.wait_ended(LIMIT_SECONDS)
         cut()
@@ -734,17 +722,17 @@ def test_a_reset_is_not_undone_where_the_power_is_cut(power: Any, quick: None) -
         assert again.reason == "there was none"
 
 
-def test_a_reset_that_cannot_reach_the_disk_is_not_taken_for_done(power: Any, quick: None) -> None:
+def test_a_reset_that_cannot_reach_the_disk_is_not_taken_for_done(power, quick):
     """Once the disk is back, what was there before is found: so somebody has to be told."""
     folder, cut, start_again = power
     path = folder / "index.sqlite"
     with opened(path) as running:
         running.put(keys(1, 2), slots(0, 1))
-        wait_for(lambda: len(read_index(path).keys) == 2)
+        wait_until(lambda: len(read_index(path).keys) == 2)
         os.sync()
         cut()
         running.clear()
-        wait_for(lambda: running.errors > 1)
+        wait_until(lambda: running.errors > 1)
         assert not running.wait_ended(0)
         assert f"{path} cannot be removed or emptied: " in running.problem
     start_again()
@@ -752,7 +740,7 @@ def test_a_reset_that_cannot_reach_the_disk_is_not_taken_for_done(power: Any, qu
         assert again.keys == keys(1, 2)
 
 
-def test_no_room_at_the_start_is_refused(disk: Any) -> None:
+def test_no_room_at_the_start_is_refused(disk):
     folder, fill = disk
     path = folder / "index.sqlite"
     with fill():
@@ -762,9 +750,7 @@ def test_no_room_at_the_start_is_refused(disk: Any) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_folder_that_vanishes_is_counted_and_nothing_else(
-    replaced: bool, path: Path, quick: None
-) -> None:
+def test_a_folder_that_vanishes_is_counted_and_nothing_else(replaced, path, quick):
     folder = path.parent / "nvme"
     folder.mkdir()
     with opened(folder / path.name) as running:
@@ -776,7 +762,7 @@ def test_a_folder_that_vanishes_is_counted_and_nothing_else(
                 other.put(keys(7), slots(7))
         running.put(keys(2), slots(2))
         running.use(slots(1))
-        wait_for(lambda: running.errors > 1)
+        wait_until(lambda: running.errors > 1)
     assert folder.exists() == replaced
     if replaced:
         assert read_index(folder / path.name).keys == keys(7)
@@ -785,21 +771,21 @@ def test_a_folder_that_vanishes_is_counted_and_nothing_else(
 # -- what it costs -----------------------------------------------------------------------------
 
 
-def test_a_call_takes_some_microseconds_of_the_calling_thread(path: Path, quick: None) -> None:
+def test_a_call_takes_some_microseconds_of_the_calling_thread(path, quick):
     """Also while the thread writes."""
     with opened(path, num_slots=1 << 16) as running:
         took = []
         for first in range(0, 1 << 16, 64):
             names, numbers = keys(*range(first, first + 64)), np.arange(first, first + 64)
-            start = time.perf_counter()
+            start = time.thread_time()
             running.put(names, numbers.astype(np.int32))
             running.use(numbers.astype(np.int32))
-            took.append(time.perf_counter() - start)
+            took.append(time.thread_time() - start)
             time.sleep(0.0002)
     assert statistics.median(took) < 100e-6, "of both"
 
 
-def test_a_large_index_takes_less_than_two_seconds_of_a_core(path: Path) -> None:
+def test_a_large_index_takes_less_than_two_seconds_of_a_core(path):
     count = 250_000
     with opened(path, num_slots=count) as first:
         numbers = np.random.default_rng(7).permutation(count).astype(np.int32)

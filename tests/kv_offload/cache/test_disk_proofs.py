@@ -21,6 +21,7 @@ from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierDirection, TierJob
 
 from kv_offload.cache.disk_index import DiskIndex
+from tests.support.waiting import LIMIT_SECONDS
 
 NUM_SLOTS = 4
 SLOT_BYTES = 4096
@@ -28,7 +29,6 @@ KEYS = [b"key %d" % number for number in range(NUM_SLOTS)]
 BLOCKS = {key: bytes([1 + number]) * SLOT_BYTES for number, key in enumerate(KEYS)}
 DESCRIPTION = {"model": "one"}
 INDEX, DATA = "index.sqlite", "rank-0.kv"
-LIMIT_SECONDS = 20.0
 
 
 class Start:
@@ -120,7 +120,7 @@ def tried(disk: Path, folder: Path) -> dict[bytes, bytes] | None:
 
 
 @pytest.mark.parametrize("file", [INDEX, DATA])
-def test_whatever_is_damaged_serves_what_was_written_or_nothing(disk: Path, file: str) -> None:
+def test_whatever_is_damaged_serves_what_was_written_or_nothing(disk, file):
     whole, counts = (disk / file).read_bytes(), set[int | None]()
     for number, harmed in enumerate(damages(whole)):
         folder = disk.parent / str(number)
@@ -151,16 +151,14 @@ def reset(disk: Path, *, ranks: bool, index: bool) -> None:
 @pytest.mark.parametrize(
     ("ranks", "index"), [(True, True), (True, False), (False, True), (False, False)]
 )
-def test_after_a_reset_one_proof_that_is_gone_is_enough(
-    disk: Path, ranks: bool, index: bool
-) -> None:
+def test_after_a_reset_one_proof_that_is_gone_is_enough(disk, ranks, index):
     """Ends with the control: where neither could be taken away, old blocks are served."""
     reset(disk, ranks=ranks, index=index)
     expected = {} if ranks or index else {key: BLOCKS[key] for key in KEYS[1:]}
     assert served(disk) == expected
 
 
-def test_after_a_reset_nothing_brings_old_blocks_back(disk: Path) -> None:
+def test_after_a_reset_nothing_brings_old_blocks_back(disk):
     """An index that was restored, damaged or not, and data that is damaged."""
     reset(disk, ranks=True, index=False)
     files = [(file, (disk / file).read_bytes()) for file in (INDEX, DATA)]

@@ -99,7 +99,7 @@ class LRUMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("slack", [0, 10, lru.SLACK_ENTRIES])
 @pytest.mark.parametrize("window", [1, lru.WINDOW_ENTRIES])
-def test_any_interleaving(monkeypatch: pytest.MonkeyPatch, slack: int, window: int) -> None:
+def test_any_interleaving(monkeypatch, slack, window):
     monkeypatch.setattr(lru, "SLACK_ENTRIES", slack)
     monkeypatch.setattr(lru, "WINDOW_ENTRIES", window)
     case = LRUMachine.TestCase()
@@ -108,7 +108,7 @@ def test_any_interleaving(monkeypatch: pytest.MonkeyPatch, slack: int, window: i
 
 
 @pytest.mark.parametrize("step", [1, 5, 12])
-def test_the_log_does_not_grow_however_often_a_slot_is_used(step: int) -> None:
+def test_the_log_does_not_grow_however_often_a_slot_is_used(step):
     policy = LRUPolicy(NUM_SLOTS)
     order = [*range(NUM_SLOTS)]
     policy.add(array(order[::-1]), order)

@@ -79,12 +79,12 @@ def new(request: pytest.FixtureRequest) -> Callable[..., Named]:
 
 
 @pytest.mark.parametrize("capacity", [0, -1])
-def test_a_policy_needs_capacity(new: Callable[..., Named], capacity: int) -> None:
+def test_a_policy_needs_capacity(new, capacity):
     with pytest.raises(CapacityError, match="1 or more"):
         new(capacity)
 
 
-def test_a_held_slot_is_not_evicted_however_old(new: Callable[..., Named]) -> None:
+def test_a_held_slot_is_not_evicted_however_old(new):
     policy = new(5, "a", "b", "c", "d")
     policy.add("new and not released")
     policy.hold("a", "b")
@@ -94,7 +94,7 @@ def test_a_held_slot_is_not_evicted_however_old(new: Callable[..., Named]) -> No
     assert policy.replace("one more") == "b"
 
 
-def test_held_slots_that_lru_has_passed_return_to_their_place_or_become_recent() -> None:
+def test_held_slots_that_lru_has_passed_return_to_their_place_or_become_recent():
     policy = Named(make_policy("lru", 6), "u", "e", "d", "c", "b", "a")
     policy.hold(*"cbau")  # a prefix whose head is the most recent, older than d and e
     policy.use("d", "e")
@@ -104,7 +104,7 @@ def test_held_slots_that_lru_has_passed_return_to_their_place_or_become_recent()
     assert policy.victims(5) == ["c", "b", "a", "e", "u"]
 
 
-def test_discard_and_clear_forget_slots_held_or_not(new: Callable[..., Named]) -> None:
+def test_discard_and_clear_forget_slots_held_or_not(new):
     policy = new(4, "a", "b", "c", "d")
     policy.hold("a", "b")
     policy.use("c", "d")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -142,7 +141,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(deadline=None, max_examples=1000)
 @given(cases())
-def test_the_longest_hit_is_what_brute_force_finds(case: Case) -> None:
+def test_the_longest_hit_is_what_brute_force_finds(case):
     found = case.prefixes.longest_hit(
         case.hashes, among(case.readable_keys), case.start, case.limit
     )
@@ -150,7 +149,7 @@ def test_the_longest_hit_is_what_brute_force_finds(case: Case) -> None:
 
 
 @given(cases())
-def test_a_hit_loads_exactly_the_blocks_that_are_read(case: Case) -> None:
+def test_a_hit_loads_exactly_the_blocks_that_are_read(case):
     alignment = case.prefixes.alignment_tokens
     for end in range(alignment * (case.start // alignment + 1), case.limit + 1, alignment):
         for group in case.prefixes.groups:
@@ -169,9 +168,7 @@ HASHES = make_hashes(8)
 
 
 @pytest.mark.parametrize("hashes", [1, 2, 4])
-def test_a_slot_is_named_by_the_last_hash_of_its_block_and_by_any_group_but_the_first(
-    hashes: int,
-) -> None:
+def test_a_slot_is_named_by_the_last_hash_of_its_block_and_by_any_group_but_the_first(hashes):
     first_group, second_group = CacheGroup(0, 4 * hashes), CacheGroup(1, 4 * hashes, 6)
     prefixes = make_map(first_group, second_group, hash_block_tokens=4)
     last_hashes = HASHES[hashes - 1 :: hashes]
@@ -185,12 +182,12 @@ def test_a_slot_is_named_by_the_last_hash_of_its_block_and_by_any_group_but_the_
         assert prefixes.slot_keys(HASHES[:-1], group, 0, slots) == keys[:-1], "no hash, no key"
 
 
-def test_keys_that_do_not_begin_with_the_hash_are_refused() -> None:
+def test_keys_that_do_not_begin_with_the_hash_are_refused():
     with pytest.raises(UnsupportedError, match="makes the keys of its blocks in an unknown way"):
         PrefixMap([FULL], 4, lambda block_hash, group_id: b"%d " % group_id + block_hash)
 
 
-def test_needed_keys_are_in_prefix_order_group_by_group() -> None:
+def test_needed_keys_are_in_prefix_order_group_by_group():
     window = CacheGroup(1, 4, 6)
     expected: Sequence[bytes] = [
         *HASHES[1:5],
@@ -216,7 +213,7 @@ def look_up(group: CacheGroup, known: Collection[int]) -> tuple[int, list[Sequen
 
 
 @pytest.mark.parametrize("missing", [0, 7, 8, 39, 40, 41, 99])
-def test_few_slots_are_looked_up_behind_the_first_that_is_missing(missing: int) -> None:
+def test_few_slots_are_looked_up_behind_the_first_that_is_missing(missing):
     hit, asked = look_up(FULL, {*range(len(MANY))} - {missing})
     assert hit == 4 * missing
     keys = [*chain.from_iterable(asked)]
@@ -230,9 +227,7 @@ def test_few_slots_are_looked_up_behind_the_first_that_is_missing(missing: int) 
 @pytest.mark.parametrize(
     "reads", [{"window_tokens": 200}, {"chunk_tokens": 200}, {"holds_state": True}], ids=str
 )
-def test_no_slot_is_looked_up_twice_wherever_a_window_has_its_slots(
-    kept: range, reads: dict[str, Any]
-) -> None:
+def test_no_slot_is_looked_up_twice_wherever_a_window_has_its_slots(kept, reads):
     _, asked = look_up(CacheGroup(0, 4, **reads), kept)
     keys = [*chain.from_iterable(asked)]
     assert len(keys) == len({*keys})
@@ -247,13 +242,11 @@ def test_no_slot_is_looked_up_twice_wherever_a_window_has_its_slots(
         ([CacheGroup(0, 4), CacheGroup(1, 8, is_scratch=True)], False),
     ],
 )
-def test_requests_whose_last_token_needs_others_are_not_served_whole(
-    groups: list[CacheGroup], whole: bool
-) -> None:
+def test_requests_whose_last_token_needs_others_are_not_served_whole(groups, whole):
     assert make_map(*groups).serves_whole_requests is whole
 
 
-def test_scratch_has_no_keys_and_decides_where_hits_end() -> None:
+def test_scratch_has_no_keys_and_decides_where_hits_end():
     """vLLM has them end where all groups have whole blocks, also those that it never looks up."""
     full, ring = CacheGroup(0, 4), CacheGroup(1, 6, is_scratch=True)
     prefixes, hashes = make_map(full, ring, hash_block_tokens=4), make_hashes(6)

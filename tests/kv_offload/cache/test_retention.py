@@ -67,7 +67,7 @@ class Bed:
         self.manager.check_integrity()
 
 
-def test_retained_slots_outlive_pressure_until_their_time_is_over() -> None:
+def test_retained_slots_outlive_pressure_until_their_time_is_over():
     bed = Bed()
     slots = bed.store(3)
     keys = bed.manager.readable_keys(slots)
@@ -80,7 +80,7 @@ def test_retained_slots_outlive_pressure_until_their_time_is_over() -> None:
     assert bed.left(slots, keys) == 0
 
 
-def test_retained_slots_can_be_loaded_and_stay_retained() -> None:
+def test_retained_slots_can_be_loaded_and_stay_retained():
     bed = Bed()
     slots = bed.store(3)
     keys = [key for key in bed.manager.readable_keys(slots) if key]
@@ -90,7 +90,7 @@ def test_retained_slots_can_be_loaded_and_stay_retained() -> None:
     assert bed.left(slots, [*keys]) == 3
 
 
-def test_a_part_of_host_memory_is_never_retained() -> None:
+def test_a_part_of_host_memory_is_never_retained():
     bed = Bed(share=0.5)
     slots = bed.store(8)
     assert bed.keep(slots) == 5
@@ -100,14 +100,14 @@ def test_a_part_of_host_memory_is_never_retained() -> None:
     assert bed.totals["unretained_slots"] == 3
 
 
-def test_an_owner_has_a_quota() -> None:
+def test_an_owner_has_a_quota():
     bed = Bed(share=0.5, owner_share=0.3)
     assert bed.keep(bed.store(5), owner="greedy") == 3
     assert bed.keep(bed.store(3), owner="modest") == 2, "what the others left"
     assert bed.totals["unretained_slots"] == 3
 
 
-def test_a_higher_priority_displaces_a_lower_one_of_the_same_owner_first() -> None:
+def test_a_higher_priority_displaces_a_lower_one_of_the_same_owner_first():
     bed = Bed(share=0.5, owner_share=0.3)
     bed.keep(bed.store(2), owner="other", priority=0)
     bed.keep(bed.store(3), owner="own", priority=1)
@@ -121,7 +121,7 @@ def test_a_higher_priority_displaces_a_lower_one_of_the_same_owner_first() -> No
 
 
 @pytest.mark.parametrize("seconds", [10, 600])
-def test_of_two_wishes_the_priority_counts_then_the_end(seconds: float) -> None:
+def test_of_two_wishes_the_priority_counts_then_the_end(seconds):
     bed = Bed()
     slots = bed.store(2)
     bed.keep(slots, seconds=60)
@@ -134,7 +134,7 @@ def test_of_two_wishes_the_priority_counts_then_the_end(seconds: float) -> None:
     assert bed.pass_time(1) == 0
 
 
-def test_slots_that_are_being_stored_are_retained_once_they_are() -> None:
+def test_slots_that_are_being_stored_are_retained_once_they_are():
     bed = Bed()
     slots = bed.manager.prepare_store([b"a", b"b", b"c"])
     assert bed.keep(slots) == 0
@@ -151,7 +151,7 @@ def test_slots_that_are_being_stored_are_retained_once_they_are() -> None:
     assert bed.pass_time(0) == 1, "whose store failed is forgotten"
 
 
-def test_dropping_lets_go_of_everything() -> None:
+def test_dropping_lets_go_of_everything():
     bed = Bed()
     bed.keep(bed.store(3))
     written = bed.manager.prepare_store([b"a"])
@@ -167,20 +167,20 @@ def test_dropping_lets_go_of_everything() -> None:
     assert bed.pass_time(60) == 0
 
 
-def test_a_step_lets_go_of_a_bounded_number() -> None:
+def test_a_step_lets_go_of_a_bounded_number():
     bed = Bed(slots=4 * RELEASED_PER_STEP)
     bed.keep(bed.store(2 * RELEASED_PER_STEP))
     assert bed.pass_time(60) == RELEASED_PER_STEP
     assert bed.pass_time(0) == 0
 
 
-def test_nothing_can_be_retained_with_a_share_of_none() -> None:
+def test_nothing_can_be_retained_with_a_share_of_none():
     bed = Bed(share=0)
     assert bed.keep(bed.store(2)) == 0
     assert bed.totals["unretained_slots"] == 2
 
 
-def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory() -> None:
+def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory():
     """Each request has a block of its own behind a prefix that all of them share."""
     bed = Bed(slots=4000)
     shared = bed.store(500)
@@ -190,7 +190,7 @@ def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory() -> Non
     assert bed.retention.named_slots < 3 * bed.retention.slots + 100 * 64
 
 
-def test_a_slot_that_comes_back_to_a_lease_is_let_go_of_once() -> None:
+def test_a_slot_that_comes_back_to_a_lease_is_let_go_of_once():
     """A stronger wish takes it over and ends first; a wish with the terms of the first follows."""
     bed = Bed()
     slots = bed.store(3)
@@ -204,7 +204,7 @@ def test_a_slot_that_comes_back_to_a_lease_is_let_go_of_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_of_events(seed: int) -> None:
+def test_any_order_of_events(seed):
     """Limits hold, counts are right, and after the longest time nothing is retained."""
     chance = random.Random(seed)
     bed = Bed(slots=60, share=0.5, owner_share=0.25)
@@ -241,7 +241,7 @@ def test_any_order_of_events(seed: int) -> None:
     assert not bed.manager.busy_slots(np.arange(60, dtype=np.int32)).any()
 
 
-def test_a_reset_forgets_what_was_to_be_retained() -> None:
+def test_a_reset_forgets_what_was_to_be_retained():
     """The slot of a store that runs during a reset goes to another key, whose store ends."""
     bed = Bed()
     slots = bed.manager.prepare_store([b"a"])
@@ -256,7 +256,7 @@ def test_a_reset_forgets_what_was_to_be_retained() -> None:
     assert bed.retention.slots == 0
 
 
-def test_leases_that_have_ended_do_not_pile_up() -> None:
+def test_leases_that_have_ended_do_not_pile_up():
     """Each second a wish takes over the slots of the one before."""
     heap = LeaseHeap(lambda lease: (lease.expires,))
     for second in range(1000):

@@ -341,7 +341,7 @@ def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, hint
     assert "Did you mean config_file?" in refusal({"config_fil": file}), "a key inline alone"
 
 
-def test_every_key_of_another_connector_is_answered_with_one_of_ours() -> None:
+def test_every_key_of_another_connector_is_answered_with_one_of_ours():
     assert {*_OTHERS_KEYS.values(), *_RENAMED.values()} <= SCHEMA.keys()
     others = _OTHERS_KEYS.keys() | _NOT_NEEDED.keys()
     assert not (others | _RENAMED.keys()) & (SCHEMA.keys() | SECTIONS.keys())
@@ -375,7 +375,7 @@ def test_an_unknown_key_of_a_section_is_refused_with_the_keys_of_it(write, key, 
     )
 
 
-def test_one_salt_may_not_retain_more_than_all(write) -> None:
+def test_one_salt_may_not_retain_more_than_all(write):
     """By default both are a quarter, and the lower one counts."""
     assert load({"max_retained_share": 0.1}).max_retained_share_per_salt == 0.25
     file = write("max_retained_share: 0.10\nmax_retained_share_per_salt: 0.20")

@@ -93,6 +93,6 @@ def test_a_formatted_size_is_within_its_two_decimals(size_bytes):
     assert abs(parse_size(format_size(size_bytes), 1) - size_bytes) <= 0.00501 * size_bytes + 1
 
 
-def test_described_sizes_are_exact() -> None:
+def test_described_sizes_are_exact():
     assert [describe_bytes(1), describe_bytes(1023)] == ["1 byte", "1023 bytes"]
     assert describe_bytes(3 * GIB // 2) == "1.5 GiB (1610612736 bytes)"

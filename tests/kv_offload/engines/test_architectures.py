@@ -8,9 +8,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.config import speculative
 from vllm.config.cache import CacheDType
 from vllm.v1.core.block_pool import BlockPool
@@ -24,8 +21,6 @@ from tests.support.architectures import FOLLOWED, Architecture, Source, describe
 from tests.support.configurations import make_vllm_config
 from tests.support.planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 from tests.support.published_specs import MODELS
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 PAGE = Path(__file__).parents[3] / "docs/use/architectures.md"
 ROW = re.compile(r"^\| (.+) \| (?:yes|without .+) \| (.+) \|$", re.MULTILINE)
@@ -64,7 +59,7 @@ def rows() -> dict[str, str]:
     return found
 
 
-def test_every_architecture_has_a_verdict(architectures: list[Architecture]) -> None:
+def test_every_architecture_has_a_verdict(architectures):
     known = rows()
     assert len(architectures) > 200
     new = sorted({found.name for found in architectures} - known.keys())
@@ -78,7 +73,7 @@ def test_every_architecture_has_a_verdict(architectures: list[Architecture]) -> 
         assert not other, f"run python -m tests.support.architectures: other layers in {other}"
 
 
-def test_the_verdicts_are_those_of_the_plugin(architectures: list[Architecture]) -> None:
+def test_the_verdicts_are_those_of_the_plugin(architectures):
     """A layer is refused by its spec alone, and each spec is served or has a reason."""
     specs = {spec for found in architectures for spec in found.specs}
     unknown = sorted(specs - SPECS - SCRATCH - REFUSED_SPECS.keys())
@@ -87,7 +82,7 @@ def test_the_verdicts_are_those_of_the_plugin(architectures: list[Architecture])
     assert "without reference windows" in table(some, REFUSED_SPECS)
 
 
-def test_what_well_known_models_keep(architectures: list[Architecture]) -> None:
+def test_what_well_known_models_keep(architectures):
     """The control: that the source is followed over imports, bases and functions."""
     layers = {found.name: describe(found.specs) for found in architectures}
     assert layers["LlamaForCausalLM"] == "attention, windows"
@@ -100,23 +95,23 @@ def test_what_well_known_models_keep(architectures: list[Architecture]) -> None:
     assert layers["LlavaForConditionalGeneration"] == "those of the model that it wraps"
 
 
-def test_every_layer_that_keeps_something_is_followed(source: Source) -> None:
+def test_every_layer_that_keeps_something_is_followed(source):
     layers = source.layers()
     assert len(layers) > 20
     assert [name for name in layers if not name.startswith(FOLLOWED)] == []
 
 
-def test_every_spec_is_known(source: Source) -> None:
+def test_every_spec_is_known(source):
     new = sorted(source.specs.keys() - SPECS - SCRATCH - NO_LAYERS - REFUSED_SPECS.keys())
     assert not new, f"what does a hit need of {new}? See docs/design/cache_groups.md"
 
 
-def test_every_cache_type_is_known() -> None:
+def test_every_cache_type_is_known():
     new = sorted(set(get_args(CacheDType)) - CACHE_DTYPES)
     assert not new, f"is all that reads {new} in the page, or constant?"
 
 
-def test_every_way_to_draft_is_known() -> None:
+def test_every_way_to_draft_is_known():
     def names(literal: Any) -> set[str]:
         parts = [{part} if isinstance(part, str) else names(part) for part in get_args(literal)]
         return set().union(*parts)
@@ -126,7 +121,7 @@ def test_every_way_to_draft_is_known() -> None:
     assert not new, f"does what {new} keeps decide tokens?"
 
 
-def test_vllm_cannot_plan_sinks() -> None:
+def test_vllm_cannot_plan_sinks():
     """Once it can, what a hit needs of them is to be thought through."""
     shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float32}
     with pytest.raises(TypeError, match="unexpected keyword argument"):
@@ -143,7 +138,7 @@ def test_vllm_cannot_plan_sinks() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_cannot_be_built_here_are_served(name: str) -> None:
+def test_models_that_cannot_be_built_here_are_served(name):
     """vLLM plans their groups from what their layers ask for."""
     vllm_config = make_vllm_config({}, max_model_len=1024, max_num_batched_tokens=1024)
     vllm_config.cache_config.num_gpu_blocks_override = 7

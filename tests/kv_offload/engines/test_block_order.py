@@ -15,8 +15,6 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from tests.support.configurations import make_vllm_config
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 ALL = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
 """The layouts of backends that declare none, in vLLM's order."""
 
@@ -48,7 +46,7 @@ def resolved(config: Any, supported: list[str] = ALL) -> str:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_blocks_are_outermost_where_vllm_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_outermost_where_vllm_can_have_it(monkeypatch):
     assert resolved(make()) == "BLNHC"
     assert resolved(make(), ["LBNHC", "LBHNC"]) == "LBNHC", "a backend that lacks it starts, too"
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
@@ -108,18 +106,18 @@ def with_states(config: Any) -> None:
         (with_states, False),
     ],
 )
-def test_only_the_simple_case_asks(change: Callable[[Any], None], asked: bool) -> None:
+def test_only_the_simple_case_asks(change, asked):
     config = make(change)
     assert KVOffloadConnector.get_required_kvcache_layout(config) == ("BLNHC" if asked else None)
     assert resolved(config) == ("BLNHC" if asked else "LBNHC")
 
 
 @pytest.mark.usefixtures("hopper")
-def test_drafts_ask_for_nothing() -> None:
+def test_drafts_ask_for_nothing():
     assert KVOffloadConnector.get_required_kvcache_layout(make(drafts=2)) is None
 
 
-def test_other_devices_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_ask_for_nothing(monkeypatch):
     """This CPU, whose attention has one order, and Blackwell, where vLLM takes FlashInfer."""
     assert KVOffloadConnector.get_required_kvcache_layout(make()) is None
     play(monkeypatch, 10)
@@ -129,7 +127,7 @@ def test_other_devices_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_member_leaves_the_order_to_the_others() -> None:
+def test_a_member_leaves_the_order_to_the_others():
     """vLLM's own connector asks for another, and two wishes would end the start."""
 
     def around(options: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,6 @@ try:
 except ImportError:  # before 0.32
     from vllm.entrypoints.serve.utils.server_utils import GUARDED_PREFIX
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 PATHS = [f"{PREFIX}/{name}" for name in ("empty", "pause-stores", "resume-stores")]
 
 
@@ -50,14 +48,12 @@ def serve(engine: Engine | None, api_key: list[str] | None) -> TestClient:
     return TestClient(app)
 
 
-def test_the_routes_lie_where_vllm_asks_for_its_key() -> None:
+def test_the_routes_lie_where_vllm_asks_for_its_key():
     assert PREFIX.startswith(GUARDED_PREFIX)
 
 
 @pytest.mark.parametrize("api_key", [None, [], [""]])
-def test_without_a_key_of_the_server_the_routes_are_off(
-    api_key: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_key_of_the_server_the_routes_are_off(api_key, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     engine = Engine()
     client = serve(engine, api_key)
@@ -68,11 +64,11 @@ def test_without_a_key_of_the_server_the_routes_are_off(
     assert engine.asked == []
 
 
-def test_a_server_without_an_engine_has_nothing_to_act_on() -> None:
+def test_a_server_without_an_engine_has_nothing_to_act_on():
     assert [serve(None, ["key"]).post(path).status_code for path in PATHS] == [403] * 3
 
 
-def test_with_a_key_from_either_place_the_routes_act(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_key_from_either_place_the_routes_act(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "key")
     engine = Engine()
     client = serve(engine, None)
@@ -86,7 +82,7 @@ def test_with_a_key_from_either_place_the_routes_act(monkeypatch: pytest.MonkeyP
     assert client.get(PATHS[0]).status_code == 405
 
 
-def test_an_engine_without_the_connector_says_so() -> None:
+def test_an_engine_without_the_connector_says_so():
     core = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=lambda: None))
     with pytest.raises(UnsupportedError, match="this engine has no KVOffloadConnector"):
         act(core, PAUSE_STORES)

@@ -14,7 +14,7 @@ from tests.support.manual_tier import ManualTier
 from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 PROBLEM = "cannot write rank-0.kv: a bad disk"
 Make = Callable[..., PlayedEngine]
@@ -60,9 +60,7 @@ def bad_index(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: mended.append(True)
 
 
-def test_a_reset_is_answered_once_the_index_or_a_rank_has_ended_what_was_there(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_reset_is_answered_once_the_index_or_a_rank_has_ended_what_was_there(make, tmp_path):
     engine = make()
     assert (tmp_path / "index.sqlite").exists()
     tier_of(engine).revoke_problem = PROBLEM
@@ -72,15 +70,15 @@ def test_a_reset_is_answered_once_the_index_or_a_rank_has_ended_what_was_there(
     assert tier_of(engine).happened["revoked"] == 1, "the index has ended: nothing can come back"
 
 
-def test_a_rank_is_enough(make: Make, bad_index: object) -> None:
+def test_a_rank_is_enough(make, bad_index):
     engine = make()
     assert engine.reset(reset_connector=True)
     assert tier_of(engine).happened["revoked"] == 1
 
 
 def test_a_reset_that_might_be_undone_is_answered_with_false_and_the_remedy(
-    make: Make, bad_index: Callable[[], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    make, bad_index, tmp_path, caplog
+):
     engine = make()
     tier_of(engine).revoke_problem = PROBLEM
     for _ in range(2):
@@ -100,9 +98,7 @@ def test_a_reset_that_might_be_undone_is_answered_with_false_and_the_remedy(
     assert "the disk has been emptied for a restart, too" in caplog.text
 
 
-def test_the_end_of_an_engine_says_once_more_what_its_disk_may_serve(
-    make: Make, bad_index: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_of_an_engine_says_once_more_what_its_disk_may_serve(make, bad_index, caplog):
     engine = make()
     tier_of(engine).revoke_problem = PROBLEM
     assert not engine.reset(reset_connector=True)
@@ -112,9 +108,7 @@ def test_the_end_of_an_engine_says_once_more_what_its_disk_may_serve(
 
 
 @pytest.mark.parametrize("plugin", [{"keep_on_restart": False}, {"keep_on_reset": True}])
-def test_where_no_restart_can_undo_it_or_should_nothing_is_waited_for(
-    make: Make, bad_index: object, plugin: dict[str, bool]
-) -> None:
+def test_where_no_restart_can_undo_it_or_should_nothing_is_waited_for(make, bad_index, plugin):
     engine = make(**plugin)
     tier_of(engine).revoke_problem = PROBLEM
     assert engine.reset(reset_connector=True)
@@ -122,9 +116,7 @@ def test_where_no_restart_can_undo_it_or_should_nothing_is_waited_for(
 
 
 @pytest.mark.parametrize("plugin", [{}, {"keep_on_reset": True}])
-def test_before_weights_change_the_disk_has_ended_what_was_there(
-    make: Make, monkeypatch: pytest.MonkeyPatch, plugin: dict[str, bool]
-) -> None:
+def test_before_weights_change_the_disk_has_ended_what_was_there(make, monkeypatch, plugin):
     engine = make(**plugin)
     seen: list[int] = []
     change = engine.change_weights
@@ -138,9 +130,7 @@ def test_before_weights_change_the_disk_has_ended_what_was_there(
     assert engine.reset()
 
 
-def test_a_trainer_does_not_wait_for_a_dead_disk_with_each_tensor(
-    make: Make, bad_index: object
-) -> None:
+def test_a_trainer_does_not_wait_for_a_dead_disk_with_each_tensor(make, bad_index):
     engine = make()
     tier_of(engine).revoke_problem = PROBLEM
     for _ in range(5):
@@ -151,8 +141,8 @@ def test_a_trainer_does_not_wait_for_a_dead_disk_with_each_tensor(
 
 
 def test_weights_that_a_rank_tells_of_in_a_step_are_not_waited_for_and_the_log_says_so(
-    make: Make, bad_index: object, caplog: pytest.LogCaptureFixture
-) -> None:
+    make, bad_index, caplog
+):
     engine = make()
     engine.offload.resets.weights_were_loaded({0: 1})
     assert not engine.offload.tiers.is_settled

@@ -30,8 +30,6 @@ from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, Unsupp
 from kv_offload.scheduler.trace_recorder import TraceRecorder
 from tests.support.configurations import around, make_vllm_config, ours
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
@@ -47,9 +45,7 @@ both_places = pytest.mark.parametrize("place", [ours, inside], ids=["alone", "in
 
 
 @both_places
-def test_actors_of_ray_are_given_the_variable_that_names_the_file(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_of_ray_are_given_the_variable_that_names_the_file(place, tmp_path, monkeypatch):
     """They get a part of the environment only, and would run with the defaults, unsaid."""
     file = tmp_path / "kv-offload.yaml"
     file.write_text("eviction_policy: lru\n")
@@ -89,12 +85,12 @@ def with_package(patch: pytest.MonkeyPatch, package: str, *, installed: bool) ->
         ({"cpu_bytes": 5000}, "Did you mean 5000MiB?"),
     ],
 )
-def test_a_wrong_key_or_value(place: Any, plugin: dict[str, Any], remedy: str) -> None:
+def test_a_wrong_key_or_value(place, plugin, remedy):
     assert remedy in refusal(ConfigError, plugin, transfer_config=place)
 
 
 @both_places
-def test_what_is_right_is_not_refused(place: Any) -> None:
+def test_what_is_right_is_not_refused(place):
     make_vllm_config({"eviction_policy": "lru"}, transfer_config=place)
 
 
@@ -103,9 +99,7 @@ def disk(path: Path, size: str = "64MiB") -> dict[str, Any]:
 
 
 @both_places
-def test_a_disk_or_a_trace_that_no_model_could_use(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_or_a_trace_that_no_model_could_use(place, tmp_path, monkeypatch):
     """The engine would find it out after it has loaded the weights and captured its graphs."""
     file = tmp_path / "file"
     file.write_text("a line")
@@ -124,9 +118,7 @@ def test_a_disk_or_a_trace_that_no_model_could_use(
     assert not (tmp_path / "trace").exists()
 
 
-def test_sizes_that_hold_no_block_and_disks_without_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_hold_no_block_and_disks_without_room(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM 0.28 draws its hashes without it
     for plugin, says in (
         ({"cpu_bytes": "8B"}, "cpu_bytes: '8B': asks for 8 bytes, less than 1 MiB"),
@@ -148,9 +140,7 @@ def test_sizes_that_hold_no_block_and_disks_without_room(
             early.check_settings(config)
 
 
-def test_keys_of_blocks_that_mean_nothing_to_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_blocks_that_mean_nothing_to_another_process(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = make_vllm_config({})
     config.cache_config.prefix_caching_hash_algo = "xxhash"
@@ -168,7 +158,7 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(
             early.check_settings(config)
 
 
-def test_a_store_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_its_package(monkeypatch):
     with_package(monkeypatch, "mooncake", installed=False)
     store = {"remote": {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": 0}}
     message = refusal(UnsupportedError, store)
@@ -176,7 +166,7 @@ def test_a_store_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'kv-offload[mooncake]'" in message
 
 
-def test_a_trace_that_an_engine_records_to_stops_nobody(tmp_path: Path) -> None:
+def test_a_trace_that_an_engine_records_to_stops_nobody(tmp_path):
     """Each of several API servers reads the arguments, maybe after its engine has begun."""
     path = tmp_path / "trace"
     recorder = TraceRecorder(path, 1 << 20)
@@ -190,27 +180,25 @@ def test_a_trace_that_an_engine_records_to_stops_nobody(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["trace"]
 
 
-def test_more_memory_than_all_replicas_have_together() -> None:
+def test_more_memory_than_all_replicas_have_together():
     size_bytes = read_host_memory().size_bytes * 6 // 10
     message = refusal(CapacityError, {"cpu_bytes": size_bytes}, replicas=2)
     assert "for each of 2 replicas on this host" in message
 
 
-def test_settings_that_do_not_fit_each_other() -> None:
+def test_settings_that_do_not_fit_each_other():
     consumer = functools.partial(ours, role="kv_consumer")
     assert "set it to 'kv_both'" in refusal(UnsupportedError, {}, transfer_config=consumer)
 
 
-def test_a_variable_named_after_a_key_and_a_vllm_that_is_not_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_variable_named_after_a_key_and_a_vllm_that_is_not_known(monkeypatch):
     monkeypatch.setenv("KV_OFFLOAD_CPU_BYTES", "100GiB")
     assert "unset KV_OFFLOAD_CPU_BYTES" in refusal(ConfigError, {})
     monkeypatch.setattr("vllm.__version__", "0.40.1")
     assert "works with vLLM 0.31 to 0.33, this is '0.40.1'" in refusal(UnsupportedError, {})
 
 
-def test_an_engine_on_another_host_is_left_to_that_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_another_host_is_left_to_that_host(monkeypatch):
     config = make_vllm_config({})
     config.kv_transfer_config.kv_connector_extra_config["eviction_polcy"] = "arc"
     with pytest.raises(ConfigError):
@@ -225,7 +213,7 @@ def test_an_engine_on_another_host_is_left_to_that_host(monkeypatch: pytest.Monk
             early.check_settings(config)
 
 
-def test_a_trace_is_looked_at_where_the_scheduler_is(tmp_path: Path) -> None:
+def test_a_trace_is_looked_at_where_the_scheduler_is(tmp_path):
     """A second host of a replica has ranks alone, and needs no folder for it."""
     config = make_vllm_config({})
     options = config.kv_transfer_config.kv_connector_extra_config
@@ -245,7 +233,7 @@ OTHER = KVTransferConfig(
 
 
 @pytest.mark.parametrize("transfer", [OTHER, None])
-def test_without_the_plugin_nothing_is_looked_at(transfer: KVTransferConfig | None) -> None:
+def test_without_the_plugin_nothing_is_looked_at(transfer):
     config = make_vllm_config({})
     config.kv_transfer_config = transfer
     early.check_settings(config)
@@ -254,7 +242,7 @@ def test_without_the_plugin_nothing_is_looked_at(transfer: KVTransferConfig | No
     )
 
 
-def test_an_engine_without_the_plugin_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_the_plugin_says_so(caplog):
     caplog.set_level(logging.INFO, "kv_offload")
     make_vllm_config({})
     assert "not in use" not in caplog.text
@@ -264,9 +252,7 @@ def test_an_engine_without_the_plugin_says_so(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_gpu_without_cupy(
-    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_cupy(installed, tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     config = make_vllm_config({})
     config.device_config.device_type = "cuda"
@@ -278,9 +264,7 @@ def test_a_gpu_without_cupy(
 
 
 @pytest.mark.parametrize(("writable", "in_memory"), [(True, False), (False, False), (False, True)])
-def test_a_gpu_without_a_folder_for_its_kernels(
-    writable: bool, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_a_folder_for_its_kernels(writable, in_memory, tmp_path, monkeypatch):
     """As in a container whose user has no home. CuPy 13 can keep kernels in memory instead."""
     config = make_vllm_config({})
     config.device_config.device_type = "cuda"
@@ -301,9 +285,7 @@ def test_a_gpu_without_a_folder_for_its_kernels(
     ("capability", "packs"),
     [((8, 0), True), ((8, 0), False), ((9, 0), True), ((12, 0), True), ((12, 0), False)],
 )
-def test_a_gpu_that_cannot_pack(
-    capability: tuple[int, int], packs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_cannot_pack(capability, packs, monkeypatch):
     from vllm.platforms import current_platform
 
     config = make_vllm_config({"pack_kv": packs})
@@ -319,9 +301,7 @@ def test_a_gpu_that_cannot_pack(
 
 
 @pytest.mark.parametrize("connector", [CONNECTOR, "NixlConnector"])
-def test_only_a_key_of_ours_that_is_given_twice_is_refused(
-    connector: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_key_of_ours_that_is_given_twice_is_refused(connector, monkeypatch):
     text = f'{{"kv_connector": "{connector}", "kv_role": "kv_both", "kv_role": "kv_both"}}'
     arguments = EngineArgs(model="unused", kv_transfer_config=json.loads(text))
     config = make_vllm_config({})
@@ -333,7 +313,7 @@ def test_only_a_key_of_ours_that_is_given_twice_is_refused(
 
 @both_places
 @pytest.mark.parametrize("made", [KVTransferConfig, dict])
-def test_a_setting_with_which_vllm_replaces_the_plugin(place: Any, made: Any) -> None:
+def test_a_setting_with_which_vllm_replaces_the_plugin(place, made):
     arguments = EngineArgs(model="unused", kv_transfer_config=made(**place({})))
     early.check_arguments(arguments)
     arguments.kv_offloading_size = 4.0
@@ -348,7 +328,7 @@ ONCE, TWICE = '{"a": {"b": 2}}', '{"a": {"b": 1, "b": 2}}'
 
 @pytest.mark.parametrize("words", ["--kv-transfer-config X", "--kv-transfer-config=X"])
 @pytest.mark.parametrize("underscores", [True, False])
-def test_a_key_that_is_given_twice_is_refused(words: str, underscores: bool) -> None:
+def test_a_key_that_is_given_twice_is_refused(words, underscores):
     argv = (words.replace("-", "_").replace("__", "--") if underscores else words).split()
     check_keys([word.replace("X", ONCE) for word in argv])
     with pytest.raises(ConfigError) as caught:
@@ -371,12 +351,7 @@ def test_a_key_that_is_given_twice_is_refused(words: str, underscores: bool) -> 
         (["--kv-transfer-config"], False),  # vLLM refuses it
     ],
 )
-def test_an_empty_argument_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    more: list[str],
-    is_empty: bool,
-) -> None:
+def test_an_empty_argument_is_a_warning(monkeypatch, caplog, more, is_empty):
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *more])
     with caplog.at_level(logging.INFO):
         assert check_settings(lambda _: "made", SimpleNamespace(kv_transfer_config=None)) == "made"
@@ -387,9 +362,7 @@ def test_an_empty_argument_is_a_warning(
 
 
 @both_places
-def test_a_shared_folder_that_is_not_there_or_not_for_this_user(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_folder_that_is_not_there_or_not_for_this_user(place, tmp_path, monkeypatch):
     """It is not made: where the filesystem is not mounted, that would be on another one."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     file = tmp_path / "file"
@@ -412,9 +385,7 @@ def test_a_shared_folder_that_is_not_there_or_not_for_this_user(
     make_vllm_config(shared(tmp_path), transfer_config=place)
 
 
-def test_a_shared_folder_that_does_not_answer_stops_no_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_folder_that_does_not_answer_stops_no_start(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "ANSWER_SECONDS", 0.1)
     goes_on = threading.Event()
 
@@ -427,7 +398,7 @@ def test_a_shared_folder_that_does_not_answer_stops_no_start(
     goes_on.set()
 
 
-def test_a_bucket_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_without_its_package(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     bucket = {"remote": {"kind": "s3", "url": "s3://bucket/kv", "bytes": 0}}
     with_package(monkeypatch, "obstore", installed=False)

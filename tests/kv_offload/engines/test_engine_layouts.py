@@ -44,8 +44,6 @@ from tests.support.planning import (
 )
 from tests.support.published_specs import MODELS
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NUM_BLOCKS = 7
 POISON = 0x55
@@ -193,7 +191,7 @@ NOT_ALL = {
         ),
     ],
 )
-def test_blocks_come_back_as_they_were_stored(kind: str, tokens: int, layout: str) -> None:
+def test_blocks_come_back_as_they_were_stored(kind, tokens, layout):
     round_trip(build(groups_of(kind, tokens), layout))
 
 
@@ -206,13 +204,13 @@ def test_blocks_come_back_as_they_were_stored(kind: str, tokens: int, layout: st
         if layout not in NOT_ALL.get(name, ())
     ],
 )
-def test_blocks_of_models_that_cannot_be_built_here_come_back(name: str, layout: str) -> None:
+def test_blocks_of_models_that_cannot_be_built_here_come_back(name, layout):
     built = build_model(name, layout)
     round_trip(built)
     assert describe_pages(make_vllm_config({}), built.config, built.caches)
 
 
-def test_pages_of_scratch_take_no_room_in_a_slot() -> None:
+def test_pages_of_scratch_take_no_room_in_a_slot():
     """Where vLLM gives it bytes of its own; else they are those of another group."""
     built = build_model("DeepSeek V4.1", "LBNHC")
     layout = describe_kv_caches(built.caches, built.config)
@@ -224,7 +222,7 @@ def test_pages_of_scratch_take_no_room_in_a_slot() -> None:
     )
 
 
-def test_states_over_attention_with_heads_outermost_are_refused() -> None:
+def test_states_over_attention_with_heads_outermost_are_refused():
     """A block's state would lie over the keys and values of two other blocks."""
     built = build(groups_of("states", 32), "LHBNC")
     with pytest.raises(UnsupportedError, match="overlap where no copy could be exact"):
@@ -233,14 +231,14 @@ def test_states_over_attention_with_heads_outermost_are_refused() -> None:
 
 @pytest.mark.parametrize("kernel_tokens", [16, 32])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name[0] != "B" and name[1] != "H"])
-def test_kernel_blocks_that_are_smaller_than_the_managers(layout: str, kernel_tokens: int) -> None:
+def test_kernel_blocks_that_are_smaller_than_the_managers(layout, kernel_tokens):
     built = build(groups_of("dense", 64), layout, kernel_tokens)
     assert {t.shape[0] for t in built.caches.values()} == {NUM_BLOCKS * 64 // kernel_tokens}
     round_trip(built)
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
-def test_blocks_outermost_are_one_run_over_all_layers(layout: str) -> None:
+def test_blocks_outermost_are_one_run_over_all_layers(layout):
     """And a region for each layer, so that loads can come in waves."""
     built = build(groups_of("dense", 32), layout)
     regions = describe_kv_caches(built.caches, built.config).regions
@@ -251,7 +249,7 @@ def test_blocks_outermost_are_one_run_over_all_layers(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCALED)
-def test_scales_per_token_and_head_travel_in_the_page(layout: str, name: str) -> None:
+def test_scales_per_token_and_head_travel_in_the_page(layout, name):
     """The views of the scales are vLLM's own; they lie between the keys and the values."""
     built = build([group("scaled", 2, attention_spec(32, **SCALED[name]))], layout)
     for cache in built.caches.values():
@@ -296,14 +294,14 @@ PACKED_TYPES = {
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("name", PACKED_TYPES)
-def test_blocks_of_packed_types_come_back_unpacked(name: str, layout: str) -> None:
+def test_blocks_of_packed_types_come_back_unpacked(name, layout):
     built = build([group("packed", 2, PACKED_TYPES[name])], layout)
     described = describe_kv_caches(built.caches, built.config, packs=True)
     assert [region.packing for region in described.regions] == [None] * len(described.regions)
     round_trip(built)
 
 
-def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused() -> None:
+def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused():
     built = build(groups_of("dense", 32), LAYOUTS[0])
     name, cache = next(iter(built.caches.items()))
     overlapping = cache.as_strided(cache.shape, (cache.stride(0) // 2, *cache.stride()[1:]))
@@ -354,7 +352,7 @@ def channels_of_columns(built: Built, heads: int, tokens: int) -> dict[int, set[
 
 @pytest.mark.parametrize(("heads", "tokens"), [(2, 128), (16, 16), (4, 64)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_of_eight_channels_are_packed_together(layout: str, heads: int, tokens: int) -> None:
+def test_values_of_eight_channels_are_packed_together(layout, heads, tokens):
     """Over all tokens, and with no others: also where there are as many heads as tokens."""
     spec = attention_spec(tokens, num_kv_heads=heads)
     built = build([group("full", 2, spec)], layout)
@@ -371,7 +369,7 @@ def test_values_of_eight_channels_are_packed_together(layout: str, heads: int, t
     [("dense", True), ("windows", True), ("latent", True), ("states", False)],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_blocks_come_back_as_they_were(kind: str, layout: str, packs: bool) -> None:
+def test_packed_blocks_come_back_as_they_were(kind, layout, packs):
     if layout in NOT_ALL.get(kind, ()):
         pytest.skip("this kind has no such layout")
     built = build(groups_of(kind, 128), layout)
@@ -380,7 +378,7 @@ def test_packed_blocks_come_back_as_they_were(kind: str, layout: str, packs: boo
     round_trip(built, packs=True)
 
 
-def test_nothing_of_another_type_or_of_small_pages_is_packed() -> None:
+def test_nothing_of_another_type_or_of_small_pages_is_packed():
     for spec in (
         attention_spec(128, dtype=torch.float16),
         attention_spec(128, dtype=torch.float32),
@@ -414,7 +412,7 @@ def pages(
     return describe_pages(config, built.config, built.caches, packs=packs)
 
 
-def test_slots_in_which_values_lie_elsewhere_are_told_apart() -> None:
+def test_slots_in_which_values_lie_elsewhere_are_told_apart():
     kinds = ["dense", "windows", "latent", "states", "two pages", "padded"]
     made = [
         *(pages("dense", layout) for layout in LAYOUTS),
@@ -426,9 +424,7 @@ def test_slots_in_which_values_lie_elsewhere_are_told_apart() -> None:
     assert len(set(made)) == len(made)
 
 
-def test_packed_slots_are_told_apart_from_others_and_by_their_format(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packed_slots_are_told_apart_from_others_and_by_their_format(monkeypatch):
     def told(packs: bool, kind: str = "dense") -> str:
         return pages(kind, LAYOUTS[0], packs=packs, tokens=128)
 
@@ -442,9 +438,7 @@ def test_packed_slots_are_told_apart_from_others_and_by_their_format(
 
 @pytest.mark.parametrize("kind", ["dense", "windows", "latent", "states", "two pages"])
 @pytest.mark.parametrize("layout", LAYOUTS[:4])
-def test_how_many_blocks_there_are_and_where_does_not_change_a_slot(
-    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_blocks_there_are_and_where_does_not_change_a_slot(kind, layout, monkeypatch):
     if layout in NOT_ALL.get(kind, ()):
         pytest.skip("not served")
     before = pages(kind, layout)

@@ -24,12 +24,10 @@ from tests.support.configurations import make_kv_cache_config, make_spec, set_la
 from tests.support.planning import groups_of_stage
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 # -- groups ------------------------------------------------------------------------------------
 
 
-def test_groups_keep_the_order_of_the_block_tables() -> None:
+def test_groups_keep_the_order_of_the_block_tables():
     groups = (
         CacheGroup(0, 8),
         WINDOW,
@@ -45,19 +43,19 @@ def test_groups_keep_the_order_of_the_block_tables() -> None:
     assert cache_groups(config, drops_last_block=True) == tuple(of_head)
 
 
-def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof() -> None:
+def test_where_vllm_names_the_groups_of_a_head_no_other_needs_a_proof():
     groups = (dataclasses.replace(FULL, sees_next_token=True), WINDOW)
     config = make_kv_cache_config(groups, 40)
     assert cache_groups(config, drops_last_block=True) == groups
     assert cache_groups(config) == (FULL, WINDOW)
 
 
-def test_windows_of_which_vllm_names_some_blocks() -> None:
+def test_windows_of_which_vllm_names_some_blocks():
     groups = (FULL, dataclasses.replace(WINDOW, retention_tokens=0))
     assert cache_groups(make_kv_cache_config(groups, 40)) == groups
 
 
-def test_blocks_hold_the_tokens_of_all_context_parallel_ranks() -> None:
+def test_blocks_hold_the_tokens_of_all_context_parallel_ranks():
     config = make_kv_cache_config((CacheGroup(0, 8), CacheGroup(1, 4)), 40)
     assert cache_groups(config, 2) == (CacheGroup(0, 16), CacheGroup(1, 8))
     config.kv_cache_groups[1] = KVCacheGroupSpec(["layer.1"], spec_of(dcp_sharded=False))
@@ -97,16 +95,14 @@ def spec_of(kind: Any = FullAttentionSpec, **more: Any) -> Any:
         ([spec_of(attention_chunk_size=8)], FULL),
     ],
 )
-def test_a_group_keeps_what_any_of_its_layers_reads(
-    members: list[Any], expected: CacheGroup
-) -> None:
+def test_a_group_keeps_what_any_of_its_layers_reads(members, expected):
     config = make_kv_cache_config([FULL], 40)
     set_layers(config, {f"layer.{i}": spec for i, spec in enumerate(members)})
     assert cache_groups(config) == (expected,)
 
 
 @pytest.mark.parametrize("group", [WINDOW, CHUNKS, STATE])
-def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group: CacheGroup) -> None:
+def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group):
     """The scheduler is given the groups of the first stage, as vLLM projects them."""
     config = make_kv_cache_config([FULL, group], 40)
     of_stage = {"layer.0": make_spec(FULL.block_tokens)}
@@ -143,7 +139,7 @@ def equal_ranks(*specs: Any, tensor: int = 4, decode_context: int = 1) -> int:
     return ranks_with_equal_bytes(parallel, SimpleNamespace(kv_cache_groups=groups))
 
 
-def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
+def test_tensor_parallel_ranks_hold_the_same_latents():
     assert equal_ranks(latent(), latent()) == 4
     group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent()})
     assert equal_ranks(group) == 4
@@ -152,7 +148,7 @@ def test_tensor_parallel_ranks_hold_the_same_latents() -> None:
     assert equal_ranks(latent(), window, spec_of(CircularBufferSpec)) == 4, "rings are not stored"
 
 
-def test_ranks_that_may_differ_share_nothing() -> None:
+def test_ranks_that_may_differ_share_nothing():
     assert equal_ranks(spec_of()) == 1, "even of one head: what is left of it is not said"
     assert equal_ranks(latent(), spec_of()) == 1
     assert equal_ranks(latent(), decode_context=2) == 1

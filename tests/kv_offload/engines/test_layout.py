@@ -63,7 +63,7 @@ def regions(layout: KVLayout, *tensors: torch.Tensor) -> list[tuple[int, int, in
         ),
     ],
 )
-def test_where_the_blocks_are(shape: tuple[int, ...], expected: list[tuple[int, int, int]]) -> None:
+def test_where_the_blocks_are(shape, expected):
     tensor = cache(*shape)
     layout = describe_kv_caches({"layer": tensor}, config())
     assert (layout.num_blocks, layout.slot_bytes) == (BLOCKS, PAGE_BYTES)
@@ -83,7 +83,7 @@ def state_config(page_bytes: int) -> Any:
     return made
 
 
-def test_states_are_not_packed() -> None:
+def test_states_are_not_packed():
     """Not even a tensor of bfloat16 numbers: what it holds is no KV."""
     caches = {"layer": torch.zeros(BLOCKS, TOKENS, 1 << 13, dtype=torch.bfloat16)}
     layout = describe_kv_caches(caches, state_config(TOKENS << 14), packs=True)
@@ -127,17 +127,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("caches", "problem"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_copied_exactly(caches: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_copied_exactly(caches, problem):
     assert refusal(caches, config()).startswith(f"kv-offload: {problem}")
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_too_few_blocks_to_tell_them_from_keys_and_values(blocks: int) -> None:
+def test_too_few_blocks_to_tell_them_from_keys_and_values(blocks):
     message = refusal({"layer": cache(2, blocks, *BLOCK_SHAPE)}, config(blocks=blocks))
     assert "at least 3 are needed" in message
 
 
-def test_a_page_that_is_not_aligned() -> None:
+def test_a_page_that_is_not_aligned():
     made = config()
     spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=3, dtype=torch.float32)
     set_layers(made, {"layer": spec})
@@ -147,7 +147,7 @@ def test_a_page_that_is_not_aligned() -> None:
 # -- which layer reads what --------------------------------------------------------------------
 
 
-def test_layers_and_their_regions() -> None:
+def test_layers_and_their_regions():
     """K and V apart are two regions; a layer without a cache of its own reads another's."""
     first, second = cache(2, BLOCKS, HEADS, TOKENS, HEAD_SIZE), cache(BLOCKS, *BLOCK_SHAPE)
     caches = {"first": first, "second": second, "reader": first}
@@ -161,7 +161,7 @@ def test_layers_and_their_regions() -> None:
         assert all(tensor.data_ptr() <= layout.regions[i].address < end for i in found[name])
 
 
-def test_layers_that_share_their_bytes_share_a_region() -> None:
+def test_layers_that_share_their_bytes_share_a_region():
     """Groups that overlay each other; layers side by side in a block have a region each."""
     both, same = cache(BLOCKS, 2, *BLOCK_SHAPE), cache(BLOCKS, *BLOCK_SHAPE)
     for caches, places, of_b in (

@@ -13,8 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from tests.support.configurations import make_kv_cache_config, make_vllm_config
 from tests.support.played_cases import FULL
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 @pytest.fixture(scope="module")
 def front_end() -> Any:
@@ -26,12 +24,8 @@ def front_end() -> Any:
 
 @pytest.mark.parametrize(("policy", "done"), [("recompute", "computed again"), ("fail", "failed")])
 def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
-    front_end: Any,
-    policy: str,
-    done: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    front_end, policy, done, monkeypatch, caplog
+):
     config = copy.deepcopy(front_end)
     config.kv_transfer_config.kv_connector_extra_config["on_load_failure"] = policy
     caplog.set_level(logging.INFO, "kv_offload")

@@ -16,14 +16,14 @@ OTHER = SimpleNamespace()
 MULTI = SimpleNamespace(_connectors=[OTHER, OURS, SimpleNamespace(_connectors=[OURS])])
 
 
-def test_our_connectors_are_found_alone_and_inside_others() -> None:
+def test_our_connectors_are_found_alone_and_inside_others():
     assert list(connectors_in(OURS)) == [OURS]
     assert list(connectors_in(OURS, "offload_worker")) == []
     assert list(connectors_in(OTHER)) == list(connectors_in(None)) == []
     assert list(connectors_in(MULTI)) == [OURS, OURS]
 
 
-def test_each_of_our_connectors_gets_what_its_own_ranks_report() -> None:
+def test_each_of_our_connectors_gets_what_its_own_ranks_report():
     one, two = (OffloadWorkerMetadata({rank: RankReport()}) for rank in range(2))
     assert list(connectors_with_reports(OURS, one)) == [(OURS, one)]
     nested = SimpleNamespace(metadata=("x", one, SimpleNamespace(metadata=(two,))))
@@ -31,7 +31,7 @@ def test_each_of_our_connectors_gets_what_its_own_ranks_report() -> None:
     assert list(connectors_with_reports(MULTI, None)) == [(OURS, None)] * 2
 
 
-def test_vllm_sends_and_merges_reports() -> None:
+def test_vllm_sends_and_merges_reports():
     reports = (RankReport({1: Outcome.LOST}, 2, 3.0, 4.0, 5, 6), RankReport(), RankReport())
     one, two, three = (ConnectorWorkerMetadata({n: told}) for n, told in enumerate(reports))
     merged = one.aggregate(two).aggregate(three)

@@ -19,14 +19,14 @@ from prometheus_client.values import MultiProcessValue
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
-from kv_offload.metrics import METRICS, PREFIX, Metric
+from kv_offload.metrics import METRICS, PREFIX
 
 
 def stats(**figures: float | list[float]) -> ConnectorStats:
     return ConnectorStats(data=dict(figures))
 
 
-def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collected() -> None:
+def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collected():
     """vLLM adds up in the first of several: what was added must not be shared with it."""
     counted = {"stored_bytes": 5, "slots_in_use": 7, "failed_loads": 2}
     later = stats(**counted, load_bytes=[3], load_seconds=[0.5])
@@ -48,7 +48,7 @@ def test_counters_add_up_gauges_are_replaced_and_values_of_histograms_are_collec
     assert data["stored_bytes"] == 15, "what was sent is not taken back"
 
 
-def test_the_log_line_has_figures_of_a_readable_length() -> None:
+def test_the_log_line_has_figures_of_a_readable_length():
     assert stats(stored_seconds=0.123456789, slots=3, load_seconds=[0.123456, 3, 0.2]).reduce() == {
         "stored_seconds": 0.1235,
         "slots": 3,
@@ -57,7 +57,7 @@ def test_the_log_line_has_figures_of_a_readable_length() -> None:
     }
 
 
-def test_stats_cross_a_process_boundary() -> None:
+def test_stats_cross_a_process_boundary():
     figures = stats(stored_bytes=5, slots=2, load_bytes=[7, 8])
     sent = pickle.loads(pickle.dumps(figures)).data
     rebuilt = KVOffloadConnector.build_kv_connector_stats(data=sent)
@@ -69,7 +69,7 @@ def test_stats_cross_a_process_boundary() -> None:
 # -- names -------------------------------------------------------------------------------------
 
 
-def test_names_are_not_vllms() -> None:
+def test_names_are_not_vllms():
     """Two collectors of one name end the API server; some prefixes belong to its connectors."""
     assert PREFIX.startswith("vllm:"), "vLLM unregisters its metrics by name for a second engine"
     assert not PREFIX.startswith(("vllm:kv_offload_", "vllm:simple_kv_offload_"))
@@ -97,7 +97,7 @@ SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_count", "_sum"
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_a_metric_of_an_engine_reads_zero_and_then_what_its_stats_hold(metric: Metric) -> None:
+def test_a_metric_of_an_engine_reads_zero_and_then_what_its_stats_hold(metric):
     registry = CollectorRegistry()
 
     def values(engine: int) -> list[float | None]:
@@ -124,9 +124,7 @@ def test_a_metric_of_an_engine_reads_zero_and_then_what_its_stats_hold(metric: M
     assert {*values(0)} == {0.0}
 
 
-def test_a_gauge_of_several_api_servers_has_the_last_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gauge_of_several_api_servers_has_the_last_value(tmp_path, monkeypatch):
     """Each of them hears of some steps only; vLLM has them share a folder."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     for server, slots in enumerate((7, 5)):

@@ -6,7 +6,6 @@ import functools
 import random
 import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 import kv_offload.engines.vllm.connector
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import log
 from kv_offload.engines.vllm.start.ranks import ask_ranks
@@ -25,8 +23,6 @@ from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, forget, stor
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 from tests.support.remote_connector import RemoteConnector, multi_config
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 ORDERS = pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 
@@ -42,9 +38,7 @@ def ask(engine: PlayedEngine, request_id: str, prompt: list[int], **params: Any)
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["one group", "two groups"])
-def test_requests_of_many_prefixes(
-    first: bool, role: str, asynchronous: bool, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_requests_of_many_prefixes(first, role, asynchronous, groups):
     """Requests come, are preempted and aborted while steps are under way; KV is always right.
 
     With `kv_producer` vLLM keeps no freed blocks back for steps in flight, so a load may be given
@@ -86,7 +80,7 @@ def test_requests_of_many_prefixes(
 
 @ORDERS
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_the_other_member_brings_is_stored(first: bool, asynchronous: bool) -> None:
+def test_what_the_other_member_brings_is_stored(first, asynchronous):
     """Both know the prompt: the first that does is asked to load it, and the other loads nothing.
 
     The remote one brings all of it, ours what ends with a block.
@@ -126,9 +120,7 @@ def nested_last(plugin: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "config", [functools.partial(multi_config, first=False), nested_last], ids=["member", "nested"]
 )
-def test_what_the_other_member_brings_is_not_read_from_the_disk(
-    tmp_path: Path, config: Callable[[dict[str, Any]], dict[str, Any]]
-) -> None:
+def test_what_the_other_member_brings_is_not_read_from_the_disk(tmp_path, config):
     """vLLM takes it from the first member that has it. The request would wait for the disk."""
     disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     engine = PlayedEngine(transfer_config=config, plugin=disk)
@@ -153,7 +145,7 @@ def test_what_the_other_member_brings_is_not_read_from_the_disk(
     engine.connector.shutdown()
 
 
-def test_what_was_brought_once_is_looked_up_after_a_preemption() -> None:
+def test_what_was_brought_once_is_looked_up_after_a_preemption():
     """The other member has handed it over, and has nothing more."""
     engine = PlayedEngine(transfer_config=functools.partial(multi_config, first=False))
     ask(engine, "sends", PROMPT, do_remote_decode=True)
@@ -170,7 +162,7 @@ def test_what_was_brought_once_is_looked_up_after_a_preemption() -> None:
     engine.check_rest()
 
 
-def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
+def test_what_the_other_member_failed_to_load_is_not_kept():
     """The forward has read it, and its blocks were planned to be stored in the same step."""
     config = functools.partial(multi_config, remote={"synchronous": True})
     engine = PlayedEngine(
@@ -193,7 +185,7 @@ def test_what_the_other_member_failed_to_load_is_not_kept() -> None:
 
 @pytest.mark.parametrize("then", ["waits", "runs", "aborted", "gone"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_the_other_member_says_of_a_load_of_ours(asynchronous: bool, then: str) -> None:
+def test_what_the_other_member_says_of_a_load_of_ours(asynchronous, then):
     """It says that it has received what ours loads, or has loaded.
 
     vLLM would run the request at once, or free its blocks, or end with an error.
@@ -228,7 +220,7 @@ def test_what_the_other_member_says_of_a_load_of_ours(asynchronous: bool, then: 
 
 
 @ORDERS
-def test_a_load_of_ours_that_fails_costs_no_request(first: bool) -> None:
+def test_a_load_of_ours_that_fails_costs_no_request(first):
     """vLLM's own `kv_load_failure_policy`, by default to fail, is for loads of other connectors."""
     engine = PlayedEngine(transfer_config=functools.partial(multi_config, first=first))
     store(engine, PROMPT)
@@ -242,7 +234,7 @@ def test_a_load_of_ours_that_fails_costs_no_request(first: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_are_asked_what_they_hold(ranks: int) -> None:
+def test_ranks_are_asked_what_they_hold(ranks):
     engine = PlayedEngine(ranks=ranks, slots=24, transfer_config=multi_config)
     assert engine.offload.manager.usable_slots == 24
     (remote,) = [c for c in engine.connector._connectors if isinstance(c, RemoteConnector)]
@@ -251,7 +243,7 @@ def test_ranks_are_asked_what_they_hold(ranks: int) -> None:
     assert engine.offload.manager.slots_in_use > 0
 
 
-def test_ranks_that_nobody_can_ask() -> None:
+def test_ranks_that_nobody_can_ask():
     with pytest.raises(UnsupportedError, match="use KVOffloadConnector without MultiConnector"):
         ask_ranks(lambda _worker: None)
 
@@ -285,9 +277,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     "option", [{"cpu_bytes": "32MiB"}, {"store_blocks": "prompt"}, {"config_file": "/kv.yaml"}]
 )
-def test_an_option_of_ours_beside_the_members_is_refused(
-    deep: bool, option: dict[str, Any]
-) -> None:
+def test_an_option_of_ours_beside_the_members_is_refused(deep, option):
     """The member has another `cpu_bytes`, and none of the others."""
 
     def misplaced(plugin: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +296,7 @@ def test_an_option_of_ours_beside_the_members_is_refused(
     )
 
 
-def test_options_of_others_beside_the_members_are_left_alone(warned: list[str]) -> None:
+def test_options_of_others_beside_the_members_are_left_alone(warned):
     """`eviction_policy` may be meant for another member, which does not get it either."""
 
     def outside(plugin: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +314,7 @@ def test_options_of_others_beside_the_members_are_left_alone(warned: list[str]) 
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_ours_twice_is_refused(deep: bool) -> None:
+def test_ours_twice_is_refused(deep):
     def twice(plugin: dict[str, Any]) -> dict[str, Any]:
         config = multi_config(plugin)
         members = config["kv_connector_extra_config"]["connectors"]
@@ -335,9 +325,7 @@ def test_ours_twice_is_refused(deep: bool) -> None:
         build(twice)
 
 
-def test_a_member_given_by_the_path_of_its_module_is_found_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_member_given_by_the_path_of_its_module_is_found_by_name(monkeypatch):
     """The MultiConnector rebuilds its stats by that name; the entry point may not be installed."""
     names = {n: cls for n, cls in KVConnectorFactory._registry.items() if n != CONNECTOR}
     monkeypatch.setattr(KVConnectorFactory, "_registry", names)

@@ -22,7 +22,7 @@ from tests.support.configurations import make_kv_cache_config, make_vllm_config,
 from tests.support.played_cases import FULL, WINDOW
 from tests.support.processes import run_module
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
@@ -94,12 +94,12 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("name", "change"), DIFFERENT.items(), ids=DIFFERENT)
-def test_what_changes_blocks_changes_the_description(name: str, change: Any, engine: Any) -> None:
+def test_what_changes_blocks_changes_the_description(name, change, engine):
     also = {"weights"} if name == "model" else set()  # there is no folder of this name
     assert changed(engine, change) == {name} | also
 
 
-def test_what_changes_several_things(engine: Any) -> None:
+def test_what_changes_several_things(engine):
     assert changed(engine, groups(WINDOW)) == {"groups", "layers"}
     assert changed(engine, groups(FULL, WINDOW)) == {"groups", "layers"}
     larger = setting("parallel_config.decode_context_parallel_size", 2)
@@ -108,7 +108,7 @@ def test_what_changes_several_things(engine: Any) -> None:
     assert changed(engine, setting("model_config.seed", 7)) == {"seed"}
 
 
-def test_what_becomes_of_an_image_or_video_counts(engine: Any) -> None:
+def test_what_becomes_of_an_image_or_video_counts(engine):
     """Its hash, which is in the key, is that of its data."""
     engine.vllm.model_config.multimodal_config = MultiModalConfig()
     for name, value in (
@@ -121,7 +121,7 @@ def test_what_becomes_of_an_image_or_video_counts(engine: Any) -> None:
         assert changed(engine, change) == {"inputs"}, name
 
 
-def test_drafts_of_a_model_count_and_those_of_the_text_do_not(engine: Any) -> None:
+def test_drafts_of_a_model_count_and_those_of_the_text_do_not(engine):
     drafts = make_vllm_config({}, drafts=2).speculative_config
     assert changed(engine, setting("speculative_config", drafts)) == set()
     assert {"draft", "draft_model", "draft_weights", "groups"} <= changed(
@@ -146,11 +146,11 @@ SAME = {
 
 
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME)
-def test_what_changes_no_block_does_not_count(change: Any, engine: Any) -> None:
+def test_what_changes_no_block_does_not_count(change, engine):
     assert changed(engine, change) == set()
 
 
-def test_weights_in_a_folder_are_known_by_name_size_and_time(engine: Any, tmp_path: Path) -> None:
+def test_weights_in_a_folder_are_known_by_name_size_and_time(engine, tmp_path):
     engine.vllm.model_config.model = str(tmp_path)
     weights, nested = tmp_path / "model.safetensors", tmp_path / "more" / "a.bin"
     nested.parent.mkdir()
@@ -172,7 +172,7 @@ def test_weights_in_a_folder_are_known_by_name_size_and_time(engine: Any, tmp_pa
     assert changed(engine, lambda _: nested.write_bytes(b"22")) == {"weights"}
 
 
-def test_weights_in_an_object_store_are_known_by_their_address(engine: Any, tmp_path: Path) -> None:
+def test_weights_in_an_object_store_are_known_by_their_address(engine, tmp_path):
     """Each start fetches the configuration anew, into the folder that is then the model's."""
     engine.vllm.model_config.model = str(tmp_path)
     engine.vllm.model_config.model_weights = "s3://bucket/model"
@@ -184,12 +184,8 @@ def test_weights_in_an_object_store_are_known_by_their_address(engine: Any, tmp_
 @pytest.mark.parametrize("revision", [None, "v2"])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_weights_of_a_repository_are_known_by_its_commit(
-    revision: str | None,
-    elsewhere: bool,
-    engine: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    revision, elsewhere, engine, tmp_path, monkeypatch
+):
     """The one that was loaded: a machine may have another than the rest, and a start a newer one.
 
     Both the model's own and a draft's.
@@ -227,9 +223,7 @@ def test_weights_of_a_repository_are_known_by_its_commit(
     assert changed(engine, lambda _: download("c" * 40)) == {"draft_commit", "weights"}
 
 
-def test_a_commit_that_was_looked_up_counts(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_that_was_looked_up_counts(engine, tmp_path, monkeypatch):
     """As vLLM 0.32 does: the revision is still what the user gave, and knows what it stood for."""
     of_hub = pytest.importorskip("huggingface_hub._revision", reason="this one looks up nothing")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -248,8 +242,8 @@ def test_a_commit_that_was_looked_up_counts(
 @pytest.mark.parametrize("name", ["tensorizer_uri", "tensorizer_dir"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_weights_that_a_loader_takes_from_elsewhere_are_known_by_size_and_time(
-    name: str, nested: bool, engine: Any, tmp_path: Path
-) -> None:
+    name, nested, engine, tmp_path
+):
     file = tmp_path / "model.tensors"
     options: dict[str, Any] = {name: str(file if name == "tensorizer_uri" else tmp_path)}
     options = {"tensorizer_config": options} if nested else options
@@ -263,7 +257,7 @@ def test_weights_that_a_loader_takes_from_elsewhere_are_known_by_size_and_time(
 
 
 @pytest.mark.slow
-def test_keys_of_two_processes_are_equal_exactly_if_they_are_said_to_be() -> None:
+def test_keys_of_two_processes_are_equal_exactly_if_they_are_said_to_be():
     """Both processes are started without a seed; they set one for each of the cases."""
     environ = {"VLLM_LOGGING_LEVEL": "ERROR"}
     one, other = (run_module("tests.support.block_hashes", **environ) for _ in range(2))
@@ -275,9 +269,7 @@ def test_keys_of_two_processes_are_equal_exactly_if_they_are_said_to_be() -> Non
     assert free == {"sha256 None", "sha256_cbor None"}
 
 
-def test_why_hashes_are_not_reproducible_is_said_with_the_remedy(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_hashes_are_not_reproducible_is_said_with_the_remedy(engine, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     engine.vllm.cache_config.prefix_caching_hash_algo = "xxhash"
     said = reproducible_hashes(engine.vllm)

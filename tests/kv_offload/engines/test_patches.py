@@ -26,8 +26,6 @@ from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 CLASSES = [patch for patch in PATCHES if patch.where != "rank"]
 
 
@@ -59,7 +57,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch, method: str, original: Callable[..., A
 # -- the list ----------------------------------------------------------------------------------
 
 
-def test_every_patch_is_documented() -> None:
+def test_every_patch_is_documented():
     page = (Path(__file__).parents[3] / "docs/design/patches.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert len({patch.target for patch in PATCHES}) == len(PATCHES)
@@ -70,7 +68,7 @@ def test_every_patch_is_documented() -> None:
 
 
 @pytest.mark.parametrize("patch", CLASSES, ids=lambda patch: patch.target)
-def test_every_patched_method_is_vllms_own(patch: Patch) -> None:
+def test_every_patched_method_is_vllms_own(patch):
     """A renamed method must fail here, not at a reset."""
     assert callable(vars(owner_of(patch))[patch.method])
 
@@ -95,18 +93,14 @@ ALWAYS = {
         ),
     ],
 )
-def test_only_what_is_needed_is_patched(
-    more: dict[str, Any], found: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_needed_is_patched(more, found, monkeypatch):
     wrapped: list[Patch] = []
     monkeypatch.setattr(Patch, "install_on_class", lambda patch: wrapped.append(patch))
     install_for_scheduler(setup(**more))
     assert {patch.method for patch in wrapped} == ALWAYS | found
 
 
-def test_parameters_that_vllm_cannot_send_to_its_engine_are_refused_as_wrong_ones_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parameters_that_vllm_cannot_send_to_its_engine_are_refused_as_wrong_ones_are(monkeypatch):
     owner = wrap(monkeypatch, "process_inputs", lambda *_: "taken")
 
     def process(**transfer: Any) -> Any:
@@ -136,9 +130,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_second_call_replaces_nothing_and_logs_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_call_replaces_nothing_and_logs_nothing(caplog, monkeypatch):
     monkeypatch.setattr(mechanics, "_unlogged", [])
     caplog.set_level(logging.INFO, "kv_offload")
     before = EngineCore.reset_prefix_cache
@@ -156,7 +148,7 @@ def test_a_second_call_replaces_nothing_and_logs_nothing(
 
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_wrappers_of_other_plugins_stay(ours_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_of_other_plugins_stay(ours_first, monkeypatch):
     """Ours drops the hashes of what a session has not computed."""
     told: list[Any] = []
 
@@ -203,9 +195,7 @@ def test_wrappers_of_other_plugins_stay(ours_first: bool, monkeypatch: pytest.Mo
         (multi_config, [True, True], True),  # nothing is known of the other connector
     ],
 )
-def test_a_reset_holds_back_no_block_of_steps_in_flight(
-    place: Any, fenced: list[bool], held_back: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reset_holds_back_no_block_of_steps_in_flight(place, fenced, held_back, monkeypatch):
     engine = PlayedEngine(ranks=2, async_scheduling=True, transfer_config=place)
     scheduler, seen, asked = engine.scheduler, [], []
 
@@ -230,7 +220,7 @@ def test_a_reset_holds_back_no_block_of_steps_in_flight(
     engine.rest()
 
 
-def test_a_reset_passes_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_passes_on_what_it_is_given(monkeypatch):
     def reset_prefix_cache(self: Any, running: bool = False, connector: bool = False) -> Any:
         return running, connector
 

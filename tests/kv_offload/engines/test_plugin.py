@@ -19,9 +19,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return names
 
 
-def test_the_connector_is_registered_once_and_nothing_else_is_touched(
-    registry: dict[str, object],
-) -> None:
+def test_the_connector_is_registered_once_and_nothing_else_is_touched(registry):
     """vLLM calls the entry point in each of its processes, and may do so more than once."""
     before = dict(registry)
     register()
@@ -37,9 +35,7 @@ def test_the_connector_is_registered_once_and_nothing_else_is_touched(
     )
 
 
-def test_a_vllm_of_another_shape_goes_on_without_the_plugin(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_of_another_shape_goes_on_without_the_plugin(monkeypatch, caplog):
     """vLLM calls the entry point for every engine, and an error would end those without us, too."""
     monkeypatch.setitem(sys.modules, KVConnectorFactory.__module__, None)  # importing it raises
     with pytest.raises(ImportError):
@@ -54,9 +50,7 @@ def test_a_vllm_of_another_shape_goes_on_without_the_plugin(
 
 
 @pytest.mark.parametrize("name", ["kv_offload", "kv_swap"])
-def test_both_logs_go_to_vllms(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_both_logs_go_to_vllms(monkeypatch, caplog, name):
     assert VLLM_LOG.name.startswith("vllm.")
     shown: list[str] = []
     monkeypatch.setattr(VLLM_LOG, "handle", lambda r: shown.append(r.getMessage()))

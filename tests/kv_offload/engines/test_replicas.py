@@ -45,14 +45,14 @@ def start_replica(front_end: Any, rank: int, *, dense: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_every_replica_sees_all_of_its_host(front_end: Any, dense: bool) -> None:
+def test_every_replica_sees_all_of_its_host(front_end, dense):
     for rank in range(REPLICAS):
         config = start_replica(front_end, rank, dense=dense)
         assert (config.parallel_config.data_parallel_size_local == 1) == dense
         assert count_local_replicas(config, {}) == LocalReplicas(REPLICAS)
 
 
-def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end: Any) -> None:
+def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end):
     """The plugin was not loaded there, for instance."""
     bare = copy.deepcopy(front_end)
     del bare.parallel_config._kv_offload_local_replicas
@@ -65,9 +65,7 @@ def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end: Any) -
     "words", [["--data-parallel-size-local", "4"], ["--data_parallel_size_local=4"], ["-dpl", "4"]]
 )
 @pytest.mark.parametrize("supervised", [True, False])
-def test_a_server_of_a_supervisor_sees_all_of_its_host(
-    words: list[str], supervised: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_a_supervisor_sees_all_of_its_host(words, supervised, monkeypatch):
     """It has the command line of the one that started it, and is told that it has one replica."""
     register()
     supervisor = ["--data-parallel-multi-port-external-lb"] if supervised else []
@@ -101,9 +99,7 @@ STARTED_ALONE = {"VLLM_DP_SIZE": "8"}
         ({"data_parallel_master_ip": "::1"}, STARTED_ALONE, LocalReplicas(8)),
     ],
 )
-def test_replicas_of_a_mixture_of_experts(
-    parallel: dict[str, Any], environ: dict[str, str], found: LocalReplicas
-) -> None:
+def test_replicas_of_a_mixture_of_experts(parallel, environ, found):
     defaults = {
         "data_parallel_size": 8,
         "data_parallel_size_local": 1,
@@ -124,7 +120,7 @@ def build_rank(config: Any) -> KVOffloadConnector:
     return KVOffloadConnector(config, KVConnectorRole.WORKER, cache)
 
 
-def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end: Any) -> None:
+def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end):
     share_bytes = read_host_memory().size_bytes // REPLICAS // 4
     made = [build_rank(start_replica(front_end, rank)) for rank in range(REPLICAS)]
     for replica in made:
@@ -134,9 +130,7 @@ def test_the_connectors_of_eight_replicas_divide_a_quarter_of_the_host(front_end
         replica.shutdown()
 
 
-def test_a_rank_is_refused_what_is_not_available(
-    front_end: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_refused_what_is_not_available(front_end, monkeypatch):
     config = start_replica(front_end, 0)
     build_rank(config)
     monkeypatch.setattr(

@@ -18,8 +18,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kv_offload.engines.vllm.hooks.worker import changes_blocks
 from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 RANK = VLLMRank(None, None, gives_idle_blocks=False, packs=False)  # type: ignore[arg-type]
 
 
@@ -56,9 +54,7 @@ def unused() -> None:
         ({MAKE: unused}, None),
     ],
 )
-def test_the_nearest_runner_that_calls_has_the_stream(
-    runner: dict[str, Any], stream: object
-) -> None:
+def test_the_nearest_runner_that_calls_has_the_stream(runner, stream):
     caller = Caller(**runner)
     assert caller.call(lambda: Caller().call(RANK.find_output_copy_stream)) is stream
     if stream is not None:  # a draft model's runner can be called by the target's
@@ -96,7 +92,7 @@ class Runner(Caller):
         self.call(lambda: before_each_step(call))
 
 
-def test_the_runner_calls_before_each_step() -> None:
+def test_the_runner_calls_before_each_step():
     runner, told = Runner(), []
     runner.listen(
         lambda scheduler_output, **_: told.append((scheduler_output, len(runner.executed)))
@@ -109,7 +105,7 @@ def test_the_runner_calls_before_each_step() -> None:
     assert len(told) == 2, "other runners are left alone"
 
 
-def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_of_others_are_called_too(monkeypatch):
     """Set on the runner before ours, and set on its class after ours."""
     told: list[str] = []
 
@@ -126,7 +122,7 @@ def test_wrappers_of_others_are_called_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert told == ["ours", "before", "ours", "class"]
 
 
-def test_a_model_counts_how_often_it_is_given_weights() -> None:
+def test_a_model_counts_how_often_it_is_given_weights():
     runner = Runner()
     runner.model.load_weights([("at start", 0)])
     loads = runner.call(RANK.count_weight_loads)
@@ -151,7 +147,7 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
+def test_a_runner_and_a_model_that_tell_are_freed_at_once():
     runner = Runner()
     runner.listen(lambda scheduler_output, **_: None)
     loads = runner.call(RANK.count_weight_loads)
@@ -165,7 +161,7 @@ def test_a_runner_and_a_model_that_tell_are_freed_at_once() -> None:
     assert loads() == 1
 
 
-def test_without_a_runner_or_a_model_nothing_is_told() -> None:
+def test_without_a_runner_or_a_model_nothing_is_told():
     before_each_step(lambda scheduler_output, **_: pytest.fail("nothing to call it"))
     bare, without_weights = Caller(execute_model=None), Caller(execute_model=None, get_model=object)
     counts = [caller.call(RANK.count_weight_loads) for caller in (bare, without_weights)]
@@ -176,9 +172,7 @@ def test_without_a_runner_or_a_model_nothing_is_told() -> None:
     ("zeroed", "copied", "changes"),
     [(None, None, False), ([], [], False), ([3], None, True), (None, [(1, 2)], True)],
 )
-def test_steps_that_change_blocks_before_their_forward(
-    zeroed: list[int] | None, copied: list[Any] | None, changes: bool
-) -> None:
+def test_steps_that_change_blocks_before_their_forward(zeroed, copied, changes):
     output = SchedulerOutput.make_empty()
     output.new_block_ids_to_zero = zeroed
     output.kv_cache_block_copies = copied
@@ -200,7 +194,7 @@ def context_of(mode: str = "NONE", **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
-def test_forwards_of_which_layers_call(mode: str) -> None:
+def test_forwards_of_which_layers_call(mode):
     context = context_of(mode)
     with override_forward_context(context):
         assert RANK.forward_context() is context
@@ -218,12 +212,12 @@ def test_forwards_of_which_layers_call(mode: str) -> None:
         context_of(ubatch_slices=[object(), object()]),
     ],
 )
-def test_forwards_of_which_no_layer_calls(context: Any) -> None:
+def test_forwards_of_which_no_layer_calls(context):
     with override_forward_context(context):
         assert RANK.forward_with_layer_calls() is None
 
 
-def test_the_context_is_vllms_own() -> None:
+def test_the_context_is_vllms_own():
     """Its fields have the names that are asked for; a dummy step's has no attention."""
     names = {field.name for field in dataclasses.fields(ForwardContext)}
     assert names >= {"cudagraph_runtime_mode", "attn_metadata", "ubatch_slices", "skip_compiled"}

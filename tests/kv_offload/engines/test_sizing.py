@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +32,6 @@ from tests.support.planning import (
 )
 from tests.support.published_models import PUBLISHED
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 ODD = {"nemotron"}
 """Kinds of models whose defaults say nothing of KV heads, which vLLM takes for no number."""
 
@@ -55,7 +52,7 @@ def vllm_config() -> Any:
 
 @pytest.mark.parametrize("full", [1, 3, 6])
 @pytest.mark.parametrize("windows", [0, 1, 2, 5, 7, 13])
-def test_groups_and_slots_are_those_of_vllm(vllm_config: Any, full: int, windows: int) -> None:
+def test_groups_and_slots_are_those_of_vllm(vllm_config, full, windows):
     window_spec = attention_spec(16, SlidingWindowSpec, sliding_window=64)
     specs = {f"full.{i}": attention_spec(16) for i in range(full)}
     specs |= {f"window.{i}": window_spec for i in range(windows)}
@@ -69,7 +66,7 @@ PACKED = re.compile(r"int4_.+|.+_ds_mla|nvfp4.*|(turbo|ultra)quant_.+|octave_.+|
 """Types of which the attention backend alone knows how many bytes a token takes."""
 
 
-def test_every_served_type_of_cache_has_a_size_and_scales_are_those_of_vllm() -> None:
+def test_every_served_type_of_cache_has_a_size_and_scales_are_those_of_vllm():
     packed = {name for name in CACHE_DTYPES if PACKED.fullmatch(name)}
     assert set(SIZES) == CACHE_DTYPES - packed
     for name, settings in SCALED.items():
@@ -94,9 +91,7 @@ QWEN35 = {
         (QWEN35, Qwen3NextForCausalLM, "Qwen3_5ForConditionalGenerationConfig"),
     ],
 )
-def test_states_are_those_of_vllm(
-    tmp_path: Path, published: dict[str, Any], model_class: Any, settings: str, ranks: int
-) -> None:
+def test_states_are_those_of_vllm(tmp_path, published, model_class, settings, ranks):
     """By the methods with which vLLM itself finds out how large a block must be."""
     config = CONFIG_MAPPING[published["model_type"]].from_dict(published)
     asked = SimpleNamespace(
@@ -122,9 +117,7 @@ def test_states_are_those_of_vllm(
     assert smaller < size.state_bytes <= smaller + 16 * size.layer_bytes
 
 
-def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(
-    vllm_config: Any, tmp_path: Path
-) -> None:
+def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(vllm_config, tmp_path):
     """DeepSeek-V3.2: the index of each layer is a layer of its own to vLLM, in the same group."""
     vllm_config.cache_config.block_size = 64
     specs = {}
@@ -147,7 +140,7 @@ def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(
     assert size.slot_bytes == bytes_per_block(planned)
 
 
-def test_heads_of_every_kind_of_model_are_those_of_vllm(tmp_path: Path) -> None:
+def test_heads_of_every_kind_of_model_are_those_of_vllm(tmp_path):
     """For the defaults of every kind that transformers knows, unless it is refused."""
     module = pytest.importorskip(
         "vllm.transformers_utils.model_arch_config_convertor",

@@ -41,7 +41,7 @@ class Connector:
 
 
 @pytest.mark.parametrize("lives", [False, True])
-def test_an_engine_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
+def test_an_engine_that_is_gone_is_noticed(monkeypatch, lives):
     """What was there at the end of a start is frozen, and no collection sees it."""
     worker: Any = Worker()
     connector = Connector(worker)

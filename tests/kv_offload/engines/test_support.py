@@ -44,8 +44,6 @@ from tests.support.planning import get_kv_cache_groups
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 OTHER_PARTS = {"groups": (FULL,), "drafts": 0, "layers": {}}
 """Names in a test's settings that are no attributes of vLLM's configuration."""
 
@@ -255,12 +253,12 @@ HEAD = "kv-offload: this engine cannot be served correctly: "
 
 
 @pytest.mark.parametrize("settings", SERVED.values(), ids=SERVED)
-def test_what_is_served(settings: dict[str, Any]) -> None:
+def test_what_is_served(settings):
     Engine(**settings).check()
 
 
 @pytest.mark.parametrize(("settings", "problem"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(settings: dict[str, Any], problem: str) -> None:
+def test_what_is_refused(settings, problem):
     with pytest.raises(UnsupportedError) as caught:
         Engine(**settings).check()
     assert fnmatchcase(str(caught.value), HEAD + problem), "it is the only problem"
@@ -269,9 +267,7 @@ def test_what_is_refused(settings: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("stages", "runner", "served"), [(1, 1, True), (2, 1, False), (2, 2, True)]
 )
-def test_stages_of_a_pooling_model(
-    stages: int, runner: int, served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_of_a_pooling_model(stages, runner, served, monkeypatch):
     """Of runner V1 only the last stage reports to vLLM, which then ends the engine."""
     engine = Engine(
         **{"model_config.runner_type": "pooling", "parallel_config.pipeline_parallel_size": stages}
@@ -284,7 +280,7 @@ def test_stages_of_a_pooling_model(
         engine.check()
 
 
-def test_a_second_pool_of_blocks_is_refused() -> None:
+def test_a_second_pool_of_blocks_is_refused():
     engine = Engine()
     groups = engine.cache.kv_cache_groups
     engine.cache = SimpleNamespace(kv_cache_groups=groups, hisparse_host_num_blocks=100)
@@ -292,7 +288,7 @@ def test_a_second_pool_of_blocks_is_refused() -> None:
         engine.check()
 
 
-def test_everything_that_stands_in_the_way_is_listed_at_once() -> None:
+def test_everything_that_stands_in_the_way_is_listed_at_once():
     engine = Engine(
         **{ROLE: "kv_consumer", "cache_config.enable_prefix_caching": False},
         **mtp(5, 5),
@@ -308,7 +304,7 @@ def test_everything_that_stands_in_the_way_is_listed_at_once() -> None:
         assert problem.startswith(beginning)
 
 
-def test_no_connector_is_built_for_an_engine_that_cannot_be_served() -> None:
+def test_no_connector_is_built_for_an_engine_that_cannot_be_served():
     receives_only = partial(transfer_config, role="kv_consumer")
     with pytest.raises(UnsupportedError, match="kv_role is 'kv_consumer'"):
         PlayedEngine(transfer_config=receives_only)
@@ -317,7 +313,7 @@ def test_no_connector_is_built_for_an_engine_that_cannot_be_served() -> None:
 # -- where vLLM has what is looked for ---------------------------------------------------------
 
 
-def test_the_settings_are_where_they_are_looked_for() -> None:
+def test_the_settings_are_where_they_are_looked_for():
     engine = Engine()
     assert engine.vllm.model_config.runner_type == "generate"
     assert not engine.vllm.aux_output_config.enable_return_routed_experts
@@ -326,7 +322,7 @@ def test_the_settings_are_where_they_are_looked_for() -> None:
     assert not has_draft_head(Engine(drafts=2).vllm)
 
 
-def test_encoder_only_layers_beside_a_decoder_are_left_out() -> None:
+def test_encoder_only_layers_beside_a_decoder_are_left_out():
     """vLLM makes no KV cache for them, so they are in no group that it plans for this model."""
 
     class Encoder(torch.nn.Module):
@@ -347,9 +343,7 @@ def test_encoder_only_layers_beside_a_decoder_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("role", "asked"), [("both", False), ("producer", False), ("producer", True)]
 )
-def test_a_role_that_opens_embeddings_is_named(
-    role: str, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_that_opens_embeddings_is_named(role, asked, monkeypatch):
     """vLLM does not say whether the role or the user has set it."""
     said: list[str] = []
     monkeypatch.setattr(log.logger, "warning", lambda text, *args: said.append(text % args))

@@ -17,8 +17,6 @@ from kv_offload.engines.vllm.versions import (
 )
 from kv_offload.errors import UnsupportedError
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 @pytest.mark.parametrize(
     ("version", "expected"),
@@ -29,13 +27,13 @@ pytestmark = pytest.mark.filterwarnings("default")
         ("0.33.12rc1", (0, 33)),
     ],
 )
-def test_versions_that_are_supported(version: str, expected: tuple[int, int]) -> None:
+def test_versions_that_are_supported(version, expected):
     assert check_version(version) == expected
     assert OLDEST <= vllm_version() <= NEWEST
 
 
 @pytest.mark.parametrize("version", ["0.30.9", "0.34.0", "1.32.0", "", "dev", "v0.32.0", "0.-32"])
-def test_versions_that_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_are_refused(version, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(UnsupportedError) as caught:
         vllm_version()
@@ -45,7 +43,7 @@ def test_versions_that_are_refused(version: str, monkeypatch: pytest.MonkeyPatch
     assert "install a vLLM in that range" in message
 
 
-def test_the_label_for_hits_in_host_memory_exists_where_the_engine_has_labels() -> None:
+def test_the_label_for_hits_in_host_memory_exists_where_the_engine_has_labels():
     source = host_hit_source()
     assert (source is not None) == hasattr(
         vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1,
@@ -56,6 +54,6 @@ def test_the_label_for_hits_in_host_memory_exists_where_the_engine_has_labels() 
 # -- the KV cache's configuration -------------------------------------------------------------
 
 
-def test_bytes_of_a_block_are_those_of_the_one_allocation() -> None:
+def test_bytes_of_a_block_are_those_of_the_one_allocation():
     tensors = [SimpleNamespace(size=1009, layers=["a"], layer_stride=1, block_stride=2)] * 3
     assert bytes_per_block(SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors)) == 100

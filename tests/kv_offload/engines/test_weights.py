@@ -22,8 +22,6 @@ from kv_offload.errors import UnsupportedError
 from tests.support.played_cases import OTHER, PROMPT, forget, narrow
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 class OwnProcess(EngineCoreProc):
     """A pause with requests under way ends when the engine is idle."""
@@ -73,9 +71,7 @@ KINDS = pytest.mark.parametrize("kind", [EngineCore, OwnProcess])
 @KINDS
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("level", [1, 2])
-def test_host_memory_outlives_a_sleep_of_level_1_where_the_user_says_so(
-    kind: Any, keep: bool, level: int
-) -> None:
+def test_host_memory_outlives_a_sleep_of_level_1_where_the_user_says_so(kind, keep, level):
     core = make(kind, keep=keep)
     assert core.sleep(level=level) is None
     core.model_executor.sleep.assert_called_once_with(level)
@@ -87,7 +83,7 @@ def test_host_memory_outlives_a_sleep_of_level_1_where_the_user_says_so(
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_a_sleep_that_waits_for_requests_keeps_host_memory_too(mode: str) -> None:
+def test_a_sleep_that_waits_for_requests_keeps_host_memory_too(mode):
     core = make_running()
     future = core.sleep(1, mode)
     assert isinstance(future, Future)
@@ -99,7 +95,7 @@ def test_a_sleep_that_waits_for_requests_keeps_host_memory_too(mode: str) -> Non
 
 
 @pytest.mark.parametrize("other", ["sleep", "reset", "pause", "pause before"])
-def test_only_the_reset_of_the_sleep_itself_spares_host_memory(other: str) -> None:
+def test_only_the_reset_of_the_sleep_itself_spares_host_memory(other):
     """Somebody else's reset may come while a sleep waits for requests."""
     core = make_running()
     if other == "pause before":
@@ -117,7 +113,7 @@ def test_only_the_reset_of_the_sleep_itself_spares_host_memory(other: str) -> No
 
 
 @KINDS
-def test_a_reset_that_names_the_connector_empties_host_memory(kind: Any) -> None:
+def test_a_reset_that_names_the_connector_empties_host_memory(kind):
     core = make(kind, keep=True)
     assert core.reset_prefix_cache()
     assert slots(core) == 5
@@ -139,7 +135,7 @@ KEEPS = [
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("method", [*CHANGES, *KEEPS])
-def test_calls_that_may_change_weights_empty_host_memory(keep: bool, method: Any) -> None:
+def test_calls_that_may_change_weights_empty_host_memory(keep, method):
     core = make(EngineCore, keep=keep)
     called: list[Any] = []
     core.model_executor.collective_rpc = lambda *arguments: called.append(arguments) or []
@@ -152,7 +148,7 @@ def test_calls_that_may_change_weights_empty_host_memory(keep: bool, method: Any
 
 
 @KINDS
-def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
+def test_a_weight_update_in_sleep_empties_what_was_kept(kind):
     core = make(kind, keep=True)
     core.sleep(level=1)
     assert slots(core) == 5
@@ -162,7 +158,7 @@ def test_a_weight_update_in_sleep_empties_what_was_kept(kind: Any) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("how", ["update_named_param", "by itself"])
-def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool, how: str) -> None:
+def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep, how):
     """The engine's own cache still has the old blocks; whoever hits them has them stored."""
     core = make(EngineCore, keep=keep)
     if how == "by itself":
@@ -187,7 +183,7 @@ def test_what_the_old_cache_served_after_a_weight_update_goes_with_it(keep: bool
     assert slots(core) == 5
 
 
-def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() -> None:
+def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable():
     core = make(EngineCore, keep=True)
     core.engine.add("more", OTHER, max_tokens=1)
     core.engine.step(2)
@@ -199,7 +195,7 @@ def test_a_weight_update_while_stores_run_lets_none_of_them_become_readable() ->
     core.engine.check_rest()
 
 
-def test_a_weight_update_drops_what_waits_to_be_stored() -> None:
+def test_a_weight_update_drops_what_waits_to_be_stored():
     core = make(EngineCore, keep=True)
     narrow(core.engine, 1)
     core.engine.add("more", OTHER, max_tokens=1)
@@ -217,7 +213,7 @@ def watch() -> None:
     install_for_scheduler(Setup(vllm_version(), config))
 
 
-def test_a_core_that_is_being_built_may_call_its_workers() -> None:
+def test_a_core_that_is_being_built_may_call_its_workers():
     """Before it has a scheduler, where another engine of the process is watched already."""
     watch()
     core = object.__new__(EngineCore)
@@ -226,9 +222,7 @@ def test_a_core_that_is_being_built_may_call_its_workers() -> None:
     assert core.collective_rpc(print) == [print]
 
 
-def test_ranks_that_tell_again_what_they_hold_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_tell_again_what_they_hold_change_nothing(monkeypatch):
     """From vLLM 0.33 the engine core asks them whenever it wakes up, as it does at the start."""
     core = make(EngineCore, keep=False)
     logged: list[Any] = []
@@ -249,9 +243,7 @@ def give_weights(core: Any, rank: int = 0) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_of_several_engines_in_a_process_each_asks_its_own_rank(
-    monkeypatch: pytest.MonkeyPatch, own: bool
-) -> None:
+def test_of_several_engines_in_a_process_each_asks_its_own_rank(monkeypatch, own):
     core, other = make(EngineCore, keep=False), make(EngineCore, keep=False)
     rank = (core if own else other).engine.ranks[0]
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
@@ -264,7 +256,7 @@ def test_of_several_engines_in_a_process_each_asks_its_own_rank(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_reports_that_its_model_was_given_weights(rank: int) -> None:
+def test_a_rank_reports_that_its_model_was_given_weights(rank):
     core = make(EngineCore, keep=False, ranks=2)
     give_weights(core, rank)
     assert slots(core) == 5
@@ -278,7 +270,7 @@ def test_a_rank_reports_that_its_model_was_given_weights(rank: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_reset_counts_that_came_before_the_report(ranks: int) -> None:
+def test_a_reset_counts_that_came_before_the_report(ranks):
     """And the report that comes later does not empty what was stored since."""
     core = make(EngineCore, keep=False, ranks=ranks)
     give_weights(core, ranks - 1)
@@ -295,7 +287,7 @@ def test_a_reset_counts_that_came_before_the_report(ranks: int) -> None:
     core.engine.check_rest()
 
 
-def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
+def test_a_report_under_way_during_a_reset_is_not_heard_twice():
     core = make(EngineCore, keep=False, async_scheduling=True)
     engine = core.engine
     give_weights(core)
@@ -313,7 +305,7 @@ def test_a_report_under_way_during_a_reset_is_not_heard_twice() -> None:
     engine.check_rest()
 
 
-def test_the_watched_methods_keep_their_signatures() -> None:
+def test_the_watched_methods_keep_their_signatures():
     """vLLM converts what comes from its front end by them."""
     watch()
     assert "level" in inspect.signature(EngineCore.sleep).parameters
@@ -328,7 +320,7 @@ def build(self: Any) -> None:
     check_keep_on_sleep()
 
 
-def test_keeping_is_refused_where_the_user_can_reach_the_model() -> None:
+def test_keeping_is_refused_where_the_user_can_reach_the_model():
     with pytest.raises(UnsupportedError, match="set VLLM_ENABLE_V1_MULTIPROCESSING=1"):
         build(object.__new__(EngineCore))
     with pytest.raises(UnsupportedError, match="in the process of its user"):

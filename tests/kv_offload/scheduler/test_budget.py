@@ -43,7 +43,7 @@ class Steps:
             self.step(seconds)
 
 
-def test_what_is_in_flight_ends_within_the_horizon() -> None:
+def test_what_is_in_flight_ends_within_the_horizon():
     steps = Steps()
     slots = int(1000 * MIN_HORIZON_SECONDS)
     assert steps.step().link_slots(0) == slots
@@ -54,7 +54,7 @@ def test_what_is_in_flight_ends_within_the_horizon() -> None:
     assert [steps.budget.link_slots(slots) for slots in (0, 1)] == [1, 0], "one alone always may"
 
 
-def test_the_speed_is_assumed_until_it_was_measured() -> None:
+def test_the_speed_is_assumed_until_it_was_measured():
     budget = Steps(speed=None).budget
     assumed = budget.link_slots(0)
     assert assumed == int(ASSUMED_BYTES_PER_SECOND * MIN_HORIZON_SECONDS / SLOT_BYTES)
@@ -62,7 +62,7 @@ def test_the_speed_is_assumed_until_it_was_measured() -> None:
     assert budget.link_slots(0) == pytest.approx(assumed / 2, abs=1)
 
 
-def test_the_slowest_rank_says_how_fast_stores_are() -> None:
+def test_the_slowest_rank_says_how_fast_stores_are():
     """Also where the ranks tell of their speeds at different times."""
     steps = Steps()
     slots = steps.step().link_slots(0)
@@ -74,7 +74,7 @@ def test_the_slowest_rank_says_how_fast_stores_are() -> None:
     assert steps.budget.link_slots(0) == slots // 2
 
 
-def test_the_horizon_grows_with_long_steps_but_not_with_pauses() -> None:
+def test_the_horizon_grows_with_long_steps_but_not_with_pauses():
     steps = Steps()
     steps.settle(0.2)
     slots = int(1000 * 0.2 * HORIZON_STEPS)
@@ -88,9 +88,7 @@ SHARE = int(1000 * 0.08 * SHARE_BESIDE_LOADS)
 
 
 @pytest.mark.parametrize(("load_seconds", "slots"), [(0.03, 50), (0.079, SHARE), (1.0, SHARE)])
-def test_stores_get_what_loads_leave_of_a_step_and_a_share_at_least(
-    load_seconds: float, slots: int
-) -> None:
+def test_stores_get_what_loads_leave_of_a_step_and_a_share_at_least(load_seconds, slots):
     steps = Steps()
     steps.settle(0.08)
     assert steps.budget.link_slots(0) == pytest.approx(240, abs=1)
@@ -103,7 +101,7 @@ def test_stores_get_what_loads_leave_of_a_step_and_a_share_at_least(
     assert [budget.link_slots(slots) for slots in (0, 1)] == [1, 0]
 
 
-def test_blocks_are_reserved_for_the_growth_of_running_requests() -> None:
+def test_blocks_are_reserved_for_the_growth_of_running_requests():
     steps = Steps()
     assert steps.budget.reserved_blocks == 0
     for grown_blocks in (5, 0, 0, 0, 7, 0, 0, 1):

@@ -39,9 +39,7 @@ HIDDEN_BY_FORWARD = (FORWARD * BUSY_SHARE + BUSY_SECONDS) / (1 - WAVES_SHARE)
         (Costs(HIDDEN_BY_FORWARD * MORE, forward=FORWARD), False),
     ],
 )
-def test_a_load_is_synchronous_if_it_delays_its_step_by_little(
-    costs: Costs, synchronous: bool
-) -> None:
+def test_a_load_is_synchronous_if_it_delays_its_step_by_little(costs, synchronous):
     assert is_synchronous(costs) == synchronous
 
 
@@ -60,9 +58,7 @@ def test_a_load_is_synchronous_if_it_delays_its_step_by_little(
         (Costs(1.0, compute=MORE, prefers_compute=True), True, False),
     ],
 )
-def test_a_hit_is_computed_if_that_is_clearly_faster(
-    costs: Costs, synchronous: bool, computed: bool | None
-) -> None:
+def test_a_hit_is_computed_if_that_is_clearly_faster(costs, synchronous, computed):
     assert is_computed(costs, synchronous=synchronous) is computed
 
 
@@ -81,7 +77,7 @@ SHORT, LONG = Costs(WHOLE_SECONDS, idle=True), Costs(WHOLE_SECONDS * MORE, idle=
     ],
 )
 def test_the_engine_computes_a_token_of_a_request_that_is_loaded_at_once(
-    end: int, costs: Costs, synchronous: bool, part: Decision
-) -> None:
+    end, costs, synchronous, part
+):
     """Of 20 tokens, 8 of them on the GPU."""
     assert loaded_part(8, end, 20, 4, costs, synchronous=synchronous) == part

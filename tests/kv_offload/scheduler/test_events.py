@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from kv_offload.cache.manager import CacheManager
@@ -26,7 +22,7 @@ from tests.support.played_cases import CHUNKS, FULL, OTHER, PROMPT, STATE, WINDO
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 
 class FollowedEngine(PlayedEngine):
@@ -68,7 +64,7 @@ GROUPS = {
 
 @both_ways
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_what_is_stored_is_told(async_scheduling: bool, groups: tuple[CacheGroup, ...]) -> None:
+def test_what_is_stored_is_told(async_scheduling, groups):
     engine = FollowedEngine(*groups, async_scheduling=async_scheduling)
     engine.serve("a", PROMPT, 1)
     engine.serve("b", [*PROMPT[:12], *OTHER[:9]], 1)
@@ -79,7 +75,7 @@ def test_what_is_stored_is_told(async_scheduling: bool, groups: tuple[CacheGroup
     assert {event.group_idx for event in stored} == set(range(len(groups)))
 
 
-def test_a_block_is_told_as_the_engine_told_it_of_the_gpu() -> None:
+def test_a_block_is_told_as_the_engine_told_it_of_the_gpu():
     """Parent, tokens, block size, kind of layers and what else is in the hash are the same."""
     engine = FollowedEngine()
     request = engine.add("a", PROMPT, 1)
@@ -110,7 +106,7 @@ def test_a_block_is_told_as_the_engine_told_it_of_the_gpu() -> None:
 
 
 @both_ways
-def test_what_is_evicted_is_told(async_scheduling: bool) -> None:
+def test_what_is_evicted_is_told(async_scheduling):
     engine = FollowedEngine(slots=6, async_scheduling=async_scheduling)
     for name, prompt in {"a": PROMPT, "b": OTHER, "c": PROMPT, "d": [1, *OTHER]}.items():
         engine.serve(name, prompt, 1)
@@ -118,7 +114,7 @@ def test_what_is_evicted_is_told(async_scheduling: bool) -> None:
     assert len(engine.told(BlockRemoved)) > 0
 
 
-def test_a_failed_store_is_not_told() -> None:
+def test_a_failed_store_is_not_told():
     engine = FollowedEngine()
     engine.add("a", PROMPT, 1)
     engine.step(3)
@@ -139,7 +135,7 @@ def split_stores(engine: FollowedEngine) -> Any:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_block_is_told_after_the_one_that_it_continues(fails: bool) -> None:
+def test_a_block_is_told_after_the_one_that_it_continues(fails):
     """The store of the end of a prompt ends before that of its beginning, which may fail."""
     engine = FollowedEngine()
     copies = split_stores(engine)
@@ -155,7 +151,7 @@ def test_a_block_is_told_after_the_one_that_it_continues(fails: bool) -> None:
     assert len(engine.routed) == (1 if fails else 5)
 
 
-def test_a_block_that_is_gone_before_its_turn_is_not_told() -> None:
+def test_a_block_that_is_gone_before_its_turn_is_not_told():
     engine = FollowedEngine()
     copies = split_stores(engine)
     copies.run(1)
@@ -169,7 +165,7 @@ def test_a_block_that_is_gone_before_its_turn_is_not_told() -> None:
 # -- resets --------------------------------------------------------------------------------------
 
 
-def test_a_reset_of_host_memory_alone_removes_block_by_block() -> None:
+def test_a_reset_of_host_memory_alone_removes_block_by_block():
     engine = FollowedEngine()
     engine.serve("a", PROMPT, 1)
     before = engine.routed.copy()
@@ -184,7 +180,7 @@ def test_a_reset_of_host_memory_alone_removes_block_by_block() -> None:
 
 
 @pytest.mark.parametrize("reset_connector", [False, True])
-def test_a_reset_of_the_engine_has_what_is_left_told_again(reset_connector: bool) -> None:
+def test_a_reset_of_the_engine_has_what_is_left_told_again(reset_connector):
     """Its event makes routers forget all that the engine has, in host memory too."""
     engine = FollowedEngine()
     engine.serve("a", PROMPT, 1)
@@ -196,7 +192,7 @@ def test_a_reset_of_the_engine_has_what_is_left_told_again(reset_connector: bool
     assert len(engine.routed) == (0 if reset_connector else 5)
 
 
-def test_what_is_new_comes_after_what_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_new_comes_after_what_is_told_again(monkeypatch):
     """A router that has forgotten the beginning of a prompt would drop its end."""
     monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
     engine = FollowedEngine()
@@ -209,7 +205,7 @@ def test_what_is_new_comes_after_what_is_told_again(monkeypatch: pytest.MonkeyPa
     assert len(engine.routed - before) == 1
 
 
-def test_a_reset_begins_anew_what_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_begins_anew_what_is_told_again(monkeypatch):
     monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
     engine = FollowedEngine()
     engine.serve("a", PROMPT, 1)
@@ -230,7 +226,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_step_tells_of_so_many_blocks_at_most() -> None:
+def test_a_step_tells_of_so_many_blocks_at_most():
     engine = FollowedEngine()
     engine.serve("a", PROMPT, 1)
     engine.serve("b", OTHER, 1)
@@ -249,7 +245,7 @@ def test_a_step_tells_of_so_many_blocks_at_most() -> None:
 # -- beside others -------------------------------------------------------------------------------
 
 
-def test_what_comes_from_a_disk_is_told(tmp_path: Path) -> None:
+def test_what_comes_from_a_disk_is_told(tmp_path):
     plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     engine = FollowedEngine(plugin=plugin)
     engine.serve("a", PROMPT, 1)
@@ -265,7 +261,7 @@ def test_what_comes_from_a_disk_is_told(tmp_path: Path) -> None:
     engine.connector.shutdown()
 
 
-def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path: Path) -> None:
+def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path):
     """A hit that ends with a chunk: the next token's chunk begins there."""
     plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     engine = FollowedEngine(FULL, CHUNKS, plugin=plugin)
@@ -284,14 +280,14 @@ def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_events_come_through_a_multi_connector(first: bool) -> None:
+def test_events_come_through_a_multi_connector(first):
     engine = FollowedEngine(transfer_config=functools.partial(multi_config, first=first))
     engine.serve("a", PROMPT, 1)
     assert engine.routed == engine.blocks_in_memory()
     assert len(engine.routed) == 5
 
 
-def test_nothing_is_kept_where_events_are_off() -> None:
+def test_nothing_is_kept_where_events_are_off():
     engine = PlayedEngine()
     engine.serve("a", PROMPT, 1)
     assert engine.offload.manager.changes is None
@@ -299,9 +295,7 @@ def test_nothing_is_kept_where_events_are_off() -> None:
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_what_is_held_back_behind_a_copy_that_hangs_makes_no_step_long(
-    ends_well: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_back_behind_a_copy_that_hangs_makes_no_step_long(ends_well, monkeypatch):
     """A disk hangs while it reads the prefix of all prompts: 1,000 blocks come behind it."""
     group = CacheGroup(0, 4)
     manager = CacheManager(make_policy("lru", 1100))
@@ -336,7 +330,7 @@ def test_what_is_held_back_behind_a_copy_that_hangs_makes_no_step_long(
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_no_step_tells_all_that_waited_behind_one_block(ends_well: bool) -> None:
+def test_no_step_tells_all_that_waited_behind_one_block(ends_well):
     """A disk hangs while it reads what 500 prompts begin with; each has stored 10 blocks more."""
     tail, beginning = 10, [at.to_bytes(8) for at in range(10)]
     manager = CacheManager(make_policy("lru", 5010))

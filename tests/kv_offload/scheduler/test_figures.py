@@ -17,8 +17,6 @@ from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forg
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 @pytest.fixture
 def engine() -> PlayedEngine:

@@ -70,7 +70,7 @@ EVEN = SLOT_BYTES / BLOCK * 38_000
 """The link on which loading takes as long as computing: 5 GB/s."""
 
 
-def test_a_fast_link_always_loads() -> None:
+def test_a_fast_link_always_loads():
     """Whatever waits before it, and however small the hit: computing takes the device."""
     chosen = Chosen(51e9)
     chosen.watch.step_seconds.add(0.2)
@@ -81,7 +81,7 @@ def test_a_fast_link_always_loads() -> None:
                 assert chosen.loads(tokens, synchronous=synchronous)
 
 
-def test_a_slow_link_computes() -> None:
+def test_a_slow_link_computes():
     chosen = Chosen(EVEN / 2)
     assert not chosen.loads()
     assert not chosen.loads(start=4096)
@@ -89,17 +89,17 @@ def test_a_slow_link_computes() -> None:
 
 
 @pytest.mark.parametrize("known", ["loads", "steps"])
-def test_without_evidence_it_loads(known: str) -> None:
+def test_without_evidence_it_loads(known):
     assert Chosen(EVEN / 10, **{known: MIN_MEASUREMENTS - 1}).loads()
     assert not Chosen(EVEN / 10, **{known: MIN_MEASUREMENTS}).loads()
 
 
-def test_a_prompt_that_is_much_longer_than_any_computed_one_is_loaded() -> None:
+def test_a_prompt_that_is_much_longer_than_any_computed_one_is_loaded():
     assert Chosen(EVEN / 10, longest=2000).loads()
     assert not Chosen(EVEN / 10, longest=2048).loads()
 
 
-def test_a_decision_near_the_border_stays() -> None:
+def test_a_decision_near_the_border_stays():
     """Measurements that scatter by 5 % move it once at most."""
     draw = random.Random(1)
     for centre in (EVEN / MARGIN, EVEN / 1.1, EVEN * 0.999):
@@ -112,7 +112,7 @@ def test_a_decision_near_the_border_stays() -> None:
         assert changes <= 1
 
 
-def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(now: list[float]) -> None:
+def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(now):
     chosen = Chosen(EVEN * 1.5)
     assert chosen.loads()
     chosen.queue.add(4096 // BLOCK, 1000.0)
@@ -124,7 +124,7 @@ def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(now: list[f
     assert chosen.loads()
 
 
-def test_prompts_that_are_being_computed_come_first() -> None:
+def test_prompts_that_are_being_computed_come_first():
     """Each once, though it is admitted again after it was preempted."""
     chosen = Chosen(EVEN / 2)
     running = chosen.request("running", 2500)
@@ -141,7 +141,7 @@ def test_prompts_that_are_being_computed_come_first() -> None:
     assert not chosen.loads()
 
 
-def test_a_step_counts_the_prompts_that_come_first_once() -> None:
+def test_a_step_counts_the_prompts_that_come_first_once():
     """A hundred hits of one step must not look at a hundred prompts each."""
     chosen = Chosen(EVEN / 2)
     first = chosen.request("first", 2500)
@@ -156,7 +156,7 @@ def test_a_step_counts_the_prompts_that_come_first_once() -> None:
 
 
 @pytest.mark.parametrize("mode", ["measured", "always_load"])
-def test_requests_that_have_ended_are_let_go(mode: str) -> None:
+def test_requests_that_have_ended_are_let_go(mode):
     """Also where no hit ever asks how much is being computed."""
     chosen = Chosen(EVEN, mode=mode)
     ended = []
@@ -169,7 +169,7 @@ def test_requests_that_have_ended_are_let_go(mode: str) -> None:
     assert [request() is None for request in ended] == [True] * 9
 
 
-def test_an_admission_does_not_look_at_those_before_it() -> None:
+def test_an_admission_does_not_look_at_those_before_it():
     """A step may admit hundreds of short prompts, and start as many loads."""
     chosen = Chosen(EVEN)
     first = chosen.request("first", 2500)
@@ -178,7 +178,7 @@ def test_an_admission_does_not_look_at_those_before_it() -> None:
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-def test_a_link_that_was_slow_for_a_while_is_soon_used_again(recovers: bool) -> None:
+def test_a_link_that_was_slow_for_a_while_is_soon_used_again(recovers):
     """Not after eight times as many hits as it takes to measure it once."""
     chosen = Chosen(51e9)
     chosen.link(EVEN / 10, loads=8)
@@ -194,7 +194,7 @@ def test_a_link_that_was_slow_for_a_while_is_soon_used_again(recovers: bool) -> 
     assert decisions.count(False) == (COPY_EVERY - 1 if recovers else COPY_EVERY + 29)
 
 
-def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded() -> None:
+def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded():
     chosen = Chosen(EVEN / 10)
     chosen.link(51e9, loads=1)
     assert chosen.loads()
@@ -202,7 +202,7 @@ def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded() -> None:
     assert not chosen.loads()
 
 
-def test_now_and_then_a_load_measures_the_link_again() -> None:
+def test_now_and_then_a_load_measures_the_link_again():
     chosen = Chosen(EVEN / 10)
     decisions = []
     for _ in range(2 * COPY_EVERY):

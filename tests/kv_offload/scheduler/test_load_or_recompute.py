@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.medians import MIN_MEASUREMENTS
 from tests.support.beside_steps import report, teach
 from tests.support.played_cases import BLOCK, FULL, WINDOW, both_ways, forget
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import VOCABULARY, Tokens
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 
 def prompt(seed: int, tokens: int = 21) -> Tokens:
@@ -40,8 +37,8 @@ def store(engine: PlayedEngine, prompts: Sequence[Tokens]) -> dict[str, Tokens]:
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(
-    async_scheduling: bool, groups: tuple[CacheGroup, ...], synchronous_loads: bool
-) -> None:
+    async_scheduling, groups, synchronous_loads
+):
     engine = PlayedEngine(
         groups,
         async_scheduling=async_scheduling,
@@ -70,7 +67,7 @@ def measure_ranks(engine: PlayedEngine, slow: int) -> None:
 
 
 @pytest.mark.parametrize("slow", [1, 2])
-def test_hits_are_computed_where_the_link_of_some_ranks_is_slow(slow: int) -> None:
+def test_hits_are_computed_where_the_link_of_some_ranks_is_slow(slow):
     """That others are faster, each time, does not mean that the link has recovered."""
     engine = PlayedEngine(ranks=3, max_num_batched_tokens=64, plugin={"max_pinned_share": 1.0})
     prompts = [prompt(seed) for seed in range(4)]
@@ -86,7 +83,7 @@ def test_hits_are_computed_where_the_link_of_some_ranks_is_slow(slow: int) -> No
     engine.check_rest()
 
 
-def test_a_hiccup_of_one_rank_counts_once() -> None:
+def test_a_hiccup_of_one_rank_counts_once():
     """Also where the others tell of many loads before it tells again."""
     engine = PlayedEngine(ranks=2, max_num_batched_tokens=64, plugin={"max_pinned_share": 1.0})
     prompts = [prompt(seed) for seed in range(4)]
@@ -100,7 +97,7 @@ def test_a_hiccup_of_one_rank_counts_once() -> None:
     engine.check_rest()
 
 
-def test_the_switch_loads_always() -> None:
+def test_the_switch_loads_always():
     engine = PlayedEngine(plugin={"load_or_recompute": "always_load"})
     store(engine, [prompt(0)])
     teach(engine, bytes_per_second=1e3)
@@ -110,7 +107,7 @@ def test_the_switch_loads_always() -> None:
 
 
 @pytest.mark.parametrize("goes_away", [False, True])
-def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away: bool) -> None:
+def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away):
     """It does not fit beside one that runs, so the engine asks in every step."""
     engine = PlayedEngine(blocks=16, max_model_len=48, max_num_batched_tokens=64)
     store(engine, [prompt(0)])
@@ -140,7 +137,7 @@ def timed_step(engine: PlayedEngine, now: list[float], seconds: float) -> None:
     engine.process()
 
 
-def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now: list[float]) -> None:
+def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now):
     engine = PlayedEngine(blocks=200, max_model_len=256, max_num_batched_tokens=128)
     for index in range(MIN_MEASUREMENTS):
         assert engine.offload.watch.prefill_rate.tokens_per_second is None
@@ -155,7 +152,7 @@ def test_the_speed_of_computing_is_learnt_from_steps_of_prompts(now: list[float]
     assert engine.gauges["prefill_tokens_per_second"] == pytest.approx(100 / 0.010)
 
 
-def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[float]) -> None:
+def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now):
     engine = PlayedEngine(
         blocks=200, slots=200, max_model_len=256, max_num_batched_tokens=256, synchronous_loads=True
     )
@@ -172,7 +169,7 @@ def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now: list[f
 
 
 @both_ways
-def test_all_hits_of_the_queue_are_loaded_side_by_side(async_scheduling: bool) -> None:
+def test_all_hits_of_the_queue_are_loaded_side_by_side(async_scheduling):
     """Those that wait for their loads hold back nobody and take no tokens and no place."""
     engine = PlayedEngine(
         blocks=100, max_num_seqs=2, max_num_batched_tokens=4, async_scheduling=async_scheduling

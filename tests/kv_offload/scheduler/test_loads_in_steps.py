@@ -6,13 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.engine import Direction
 from vllm.v1.request import RequestStatus
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.messages import LoadJob
 from kv_offload.scheduler.loads.decision import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
 from tests.support.played_cases import (
@@ -30,8 +26,6 @@ from tests.support.played_cases import (
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 WHOLE = PROMPT[:20]
 """Full blocks alone."""
 
@@ -43,7 +37,7 @@ def storing(prompt: Sequence[int], **arguments: Any) -> PlayedEngine:
     return engine
 
 
-def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request() -> None:
+def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request():
     engine = storing(PROMPT, synchronous_loads=True)
     engine.add("second", PROMPT, max_tokens=1)
     output = engine.schedule()
@@ -59,7 +53,7 @@ def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_re
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE)])
-def test_models_with_several_groups_load_asynchronously(groups: tuple[CacheGroup, ...]) -> None:
+def test_models_with_several_groups_load_asynchronously(groups):
     """vLLM may take less than it was offered, or move states before the forward."""
     engine = storing(PROMPT, groups=groups, synchronous_loads=True)
     engine.add("second", PROMPT)
@@ -68,7 +62,7 @@ def test_models_with_several_groups_load_asynchronously(groups: tuple[CacheGroup
     engine.rest()
 
 
-def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
+def test_two_requests_of_one_step_share_what_was_loaded_for_the_first():
     engine = storing(PROMPT, synchronous_loads=True)
     loaded_before = engine.totals["loaded_bytes"]
     engine.add("second", PROMPT)
@@ -79,9 +73,7 @@ def test_two_requests_of_one_step_share_what_was_loaded_for_the_first() -> None:
 
 @pytest.mark.parametrize("faster", [0.9, 1.1])
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_load_is_synchronous_if_it_is_short_for_a_lone_request_or_beside_others(
-    faster: float, beside: bool
-) -> None:
+def test_a_load_is_synchronous_if_it_is_short_for_a_lone_request_or_beside_others(faster, beside):
     engine = storing(PROMPT, blocks=80, synchronous_loads=True)
     if beside:
         engine.add("other", OTHER, max_tokens=9)
@@ -111,8 +103,8 @@ def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
-    ranks: int, synchronous: bool, async_scheduling: bool
-) -> None:
+    ranks, synchronous, async_scheduling
+):
     engine = storing(
         WHOLE, ranks=ranks, synchronous_loads=synchronous, async_scheduling=async_scheduling
     )
@@ -127,7 +119,7 @@ def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
 
 
 @both_ways
-def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling: bool) -> None:
+def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling):
     engine = storing(WHOLE, async_scheduling=async_scheduling)
     engine.add("a", WHOLE)
     engine.schedule()
@@ -138,7 +130,7 @@ def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling: bool) -
     assert engine.totals["failed_loads"] == 1
 
 
-def test_a_load_of_all_tokens_brings_what_the_device_lacks() -> None:
+def test_a_load_of_all_tokens_brings_what_the_device_lacks():
     """Not the last block alone: computing it takes no longer than it."""
     engine = storing(WHOLE)
     engine.add("first", WHOLE[:13], max_tokens=1)  # leaves three blocks on the device
@@ -154,7 +146,7 @@ def test_a_load_of_all_tokens_brings_what_the_device_lacks() -> None:
     engine.check_rest()
 
 
-def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> None:
+def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed():
     engine = storing(WHOLE, synchronous_loads=True)
     engine.offload.watch.load_rate.learn(blocks(1) / WHOLE_SECONDS)
     engine.add("a", WHOLE)
@@ -164,7 +156,7 @@ def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed() -> Non
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_second_request_waits_for_the_load_of_its_prefix(aborted: bool) -> None:
+def test_a_second_request_waits_for_the_load_of_its_prefix(aborted):
     """And loads for itself if the first is aborted."""
     engine = storing(PROMPT)
     engine.add("first", PROMPT)
@@ -180,9 +172,7 @@ def test_a_second_request_waits_for_the_load_of_its_prefix(aborted: bool) -> Non
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
-def test_a_failed_load_is_recomputed_and_not_tried_again(
-    groups: tuple[CacheGroup, ...], failing: Sequence[int]
-) -> None:
+def test_a_failed_load_is_recomputed_and_not_tried_again(groups, failing):
     engine = storing(PROMPT, groups=groups, ranks=2)
     engine.add("a", PROMPT)
     engine.step()
@@ -202,7 +192,7 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> None:
+def test_a_failed_load_may_end_its_request(groups):
     engine = storing(PROMPT, groups=groups, ranks=2, plugin={"on_load_failure": "fail"})
     request = engine.add("a", PROMPT)
     engine.step()
@@ -216,7 +206,7 @@ def test_a_failed_load_may_end_its_request(groups: tuple[CacheGroup, ...]) -> No
     assert engine.ended["b"] == "length"
 
 
-def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
+def test_a_request_that_waited_and_does_not_fit_starves_nobody():
     """`long` waits for the load of `first`; meanwhile others load behind it and fill the pool."""
     engine = PlayedEngine(blocks=18, max_model_len=64, max_num_batched_tokens=64)
     third = [1, 1, *OTHER[:19]]
@@ -236,9 +226,7 @@ def test_a_request_that_waited_and_does_not_fit_starves_nobody() -> None:
 
 @pytest.mark.parametrize("replaces_resumed", [False, True], ids=["runner V1", "runner V2"])
 @both_ways
-def test_a_resumed_request_is_followed_to_its_new_blocks(
-    replaces_resumed: bool, async_scheduling: bool
-) -> None:
+def test_a_resumed_request_is_followed_to_its_new_blocks(replaces_resumed, async_scheduling):
     """Runner V1 hears of it among the cached requests, runner V2 among the new ones."""
     engine = PlayedEngine(
         blocks=16,

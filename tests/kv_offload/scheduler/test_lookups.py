@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.v1.core.block_pool import BlockPool
 
 from kv_offload.cache.prefix import CacheGroup
@@ -168,7 +165,7 @@ class Asked:
         pytest.param(5, 6, 25, 0, id="a local hit inside a block, the target of a copy-on-write"),
     ],
 )
-def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> None:
+def test_what_is_matched(kept, start, tokens, matched):
     assert Asked(kept=kept).match("a", start, tokens) == matched
 
 
@@ -183,21 +180,19 @@ def test_what_is_matched(kept: int, start: int, tokens: int, matched: int) -> No
         pytest.param(CacheGroup(0, 4, chunk_tokens=8), 9, 0, id="the first token of a chunk"),
     ],
 )
-def test_only_full_attention_serves_a_whole_request(
-    group: CacheGroup, tokens: int, matched: int
-) -> None:
+def test_only_full_attention_serves_a_whole_request(group, tokens, matched):
     """And where a query reads no token before it there is nothing to load."""
     assert Asked(group, kept=4).match("a", tokens=tokens) == matched
 
 
-def test_a_local_hit_must_end_on_a_block_of_every_group() -> None:
+def test_a_local_hit_must_end_on_a_block_of_every_group():
     asked = Asked(FULL, CacheGroup(1, 8), kept=6)
     asked.keep(range(3), CacheGroup(1, 8))
     assert asked.match("a", start=4) == 0
     assert asked.match("a", start=8) == 16
 
 
-def test_the_answer_follows_host_memory_and_asking_changes_nothing() -> None:
+def test_the_answer_follows_host_memory_and_asking_changes_nothing():
     asked = Asked()
     assert asked.match("a") == 0
     asked.keep(range(2))
@@ -232,9 +227,7 @@ def count_lookups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Asked], list[int
 Counted = Callable[[Asked], list[int]]
 
 
-def test_while_nothing_changes_no_block_is_looked_at_again(
-    now: list[float], count_lookups: Counted
-) -> None:
+def test_while_nothing_changes_no_block_is_looked_at_again(now, count_lookups):
     asked = Asked(kept=4)
     counts = count_lookups(asked)
     assert asked.match("a") == 16
@@ -251,8 +244,8 @@ def test_while_nothing_changes_no_block_is_looked_at_again(
 
 @pytest.mark.parametrize(("kept", "keys"), [(0, 8), (12, 24)])
 def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
-    now: list[float], count_lookups: Counted, kept: int, keys: int
-) -> None:
+    now, count_lookups, kept, keys
+):
     """Nor at all if another group has nothing either."""
     window, full = CacheGroup(0, 4, 6), CacheGroup(1, 4)
     asked = Asked(window, full)
@@ -269,9 +262,7 @@ def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
     assert asked.match("b", tokens=49) == 48
 
 
-def test_an_eviction_of_others_has_the_blocks_looked_up_once(
-    now: list[float], count_lookups: Counted
-) -> None:
+def test_an_eviction_of_others_has_the_blocks_looked_up_once(now, count_lookups):
     asked = Asked(num_slots=5)
     (other,) = asked.keep_other(b"other")
     asked.keep(range(4))
@@ -285,9 +276,7 @@ def test_an_eviction_of_others_has_the_blocks_looked_up_once(
 
 
 @pytest.mark.parametrize(("sees_next_token", "answers"), [(False, [16, 12]), (True, [12, 8])])
-def test_an_eviction_of_its_own_shortens_the_answer(
-    now: list[float], sees_next_token: bool, answers: list[int]
-) -> None:
+def test_an_eviction_of_its_own_shortens_the_answer(now, sees_next_token, answers):
     """Also of the slot behind the end, if KV depends on the next token: it proves the end."""
     group = CacheGroup(0, 4, sees_next_token=sees_next_token)
     asked = Asked(group, num_slots=4)
@@ -298,7 +287,7 @@ def test_an_eviction_of_its_own_shortens_the_answer(
     assert asked.match("a") == answers[1]
 
 
-def test_a_prefix_that_grows_is_seen_in_time(now: list[float]) -> None:
+def test_a_prefix_that_grows_is_seen_in_time(now):
     asked = Asked(kept=2)
     assert asked.match("a") == 8
     asked.keep(range(2, 4))
@@ -309,9 +298,7 @@ def test_a_prefix_that_grows_is_seen_in_time(now: list[float]) -> None:
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(
-    admitted: bool, now: list[float], count_lookups: Counted
-) -> None:
+def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(admitted, now, count_lookups):
     asked = Asked(kept=2)
     assert asked.match("a") == 8
     if admitted:
@@ -335,21 +322,21 @@ def waiting() -> Asked:
     return asked
 
 
-def test_a_request_that_needs_other_keys_does_not_wait() -> None:
+def test_a_request_that_needs_other_keys_does_not_wait():
     """The first loads two blocks; the second has them on the engine's side already."""
     asked = Asked(kept=4)
     asked.load("first")
     assert asked.match("second", start=8) == 8
 
 
-def test_a_request_does_not_wait_for_itself() -> None:
+def test_a_request_does_not_wait_for_itself():
     """Asked again after its load failed, or after it was preempted in the middle."""
     asked = waiting()
     assert asked.match("first") == 8
     assert asked.match("second") == 8, "nobody loads it any more"
 
 
-def test_waiting_ends_after_a_bound_for_each_request_on_its_own(now: list[float]) -> None:
+def test_waiting_ends_after_a_bound_for_each_request_on_its_own(now):
     asked = waiting()
     now[0] += MAX_WAIT_SECONDS
     assert asked.match("second") is None
@@ -359,7 +346,7 @@ def test_waiting_ends_after_a_bound_for_each_request_on_its_own(now: list[float]
     assert asked.match("third") is None
 
 
-def test_waiting_for_one_load_after_another_is_one_wait(now: list[float]) -> None:
+def test_waiting_for_one_load_after_another_is_one_wait(now):
     """Each time another request loads the keys before the one that waits is asked again."""
     asked = waiting()
     now[0] += MAX_WAIT_SECONDS
@@ -371,7 +358,7 @@ def test_waiting_for_one_load_after_another_is_one_wait(now: list[float]) -> Non
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_wait_that_ended_starts_anew(now: list[float], ends: bool) -> None:
+def test_a_wait_that_ended_starts_anew(now, ends):
     """Also if its request has ended, and another has its name."""
     asked = waiting()
     if ends:
@@ -384,7 +371,7 @@ def test_a_wait_that_ended_starts_anew(now: list[float], ends: bool) -> None:
     assert asked.match("second") is None
 
 
-def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(now: list[float]) -> None:
+def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(now):
     """Two load the same keys, once the second has given up waiting; the first ends first."""
     asked = waiting()
     now[0] += 2 * MAX_WAIT_SECONDS
@@ -396,7 +383,7 @@ def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(now: list[float
 
 
 @pytest.mark.parametrize("end", ["schedule", "forget"])
-def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
+def test_others_wait_until_the_first_is_scheduled_or_gone(end):
     asked = Asked(kept=2)
     asked.complete(asked.load("first"))
     assert asked.match("second") is None, "the engine does not know the blocks before it runs"
@@ -404,9 +391,7 @@ def test_others_wait_until_the_first_is_scheduled_or_gone(end: str) -> None:
     assert asked.match("second") == 8
 
 
-def test_those_that_share_what_is_loaded_are_looked_up_in_no_block(
-    count_lookups: Counted,
-) -> None:
+def test_those_that_share_what_is_loaded_are_looked_up_in_no_block(count_lookups):
     asked = Asked(kept=6)
     asked.load("first", end=24)
     counts = count_lookups(asked)
@@ -416,7 +401,7 @@ def test_those_that_share_what_is_loaded_are_looked_up_in_no_block(
     assert asked.match("after a reset") == 0
 
 
-def test_one_that_shares_too_little_for_a_window_of_its_own_does_not_wait() -> None:
+def test_one_that_shares_too_little_for_a_window_of_its_own_does_not_wait():
     """Of a window, host memory has what the end of the other one's prefix reads."""
     full, window = CacheGroup(0, 4), CacheGroup(1, 4, 6)
     asked = Asked(full, window, kept=6)
@@ -430,7 +415,7 @@ def test_one_that_shares_too_little_for_a_window_of_its_own_does_not_wait() -> N
 # -- how much one step looks up ----------------------------------------------------------------
 
 
-def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next() -> None:
+def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next():
     asked = Asked(kept=2)
     asked.offload._lookups.budget.spend(STEP_KEYS - 1)
     assert asked.match("a") == 8, "a look-up that begins is not cut"
@@ -440,7 +425,7 @@ def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next() -> Non
     assert asked.match("b") == 8
 
 
-def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same() -> None:
+def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same():
     asked = Asked(kept=2)
     asked.offload._lookups.budget.spend(STEP_KEYS)
     assert asked.match("a") is None
@@ -452,7 +437,7 @@ def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("meanwhile", [None, "schedule", "forget"])
-def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile: str | None) -> None:
+def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile):
     """Also where the request is gone by then."""
     asked = Asked(num_slots=4, kept=4)
     first = asked.load("a", end=4)
@@ -471,7 +456,7 @@ def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile: str | None
     assert not asked.is_held(1)
 
 
-def test_a_plan_pairs_blocks_with_the_slots_of_their_keys() -> None:
+def test_a_plan_pairs_blocks_with_the_slots_of_their_keys():
     """Though it was offered more. What lies before it is not held."""
     asked = Asked(num_slots=5)
     slots = asked.keep([3, 1, 4, 2, 0])
@@ -482,7 +467,7 @@ def test_a_plan_pairs_blocks_with_the_slots_of_their_keys() -> None:
     assert [asked.is_held(slot) for slot in range(5)] == [False, True, True, True, False]
 
 
-def test_jobs_are_numbered_and_handed_out_once() -> None:
+def test_jobs_are_numbered_and_handed_out_once():
     asked = Asked(kept=4)
     for request_id, start in (("a", 0), ("b", 8)):
         asked.match(request_id, start, tokens=start + 9)
@@ -492,7 +477,7 @@ def test_jobs_are_numbered_and_handed_out_once() -> None:
     assert asked.offload.plan_step(EMPTY_STEP).loads == ()
 
 
-def test_the_null_blocks_of_a_window_are_left_out() -> None:
+def test_the_null_blocks_of_a_window_are_left_out():
     """The query at 20 reads the window group from 15 on."""
     asked = Asked(FULL, WINDOW)
     full, window = asked.keep(range(5)), asked.keep([3, 4], WINDOW)
@@ -506,7 +491,7 @@ def test_the_null_blocks_of_a_window_are_left_out() -> None:
     ]
 
 
-def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
+def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block():
     """Offered 20 tokens, for which the window needs blocks 3 and 4; 16 would need block 2 too."""
     asked = Asked(FULL, WINDOW, num_slots=8, kept=5)
     asked.keep([3, 4], WINDOW)
@@ -521,7 +506,7 @@ def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block() -> None:
     assert not asked.is_held(0)
 
 
-def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete() -> None:
+def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete():
     asked = Asked(num_slots=2, kept=2)
     assert asked.match("a", tokens=9) == 8
     asked.keep_other(b"newcomer")

@@ -70,9 +70,7 @@ def conversations(requests: int, source: random.Random) -> Iterator[list[bytes]]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_estimates_are_within_few_points_of_replays(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimates_are_within_few_points_of_replays(policy, monkeypatch):
     monkeypatch.setattr(other_sizes, "MINIATURE_SLOTS", 2048)
     slots = 1024  # half of the blocks are sampled
     replays = {size: MiniSim(policy, int(slots * factor)) for size, factor in OTHER_SIZES.items()}
@@ -102,7 +100,7 @@ def test_estimates_are_within_few_points_of_replays(
         assert abs(100 * error) < most_points, f"{size}: {100 * error:.1f} points"
 
 
-def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[MiniSim]) -> None:
+def test_a_step_serves_one_size_and_none_where_a_request_begins(served):
     estimate, _ = make_estimate("lru", 64)
     request = make_request([b"block"], BLOCK_TOKENS)
 
@@ -126,7 +124,7 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(served: list[Min
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["others run", "it runs alone"])
-def test_a_long_prompt_makes_no_step_long(idle: bool, served: list[MiniSim]) -> None:
+def test_a_long_prompt_makes_no_step_long(idle, served):
     """100,000 tokens, a quarter of which are sampled, ended after a few tokens."""
     estimate, statistics = make_estimate("auto", 2000)
     source = random.Random(3)
@@ -149,7 +147,7 @@ def test_a_long_prompt_makes_no_step_long(idle: bool, served: list[MiniSim]) -> 
     assert told.data["hit_tokens_at_four_times"] > 0
 
 
-def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample() -> None:
+def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample():
     estimate, _ = make_estimate("lru", 64)
     request = make_request([], BLOCK_TOKENS - 1)
     for _ in range(other_sizes.MAX_NOTED_REQUESTS):
@@ -161,7 +159,7 @@ def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample(
     assert estimate._looked_up == other_sizes.MAX_NOTED_REQUESTS * (BLOCK_TOKENS - 1)
 
 
-def test_what_was_noted_before_a_reset_counts_for_all_sizes() -> None:
+def test_what_was_noted_before_a_reset_counts_for_all_sizes():
     """Host memory is emptied while requests run, when one of the sizes has had its turn."""
     estimate, statistics = make_estimate("lru", 64)
     hashes = [bytes([block]) for block in range(other_sizes.PART_KEYS)]
@@ -181,7 +179,7 @@ def test_what_was_noted_before_a_reset_counts_for_all_sizes() -> None:
     assert hits == dict.fromkeys(OTHER_SIZES, 10 * tokens)
 
 
-def test_an_engine_of_that_size_has_as_many_hits() -> None:
+def test_an_engine_of_that_size_has_as_many_hits():
     """The largest miniature is as large as the thing itself: nothing is a matter of chance."""
     played = pytest.importorskip("tests.support.played_engine", reason="needs vLLM")
     totals = {}

@@ -10,8 +10,6 @@ from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 def storing(**arguments: object) -> PlayedEngine:
     """Return an engine in which a prompt has been computed, and its stores have not ended."""
@@ -26,7 +24,7 @@ def storing(**arguments: object) -> PlayedEngine:
 # -- what they keep others from ----------------------------------------------------------------
 
 
-def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch):
     monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)
     engine = storing(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})
     engine.step()
@@ -44,7 +42,7 @@ def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch: pytest.Mo
     engine.rest()
 
 
-def test_a_block_is_idle_that_a_pin_alone_keeps() -> None:
+def test_a_block_is_idle_that_a_pin_alone_keeps():
     engine = PlayedEngine()
     engine.add("a", PROMPT)
     engine.step(2)
@@ -58,7 +56,7 @@ def test_a_block_is_idle_that_a_pin_alone_keeps() -> None:
     engine.rest()
 
 
-def test_unpinned_blocks_are_reused_after_all_others_and_the_tail_first() -> None:
+def test_unpinned_blocks_are_reused_after_all_others_and_the_tail_first():
     """A prefix without its tail is worth something, a tail without its prefix is not."""
     engine = storing(max_num_batched_tokens=64)
     engine.run()
@@ -68,9 +66,7 @@ def test_unpinned_blocks_are_reused_after_all_others_and_the_tail_first() -> Non
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_pins_keep_to_their_share_of_the_free_blocks_and_the_rest_follows(
-    share: float, groups: int
-) -> None:
+def test_pins_keep_to_their_share_of_the_free_blocks_and_the_rest_follows(share, groups):
     """Also when the request ends, whose blocks are free in a moment; of one block at least."""
     engine = PlayedEngine(
         [CacheGroup(0, 4), CacheGroup(1, 4, window_tokens=64)][:groups],
@@ -94,7 +90,7 @@ def test_pins_keep_to_their_share_of_the_free_blocks_and_the_rest_follows(
 
 
 @pytest.mark.parametrize("end", ["reported", "drained"])
-def test_a_reset_fails_while_a_block_is_pinned(end: str) -> None:
+def test_a_reset_fails_while_a_block_is_pinned(end):
     engine = storing()
     assert engine.scheduler.reset_prefix_cache() is False
     if end == "reported":
@@ -109,7 +105,7 @@ def test_a_reset_fails_while_a_block_is_pinned(end: str) -> None:
 # -- what gives them up ------------------------------------------------------------------------
 
 
-def test_a_reset_of_the_connector_forgets_host_memory_and_what_is_on_its_way() -> None:
+def test_a_reset_of_the_connector_forgets_host_memory_and_what_is_on_its_way():
     engine = PlayedEngine()
     engine.serve("a", PROMPT, max_tokens=1)
     engine.add("b", OTHER, max_tokens=1)
@@ -122,7 +118,7 @@ def test_a_reset_of_the_connector_forgets_host_memory_and_what_is_on_its_way() -
     engine.check_rest()
 
 
-def test_running_requests_survive_a_reset() -> None:
+def test_running_requests_survive_a_reset():
     engine = PlayedEngine()
     engine.add("a", PROMPT, max_tokens=8)
     engine.step(3)
@@ -132,9 +128,7 @@ def test_running_requests_survive_a_reset() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("drained", [False, True])
-def test_a_store_that_takes_too_long_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, drained: bool
-) -> None:
+def test_a_store_that_takes_too_long_is_given_up(monkeypatch, ranks, drained):
     """Ranks may still write its slots: these stay taken, and nothing is stored meanwhile."""
     engine = storing(ranks=ranks)
     copies = engine.ranks[-1].copies
@@ -160,9 +154,7 @@ def test_a_store_that_takes_too_long_is_given_up(
 
 
 @both_ways
-def test_no_store_is_given_up_because_the_engine_made_no_step(
-    now: list[float], async_scheduling: bool
-) -> None:
+def test_no_store_is_given_up_because_the_engine_made_no_step(now, async_scheduling):
     """The last ones of an engine in its user's process are submitted when he asks again."""
     engine = PlayedEngine(async_scheduling=async_scheduling)
     engine.add("a", PROMPT, max_tokens=1)
@@ -177,7 +169,7 @@ def test_no_store_is_given_up_because_the_engine_made_no_step(
 
 
 @both_ways
-def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling: bool) -> None:
+def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling):
     """Those of a request that has just ended, and those of a step that is under way."""
     engine = PlayedEngine(
         async_scheduling=async_scheduling, blocks=14, plugin={"max_pinned_share": 0.4}
@@ -195,7 +187,7 @@ def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling: bool) ->
     engine.rest()
 
 
-def test_a_report_that_a_drain_has_delivered_may_arrive_again() -> None:
+def test_a_report_that_a_drain_has_delivered_may_arrive_again():
     engine = PlayedEngine(ranks=2)
     engine.add("a", PROMPT, max_tokens=1)
     engine.step(2)

@@ -10,7 +10,7 @@ from kv_offload.scheduler.timing import CopyRate, LoadQueue, PrefillRate
 # -- loads -------------------------------------------------------------------------------------
 
 
-def test_the_speed_of_loads_is_assumed_until_one_was_measured() -> None:
+def test_the_speed_of_loads_is_assumed_until_one_was_measured():
     rate = CopyRate()
     assert rate.seconds(6_000_000_000) == 6e9 / ASSUMED_BYTES_PER_SECOND
     assert rate.measured_bytes_per_second is None
@@ -25,7 +25,7 @@ def test_the_speed_of_loads_is_assumed_until_one_was_measured() -> None:
 # -- loads under way ---------------------------------------------------------------------------
 
 
-def test_a_queue_of_loads_runs_down_with_time_and_with_completions() -> None:
+def test_a_queue_of_loads_runs_down_with_time_and_with_completions():
     queue = LoadQueue()
     assert queue.seconds_ahead(0.1, 100.0) == 0
     queue.add(10, 100.0)
@@ -51,7 +51,7 @@ def learnt(*steps: tuple[int, float], requests: int = 1) -> PrefillRate:
     return rate
 
 
-def test_one_step_is_no_evidence_and_one_that_compiles_changes_nothing() -> None:
+def test_one_step_is_no_evidence_and_one_that_compiles_changes_nothing():
     rate = PrefillRate()
     rate.learn(8192, 1, 30.0)
     for _ in range(MIN_MEASUREMENTS - 1):
@@ -65,14 +65,12 @@ def test_one_step_is_no_evidence_and_one_that_compiles_changes_nothing() -> None
     ("tokens", "requests", "tells"),
     [(16, 1, False), (63, 1, False), (256, 256, False), (1280, 256, False), (8192, 256, True)],
 )
-def test_steps_that_mostly_decode_say_nothing_about_prompts(
-    tokens: int, requests: int, tells: bool
-) -> None:
+def test_steps_that_mostly_decode_say_nothing_about_prompts(tokens, requests, tells):
     rate = learnt((tokens, 0.2), requests=requests)
     assert rate.seconds(8192) == (pytest.approx(0.2) if tells else None)
 
 
-def test_the_time_is_that_of_the_largest_measured_steps_up_to_that_size() -> None:
+def test_the_time_is_that_of_the_largest_measured_steps_up_to_that_size():
     rate = learnt((128, 0.008), (8192, 0.2))
     assert rate.seconds(128) == pytest.approx(0.008)
     assert rate.seconds(1024) == pytest.approx(0.064)
@@ -81,7 +79,7 @@ def test_the_time_is_that_of_the_largest_measured_steps_up_to_that_size() -> Non
     assert rate.tokens_per_second == pytest.approx(8192 / 0.2)
 
 
-def test_fewer_tokens_than_any_step_had_take_no_longer_than_a_step() -> None:
+def test_fewer_tokens_than_any_step_had_take_no_longer_than_a_step():
     rate = learnt((8192, 0.2))
     seconds = rate.seconds(100)
     assert seconds is not None
@@ -89,7 +87,7 @@ def test_fewer_tokens_than_any_step_had_take_no_longer_than_a_step() -> None:
     assert seconds <= 2 * 0.2
 
 
-def test_more_tokens_never_take_less_time_where_larger_steps_are_not_much_faster() -> None:
+def test_more_tokens_never_take_less_time_where_larger_steps_are_not_much_faster():
     rate = learnt((100, 0.006), (1000, 0.03), (8000, 0.21))
     times = [rate.seconds(tokens) or 0.0 for tokens in range(64, 40000, 7)]
     drops = [after / before for before, after in pairwise(times)]

@@ -13,8 +13,6 @@ from tests.support.hooks import raise_once
 from tests.support.played_cases import OTHER, PROMPT, pinned, slow, start_load, store
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 OK, FAILED, LOST = Outcome
 
 
@@ -38,9 +36,7 @@ def copy_stores(engine: PlayedEngine, request_id: str, prompt: Sequence[int]) ->
 
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 0, 1, 1)], ids=str)
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_a_store_ends_when_its_last_rank_has_told_of_it(
-    ranks: Sequence[int], failing: int | None
-) -> None:
+def test_a_store_ends_when_its_last_rank_has_told_of_it(ranks, failing):
     """It is readable then, if it went well on all; its blocks are pinned until then."""
     engine, job = storing()
     sources = pinned(engine)
@@ -59,7 +55,7 @@ def test_a_store_ends_when_its_last_rank_has_told_of_it(
     assert engine.totals["skipped_copy_failed"] == (0 if failing is None else 5)
 
 
-def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more() -> None:
+def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more():
     engine, job = storing()
     report(engine, {job: OK}, rank=0)
     assert engine.offload.plan_drain().known == ()
@@ -75,7 +71,7 @@ def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more() -> None
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("outcome", [OK, FAILED])
-def test_the_end_of_a_load_on_all_ranks_is_told_once(first: int, outcome: Outcome) -> None:
+def test_the_end_of_a_load_on_all_ranks_is_told_once(first, outcome):
     """Also where one of them reports it again."""
     engine = store(PlayedEngine(ranks=2), PROMPT)
     start_load(engine)
@@ -94,7 +90,7 @@ def test_the_end_of_a_load_on_all_ranks_is_told_once(first: int, outcome: Outcom
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(first: int) -> None:
+def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(first):
     engine = store(PlayedEngine(synchronous_loads=True, ranks=2), PROMPT)
     engine.add("second", PROMPT, max_tokens=1)
     (load,) = engine.schedule().kv_connector_metadata.loads
@@ -111,7 +107,7 @@ def test_a_synchronous_load_keeps_its_slots_until_every_rank_has_told_of_it(firs
     assert engine.offload.take_effects() == Effects(), "the engine did not wait for it"
 
 
-def test_an_error_at_the_end_of_a_job_keeps_no_other_from_ending() -> None:
+def test_an_error_at_the_end_of_a_job_keeps_no_other_from_ending():
     engine = PlayedEngine(max_num_batched_tokens=64)
     jobs = []
     for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -139,9 +135,7 @@ def losing() -> tuple[PlayedEngine, int, int]:
 
 @pytest.mark.parametrize("order", ["before", "together", "after"])
 @pytest.mark.parametrize("outcome", [OK, LOST])
-def test_no_store_becomes_readable_that_had_not_ended_when_a_loss_was_heard_of(
-    order: str, outcome: Outcome
-) -> None:
+def test_no_store_becomes_readable_that_had_not_ended_when_a_loss_was_heard_of(order, outcome):
     """One that ends in the same report is no exception; what was readable before stays."""
     engine, stored, load = losing()
     for told in {
@@ -157,7 +151,7 @@ def test_no_store_becomes_readable_that_had_not_ended_when_a_loss_was_heard_of(
     assert not pinned(engine)
 
 
-def test_a_store_that_is_planned_when_a_loss_is_heard_of_does_not_become_readable() -> None:
+def test_a_store_that_is_planned_when_a_loss_is_heard_of_does_not_become_readable():
     """No step has sent it yet. Those that are planned later become readable."""
     engine = store(slow(1, synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
     stored = copy_stores(engine, "stores", OTHER)
@@ -193,14 +187,14 @@ def lost_between_steps() -> tuple[PlayedEngine, list[int]]:
     return engine, [job.job_id for job in stores]
 
 
-def test_what_is_planned_before_the_engine_knows_of_a_loss_does_not_become_readable() -> None:
+def test_what_is_planned_before_the_engine_knows_of_a_loss_does_not_become_readable():
     engine, stores = lost_between_steps()
     assert engine.offload.take_effects().tainted == {"a", "b"}
     report(engine, dict.fromkeys(stores, OK))
     assert held_tokens(engine, PROMPT) == 0
 
 
-def test_what_ends_before_the_engine_knows_of_a_loss_does_not_become_readable() -> None:
+def test_what_ends_before_the_engine_knows_of_a_loss_does_not_become_readable():
     """A second drain ends it."""
     engine, _ = lost_between_steps()
     engine.execute()
@@ -213,7 +207,7 @@ def test_what_ends_before_the_engine_knows_of_a_loss_does_not_become_readable() 
 
 
 @pytest.mark.parametrize("by", ["step", "poll", "drain"])
-def test_a_loss_is_told_once_whoever_tells_of_it_first(by: str) -> None:
+def test_a_loss_is_told_once_whoever_tells_of_it_first(by):
     """The rank tells of it until it is known. Here a store ends in the same report."""
     engine = PlayedEngine(synchronous_loads=True, beside=by == "poll", max_num_batched_tokens=64)
     store(engine, PROMPT)
@@ -235,7 +229,7 @@ def test_a_loss_is_told_once_whoever_tells_of_it_first(by: str) -> None:
     assert len(engine.answers["again"]) == 4
 
 
-def test_a_loss_on_several_ranks_is_told_once() -> None:
+def test_a_loss_on_several_ranks_is_told_once():
     """Also where they tell of it in different reports."""
     engine = store(PlayedEngine(synchronous_loads=True, ranks=2), PROMPT)
     engine.add("a", PROMPT)
@@ -245,7 +239,7 @@ def test_a_loss_on_several_ranks_is_told_once() -> None:
         assert engine.offload.take_effects() == Effects(tainted=lost), "it ends with an error"
 
 
-def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> None:
+def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known():
     """The engine ends requests by their names, and says so of those that it ends."""
     engine = store(PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
     engine.add("a", PROMPT)
@@ -260,7 +254,7 @@ def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known() -> Non
     engine.offload.check_integrity()
 
 
-def test_a_load_that_could_not_be_planned_ends_nobody_who_shares_none_of_its_blocks() -> None:
+def test_a_load_that_could_not_be_planned_ends_nobody_who_shares_none_of_its_blocks():
     engine = store(PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
     engine.model.may_lose_kv = True
     engine.add("beside", OTHER, max_tokens=6)
@@ -271,9 +265,7 @@ def test_a_load_that_could_not_be_planned_ends_nobody_who_shares_none_of_its_blo
     assert (engine.ended["a"], engine.ended["beside"]) == ("error", "length")
 
 
-def test_a_load_that_was_planned_before_an_error_is_planned_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_that_was_planned_before_an_error_is_planned_once(monkeypatch):
     engine = store(PlayedEngine(synchronous_loads=True), PROMPT)
     rate = engine.offload.watch.load_rate
     seconds, raised = rate.seconds, []
@@ -292,7 +284,7 @@ def test_a_load_that_was_planned_before_an_error_is_planned_once(
     engine.rest()
 
 
-def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end() -> None:
+def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end():
     """Not those that were admitted after a reset, and none of them twice."""
     engine = PlayedEngine(max_num_batched_tokens=64)
     engine.add("runs", PROMPT)

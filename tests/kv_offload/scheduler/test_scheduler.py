@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request
 
@@ -33,8 +30,6 @@ from tests.support.played_cases import (
 )
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 def steps_of(engine: PlayedEngine) -> Iterator[Any]:
     """Yield each step when it is planned, as many at once as may be under way, to the end."""
@@ -54,8 +49,8 @@ def steps_of(engine: PlayedEngine) -> Iterator[Any]:
 )
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_a_prompt_is_stored_once_and_served_later(
-    async_scheduling: bool, ranks: int, groups: tuple[CacheGroup, ...], synchronous_loads: bool
-) -> None:
+    async_scheduling, ranks, groups, synchronous_loads
+):
     engine = PlayedEngine(
         groups,
         ranks=ranks,
@@ -73,7 +68,7 @@ def test_a_prompt_is_stored_once_and_served_later(
     engine.check_rest()
 
 
-def test_a_wrong_answer_is_found() -> None:
+def test_a_wrong_answer_is_found():
     """The control of all tests here: the engine compares every token with the model's own."""
     engine = PlayedEngine()
     engine.add("a", PROMPT)
@@ -82,7 +77,7 @@ def test_a_wrong_answer_is_found() -> None:
         engine.run()
 
 
-def test_a_chunked_prefill_stores_what_each_step_computed() -> None:
+def test_a_chunked_prefill_stores_what_each_step_computed():
     engine = PlayedEngine(max_num_batched_tokens=10)
     request = engine.add("a", PROMPT, max_tokens=1)
     ends = [ends_of(engine, request, stored_blocks(output)) for output in steps_of(engine)]
@@ -90,7 +85,7 @@ def test_a_chunked_prefill_stores_what_each_step_computed() -> None:
     engine.rest()
 
 
-def test_the_last_blocks_of_a_request_are_stored_after_its_end() -> None:
+def test_the_last_blocks_of_a_request_are_stored_after_its_end():
     """An idle engine goes on stepping until the last store is reported."""
     engine = PlayedEngine()
     engine.add("a", PROMPT[:7], max_tokens=2)
@@ -105,14 +100,14 @@ def test_the_last_blocks_of_a_request_are_stored_after_its_end() -> None:
 
 
 @pytest.mark.parametrize(("store_blocks", "stored"), [("prompt", 5), ("all", 8)])
-def test_prompts_are_stored_alone_if_the_user_wants_it(store_blocks: str, stored: int) -> None:
+def test_prompts_are_stored_alone_if_the_user_wants_it(store_blocks, stored):
     engine = PlayedEngine(plugin={"store_blocks": store_blocks})
     engine.serve("a", PROMPT, max_tokens=12)
     assert engine.totals["stored_bytes"] == blocks(stored)
     engine.check_rest()
 
 
-def test_a_request_that_skips_the_cache_loads_nothing_and_is_stored() -> None:
+def test_a_request_that_skips_the_cache_loads_nothing_and_is_stored():
     engine = PlayedEngine()
     store(engine, PROMPT)
     engine.serve("a", [*PROMPT, *OTHER], skip_reading_prefix_cache=True)
@@ -121,7 +116,7 @@ def test_a_request_that_skips_the_cache_loads_nothing_and_is_stored() -> None:
     engine.check_rest()
 
 
-def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
+def test_groups_with_blocks_of_two_sizes_lose_no_block():
     """vLLM names the blocks of all groups up to a multiple of the largest; the rest comes later."""
     engine = PlayedEngine((CacheGroup(0, 8), WINDOW), max_num_batched_tokens=12)
     engine.serve("a", PROMPT, max_tokens=4)
@@ -132,9 +127,7 @@ def test_groups_with_blocks_of_two_sizes_lose_no_block() -> None:
 
 @both_ways
 @pytest.mark.parametrize("full", [(), (FULL,)], ids=["windows alone", "mixed"])
-def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(
-    async_scheduling: bool, full: tuple[CacheGroup, ...]
-) -> None:
+def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(async_scheduling, full):
     """By default it names the window where a prompt ends: no hit can end anywhere else."""
     window = CacheGroup(len(full), BLOCK, 6, retention_tokens=0)
     engine = PlayedEngine((*full, window), async_scheduling=async_scheduling)
@@ -158,8 +151,8 @@ SHARED = [1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1]
 @both_runners
 @pytest.mark.parametrize("kind", [WINDOW, STATE], ids=["window", "state"])
 def test_a_beginning_that_prompts_share_is_served_though_only_host_memory_has_it(
-    kind: CacheGroup, async_scheduling: bool, replaces_resumed: bool
-) -> None:
+    kind, async_scheduling, replaces_resumed
+):
     """vLLM keeps the window or state at its end where its own cache has the rest of it."""
     engine = PlayedEngine(
         (FULL, dataclasses.replace(kind, retention_tokens=0)),
@@ -175,7 +168,7 @@ def test_a_beginning_that_prompts_share_is_served_though_only_host_memory_has_it
     engine.check_rest()
 
 
-def test_an_answer_that_is_shared_with_nobody_takes_no_window() -> None:
+def test_an_answer_that_is_shared_with_nobody_takes_no_window():
     """Of a conversation host memory has the end of the last prompt, and what was answered."""
     engine = PlayedEngine((FULL, dataclasses.replace(WINDOW, retention_tokens=0)))
     engine.serve("turn", PROMPT, max_tokens=10)
@@ -187,7 +180,7 @@ def test_an_answer_that_is_shared_with_nobody_takes_no_window() -> None:
     assert session.shared_prefix_boundary == 0
 
 
-def test_replicas_share_nothing() -> None:
+def test_replicas_share_nothing():
     """Two data-parallel replicas in one process: what one stored, the other computes."""
     one, other = (PlayedEngine(replica=replica) for replica in (0, 1))
     store(one, PROMPT)
@@ -200,9 +193,7 @@ def test_replicas_share_nothing() -> None:
 
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup(1, 8))])
-def test_blocks_of_context_parallel_ranks(
-    async_scheduling: bool, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_blocks_of_context_parallel_ranks(async_scheduling, groups):
     """Every second token is on the other rank: a block holds the tokens of both ranks' blocks."""
     engine = PlayedEngine(
         groups,
@@ -222,9 +213,7 @@ def test_blocks_of_context_parallel_ranks(
 
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_states_at_block_boundaries_are_stored_and_served(
-    async_scheduling: bool, ranks: int
-) -> None:
+def test_the_states_at_block_boundaries_are_stored_and_served(async_scheduling, ranks):
     engine = PlayedEngine((FULL, STATE), ranks=ranks, async_scheduling=async_scheduling)
     engine.serve("first", PROMPT, max_tokens=1)
     # Five blocks of attention, and the states at 16 (the budget of a step) and 20.
@@ -237,7 +226,7 @@ def test_the_states_at_block_boundaries_are_stored_and_served(
     engine.check_rest()
 
 
-def test_no_state_is_stored_before_its_block_is_full() -> None:
+def test_no_state_is_stored_before_its_block_is_full():
     """The block of the running state is written in place until a decode has filled it."""
     engine = PlayedEngine((FULL, STATE))
     request = engine.add("a", PROMPT[:9], max_tokens=12)
@@ -255,7 +244,7 @@ def test_no_state_is_stored_before_its_block_is_full() -> None:
     engine.rest()
 
 
-def test_attention_without_its_state_is_no_local_hit() -> None:
+def test_attention_without_its_state_is_no_local_hit():
     """Counted as one, it would have the engine compute from no state."""
     engine = PlayedEngine((FULL, STATE))
     engine.serve("first", PROMPT, max_tokens=1)
@@ -289,7 +278,7 @@ def known_ends(engine: PlayedEngine, request: Request) -> tuple[list[int], int]:
     return ends, unknown
 
 
-def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
+def test_no_placeholder_of_asynchronous_scheduling_is_stored():
     """With two steps under way the scheduler counts a token as computed that nobody knows yet."""
     engine = PlayedEngine(async_scheduling=True)
     ends, unknown = known_ends(engine, engine.add("a", PROMPT[:6], max_tokens=20))
@@ -299,7 +288,7 @@ def test_no_placeholder_of_asynchronous_scheduling_is_stored() -> None:
 
 @both_ways
 @pytest.mark.parametrize("accepted", [True, False])
-def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
+def test_no_draft_is_stored(async_scheduling, accepted):
     engine = PlayedEngine(drafts=3, async_scheduling=async_scheduling)
     engine.propose = engine.good_drafts if accepted else engine.bad_drafts
     ends, unknown = known_ends(engine, engine.add("a", PROMPT[:6], max_tokens=24))
@@ -309,9 +298,7 @@ def test_no_draft_is_stored(async_scheduling: bool, accepted: bool) -> None:
 
 @both_ways
 @pytest.mark.parametrize("accepted", [True, False])
-def test_drafts_have_no_block_looked_at_before_it_has_a_name(
-    async_scheduling: bool, accepted: bool
-) -> None:
+def test_drafts_have_no_block_looked_at_before_it_has_a_name(async_scheduling, accepted):
     """vLLM names blocks of several groups up to a common boundary of known tokens.
 
     A block that was looked at before would count as one that had moved on, and never be stored.

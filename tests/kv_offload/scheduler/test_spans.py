@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.support.played_cases import PROMPT, both_ways, start_load, store
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LOOKUP, LOAD = "kv_offload.lookup", "kv_offload.load"
@@ -59,7 +59,7 @@ def said(span: ReadableSpan) -> dict[str, Any]:
 
 
 @both_ways
-def test_a_request_has_a_lookup_and_a_load(tracer: Tracer, async_scheduling: bool) -> None:
+def test_a_request_has_a_lookup_and_a_load(tracer, async_scheduling):
     engine = store(traced(async_scheduling=async_scheduling), PROMPT)
     (miss,) = tracer.take()
     assert miss.name == LOOKUP
@@ -84,7 +84,7 @@ def test_a_request_has_a_lookup_and_a_load(tracer: Tracer, async_scheduling: boo
     engine.check_rest()
 
 
-def test_what_was_in_the_gpu_is_no_hit_of_host_memory(tracer: Tracer) -> None:
+def test_what_was_in_the_gpu_is_no_hit_of_host_memory(tracer):
     engine = traced()
     engine.serve("first", PROMPT, 1)
     tracer.take()
@@ -93,7 +93,7 @@ def test_what_was_in_the_gpu_is_no_hit_of_host_memory(tracer: Tracer) -> None:
     assert said(lookup) == {"hit_tokens": 0, "engine_hit_tokens": 20, "recomputed_tokens": 0}
 
 
-def test_a_synchronous_load_is_one_too(tracer: Tracer) -> None:
+def test_a_synchronous_load_is_one_too(tracer):
     engine = store(traced(synchronous_loads=True), PROMPT)
     tracer.take()
     engine.serve("hit", PROMPT, 1)
@@ -102,9 +102,7 @@ def test_a_synchronous_load_is_one_too(tracer: Tracer) -> None:
 
 
 @both_ways
-def test_a_load_that_fails_says_so_and_the_request_is_looked_up_again(
-    tracer: Tracer, async_scheduling: bool
-) -> None:
+def test_a_load_that_fails_says_so_and_the_request_is_looked_up_again(tracer, async_scheduling):
     engine = store(traced(async_scheduling=async_scheduling), PROMPT)
     tracer.take()
     start_load(engine)
@@ -115,9 +113,7 @@ def test_a_load_that_fails_says_so_and_the_request_is_looked_up_again(
     engine.check_rest()
 
 
-def test_a_lookup_lasts_while_another_load_is_waited_for(
-    tracer: Tracer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_lasts_while_another_load_is_waited_for(tracer, monkeypatch):
     engine = store(traced(), PROMPT)
     tracer.take()
     now = [10**18]
@@ -135,15 +131,13 @@ def test_a_lookup_lasts_while_another_load_is_waited_for(
     assert lasted == {"a": 0, "b": 10**9}
 
 
-def test_an_engine_that_does_not_trace_tells_nothing(tracer: Tracer) -> None:
+def test_an_engine_that_does_not_trace_tells_nothing(tracer):
     engine = store(PlayedEngine(), PROMPT)
     engine.serve("hit", PROMPT, 1)
     assert tracer.take() == []
 
 
-def test_a_tracer_that_raises_costs_no_request_and_is_not_called_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tracer_that_raises_costs_no_request_and_is_not_called_again(monkeypatch):
     called = []
 
     class Broken(trace.NoOpTracer):

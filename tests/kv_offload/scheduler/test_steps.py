@@ -26,7 +26,7 @@ def with_one_left(tokens: int = 1) -> StepClock:
     return clock
 
 
-def test_steps_that_follow_each_other_are_timed_without_the_gaps() -> None:
+def test_steps_that_follow_each_other_are_timed_without_the_gaps():
     """One that computes nothing takes no time; nor does an idle engine make a step long."""
     clock = StepClock()
     assert clock.end(0.5) is None
@@ -35,7 +35,7 @@ def test_steps_that_follow_each_other_are_timed_without_the_gaps() -> None:
         assert seconds(clock, begun + took) == (took if tokens else None)
 
 
-def test_with_two_under_way_time_runs_from_end_to_end() -> None:
+def test_with_two_under_way_time_runs_from_end_to_end():
     clock = StepClock()
     clock.begin(step(1), 0.0)
     clock.begin(step(2), 0.001)
@@ -52,7 +52,7 @@ def test_with_two_under_way_time_runs_from_end_to_end() -> None:
     assert seconds(clock, 500.010) == 0.010
 
 
-def test_a_step_that_ended_while_nobody_looked_is_not_timed() -> None:
+def test_a_step_that_ended_while_nobody_looked_is_not_timed():
     """An engine in the process of its user pauses while that one does something else."""
     clock = with_one_left()
     clock.begin(step(), 3.0)  # the second is long over
@@ -61,14 +61,14 @@ def test_a_step_that_ended_while_nobody_looked_is_not_timed() -> None:
     assert seconds(clock, 3.0101) == 0.0101
 
 
-def test_a_short_break_does_not_matter_where_the_step_is_waited_for_after_it() -> None:
+def test_a_short_break_does_not_matter_where_the_step_is_waited_for_after_it():
     clock = with_one_left()
     clock.begin(step(), 0.012)
     assert seconds(clock, 0.020) == 0.010
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_a_step_left_from_before_a_pause_shortens_no_step(tokens: int) -> None:
+def test_a_step_left_from_before_a_pause_shortens_no_step(tokens):
     """Its end is taken in after the next step was launched, which took 20 of its 26 ms here."""
     clock = with_one_left(tokens)
     clock.begin(step(1024), 5.0)
@@ -94,14 +94,14 @@ def run(watch: StepWatch, now: list[float], tokens: int, requests: int, seconds:
     watch.end()
 
 
-def test_without_evidence_no_time_is_left() -> None:
+def test_without_evidence_no_time_is_left():
     watch = StepWatch()
     assert watch.seconds_left() == 0
     begin(watch, 1024, 1)
     assert watch.seconds_left() == 0
 
 
-def test_steps_under_way_take_what_such_steps_took(now: list[float]) -> None:
+def test_steps_under_way_take_what_such_steps_took(now):
     watch = StepWatch()
     for _ in range(3):
         run(watch, now, 1024, 1, 0.1)
@@ -121,7 +121,7 @@ def test_steps_under_way_take_what_such_steps_took(now: list[float]) -> None:
     assert watch.seconds_left() == 0
 
 
-def test_prompts_take_as_long_as_they_did_in_the_largest_step_at_most(now: list[float]) -> None:
+def test_prompts_take_as_long_as_they_did_in_the_largest_step_at_most(now):
     watch = StepWatch()
     assert watch.prompt_seconds(1024) == 0
     for _ in range(3):

@@ -23,8 +23,6 @@ from tests.support.played_cases import (
 )
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 SHORT = [[*block, 0] for block in product([0, 1], repeat=BLOCK)]
 """Prompts of one block and one token, each with another block."""
 
@@ -48,9 +46,7 @@ def most_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "stored"), [(BLOCK - 1, 2), (len(PROMPT), 10)])
-def test_requests_that_fill_the_same_block_in_a_step_store_it_once(
-    tokens: int, stored: int
-) -> None:
+def test_requests_that_fill_the_same_block_in_a_step_store_it_once(tokens, stored):
     """And the next request's block goes into a slot of its own."""
     engine = PlayedEngine(max_num_batched_tokens=64)
     for request_id, prompt in (("a", PROMPT), ("same", PROMPT), ("other", OTHER)):
@@ -61,7 +57,7 @@ def test_requests_that_fill_the_same_block_in_a_step_store_it_once(
     engine.rest()
 
 
-def test_what_is_being_stored_is_not_stored_again() -> None:
+def test_what_is_being_stored_is_not_stored_again():
     engine = PlayedEngine(max_num_batched_tokens=64)
     engine.add("a", PROMPT)
     assert len(stored_blocks(engine.step())) == 5
@@ -70,7 +66,7 @@ def test_what_is_being_stored_is_not_stored_again() -> None:
     engine.rest()
 
 
-def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again() -> None:
+def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again():
     engine = PlayedEngine(max_num_batched_tokens=64)
     manager = engine.offload.manager
     request = engine.add("a", PROMPT, max_tokens=1)
@@ -81,7 +77,7 @@ def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again() ->
 
 
 @pytest.mark.usefixtures("most_slots")
-def test_a_step_looks_at_a_bounded_number_of_slots() -> None:
+def test_a_step_looks_at_a_bounded_number_of_slots():
     """Over all requests, be the slots known or not; the rest follows in the next steps."""
     engine = PlayedEngine(max_num_batched_tokens=64)
     for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -95,9 +91,7 @@ def test_a_step_looks_at_a_bounded_number_of_slots() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_many_decodes_that_fill_a_block_are_looked_at_together(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+def test_many_decodes_that_fill_a_block_are_looked_at_together(monkeypatch, async_scheduling):
     """Each has other tokens and another length; what ends before its turn is stored then."""
     found = []
     for many in (4, 100):
@@ -126,9 +120,7 @@ def test_many_decodes_that_fill_a_block_are_looked_at_together(
     assert max(together) > max(apart)
 
 
-def test_decodes_that_go_on_do_not_wait_for_each_other_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_decodes_that_go_on_do_not_wait_for_each_other_for_ever(monkeypatch):
     monkeypatch.setattr(planner, "MANY_RUNNING", 4)
     engine = PlayedEngine(blocks=200, slots=200, max_num_batched_tokens=128, max_num_seqs=16)
     for number, block in enumerate(SHORT):
@@ -144,7 +136,7 @@ def test_decodes_that_go_on_do_not_wait_for_each_other_for_ever(
     engine.rest()
 
 
-def test_leftovers_are_stored_before_what_a_running_request_keeps() -> None:
+def test_leftovers_are_stored_before_what_a_running_request_keeps():
     engine = slow(2, max_num_batched_tokens=64)
     engine.add("gone", PROMPT, max_tokens=1)
     engine.step()
@@ -157,7 +149,7 @@ def test_leftovers_are_stored_before_what_a_running_request_keeps() -> None:
     engine.rest()
 
 
-def test_leftovers_of_several_groups_are_counted_by_slot() -> None:
+def test_leftovers_of_several_groups_are_counted_by_slot():
     engine = slow(2, groups=(FULL, CacheGroup(1, 8)), max_num_batched_tokens=64)
     engine.add("a", PROMPT[:17], max_tokens=1)
     engine.step()
@@ -167,7 +159,7 @@ def test_leftovers_of_several_groups_are_counted_by_slot() -> None:
     engine.check_rest()
 
 
-def test_a_block_that_has_become_another_groups_is_not_stored() -> None:
+def test_a_block_that_has_become_another_groups_is_not_stored():
     """Its KV is of the same tokens, and of other layers."""
     engine = slow(1, groups=(FULL, CacheGroup(1, BLOCK, 64)), max_num_batched_tokens=64)
     request = engine.add("a", PROMPT[:9], max_tokens=1)
@@ -185,7 +177,7 @@ def test_a_block_that_has_become_another_groups_is_not_stored() -> None:
 # -- what is worth storing ---------------------------------------------------------------------
 
 
-def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_block() -> None:
+def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_block():
     engine = narrow(PlayedEngine(max_num_batched_tokens=64), 3)
     engine.add("a", PROMPT[:9], max_tokens=4)
     engine.add("b", [*PROMPT[:4], *OTHER[:13]], max_tokens=4)
@@ -196,14 +188,14 @@ def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_blo
     engine.check_rest()
 
 
-def test_a_prefix_that_is_computed_once_more_outlives_one_that_was_stored_since() -> None:
+def test_a_prefix_that_is_computed_once_more_outlives_one_that_was_stored_since():
     engine = PlayedEngine(slots=4)
     for prompt in (PROMPT[:9], OTHER[:9], PROMPT[:9], [1] * 9):
         engine.serve("a", prompt, max_tokens=1)
     assert [held_tokens(engine, p) for p in (PROMPT[:9], OTHER[:9], [1] * 9)] == [8, 0, 8]
 
 
-def test_a_prefix_is_not_evicted_for_its_own_tail() -> None:
+def test_a_prefix_is_not_evicted_for_its_own_tail():
     engine = PlayedEngine(slots=3)
     for tokens in (13, 21):
         engine.serve("a", PROMPT[:tokens], max_tokens=1)
@@ -214,9 +206,7 @@ def test_a_prefix_is_not_evicted_for_its_own_tail() -> None:
 # -- why not -----------------------------------------------------------------------------------
 
 
-def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_oldest_leftovers_are_dropped_when_too_many_wait(monkeypatch):
     monkeypatch.setattr("kv_offload.scheduler.stores.leftovers.MAX_LEFTOVER_SLOTS", 5)
     engine = slow(1, max_num_batched_tokens=64)
     for first in (0, 1):
@@ -229,7 +219,7 @@ def test_the_oldest_leftovers_are_dropped_when_too_many_wait(
     engine.check_rest()
 
 
-def test_where_every_slot_is_being_written_the_rest_is_not_stored() -> None:
+def test_where_every_slot_is_being_written_the_rest_is_not_stored():
     engine = PlayedEngine(slots=2, max_num_batched_tokens=64)
     engine.serve("a", PROMPT, max_tokens=1)
     assert held_tokens(engine, PROMPT) == 8

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 
@@ -31,10 +28,8 @@ from tests.support.played_cases import (
 )
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = pytest.mark.filterwarnings("default")
 
-
-def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() -> None:
+def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows():
     """Also of requests that have ended meanwhile; what was late is served as well."""
     engine = slow(3, blocks=60, max_num_batched_tokens=64)
     for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -59,10 +54,10 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows() 
     engine.check_rest()
 
 
-def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch):
     """As while the process was stopped. A single slow store changes nothing."""
     monkeypatch.setattr("kv_offload.worker.speeds.MEASURED_BYTES", blocks(2))
-    engine = PlayedEngine(max_num_batched_tokens=64)
+    engine = clocked(lambda: 0.0, max_num_batched_tokens=64)
     slow = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
     planned = []
     for number in range(1, 30):
@@ -76,7 +71,7 @@ def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch: pytest.M
     engine.check_rest()
 
 
-def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
+def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored():
     """Its blocks are free: others take them. Nothing wrong is kept, and the loss is counted."""
     engine = slow(1, blocks=8, max_model_len=28, max_num_batched_tokens=64)
     engine.add("gone", PROMPT, max_tokens=1)
@@ -95,9 +90,7 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored() -> None:
 
 @both_ways
 @pytest.mark.parametrize("grows", [False, True])
-def test_a_paused_engine_with_one_free_block_comes_to_rest(
-    async_scheduling: bool, grows: bool
-) -> None:
+def test_a_paused_engine_with_one_free_block_comes_to_rest(async_scheduling, grows):
     """What waits is looked at, and gone; or dropped, if the block is reserved for growth."""
     length = 28 if grows else 24
     max_tokens = length - 17
@@ -135,7 +128,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(
     engine.rest()
 
 
-def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch):
     """Under asynchronous scheduling a step may schedule nothing and yet a request is about to end.
 
     What it frees lets the others' leftovers be stored.
@@ -162,7 +155,7 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch: pytest.Monkey
     engine.check_rest()
 
 
-def test_a_running_request_goes_on_where_the_budget_ended() -> None:
+def test_a_running_request_goes_on_where_the_budget_ended():
     """In steps in which it gets no block too."""
     engine = slow(2, max_num_batched_tokens=64)
     engine.add("a", PROMPT[:17], max_tokens=3)
@@ -175,9 +168,7 @@ def test_a_running_request_goes_on_where_the_budget_ended() -> None:
 
 @pytest.mark.parametrize("local_tokens", [0, 8])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
-def test_what_was_loaded_is_not_looked_at_for_stores(
-    monkeypatch: pytest.MonkeyPatch, synchronous_loads: bool, local_tokens: int
-) -> None:
+def test_what_was_loaded_is_not_looked_at_for_stores(monkeypatch, synchronous_loads, local_tokens):
     """Only what the GPU had before it, and what was computed behind it."""
     engine = PlayedEngine(synchronous_loads=synchronous_loads, max_num_batched_tokens=64)
     store(engine, PROMPT)
@@ -195,7 +186,7 @@ def test_what_was_loaded_is_not_looked_at_for_stores(
     engine.rest()
 
 
-def test_loads_come_before_stores() -> None:
+def test_loads_come_before_stores():
     now = iter(range(10_000))
     engine = clocked(lambda: next(now) * 0.01, blocks=60, max_num_batched_tokens=64)
     store(engine, PROMPT)
@@ -226,12 +217,8 @@ def test_loads_come_before_stores() -> None:
 @pytest.mark.parametrize("reserve", [True, False])
 @pytest.mark.parametrize(("usable_blocks", "start"), [(21, 20), (21, 23), (23, 26)])
 def test_no_request_is_preempted_because_of_stores(
-    monkeypatch: pytest.MonkeyPatch,
-    async_scheduling: bool,
-    reserve: bool,
-    usable_blocks: int,
-    start: int,
-) -> None:
+    monkeypatch, async_scheduling, reserve, usable_blocks, start
+):
     """Two that run need nearly all blocks when a third ends, whose blocks are to be stored.
 
     Blocks stay free for those that run. Without that one of them is preempted: the control.

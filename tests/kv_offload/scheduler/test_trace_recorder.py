@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,8 @@ from kv_offload.errors import ConfigError
 from kv_offload.scheduler import trace_recorder
 from kv_offload.scheduler.trace_recorder import MAX_WAITING, TraceRecorder
 from kv_offload.simulation.trace import TraceRequest, read_trace
+from tests.support.waiting import LIMIT_SECONDS, wait_until
 
-LIMIT_SECONDS = 20.0
 MIB = 1 << 20
 HASH_TOKENS = 16
 PER_BLOCK = 512 // HASH_TOKENS
@@ -56,13 +56,6 @@ def recording(path: Path, max_bytes: int = MIB) -> Iterator[TraceRecorder]:
         recorder.close(LIMIT_SECONDS)
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    until = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.002)
-
-
 def record(path: Path, *requests: Any) -> list[TraceRequest]:
     with recording(path) as recorder:
         for one in requests:
@@ -71,7 +64,7 @@ def record(path: Path, *requests: Any) -> list[TraceRequest]:
     return list(read_trace(path))
 
 
-def test_requests_are_recorded_in_the_order_in_which_they_end(path: Path) -> None:
+def test_requests_are_recorded_in_the_order_in_which_they_end(path):
     recorded = record(
         path, request("a", 2.5, 700), request("b", 1), request("a", 3), request("", 0.9)
     )
@@ -85,7 +78,7 @@ def test_requests_are_recorded_in_the_order_in_which_they_end(path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_block_is_named_by_the_hash_that_covers_all_of_it(path: Path) -> None:
+def test_a_block_is_named_by_the_hash_that_covers_all_of_it(path):
     one, other = request("a", 2), request("a", 2)
     other.block_hashes[PER_BLOCK - 1] = b"other"
     mine, its = (found.hash_ids for found in record(path, one, other))
@@ -93,7 +86,7 @@ def test_a_block_is_named_by_the_hash_that_covers_all_of_it(path: Path) -> None:
     assert mine[1] == its[1]
 
 
-def test_large_blocks_are_recorded_as_they_are(path: Path) -> None:
+def test_large_blocks_are_recorded_as_they_are(path):
     one = request("a", 6)
     one.block_hashes = one.block_hashes[:4]
     with recording(path) as recorder:
@@ -102,7 +95,7 @@ def test_large_blocks_are_recorded_as_they_are(path: Path) -> None:
     assert (found.block_tokens, len(found.hash_ids)) == (784, 3)
 
 
-def test_another_process_names_the_same_blocks_otherwise(tmp_path: Path) -> None:
+def test_another_process_names_the_same_blocks_otherwise(tmp_path):
     script = (
         "from pathlib import Path; import sys;"
         "from tests.kv_offload.scheduler.test_trace_recorder import record, request;"
@@ -116,7 +109,7 @@ def test_another_process_names_the_same_blocks_otherwise(tmp_path: Path) -> None
     assert not set(here) & set(there)
 
 
-def test_the_file_ends_at_its_bound(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_ends_at_its_bound(path, caplog):
     caplog.set_level(logging.INFO)
     with recording(path, 2000) as recorder:
         for number in range(100):
@@ -145,17 +138,15 @@ def no_file_grows_beyond(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [0, 10])
-def test_a_full_disk_costs_lines_and_later_ones_are_written(
-    path: Path, caplog: pytest.LogCaptureFixture, room: int
-) -> None:
+def test_a_full_disk_costs_lines_and_later_ones_are_written(path, caplog, room):
     errors: list[int] = []
     with recording(path) as recorder:
         recorder.record(request("a", 2), HASH_TOKENS)
-        wait_for(lambda: path.stat().st_size)
+        wait_until(lambda: path.stat().st_size)
         with no_file_grows_beyond(path.stat().st_size + room):
             for _ in range(2):
                 recorder.record(request("b", 2), HASH_TOKENS)
-            wait_for(lambda: errors.append(recorder.take_errors()) or sum(errors) == 2)
+            wait_until(lambda: errors.append(recorder.take_errors()) or sum(errors) == 2)
         recorder.record(request("c", 3), HASH_TOKENS)
     assert [len(one.hash_ids) for one in read_trace(path)] == [2, 3]
     assert recorder.take_errors() == 0
@@ -163,7 +154,7 @@ def test_a_full_disk_costs_lines_and_later_ones_are_written(
     assert f"kv-offload: {path}: a request could not be recorded: " in message
 
 
-def test_a_folder_that_vanishes_is_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_vanishes_is_told(path, caplog):
     with recording(path) as recorder:
         path.unlink()
         path.parent.rmdir()
@@ -172,7 +163,7 @@ def test_a_folder_that_vanishes_is_told(path: Path, caplog: pytest.LogCaptureFix
     assert "the file was removed" in caplog.text
 
 
-def test_a_disk_that_hangs_keeps_nobody_waiting(path: Path, monkeypatch: Any) -> None:
+def test_a_disk_that_hangs_keeps_nobody_waiting(path, monkeypatch):
     """A write into a pipe that nobody reads hangs as one to a dead file server does."""
     reader, writer = os.pipe()
     hangs = SimpleNamespace(**{**vars(os), "pwrite": lambda *_: os.write(writer, bytes(MIB))})
@@ -200,7 +191,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_cannot_be_begun_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_begun_is_refused_with_the_remedy(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, problem in {
@@ -223,9 +214,7 @@ def files(path: Path) -> dict[str, int]:
     return {file.name: len(list(read_trace(file))) for file in path.parent.iterdir()}
 
 
-def test_an_engine_that_starts_again_records_beside_what_is_there(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_starts_again_records_beside_what_is_there(path, caplog):
     """As after a crash: a supervisor starts it with the same settings."""
     caplog.set_level(logging.INFO)
     first = path.with_name("trace.jsonl.1")
@@ -248,7 +237,7 @@ def test_an_engine_that_starts_again_records_beside_what_is_there(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_what_another_user_recorded_keeps_no_engine_from_its_start() -> None:
+def test_what_another_user_recorded_keeps_no_engine_from_its_start():
     """As of a start by hand, as root."""
     with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
         path = Path(folder) / "trace.jsonl"
@@ -268,9 +257,7 @@ def test_what_another_user_recorded_keeps_no_engine_from_its_start() -> None:
         assert files(path) == {path.name: 1, "trace.jsonl.1": 1, "trace.jsonl.2": 1}
 
 
-def test_starts_without_end_take_no_more_than_one(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_starts_without_end_take_no_more_than_one(path, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(30):
         with recording(path, 2000) as recorder:
@@ -295,7 +282,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("with_disk", [False, True])
-def test_an_engine_records_what_it_has_computed(path: Path, played: Any, with_disk: bool) -> None:
+def test_an_engine_records_what_it_has_computed(path, played, with_disk):
     plugin: dict[str, Any] = {"record_trace": str(path)}
     if with_disk:
         folder = str(path.parent / "kv")
@@ -319,7 +306,7 @@ def test_an_engine_records_what_it_has_computed(path: Path, played: Any, with_di
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
-def test_an_engine_goes_on_and_counts_what_is_missing(path: Path, played: Any) -> None:
+def test_an_engine_goes_on_and_counts_what_is_missing(path, played):
     engine = played.PlayedEngine(plugin={"record_trace": str(path)})
     path.unlink()
     for number in range(100):
@@ -332,7 +319,7 @@ def test_an_engine_goes_on_and_counts_what_is_missing(path: Path, played: Any) -
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
-def test_a_later_replica_has_a_file_of_its_own(path: Path) -> None:
+def test_a_later_replica_has_a_file_of_its_own(path):
     start = pytest.importorskip("kv_offload.engines.vllm.start.trace", reason="needs vLLM")
     configurations = pytest.importorskip("tests.support.configurations", reason="needs vLLM")
     vllm_config = configurations.make_vllm_config({"cpu_bytes": "1MiB"})

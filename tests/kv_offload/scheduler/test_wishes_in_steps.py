@@ -24,8 +24,6 @@ from tests.support.played_cases import (
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import answer
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 FILLERS = [[(number >> bit) & 1 for bit in range(8)] * 3 for number in range(16)]
 """Prompts of six blocks, of which the first are different."""
 

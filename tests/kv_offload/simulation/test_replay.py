@@ -19,7 +19,7 @@ def trace(*prompts: list[int]) -> list[TraceRequest]:
     return [TraceRequest(at, 16 * len(ids), 1, tuple(ids)) for at, ids in enumerate(prompts)]
 
 
-def test_a_hit_ends_at_the_first_block_that_is_missing() -> None:
+def test_a_hit_ends_at_the_first_block_that_is_missing():
     cache = Replay("lru", 4)
     hits = [cache.serve(one) for one in trace([1, 2, 3], [4, 5], [1, 2, 3], [1, 2, 3])]
     # 4 and 5 took the tail's places; with 3 stored again, 5 is gone.
@@ -27,17 +27,17 @@ def test_a_hit_ends_at_the_first_block_that_is_missing() -> None:
     assert cache.result == ReplayResult(blocks=11, hits=5, stored=6, evicted=2)
 
 
-def test_a_trace_of_nothing_has_no_hits() -> None:
+def test_a_trace_of_nothing_has_no_hits():
     assert replay([], "lru", 1).hit_ratio == 0
     assert replay(trace([]), "lru", 1) == ReplayResult()
 
 
-def test_a_cache_of_nothing_is_refused() -> None:
+def test_a_cache_of_nothing_is_refused():
     with pytest.raises(CapacityError, match="1 or more"):
         Replay("lru", 0)
 
 
-def test_belady_keeps_what_comes_back_first_and_stores_nothing_that_never_does() -> None:
+def test_belady_keeps_what_comes_back_first_and_stores_nothing_that_never_does():
     requests = trace([1], [2], [3], [2], [1])
     assert belady(requests, 1) == ReplayResult(blocks=5, hits=1, stored=2, evicted=1)
     assert belady(requests, 2).hits == 2
@@ -56,7 +56,7 @@ def random_trace(seed: int) -> list[TraceRequest]:
 
 @given(seed=st.integers(0, 1000), capacity=st.integers(1, 40))
 @settings(deadline=None, max_examples=40)
-def test_no_policy_exceeds_the_bounds(seed: int, capacity: int) -> None:
+def test_no_policy_exceeds_the_bounds(seed, capacity):
     requests = random_trace(seed)
     best, endless = belady(requests, capacity), infinite(requests)
     assert best.hits <= endless.hits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_every_line_is_a_request_and_empty_lines_are_none(tmp_path: Path) -> None:
+def test_every_line_is_a_request_and_empty_lines_are_none(tmp_path):
     path = write(tmp_path, json.dumps(GOOD), "", json.dumps(GOOD | {"hash_ids": [], "more": 1}))
     assert list(read_trace(path)) == [
         TraceRequest(12.5, 1000, 7, (0, 4)),
@@ -48,7 +47,7 @@ def test_every_line_is_a_request_and_empty_lines_are_none(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, message: str) -> None:
+def test_a_bad_line_is_named_with_its_number(tmp_path, line, message):
     bad = line if isinstance(line, str) else json.dumps(line)
     path = write(tmp_path, json.dumps(GOOD), "", bad)
     requests = read_trace(path)
@@ -57,7 +56,7 @@ def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, message:
         next(requests)
 
 
-def test_a_last_line_that_is_written_or_was_cut_off_is_none(tmp_path: Path) -> None:
+def test_a_last_line_that_is_written_or_was_cut_off_is_none(tmp_path):
     whole = json.dumps(GOOD)
     path = tmp_path / "trace.jsonl"
     for cut in (whole[:1], whole[:-9]):
@@ -70,7 +69,7 @@ def test_a_last_line_that_is_written_or_was_cut_off_is_none(tmp_path: Path) -> N
         next(read_trace(path))
 
 
-def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path):
     with pytest.raises(TraceError, match="missing"):
         next(read_trace(tmp_path / "missing.jsonl"))
     path = tmp_path / "binary.jsonl"
@@ -79,7 +78,7 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path: Path) -> None:
         next(read_trace(path))
 
 
-def test_split_blocks_keeps_prefixes_and_their_order() -> None:
+def test_split_blocks_keeps_prefixes_and_their_order():
     (one, other) = split_blocks(
         [TraceRequest(0, 1024, 1, (0, 4)), TraceRequest(1, 1024, 1, (0, 5))], 2
     )

@@ -13,6 +13,7 @@ from kv_swap.tiers.remote.keys import PREFIX, object_keys
 
 from kv_offload.tiers import directory as remote_directory
 from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
+from tests.support.waiting import wait_until
 
 NAMES = [b"a", b"b", b"c"]
 
@@ -57,14 +58,11 @@ def keys(prefix: str, *names: bytes) -> list[str]:
 
 
 def answered(answer: RemoteAnswer) -> Sequence[bool] | None:
-    end = time.monotonic() + 20
-    while not answer.is_done:
-        assert time.monotonic() < end, "no answer"
-        time.sleep(0.001)
+    wait_until(lambda: answer.is_done)
     return answer.found
 
 
-def test_a_block_is_there_if_all_of_its_parts_are() -> None:
+def test_a_block_is_there_if_all_of_its_parts_are():
     client = Asked(*keys("0", b"a", b"b"), *keys("1", b"b", b"c"))
     directory = RemoteDirectory(client, ["0", "1"], object_keys)
     assert answered(directory.ask(NAMES)) == [False, True, False]
@@ -75,7 +73,7 @@ def test_a_block_is_there_if_all_of_its_parts_are() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1000, 4096])
 @pytest.mark.parametrize("probes", [1, 2, 32])
-def test_of_a_chain_a_store_is_asked_for_a_few_names(length: int, probes: int) -> None:
+def test_of_a_chain_a_store_is_asked_for_a_few_names(length, probes):
     """A request for each of a thousand objects would take longer than a prompt may wait."""
     names = [f"{number}".encode() for number in range(length)]
     for there in {0, 1, length // 3, length - 1, length}:
@@ -91,7 +89,7 @@ def test_of_a_chain_a_store_is_asked_for_a_few_names(length: int, probes: int) -
         directory.close(20)
 
 
-def test_a_chain_whose_beginning_is_gone_is_not_there() -> None:
+def test_a_chain_whose_beginning_is_gone_is_not_there():
     names = [f"{number}".encode() for number in range(100)]
     client = Asked(*keys("0", *names[50:]))
     client.probes = 32
@@ -100,7 +98,7 @@ def test_a_chain_whose_beginning_is_gone_is_not_there() -> None:
     directory.close(20)
 
 
-def test_nothing_more_is_asked_once_nothing_is_there() -> None:
+def test_nothing_more_is_asked_once_nothing_is_there():
     client = Asked()
     directory = RemoteDirectory(client, ["0", "1", "2"], object_keys)
     assert answered(directory.ask(NAMES)) == [False] * 3
@@ -108,9 +106,7 @@ def test_nothing_more_is_asked_once_nothing_is_there() -> None:
     directory.close(20)
 
 
-def test_an_error_is_told_once_and_the_next_question_is_asked(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_is_told_once_and_the_next_question_is_asked(caplog):
     client = Asked(*keys("0", b"b"))
     client.error = TierError("the master is gone")
     directory = RemoteDirectory(client, ["0"], object_keys)
@@ -121,16 +117,14 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(
     directory.close(20)
 
 
-def test_an_engine_starts_with_a_connection() -> None:
+def test_an_engine_starts_with_a_connection():
     client = Asked()
     directory = RemoteDirectory(client, ["0"], object_keys)
     assert client.connected
     directory.close(20)
 
 
-def test_an_engine_starts_also_while_the_store_is_away(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_starts_also_while_the_store_is_away(caplog, monkeypatch):
     client = Asked()
     client.error = TierError("start mooncake_master there")
     RemoteDirectory(client, ["0"], object_keys).close(20)
@@ -149,7 +143,7 @@ def test_an_engine_starts_also_while_the_store_is_away(
     directory.close(20)
 
 
-def test_neither_a_question_nor_the_end_waits_for_a_store_that_hangs() -> None:
+def test_neither_a_question_nor_the_end_waits_for_a_store_that_hangs():
     client = Asked()
     client.answers.clear()
     directory = RemoteDirectory(client, ["0"], object_keys)

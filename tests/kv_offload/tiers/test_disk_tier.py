@@ -17,9 +17,9 @@ from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.disk import DiskTier
+from tests.support.waiting import LIMIT_SECONDS
 
 NUM_SLOTS = 4
-LIMIT_SECONDS = 20.0
 
 
 def start(folder: Path, num_slots: int = NUM_SLOTS) -> DiskTier:
@@ -67,7 +67,7 @@ def restart(below: DiskTier, folder: Path) -> DiskTier:
     return after
 
 
-def test_a_restart_finds_no_key_where_another_could_not_be_written(tmp_path: Path) -> None:
+def test_a_restart_finds_no_key_where_another_could_not_be_written(tmp_path):
     below = start(tmp_path)
     end(below, begin(below, b"a", b"b", b"c", b"d"))
     end(below, begin(below, b"e", b"f"), ok=False)  # in the place of c and d
@@ -76,9 +76,7 @@ def test_a_restart_finds_no_key_where_another_could_not_be_written(tmp_path: Pat
     restart(below, tmp_path).close(LIMIT_SECONDS)
 
 
-def test_a_restart_finds_a_key_once_that_was_written_again_while_its_place_is(
-    tmp_path: Path,
-) -> None:
+def test_a_restart_finds_a_key_once_that_was_written_again_while_its_place_is(tmp_path):
     below = start(tmp_path)
     end(below, begin(below, b"a", b"b", b"c", b"d"))
     begin(below, b"e")  # in the place of d; the process ends before this has ended
@@ -86,9 +84,7 @@ def test_a_restart_finds_a_key_once_that_was_written_again_while_its_place_is(
     restart(below, tmp_path).close(LIMIT_SECONDS)
 
 
-def test_a_place_that_cannot_be_written_is_used_again_after_a_restart_at_the_soonest(
-    tmp_path: Path,
-) -> None:
+def test_a_place_that_cannot_be_written_is_used_again_after_a_restart_at_the_soonest(tmp_path):
     below = start(tmp_path, 200)
     move = begin(below, b"a", b"b", b"c")
     below.end_write(move, fail(move, 1))
@@ -109,7 +105,7 @@ def test_a_place_that_cannot_be_written_is_used_again_after_a_restart_at_the_soo
     after.close(LIMIT_SECONDS)
 
 
-def test_a_place_that_cannot_be_read_is_not_written_again(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_read_is_not_written_again(tmp_path):
     below = start(tmp_path, 100)
     end(below, begin(below, b"a", b"b"))
     keys = [b"a", b"b"]
@@ -123,7 +119,7 @@ def test_a_place_that_cannot_be_read_is_not_written_again(tmp_path: Path) -> Non
     restart(below, tmp_path).close(LIMIT_SECONDS)
 
 
-def test_a_place_with_another_block_is_used_again(tmp_path: Path) -> None:
+def test_a_place_with_another_block_is_used_again(tmp_path):
     below = start(tmp_path, 100)
     end(below, begin(below, b"a"))
     move = copy(Kind.PROMOTE, [b"a"], below.begin_read([b"a"]))
@@ -133,7 +129,7 @@ def test_a_place_with_another_block_is_used_again(tmp_path: Path) -> None:
     below.close(LIMIT_SECONDS)
 
 
-def test_a_bad_region_as_large_as_a_job_fails_one_write(tmp_path: Path) -> None:
+def test_a_bad_region_as_large_as_a_job_fails_one_write(tmp_path):
     """Else the next job would have just these places again, and so each one after it."""
     below = start(tmp_path, 400)
     move = begin(below, b"a", b"b", b"c")
@@ -143,9 +139,7 @@ def test_a_bad_region_as_large_as_a_job_fails_one_write(tmp_path: Path) -> None:
     below.close(LIMIT_SECONDS)
 
 
-def test_a_disk_that_failed_as_a_whole_for_a_while_has_nearly_all_its_places(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_that_failed_as_a_whole_for_a_while_has_nearly_all_its_places(tmp_path):
     below = start(tmp_path, 200)
     for first in range(0, 1000, 50):
         move = begin(below, *(b"%d" % key for key in range(first, first + 50)))
@@ -156,7 +150,7 @@ def test_a_disk_that_failed_as_a_whole_for_a_while_has_nearly_all_its_places(
     below.close(LIMIT_SECONDS)
 
 
-def test_few_places_are_set_aside_and_the_first_of_them_is_tried_again(tmp_path: Path) -> None:
+def test_few_places_are_set_aside_and_the_first_of_them_is_tried_again(tmp_path):
     below = start(tmp_path, 200)
     bad = []
     for key in range(3):
@@ -168,7 +162,7 @@ def test_few_places_are_set_aside_and_the_first_of_them_is_tried_again(tmp_path:
     below.close(LIMIT_SECONDS)
 
 
-def test_a_place_is_free_where_a_reset_came_before_its_write_had_failed(tmp_path: Path) -> None:
+def test_a_place_is_free_where_a_reset_came_before_its_write_had_failed(tmp_path):
     below = start(tmp_path, 200)
     move = begin(below, b"a")
     below.forget_all()
@@ -177,7 +171,7 @@ def test_a_place_is_free_where_a_reset_came_before_its_write_had_failed(tmp_path
     below.close(LIMIT_SECONDS)
 
 
-def test_of_a_real_file_two_places_that_cannot_be_written_fail_one_job(tmp_path: Path) -> None:
+def test_of_a_real_file_two_places_that_cannot_be_written_fail_one_job(tmp_path):
     """A limit stands for bad sectors: a disk that is a file heals when it is written."""
     num_slots, job_slots = 300, 20
     arena = HostArena(job_slots, 4096, register=None)

@@ -17,7 +17,7 @@ from kv_offload.worker.allocation import check_packing, transfer_kind
 from tests.support.rank import BLOCK_BYTES, Rank
 
 
-def test_a_rank_holds_its_share_of_host_memory() -> None:
+def test_a_rank_holds_its_share_of_host_memory():
     rank = Rank(num_ranks=2, cpu_bytes=2 * BLOCK_BYTES * 5 + 100)
     assert rank.half.capacity() == WorkerCapacity(0, 0, 0), "not yet"
     rank.start()
@@ -31,8 +31,8 @@ def test_a_rank_holds_its_share_of_host_memory() -> None:
     [(1, 1, "this engine 1 byte"), (2, 100, "each of 2 ranks 50 bytes")],
 )
 def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, cpu_bytes: int, given: str
-) -> None:
+    monkeypatch, num_ranks, cpu_bytes, given
+):
     """The advice grows with the slot and the ranks."""
     monkeypatch.setattr("kv_offload.worker.allocation.USEFUL_SLOTS", 20 << 20)
     with pytest.raises(CapacityError) as caught:
@@ -48,9 +48,7 @@ def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed(
     ("error", "ours"),
     [(PinnedMemoryError, CapacityError), (DeviceError, UnsupportedError)],
 )
-def test_errors_of_the_transfer_package_become_the_plugins(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception], ours: type[Exception]
-) -> None:
+def test_errors_of_the_transfer_package_become_the_plugins(monkeypatch, error, ours):
     fail = mock.Mock(side_effect=error("cannot page-lock 5 bytes"))
     monkeypatch.setattr("kv_offload.worker.allocation.create_engine", fail)
     with pytest.raises(ours) as caught:
@@ -58,7 +56,7 @@ def test_errors_of_the_transfer_package_become_the_plugins(
     assert str(caught.value) == "kv-offload: cannot page-lock 5 bytes"
 
 
-def test_a_pool_grows_only_into_what_need_not_stay_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_grows_only_into_what_need_not_stay_free(monkeypatch):
     create = mock.Mock(side_effect=DeviceError("enough seen"))
     monkeypatch.setattr("kv_offload.worker.allocation.create_engine", create)
     with pytest.raises(UnsupportedError, match="enough seen"):
@@ -71,7 +69,7 @@ def test_a_pool_grows_only_into_what_need_not_stay_free(monkeypatch: pytest.Monk
     assert room.spare_bytes(whole.size_bytes)[0] < 0
 
 
-def test_a_transfer_engine_for_another_device_is_refused() -> None:
+def test_a_transfer_engine_for_another_device_is_refused():
     with pytest.raises(ConfigError, match=r"is 'cuda', .* on cpu: use 'auto' or 'host'"):
         Rank(transfer_engine="cuda").start()
     Rank(transfer_engine="host").start().half.shutdown()
@@ -80,7 +78,7 @@ def test_a_transfer_engine_for_another_device_is_refused() -> None:
         assert transfer_kind(config, torch.device("cuda")) == "cuda"
 
 
-def test_what_does_not_pack_is_refused_with_the_remedy() -> None:
+def test_what_does_not_pack_is_refused_with_the_remedy():
     """GPUs before Hopper, or with less shared memory."""
     for capability in ((8, 9), (12, 0), (12, 1)):
         has = rf"has compute capability {capability[0]}\.{capability[1]}, .* need 9\.0 or newer"
@@ -90,7 +88,7 @@ def test_what_does_not_pack_is_refused_with_the_remedy() -> None:
         check_packing(capability)
 
 
-def test_another_kind_of_device_or_cache_is_refused() -> None:
+def test_another_kind_of_device_or_cache_is_refused():
     rank = Rank()
     with pytest.raises(UnsupportedError, match="layer nobody"):
         rank.half.register_kv_caches({"nobody": rank.kv})

@@ -24,7 +24,7 @@ def check(traced: TracedConfig, size_bytes: int) -> str | None:
     return Ranks(("a", size_bytes)).check(0, traced)
 
 
-def test_what_is_available_is_enough_to_the_byte() -> None:
+def test_what_is_available_is_enough_to_the_byte():
     check(asking("100GiB"), 100 * GIB + HEADROOM)
     with pytest.raises(CapacityError) as caught:
         check(asking("100GiB"), 100 * GIB + HEADROOM - 1)
@@ -36,7 +36,7 @@ def test_what_is_available_is_enough_to_the_byte() -> None:
     )
 
 
-def test_a_share_above_80_percent_of_what_is_available_is_said() -> None:
+def test_a_share_above_80_percent_of_what_is_available_is_said():
     assert check(asking("100GiB"), 125 * GIB) is None
     assert check(asking("100GiB"), 125 * GIB - 1) == (
         "cpu_bytes takes 80% of the 125 GiB that are available now (MemAvailable in "
@@ -48,7 +48,7 @@ def test_a_share_above_80_percent_of_what_is_available_is_said() -> None:
     assert "takes 83% of the 60 GiB" in (ranks.check(1, asking("100GiB")) or "")
 
 
-def test_a_replica_needs_its_share_only_whatever_the_others_have_taken() -> None:
+def test_a_replica_needs_its_share_only_whatever_the_others_have_taken():
     """Eight replicas take 80 % of a host of which all is available; each starts after another."""
     left = HOST.size_bytes - 16 * GIB
     for _ in range(8):
@@ -81,7 +81,7 @@ class Ranks:
         return self._told
 
 
-def test_all_ranks_decide_by_the_least_that_one_of_them_saw() -> None:
+def test_all_ranks_decide_by_the_least_that_one_of_them_saw():
     ranks = Ranks(("a", 200 * GIB), ("a", 101 * GIB), ("a", 200 * GIB))
     for rank in range(3):
         ranks.check(rank, asking("99GiB"))
@@ -90,7 +90,7 @@ def test_all_ranks_decide_by_the_least_that_one_of_them_saw() -> None:
     assert ranks.calls == 6, "a rank that refuses has told the others before"
 
 
-def test_a_replica_that_spans_hosts_needs_the_part_of_each() -> None:
+def test_a_replica_that_spans_hosts_needs_the_part_of_each():
     ranks = Ranks(("a", 200 * GIB), ("a", 200 * GIB), ("b", 60 * GIB), ("a", 200 * GIB))
     traced = asking("200GiB")
     ranks.check(0, traced)
@@ -101,7 +101,7 @@ def test_a_replica_that_spans_hosts_needs_the_part_of_each() -> None:
         ranks.check(2, traced)
 
 
-def test_the_start_says_how_much_of_what_for_how_many() -> None:
+def test_the_start_says_how_much_of_what_for_how_many():
     assert describe_share(asking("25%", replicas=8)) == (
         "takes 8 GiB of host memory, 3.12% of the 256 GiB that /proc/meminfo says; the 8 replicas "
         "on this host take 64 GiB together"
@@ -113,11 +113,7 @@ def test_the_start_says_how_much_of_what_for_how_many() -> None:
 
 
 @pytest.mark.parametrize(("cpu_bytes", "warned"), [("25 %", True), ("8GiB", False), (GIB, False)])
-def test_only_a_percentage_needs_to_know_the_replicas(
-    cpu_bytes: Any,
-    warned: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_only_a_percentage_needs_to_know_the_replicas(cpu_bytes, warned, caplog):
     warn_of_hidden_replicas(asking(cpu_bytes))
     assert ("cannot be seen: cpu_bytes 25 % is taken" in caplog.text) == warned
     assert bool(caplog.records) == warned

@@ -65,9 +65,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_an_engine_with_fewer_ranks_takes_no_more_than_its_bytes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_with_fewer_ranks_takes_no_more_than_its_bytes(tmp_path, caplog):
     """Nothing finds what is in the files of ranks that there are no more."""
     caplog.set_level("INFO")
     open_all(tmp_path, NUM_RANKS)
@@ -77,9 +75,7 @@ def test_an_engine_with_fewer_ranks_takes_no_more_than_its_bytes(
     assert caplog.text.count("of an engine with more ranks was removed, which had 2") == 2
 
 
-def test_what_is_none_of_ours_is_left_and_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_none_of_ours_is_left_and_told_of(tmp_path, caplog):
     open_all(tmp_path, NUM_RANKS)
     (tmp_path / "rank-2.kv").write_bytes(b"somebody's")
     (tmp_path / "rank-4.txt").write_bytes(b"somebody's")
@@ -91,8 +87,8 @@ def test_what_is_none_of_ours_is_left_and_told_of(
 
 @pytest.mark.parametrize(("before", "after", "late"), [(2, 4, (0, 1)), (4, 2, ()), (2, 1, ())])
 def test_ranks_that_divide_a_disk_anew_need_no_more_room_than_before(
-    tight: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, late: Sequence[int]
-) -> None:
+    tight, monkeypatch, before, after, late
+):
     """Some of them need what others give back, be these earlier or later."""
     monkeypatch.setattr("kv_swap.tiers.file._SPACE_SECONDS", 60)
     open_all(tight, before)

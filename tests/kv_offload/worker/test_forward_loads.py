@@ -53,9 +53,7 @@ def stored(rank: Rank) -> Rank:
 # -- waves -------------------------------------------------------------------------------------
 
 
-def test_a_layer_has_its_bytes_after_its_call(
-    layers: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_has_its_bytes_after_its_call(layers, monkeypatch):
     """And the forward itself waits for the first wave: what reads it need not be such a layer."""
     await_wave = mock.Mock(wraps=layers.transfer.await_wave)
     monkeypatch.setattr(layers.transfer, "await_wave", await_wave)
@@ -73,9 +71,7 @@ def test_a_layer_has_its_bytes_after_its_call(
 
 @pytest.mark.parametrize("cut_short", [False, True])
 @pytest.mark.parametrize("polled", ["before", "after", "late"])
-def test_a_load_of_which_a_layer_did_not_call_is_lost(
-    layers: Rank, cut_short: bool, polled: str
-) -> None:
+def test_a_load_of_which_a_layer_did_not_call_is_lost(layers, cut_short, polled):
     """Whenever its copies are found to have ended, and however well they did."""
     metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
     layers.call("layer.0")
@@ -96,7 +92,7 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost(
     assert layers.half.on_layer is None
 
 
-def test_a_load_that_arrived_before_its_forward_ended_is_told_of_then(layers: Rank) -> None:
+def test_a_load_that_arrived_before_its_forward_ended_is_told_of_then(layers):
     metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
     layers.call("layer.0", "layer.1")
     assert layers.transfer.wait(120)
@@ -107,7 +103,7 @@ def test_a_load_that_arrived_before_its_forward_ended_is_told_of_then(layers: Ra
     assert layers.stats()["loaded_bytes"] == 2 * BLOCK_BYTES
 
 
-def test_a_load_that_arrived_before_its_forward_is_told_of(stored: Rank) -> None:
+def test_a_load_that_arrived_before_its_forward_is_told_of(stored):
     """It may be asked for what has ended at any time, also while the engine prepares the step."""
     metadata = stored.plan(loads=[synchronous(1, "a", (4, 2))])
     stored.half.start_copies(metadata, first=True)
@@ -119,7 +115,7 @@ def test_a_load_that_arrived_before_its_forward_is_told_of(stored: Rank) -> None
 
 
 @pytest.mark.parametrize("kind", ["small", "whole", "asynchronous"])
-def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_other_loads_arrive_whole(layers, monkeypatch, kind):
     if kind == "small":
         limit = "kv_offload.worker.forward_loads.WAVES_FROM_BYTES"
         monkeypatch.setattr(limit, 2 * BLOCK_BYTES + 1)
@@ -133,9 +129,7 @@ def test_other_loads_arrive_whole(layers: Rank, monkeypatch: pytest.MonkeyPatch,
     assert layers.jobs() == {1: OK}
 
 
-def test_without_a_way_to_write_the_table_loads_arrive_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_way_to_write_the_table_loads_arrive_whole(monkeypatch):
     monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
     fail = mock.Mock(side_effect=CopyError("no table"))
     monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
@@ -167,9 +161,7 @@ def fail_once(rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str, **when: 
 
 
 @pytest.mark.parametrize(("method", "copied"), [("submit", 2), ("await_loads", 4)])
-def test_a_load_that_fails_before_the_forward_is_made_good(
-    stored: Rank, monkeypatch: pytest.MonkeyPatch, method: str, copied: int
-) -> None:
+def test_a_load_that_fails_before_the_forward_is_made_good(stored, monkeypatch, method, copied):
     fail_once(stored, monkeypatch, method)
     metadata = stored.begin(loads=[synchronous(1, "a", (4, 2)), synchronous(2, "b", (5, 2))])
     assert stored.holds(4) == stored.holds(5) == [True]
@@ -182,9 +174,7 @@ def test_a_load_that_fails_before_the_forward_is_made_good(
 
 
 @pytest.mark.parametrize("wave", [0, 1])
-def test_a_wave_that_fails_is_made_good_before_its_layer(
-    layers: Rank, monkeypatch: pytest.MonkeyPatch, wave: int
-) -> None:
+def test_a_wave_that_fails_is_made_good_before_its_layer(layers, monkeypatch, wave):
     fail_once(layers, monkeypatch, "await_wave", wave=wave)
     metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
     layers.call("layer.0", "layer.1")
@@ -196,8 +186,8 @@ def test_a_wave_that_fails_is_made_good_before_its_layer(
 
 @pytest.mark.parametrize("before", [True, False])
 def test_copies_that_fail_are_made_good_before_the_forward_and_lost_after_it(
-    stored: Rank, monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
+    stored, monkeypatch, before
+):
     metadata = stored.plan(loads=[synchronous(1, "a", (4, 2))])
     (stored.half.start_copies if before else stored.half.start_kv_transfers)(metadata)
     ended = [replace(done, error=CopyError("injected")) for done in stored.transfer.poll()]
@@ -213,9 +203,7 @@ def test_copies_that_fail_are_made_good_before_the_forward_and_lost_after_it(
 
 
 @pytest.mark.parametrize("first", [OK, LOST])
-def test_what_cannot_be_made_good_is_lost(
-    stored: Rank, monkeypatch: pytest.MonkeyPatch, first: Outcome
-) -> None:
+def test_what_cannot_be_made_good_is_lost(stored, monkeypatch, first):
     """What host memory lacks, and what cannot be copied at once either."""
     if first is LOST:
         fail_once(stored, monkeypatch, "load_now")
@@ -225,7 +213,7 @@ def test_what_cannot_be_made_good_is_lost(
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: bool) -> None:
+def test_a_step_that_an_error_interrupted_copies_at_once(stored, started):
     metadata = stored.plan(loads=[synchronous(1, "a", (4, 2)), load(2, "b", (5, 2))])
     if started:
         stored.half.start_copies(metadata)
@@ -238,9 +226,7 @@ def test_a_step_that_an_error_interrupted_copies_at_once(stored: Rank, started: 
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_load_whose_step_is_cut_short_before_the_forward_ends(
-    layers: Rank, refused: bool
-) -> None:
+def test_a_load_whose_step_is_cut_short_before_the_forward_ends(layers, refused):
     """One that no copy writes is lost at once; no request may wait for its slots forever."""
     metadata = layers.plan(loads=[synchronous(1, "a", (NO_BLOCK if refused else 4, 2))])
     layers.half.start_copies(metadata) if refused else layers.half.begin_step(metadata)

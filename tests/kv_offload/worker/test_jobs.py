@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
-from tests.support.rank import BLOCK_BYTES, Gate, PlainRank, Rank, load, store, synchronous
+from tests.support.rank import BLOCK_BYTES, PlainRank, Rank, load, store, synchronous
 
 
-def test_a_job_is_told_until_it_is_known(rank: Rank) -> None:
+def test_a_job_is_told_until_it_is_known(rank):
     """A report may be lost, or its step may be one of those that an error cuts short."""
     rank.step(store(0, (1, 2)))
     for _ in range(2):
@@ -28,7 +28,7 @@ def test_a_job_is_told_until_it_is_known(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("by", ["step", "drain"])
-def test_a_job_that_never_came_has_failed(rank: Rank, gate: Gate, by: str) -> None:
+def test_a_job_that_never_came_has_failed(rank, gate, by):
     """An error of the engine may keep a step's plan from its ranks. What runs has not failed."""
     gate.opened.clear()
     rank.end(rank.begin(store(0, (1, 2)), loads=[load(1, "a", (5, 3))]))
@@ -41,7 +41,7 @@ def test_a_job_that_never_came_has_failed(rank: Rank, gate: Gate, by: str) -> No
     assert rank.drain(*[store(5, (3, 4))] * (by == "drain"), known=()) == expected
 
 
-def test_ready_slots_and_weight_loads_are_reported_when_they_have_grown() -> None:
+def test_ready_slots_and_weight_loads_are_reported_when_they_have_grown():
     rank = Rank(rank=1, num_ranks=2)
     assert rank.half.weight_loads == {}
     rank.start()
@@ -55,9 +55,7 @@ def test_ready_slots_and_weight_loads_are_reported_when_they_have_grown() -> Non
     assert rank.half.take_report() is None, "fewer slots are no news"
 
 
-def test_what_cannot_wait_is_told_where_a_report_raises(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_wait_is_told_where_a_report_raises(rank, monkeypatch):
     """The engine takes in the tokens of this step, whatever they were computed with."""
 
     def fail(_: PlainRank) -> int:
@@ -74,7 +72,7 @@ def test_what_cannot_wait_is_told_where_a_report_raises(
     assert rank.report() == RankReport({0: Outcome.LOST}), "a step is told once to be cut short"
 
 
-def test_a_step_that_was_cut_short_is_told_once_and_stores_nothing(rank: Rank) -> None:
+def test_a_step_that_was_cut_short_is_told_once_and_stores_nothing(rank):
     rank.begin(store(0, (1, 2)), loads=[load(1, "a", (3, 4))], admissions=7)
     rank.step()
     report = RankReport({0: Outcome.FAILED, 1: Outcome.OK}, cut_short=7)
@@ -84,7 +82,7 @@ def test_a_step_that_was_cut_short_is_told_once_and_stores_nothing(rank: Rank) -
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_bytes_and_seconds_are_counted(index: int) -> None:
+def test_bytes_and_seconds_are_counted(index):
     """Those of single loads on the first rank alone: each rank has the same loads."""
     rank = Rank(rank=index, num_ranks=2).start()
     rank.store(store(0, (1, 2), (3, 4)))

@@ -8,13 +8,13 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
 
-from kv_offload.messages import LoadJob, Outcome
-from tests.support.rank import NO_BLOCK, Gate, Rank, load, store
+from kv_offload.messages import Outcome
+from tests.support.rank import NO_BLOCK, load, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 
 
-def test_a_load_brings_back_what_was_stored(rank: Rank) -> None:
+def test_a_load_brings_back_what_was_stored(rank):
     before = rank.kv.clone()
     rank.store(store(0, (1, 2), (3, 0), (6, 7)))
     rank.poison()
@@ -24,9 +24,7 @@ def test_a_load_brings_back_what_was_stored(rank: Rank) -> None:
     assert (rank.kv[[1, 2, 3, 6, 7]] == -1).all()
 
 
-def test_a_load_starts_in_its_own_step_and_is_told_when_it_has_ended(
-    rank: Rank, gate: Gate
-) -> None:
+def test_a_load_starts_in_its_own_step_and_is_told_when_it_has_ended(rank, gate):
     gate.opened.clear()
     metadata = rank.begin(loads=[load(0, "a", (1, 2))])
     assert rank.transfer.in_flight == 1
@@ -37,7 +35,7 @@ def test_a_load_starts_in_its_own_step_and_is_told_when_it_has_ended(
     assert rank.jobs() == {0: OK}
 
 
-def test_a_load_that_no_hook_started_fails(rank: Rank) -> None:
+def test_a_load_that_no_hook_started_fails(rank):
     """Its request would wait for ever."""
     metadata = rank.plan(loads=[load(0, "a", (1, 2))])
     rank.half.begin_step(metadata)
@@ -55,9 +53,7 @@ def test_a_load_that_no_hook_started_fails(rank: Rank) -> None:
     ],
     ids=["copy", "slot", "plan"],
 )
-def test_a_load_that_fails_leaves_zeros_and_does_not_touch_the_next_one(
-    rank: Rank, gate: Gate, failing: bool, job: LoadJob
-) -> None:
+def test_a_load_that_fails_leaves_zeros_and_does_not_touch_the_next_one(rank, gate, failing, job):
     before = rank.kv.clone()
     rank.store(store(0, (6, 5)))
     gate.failing = failing
@@ -72,9 +68,7 @@ def test_a_load_that_fails_leaves_zeros_and_does_not_touch_the_next_one(
     assert torch.equal(rank.kv[2], before[6])
 
 
-def test_a_block_that_cannot_be_zeroed_does_not_end_the_engine(
-    rank: Rank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_block_that_cannot_be_zeroed_does_not_end_the_engine(rank, caplog):
     rank.step(loads=[load(0, "a", (NO_BLOCK, 2))])
     assert rank.jobs() == {0: FAILED}
     assert f"rank 0: block {NO_BLOCK} does not exist" in caplog.text

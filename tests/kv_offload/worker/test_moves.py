@@ -33,7 +33,7 @@ class Half:
         self.moves.poll()
 
 
-def test_what_was_demoted_comes_back() -> None:
+def test_what_was_demoted_comes_back():
     half = Half()
     half.move(0, promotes=False)
     half.arena[:] = 99
@@ -44,7 +44,7 @@ def test_what_was_demoted_comes_back() -> None:
     assert half.jobs.stats.data["promoted_bytes"] == half.jobs.stats.data["demoted_bytes"] == 40
 
 
-def test_ranks_that_share_memory_move_a_part_each() -> None:
+def test_ranks_that_share_memory_move_a_part_each():
     """Each finds in its own file what it has written there."""
     halves = [Half(Peers(index, 2, lambda value: [value, value])) for index in range(2)]
     for half in halves:
@@ -62,13 +62,13 @@ def test_ranks_that_share_memory_move_a_part_each() -> None:
     assert halves[1].arena[4, 0] == 4
 
 
-def test_a_rank_without_a_part_has_ended_its_part() -> None:
+def test_a_rank_without_a_part_has_ended_its_part():
     half = Half(Peers(0, 9, lambda value: [value] * 9))
     half.moves.start([MoveJob(0, True, "disk", PAIRS[:1], NAMES[:1])])
     assert half.jobs.ended == {0: Outcome.OK}
 
 
-def test_an_error_fails_the_job_and_its_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_fails_the_job_and_its_rows(caplog):
     half = Half()
     half.tier.faults["error"] = 1
     half.move(0, promotes=False)
@@ -78,7 +78,7 @@ def test_an_error_fails_the_job_and_its_rows(caplog: pytest.LogCaptureFixture) -
     assert "injected fault" in caplog.text
 
 
-def test_a_move_that_is_refused_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_move_that_is_refused_has_failed(caplog):
     half = Half()
     half.tier.faults["submit"] = 1
     half.move(0, promotes=True)
@@ -86,7 +86,7 @@ def test_a_move_that_is_refused_has_failed(caplog: pytest.LogCaptureFixture) -> 
     assert "refused" in caplog.text
 
 
-def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch):
     half = Half()
     half.move(0, promotes=False)
     half.move(1, promotes=True)
@@ -97,9 +97,7 @@ def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch: pytest.MonkeyPat
     assert half.moves.take_speeds() is None
 
 
-def test_ranks_that_share_memory_tell_how_fast_they_read_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_share_memory_tell_how_fast_they_read_together(monkeypatch):
     """A slot that one of them reads is there for all."""
     monkeypatch.setattr("kv_offload.worker.moves.TIMED_BYTES", 8)
     peers = [Peers(index, 2, lambda value: [value, value]) for index in range(2)]

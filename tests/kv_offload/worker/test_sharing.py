@@ -90,7 +90,7 @@ def ranks() -> Iterator[Ranks]:
     made.stop()
 
 
-def test_cpu_bytes_are_for_all_ranks_once() -> None:
+def test_cpu_bytes_are_for_all_ranks_once():
     assert arena_bytes(1000, num_ranks=4, sharing_ranks=1) == 250
     assert arena_bytes(1000, num_ranks=4, sharing_ranks=2) == 500, "two stages of two ranks"
     assert arena_bytes(1000, num_ranks=4, sharing_ranks=4) == 1000
@@ -98,7 +98,7 @@ def test_cpu_bytes_are_for_all_ranks_once() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_pairs", [1, 2, 7, 64])
-def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) -> None:
+def test_every_pair_is_one_ranks_and_parts_are_even(count, num_pairs):
     pairs = np.arange(2 * num_pairs, dtype=np.int32).reshape(-1, 2)
     meeting = Meeting(count)
     copied = np.zeros(count, int)
@@ -114,14 +114,14 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count: int, num_pairs: int) 
 # -- one memory --------------------------------------------------------------------------------
 
 
-def test_the_ranks_hold_all_of_cpu_bytes_once(ranks: Ranks) -> None:
+def test_the_ranks_hold_all_of_cpu_bytes_once(ranks):
     for index, rank in enumerate(ranks.both):
         assert rank.half.capacity() == WorkerCapacity(index, 8, 8, slot_bytes=BLOCK_BYTES)
     ranks.arena(0)[3] = 77
     assert ranks.arena(1)[3] == 77
 
 
-def test_each_rank_stores_its_part_and_loads_everything(ranks: Ranks) -> None:
+def test_each_rank_stores_its_part_and_loads_everything(ranks):
     assert ranks.store(0, (1, 4), (2, 5), (3, 6), (4, 7)) == [{0: OK}, {0: OK}]
     firsts = [PAGE_WORDS * block for block in (1, 2, 3, 4)]
     expected = [*firsts[:2], *(first + OTHER for first in firsts[2:])]
@@ -140,7 +140,7 @@ def two_layers(reverse: bool) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": words[1 - i if reverse else i] for i in range(2)}
 
 
-def test_layers_lie_elsewhere_on_another_rank() -> None:
+def test_layers_lie_elsewhere_on_another_rank():
     """Allocators promise no order: one rank's last layer may have the lowest address."""
     ranks = Ranks(two_layers(reverse=False), two_layers(reverse=True)).start()
     assert {rank.half.sharing_ranks for rank in ranks.both} == {2}
@@ -153,7 +153,7 @@ def test_layers_lie_elsewhere_on_another_rank() -> None:
     ranks.stop()
 
 
-def test_ranks_with_other_layers_share_nothing() -> None:
+def test_ranks_with_other_layers_share_nothing():
     mine, others = two_layers(reverse=False), two_layers(reverse=False)
     ranks = Ranks(mine, dict(reversed(others.items()))).start()
     assert {rank.half.sharing_ranks for rank in ranks.both} == {1}
@@ -161,9 +161,7 @@ def test_ranks_with_other_layers_share_nothing() -> None:
 
 
 @pytest.mark.parametrize(("periods", "sharing"), [((8, 8), 2), ((8, 16), 1)])
-def test_ranks_share_packed_slots_if_they_pack_alike(
-    periods: tuple[int, int], sharing: int
-) -> None:
+def test_ranks_share_packed_slots_if_they_pack_alike(periods, sharing):
     """Each loads what the other has packed."""
     numbers = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(5))
     made = [{"layer.0": numbers.to(torch.bfloat16)} for _ in periods]
@@ -181,14 +179,14 @@ def test_ranks_share_packed_slots_if_they_pack_alike(
     ranks.stop()
 
 
-def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks: Ranks) -> None:
+def test_a_rank_without_a_part_reports_too_and_ranks_take_turns(ranks):
     for job_id in range(4):
         assert ranks.store(job_id, (1, job_id)) == [{job_id: OK}, {job_id: OK}]
     copied_by = [1 if first >= OTHER else 0 for first in ranks.arena(0)[:4].tolist()]
     assert sorted(copied_by) == [0, 0, 1, 1]
 
 
-def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_fails_the_job(ranks, monkeypatch):
     arena = ranks.both[1].transfer._state.arena
 
     def fail_on_rank_1(runs: Any) -> None:
@@ -200,9 +198,7 @@ def test_a_part_that_fails_fails_the_job(ranks: Ranks, monkeypatch: pytest.Monke
     assert ranks.store(0, (1, 4), (2, 5)) == [{0: OK}, {0: FAILED}]
 
 
-def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(ranks, monkeypatch):
     """As rows of the whole job; each rank copies two of four."""
     for rank in ranks.both:
         refuse_blocks(monkeypatch, rank, 2, 4)
@@ -215,15 +211,13 @@ def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(
         assert rows == [[(1,), (3,)], [(3,), (1,)]][job_id]
 
 
-def test_too_little_for_a_slot_is_refused_by_all() -> None:
+def test_too_little_for_a_slot_is_refused_by_all():
     ranks = Ranks(cpu_bytes=BLOCK_BYTES - 1)
     with pytest.raises(CapacityError, match=f"one slot takes {BLOCK_BYTES} bytes"):
         ranks.start()
 
 
-def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(monkeypatch):
     """The device is asked for its NUMA node before an engine is made for it."""
     error = DeviceError("CuPy cannot be imported")
     monkeypatch.setattr("kv_offload.worker.allocation.numa_node", mock.Mock(side_effect=error))
@@ -232,9 +226,9 @@ def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(
     assert str(caught.value) == "kv-offload: CuPy cannot be imported"
 
 
-def test_engines_side_by_side_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_side_by_side_share_nothing(monkeypatch):
     """Whatever id their user gave them: replicas of data parallelism, say."""
-    both_offer, create = threading.Barrier(2, timeout=10), SharedMemory.create
+    both_offer, create = threading.Barrier(2, timeout=120), SharedMemory.create
 
     def create_beside_the_other(*arguments: Any) -> SharedMemory:
         memory = create(*arguments)
@@ -274,13 +268,7 @@ def open_files() -> set[str]:
         ("attach", OSError("no file descriptors left"), "rank 1: no file descriptors left"),
     ],
 )
-def test_where_one_rank_cannot_share_none_does(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    method: str,
-    error: Exception,
-    reason: str,
-) -> None:
+def test_where_one_rank_cannot_share_none_does(monkeypatch, caplog, method, error, reason):
     monkeypatch.setattr(SharedMemory, method, mock.Mock(side_effect=error))
     open_before = open_files()
     ranks = Ranks().start()
@@ -296,7 +284,7 @@ def test_where_one_rank_cannot_share_none_does(
     ranks.stop()
 
 
-def test_nothing_stays_open(ranks: Ranks) -> None:
+def test_nothing_stays_open(ranks):
     ranks.stop()
     before = open_files()
     for _ in range(3):

@@ -79,7 +79,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     made.rank.half.shutdown()
 
 
-def test_a_large_load_that_ran_alone_tells_its_speed_once(link: Link) -> None:
+def test_a_large_load_that_ran_alone_tells_its_speed_once(link):
     link.copy(LOAD, LARGE, 2e9)
     assert link.told() == [pytest.approx(2e9), None]
     assert link.told() == [None, None]
@@ -87,7 +87,7 @@ def test_a_large_load_that_ran_alone_tells_its_speed_once(link: Link) -> None:
     assert link.told() == [pytest.approx(3e9), None], "stores give way to loads"
 
 
-def test_other_loads_tell_no_speed(link: Link) -> None:
+def test_other_loads_tell_no_speed(link):
     link.copy(LOAD, SMALL, FAST)
     link.copy(LOAD, LARGE, FAST, during=LOAD)
     link.copy(LOAD, LARGE, math.inf)  # in no measurable time
@@ -99,18 +99,18 @@ def test_other_loads_tell_no_speed(link: Link) -> None:
     assert link.told() == [None, None]
 
 
-def test_the_speed_of_stores_is_assumed_until_there_is_evidence(link: Link) -> None:
+def test_the_speed_of_stores_is_assumed_until_there_is_evidence(link):
     assert link.stored(SLOW) is None
     assert link.stored(SLOW) is None
     assert link.stored(SLOW) == pytest.approx(SLOW)
 
 
-def test_one_slow_store_changes_nothing(link: Link) -> None:
+def test_one_slow_store_changes_nothing(link):
     assert link.stored(SLOW, FAST, FAST) == pytest.approx(FAST)
     assert link.stored(FAST, SLOW) is None
 
 
-def test_stores_that_were_small_or_not_alone_only_raise_the_speed(link: Link) -> None:
+def test_stores_that_were_small_or_not_alone_only_raise_the_speed(link):
     def others(speed: float) -> list[float | None]:
         for _ in range(4):
             link.copy(STORE, SMALL, speed)
@@ -125,6 +125,6 @@ def test_stores_that_were_small_or_not_alone_only_raise_the_speed(link: Link) ->
     assert others(3e9) == [None, pytest.approx(3e9)]
 
 
-def test_small_stores_correct_a_speed_that_was_slow_for_long(link: Link) -> None:
+def test_small_stores_correct_a_speed_that_was_slow_for_long(link):
     link.stored(*[SLOW] * 100)
     assert link.stored(*[2e9] * 4, blocks=SMALL) == pytest.approx(2e9)

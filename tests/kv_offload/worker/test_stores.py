@@ -20,15 +20,13 @@ from kv_swap.packing.format import TILE_BYTES
 from kv_swap.packing.tiles import count_escapes
 
 from kv_offload.messages import Outcome
-from tests.support.rank import NO_BLOCK, Gate, Rank, load, pairs, refuse_blocks, store
+from tests.support.rank import NO_BLOCK, Rank, load, pairs, refuse_blocks, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 
 
 @pytest.mark.parametrize("submit", ["begin", "submit_stores"])
-def test_stores_start_once_with_the_next_step_and_are_told_when_they_have_ended(
-    rank: Rank, gate: Gate, submit: str
-) -> None:
+def test_stores_start_once_with_the_next_step_and_are_told_when_they_have_ended(rank, gate, submit):
     gate.opened.clear()
     metadata = rank.begin(store(0, (1, 2)), store(1, (3, 4)))
     for _ in range(3):  # more than one hook ends a step
@@ -44,7 +42,7 @@ def test_stores_start_once_with_the_next_step_and_are_told_when_they_have_ended(
     assert rank.jobs() == {0: OK, 1: OK}
 
 
-def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
+def test_a_store_copies_what_is_there_when_it_is_submitted(rank):
     """The forward of the step that planned it runs between planning and submitting."""
     metadata = rank.begin(store(0, (1, 2)))
     rank.kv[1] = 77
@@ -55,15 +53,13 @@ def test_a_store_copies_what_is_there_when_it_is_submitted(rank: Rank) -> None:
     assert (rank.kv[5] == 77).all()
 
 
-def test_a_store_that_fails_is_reported_as_such(rank: Rank, gate: Gate) -> None:
+def test_a_store_that_fails_is_reported_as_such(rank, gate):
     gate.failing = True
     assert rank.store(store(0, (1, 2)), store(1, (3, 4))) == {0: FAILED, 1: FAILED}
     assert rank.stats() == {}
 
 
-def test_a_store_that_is_refused_is_reported_as_such(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank
-) -> None:
+def test_a_store_that_is_refused_is_reported_as_such(monkeypatch, rank):
     """Because its block does not exist, or its slot is not ready."""
     monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: 4))
     told = rank.store(store(0, (NO_BLOCK, 2)), store(1, (3, 3)), store(2, (1, 4)))
@@ -72,9 +68,7 @@ def test_a_store_that_is_refused_is_reported_as_such(
         rank.transfer.submit(SwapJob(9, Direction.LOAD, pairs((1, 4))))
 
 
-def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(rank, monkeypatch):
     refuse_blocks(monkeypatch, rank, 3, 5)
     rank.step(store(0, (1, 2), (3, 4), (5, 6)), store(1, (2, 3)))
     rank.step()
@@ -89,9 +83,7 @@ def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(
     assert rank.report().failed_rows == {2: (0,)}
 
 
-def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back(monkeypatch):
     """With pages that are packed: bfloat16 numbers, of 64 KiB. Escapes of refused slots count not.
 
     Here every tile is looked at.
@@ -122,16 +114,14 @@ def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back(
     rank.half.shutdown()
 
 
-def test_whatever_refuses_a_store_does_not_end_the_engine(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_refuses_a_store_does_not_end_the_engine(monkeypatch, rank, caplog):
     fail = mock.Mock(side_effect=RuntimeError("injected"))
     monkeypatch.setattr(rank.transfer, "submit", fail)
     assert rank.store(store(0, (1, 2))) == {0: FAILED}
     assert "rank 0: RuntimeError('injected')" in caplog.text
 
 
-def test_a_step_that_ends_with_an_error_fails_its_stores(rank: Rank) -> None:
+def test_a_step_that_ends_with_an_error_fails_its_stores(rank):
     metadata = rank.begin(store(0, (1, 2)))
     rank.half.end_step_anyhow(metadata)
     rank.half.prepare_store_kv(metadata)
@@ -143,7 +133,7 @@ def test_a_step_that_ends_with_an_error_fails_its_stores(rank: Rank) -> None:
 # -- drains ------------------------------------------------------------------------------------
 
 
-def test_a_drain_ends_what_is_queued_or_not_sent_and_what_runs(rank: Rank, gate: Gate) -> None:
+def test_a_drain_ends_what_is_queued_or_not_sent_and_what_runs(rank, gate):
     before = rank.kv.clone()
     gate.opened.clear()
     rank.end(rank.begin(store(0, (1, 2)), loads=[load(1, "a", (5, 0)), load(2, "b", (6, 1000))]))
@@ -155,7 +145,7 @@ def test_a_drain_ends_what_is_queued_or_not_sent_and_what_runs(rank: Rank, gate:
     assert torch.equal(rank.kv[[1, 3]], before[[1, 3]])
 
 
-def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_is_bounded(rank, gate, monkeypatch):
     monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
@@ -166,9 +156,7 @@ def test_a_drain_is_bounded(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("site", ["wait", "submit_stores"])
-def test_a_drain_in_which_something_raises_tells_what_has_ended(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, site: str
-) -> None:
+def test_a_drain_in_which_something_raises_tells_what_has_ended(rank, monkeypatch, site):
     """Of a store that has not started, the slot would be read before it is written."""
     rank.store(store(0, (1, 2)))
     fail = mock.Mock(side_effect=RuntimeError("injected"))

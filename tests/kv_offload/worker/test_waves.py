@@ -29,7 +29,7 @@ def alone(count: int) -> dict[str, frozenset[int]]:
 # -- cuts --------------------------------------------------------------------------------------
 
 
-def test_first_and_last_wave_are_small() -> None:
+def test_first_and_last_wave_are_small():
     layers = alone(32)
     cut = cut_waves(list(layers), layers, [100] * 32)
     assert cut is not None
@@ -40,7 +40,7 @@ def test_first_and_last_wave_are_small() -> None:
     }
 
 
-def test_a_region_comes_with_the_first_layer_that_reads_it() -> None:
+def test_a_region_comes_with_the_first_layer_that_reads_it():
     """And first of all what no layer is known to read, or one that never calls."""
     shared = {"layer.3": frozenset([1, 3]), "layer.2": frozenset([0, 2])}
     layers = alone(4) | shared | {"state": frozenset([4, 6])}
@@ -61,14 +61,12 @@ def test_a_region_comes_with_the_first_layer_that_reads_it() -> None:
         (["unknown.0", "unknown.1"], {}, 2),
     ],
 )
-def test_one_wave_is_no_cut(
-    order: list[str], layers: dict[str, frozenset[int]], regions: int
-) -> None:
+def test_one_wave_is_no_cut(order, layers, regions):
     assert cut_waves(order, layers, [16] * regions) is None
 
 
 @given(st.data())
-def test_no_layer_reads_what_a_later_wave_brings(data: st.DataObject) -> None:
+def test_no_layer_reads_what_a_later_wave_brings(data):
     regions = data.draw(st.integers(1, 12))
     some = st.frozensets(st.integers(0, regions - 1), min_size=1)
     layers = {f"l{i}": data.draw(some) for i in range(data.draw(st.integers(1, 10)))}
@@ -125,7 +123,7 @@ def load(rank: Rank, *layers: str, kind: str = EAGER) -> list[bool]:
     return arrived
 
 
-def test_a_forward_teaches_its_kind_once(rank: Rank) -> None:
+def test_a_forward_teaches_its_kind_once(rank):
     assert load(rank, *ALL) == WHOLE
     assert not forward(rank)
     assert load(rank, *ALL) == FIRST_WAVE
@@ -133,7 +131,7 @@ def test_a_forward_teaches_its_kind_once(rank: Rank) -> None:
     assert not forward(rank, kind=None), "its layers are not known to call"
 
 
-def test_another_kind_must_have_the_same_late_layers(rank: Rank) -> None:
+def test_another_kind_must_have_the_same_late_layers(rank):
     for kind, layers in {EAGER: ALL, "no first": ALL[1:], "no last": ALL[:-1]}.items():
         assert forward(rank, *layers, kind=kind)
     assert load(rank, *ALL[1:], kind="no first") == FIRST_WAVE, "the first layer is not late"
@@ -142,7 +140,7 @@ def test_another_kind_must_have_the_same_late_layers(rank: Rank) -> None:
     assert load(rank, *ALL) == FIRST_WAVE
 
 
-def test_a_kind_without_late_layers_leaves_the_cut_to_others(rank: Rank) -> None:
+def test_a_kind_without_late_layers_leaves_the_cut_to_others(rank):
     assert forward(rank, kind="silent")
     assert load(rank, kind="silent") == WHOLE
     assert forward(rank, *ALL)
@@ -150,7 +148,7 @@ def test_a_kind_without_late_layers_leaves_the_cut_to_others(rank: Rank) -> None
     assert not forward(rank, kind="silent")
 
 
-def test_calls_under_another_context_are_a_draft_heads(rank: Rank) -> None:
+def test_calls_under_another_context_are_a_draft_heads(rank):
     rank.layers_call()
     metadata = rank.begin()
     rank.call("layer.0", "layer.1")
@@ -164,7 +162,7 @@ def test_calls_under_another_context_are_a_draft_heads(rank: Rank) -> None:
 # -- a step with a load ------------------------------------------------------------------------
 
 
-def test_a_layer_that_nobody_described_needs_everything(rank: Rank) -> None:
+def test_a_layer_that_nobody_described_needs_everything(rank):
     forward(rank, *ALL)
     metadata = rank.begin(loads=[synchronous(1, "a", (4, 2))])
     rank.call("reads.another")
@@ -174,7 +172,7 @@ def test_a_layer_that_nobody_described_needs_everything(rank: Rank) -> None:
     assert rank.jobs() == {1: Outcome.OK}
 
 
-def test_a_layer_need_not_call_without_a_load(rank: Rank) -> None:
+def test_a_layer_need_not_call_without_a_load(rank):
     forward(rank, *ALL)
     load(rank, *ALL)
     assert not forward(rank)
@@ -182,9 +180,7 @@ def test_a_layer_need_not_call_without_a_load(rank: Rank) -> None:
     assert rank.jobs() == {1: Outcome.OK, 2: Outcome.OK}
 
 
-def test_layers_that_did_not_call_are_named_and_waves_do_not_come_back(
-    rank: Rank, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_that_did_not_call_are_named_and_waves_do_not_come_back(rank, caplog):
     forward(rank, *ALL)
     load(rank, "layer.0", "layer.2")
     assert "1 layers, layer.1 first, did not call the connector" in caplog.text

@@ -16,13 +16,13 @@ from kv_swap.engine import SwapJob
 from kv_swap.errors import CopyError
 
 from kv_offload.messages import Outcome
-from tests.support.rank import Gate, Rank, load, store, synchronous
+from tests.support.rank import Rank, load, store, synchronous
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, rank: Rank, failing: bool
-) -> None:
+    monkeypatch, rank, failing
+):
     """Or just before it runs, if an error kept an earlier hook from starting them."""
     rank.step(store(0, (1, 2)), store(1, (3, 4)))
     rank.step(store(2, (1, 6)))
@@ -58,8 +58,8 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
 @pytest.mark.parametrize("synchronous_load", [False, True])
 @pytest.mark.parametrize(("idle", "first"), [(True, True), (True, False), (False, True)])
 def test_a_load_runs_ahead_of_compute_only_as_the_first_of_a_step_into_idle_blocks(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, idle: bool, first: bool, synchronous_load: bool
-) -> None:
+    rank, monkeypatch, idle, first, synchronous_load
+):
     submit = mock.Mock(wraps=rank.transfer.submit)
     monkeypatch.setattr(rank.transfer, "submit", submit)
     rank.engine.gives_idle_blocks = idle
@@ -69,9 +69,7 @@ def test_a_load_runs_ahead_of_compute_only_as_the_first_of_a_step_into_idle_bloc
     assert swap.behind_compute == (not (idle and first))
 
 
-def test_a_fence_that_is_refused_is_told(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fence_that_is_refused_is_told(rank, monkeypatch, caplog):
     """The blocks of steps in flight may then not be given away."""
     fence = mock.Mock()
     monkeypatch.setattr(rank.transfer, "fence_loads", fence)
@@ -92,7 +90,7 @@ def forget_kv(rank: Rank) -> weakref.ref[torch.Tensor]:
     return tensor
 
 
-def test_shutdown_lets_go_of_the_kv_tensors(rank: Rank) -> None:
+def test_shutdown_lets_go_of_the_kv_tensors(rank):
     """A reference that is left keeps GPU memory, or dangles after a sleep."""
     rank.step(store(0, (1, 2)))
     rank.step(loads=[load(1, "a", (3, 2))])
@@ -103,7 +101,7 @@ def test_shutdown_lets_go_of_the_kv_tensors(rank: Rank) -> None:
     assert tensor() is None
 
 
-def test_shutdown_waits_for_what_runs(rank: Rank, gate: Gate) -> None:
+def test_shutdown_waits_for_what_runs(rank, gate):
     gate.opened.clear()
     rank.step(store(0, (1, 2)))
     rank.half.submit_stores()
@@ -113,7 +111,7 @@ def test_shutdown_waits_for_what_runs(rank: Rank, gate: Gate) -> None:
     assert [done.error for done in transfer.poll()] == [None]
 
 
-def test_shutdown_may_come_twice_or_before_the_start() -> None:
+def test_shutdown_may_come_twice_or_before_the_start():
     rank = Rank()
     rank.half.shutdown()
     rank.start()
@@ -127,9 +125,7 @@ def test_shutdown_may_come_twice_or_before_the_start() -> None:
 # -- sleep -------------------------------------------------------------------------------------
 
 
-def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(
-    rank: Rank, gate: Gate
-) -> None:
+def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(rank, gate):
     rank.step(store(0, (1, 2)))
     gate.opened.clear()
     rank.half.submit_stores()
@@ -147,15 +143,13 @@ def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(
     assert rank.holds(5) == [True]
 
 
-def test_nothing_is_taken_again_that_is_gone(rank: Rank) -> None:
+def test_nothing_is_taken_again_that_is_gone(rank):
     rank.half.unregister_kv_caches()
     assert forget_kv(rank)() is None
     rank.half.restore_kv_caches()
 
 
-def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(
-    rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_copies_do_not_end_keeps_the_kv_tensors(rank, gate, monkeypatch):
     monkeypatch.setattr("kv_offload.worker.worker.DRAIN_SECONDS", 0.1)
     rank.step(store(0, (1, 2)))
     gate.opened.clear()

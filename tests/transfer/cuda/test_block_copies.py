@@ -94,9 +94,7 @@ MIXED = KVLayout(
         *((MIXED, piece_bytes) for piece_bytes in (MIB, 7 * MIB, NEVER)),
     ],
 )
-def test_copies_bring_every_byte_and_end_where_a_registration_does(
-    layout: KVLayout, piece_bytes: int, direction: Direction
-) -> None:
+def test_copies_bring_every_byte_and_end_where_a_registration_does(layout, piece_bytes, direction):
     pairs = np.array([(8, 0), (2, 5), (3, 1)], np.int32)
     cutter = BlockCutter(layout.regions, arena_of(layout, piece_bytes))
     copies = cutter.cut(pairs, direction)
@@ -121,7 +119,7 @@ def test_copies_bring_every_byte_and_end_where_a_registration_does(
         ),
     ],
 )
-def test_the_runs_of_a_layout(layout: KVLayout, runs: list[Run]) -> None:
+def test_the_runs_of_a_layout(layout, runs):
     assert runs_of(layout.regions) == runs
 
 
@@ -140,11 +138,11 @@ NHD = Packing(128)
         (layers(1, 2 * MIB, 0).packed({"": NHD}), True),  # nothing has that name
     ],
 )
-def test_which_layouts_a_copy_engine_moves_well(layout: KVLayout, suits: bool) -> None:
+def test_which_layouts_a_copy_engine_moves_well(layout, suits):
     assert suits_copy_engine(layout) is suits
 
 
-def test_only_kernels_pack() -> None:
+def test_only_kernels_pack():
     region = Region(CACHE, 2 * MIB, 2 * MIB, 0, frozenset(["kv"]))
     layout = KVLayout(64, (region,))
     assert suits_copy_engine(layout)
@@ -160,13 +158,13 @@ def test_only_kernels_pack() -> None:
         ([8], [(0, 1)]),
     ],
 )
-def test_pieces(sizes: list[int], pieces: list[tuple[int, int]]) -> None:
+def test_pieces(sizes, pieces):
     nbytes = np.array(sizes)
     assert Copies(nbytes, nbytes, nbytes).pieces(8) == pieces
 
 
 @pytest.mark.parametrize("page_bytes", [5 * MIB, 9 * MIB, 8 * MIB + 16, 100 * MIB, 4 * MIB])
-def test_pieces_of_long_blocks_are_more_than_half_full(page_bytes: int) -> None:
+def test_pieces_of_long_blocks_are_more_than_half_full(page_bytes):
     layout = layers(1, page_bytes, 0)
     pairs = np.stack([np.arange(20)] * 2, 1).astype(np.int32)
     copies = BlockCutter(layout.regions, arena_of(layout)).cut(pairs, Direction.LOAD)

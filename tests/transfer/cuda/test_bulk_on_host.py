@@ -43,9 +43,7 @@ def compiled(family: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
 @pytest.mark.parametrize("pages", PAGES.values(), ids=list(PAGES))
 @pytest.mark.parametrize("num_pairs", [0, 1, 9, 70])
-def test_all_bytes_of_the_pairs_arrive_and_no_others(
-    family: Any, compiled: Any, late: bool, pages: list[int], num_pairs: int
-) -> None:
+def test_all_bytes_of_the_pairs_arrive_and_no_others(family, compiled, late, pages, num_pairs):
     num_blocks = num_pairs + 3
     layout, storage = packed_cache(num_blocks, pages, [None] * len(pages), padding_bytes=64)
     rng = np.random.default_rng(num_pairs)

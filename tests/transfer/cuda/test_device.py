@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,9 @@ from kv_swap.errors import DeviceError, PinnedMemoryError
 
 torch = pytest.importorskip("torch")
 
-from tests.support.played_cuda import PlayedCuda  # noqa: E402
-
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_memory_is_registered_on_the_device_and_beside_captures(
-    cuda: PlayedCuda, fails: bool
-) -> None:
+def test_memory_is_registered_on_the_device_and_beside_captures(cuda, fails):
     made = CudaRegistrar(torch.device("cuda", 2))
     assert made.pci_bus_id == "0000:02:00.0"
     cuda.failing = {"hostRegister"} if fails else set()
@@ -33,14 +28,14 @@ def test_memory_is_registered_on_the_device_and_beside_captures(
     assert (cuda.device, cuda.capture_mode) == (0, 0), "the thread is left as it was"
 
 
-def test_a_driver_that_refuses_the_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_refuses_the_capture_mode(monkeypatch):
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 3)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
     with pytest.raises(RuntimeError, match="StreamCaptureMode failed with CUresult 3"):
         cuda_device._exchange_capture_mode(ctypes.c_int(2))
 
 
-def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     twelve, thirteen = "cupy-cuda12x", "cupy-cuda13x"
     for version, package in (("12.8", twelve), ("13.0", thirteen), (None, thirteen)):
@@ -49,7 +44,7 @@ def test_missing_cupy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None
             CudaRegistrar(torch.device("cuda", 0))
 
 
-def test_cupy_that_cannot_make_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_that_cannot_make_its_folder(tmp_path, monkeypatch):
     """CuPy 14 makes it when it is imported: what its import does is here, not CuPy."""
     (tmp_path / "cupy.py").write_text(
         "import os\nos.makedirs(os.environ['CUPY_CACHE_DIR'], exist_ok=True)\n"
@@ -62,7 +57,7 @@ def test_cupy_that_cannot_make_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert "cupy" not in sys.modules
 
 
-def test_device_that_cannot_use_host_pointers(cuda: PlayedCuda) -> None:
+def test_device_that_cannot_use_host_pointers(cuda):
     CudaRegistrar(torch.device("cuda", 0))
     with pytest.raises(PinnedMemoryError, match="device 3 cannot reach"):
         CudaRegistrar(torch.device("cuda", 3))

@@ -25,7 +25,6 @@ from kv_swap.cuda.kernel_families import (
     BULK,
     BULK_SMALL,
     VECTOR,
-    KernelFamily,
     choose_family,
 )
 from kv_swap.cuda.state import State
@@ -35,7 +34,7 @@ from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
 from tests.support.kv_memory import Storage
-from tests.support.played_cuda import COMPUTE, PlayedCuda, Stream
+from tests.support.played_cuda import COMPUTE, Stream
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 LAYERS, BLOCKS, SLOTS, PAGE_BYTES = 3, 40, 8, 64
@@ -101,9 +100,7 @@ both_paths = pytest.mark.parametrize("copies_with", ["kernels", "gates"])
 
 
 @both_paths
-def test_a_store_reads_what_compute_had_been_given_to_write(
-    cuda: PlayedCuda, copies_with: CopiesWith
-) -> None:
+def test_a_store_reads_what_compute_had_been_given_to_write(cuda, copies_with):
     engine = Engine(copies_with=copies_with)
     cuda.queue(engine.write(3, 9))
     engine.submit(STORE, (3, 5))
@@ -115,7 +112,7 @@ def test_a_store_reads_what_compute_had_been_given_to_write(
     assert engine.slot(4) == [7] * LAYERS
 
 
-def test_a_store_waits_for_the_output_copy_stream_and_a_load_does_not(cuda: PlayedCuda) -> None:
+def test_a_store_waits_for_the_output_copy_stream_and_a_load_does_not(cuda):
     output = Stream(cuda)
     engine = Engine(output=output)
     cuda.queue(engine.write(3, 9), output.cuda_stream)
@@ -129,9 +126,7 @@ def test_a_store_waits_for_the_output_copy_stream_and_a_load_does_not(cuda: Play
 
 @both_paths
 @pytest.mark.parametrize("behind_compute", [False, True])
-def test_a_load_is_behind_compute_unless_it_need_not_be(
-    cuda: PlayedCuda, behind_compute: bool, copies_with: CopiesWith
-) -> None:
+def test_a_load_is_behind_compute_unless_it_need_not_be(cuda, behind_compute, copies_with):
     engine = Engine(copies_with=copies_with)
     read: list[list[int]] = []
     cuda.queue(lambda: read.append(engine.block(3)))
@@ -143,9 +138,7 @@ def test_a_load_is_behind_compute_unless_it_need_not_be(
 
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_lists_of_slices_in_flight_are_left_alone(
-    cuda: PlayedCuda, direction: Direction, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_of_slices_in_flight_are_left_alone(cuda, direction, monkeypatch):
     """A slice is a pair here, and three may be in flight."""
     monkeypatch.setattr(swap, "RING_ENTRIES", 3)
     monkeypatch.setattr(swap, "MAX_PAIRS", 1)
@@ -160,8 +153,8 @@ def test_lists_of_slices_in_flight_are_left_alone(
 
 @both_paths
 def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_before_it(
-    cuda: PlayedCuda, copies_with: CopiesWith, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cuda, copies_with, monkeypatch
+):
     """Else loads that stand behind others would make the link look slow."""
     monkeypatch.setattr(gated, "SLICE_PIECES", 1)
     monkeypatch.setattr(gated, "PIECE_BYTES", 1)
@@ -186,7 +179,7 @@ def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_be
 
 @pytest.mark.parametrize("before_compute", [False, True])
 @pytest.mark.parametrize("what", ["a fence", "zeroing", "zeroing that was refused half way"])
-def test_loads_come_after(cuda: PlayedCuda, what: str, before_compute: bool) -> None:
+def test_loads_come_after(cuda, what, before_compute):
     """Else the forward would read zeros, or what a step in flight writes."""
     engine = Engine()
     if what == "a fence":
@@ -204,9 +197,7 @@ def test_loads_come_after(cuda: PlayedCuda, what: str, before_compute: bool) -> 
     assert engine.block(3) == [7] * LAYERS
 
 
-def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follows(
-    cuda: PlayedCuda,
-) -> None:
+def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follows(cuda):
     engine = Engine()
     read: list[list[int]] = []
     cuda.queue(lambda: read.append(engine.block(3)))
@@ -221,7 +212,7 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
 # -- loads at once -----------------------------------------------------------------------------
 
 
-def test_a_load_at_once_is_there_when_it_returns(cuda: PlayedCuda) -> None:
+def test_a_load_at_once_is_there_when_it_returns(cuda):
     engine = Engine()
     cuda.queue(engine.write(3, 9))
     engine.copies.load_now(np.array([(3, 5)], np.int32))
@@ -230,7 +221,7 @@ def test_a_load_at_once_is_there_when_it_returns(cuda: PlayedCuda) -> None:
     assert engine.block(3) == [7] * LAYERS
 
 
-def test_nothing_of_a_failed_load_is_written_after_the_load_at_once(cuda: PlayedCuda) -> None:
+def test_nothing_of_a_failed_load_is_written_after_the_load_at_once(cuda):
     """The forward goes on then, and may write to the block."""
     engine = Engine()
     engine.submit(LOAD, (3, 5), before_compute=True)
@@ -247,9 +238,7 @@ def test_nothing_of_a_failed_load_is_written_after_the_load_at_once(cuda: Played
 
 
 @pytest.mark.parametrize("call", ["eventRecord", "launchKernel"])
-def test_a_load_before_compute_that_fails_is_told_before_compute_is_queued(
-    cuda: PlayedCuda, call: str
-) -> None:
+def test_a_load_before_compute_that_fails_is_told_before_compute_is_queued(cuda, call):
     engine = Engine()
     cuda.failing = {call}
     engine.submit(LOAD, (3, 5), before_compute=True)
@@ -264,9 +253,7 @@ def test_a_load_before_compute_that_fails_is_told_before_compute_is_queued(
 # -- waves -------------------------------------------------------------------------------------
 
 
-def test_compute_reads_each_wave_when_it_was_awaited(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compute_reads_each_wave_when_it_was_awaited(cuda, monkeypatch):
     monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", 1)  # a launch for every wave
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
@@ -282,7 +269,7 @@ def test_compute_reads_each_wave_when_it_was_awaited(
     assert errors(engine.copies.poll()) == [None]
 
 
-def test_the_table_of_waves_is_there_before_the_first_launch(cuda: PlayedCuda) -> None:
+def test_the_table_of_waves_is_there_before_the_first_launch(cuda):
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
     how = {"before_compute": True, "in_waves": True, "behind_compute": False}
@@ -294,7 +281,7 @@ def test_the_table_of_waves_is_there_before_the_first_launch(cuda: PlayedCuda) -
 # -- captures, refusals and the end ------------------------------------------------------------
 
 
-def test_nothing_is_asked_of_a_device_that_captures_a_graph(cuda: PlayedCuda) -> None:
+def test_nothing_is_asked_of_a_device_that_captures_a_graph(cuda):
     """A query would end the capture, and a copy would be captured and replayed."""
     engine = Engine()
     engine.submit(STORE, (3, 5))
@@ -316,7 +303,7 @@ def test_nothing_is_asked_of_a_device_that_captures_a_graph(cuda: PlayedCuda) ->
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda: PlayedCuda, closed: bool) -> None:
+def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda, closed):
     """Also if the engine is dropped: it lets its streams run out first."""
     engine = Engine()
     slots, pages = engine.slots, engine.pages
@@ -340,12 +327,7 @@ def test_memory_is_held_until_copies_and_zeroing_have_ended(cuda: PlayedCuda, cl
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_memory_is_kept_where_nobody_can_tell_whether_copies_run(
-    cuda: PlayedCuda,
-    forked: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_memory_is_kept_where_nobody_can_tell_whether_copies_run(cuda, forked, monkeypatch, caplog):
     """A forked child cannot call CUDA."""
     kept: list[State] = []
     monkeypatch.setattr(state, "_LEAKED", kept)
@@ -376,9 +358,7 @@ def test_memory_is_kept_where_nobody_can_tell_whether_copies_run(
         ((12, 0), 99 << 10, BULK_SMALL),
     ],
 )
-def test_a_device_has_kernels_that_its_shared_memory_holds(
-    cuda: PlayedCuda, capability: tuple[int, int], shared_bytes: int, family: KernelFamily
-) -> None:
+def test_a_device_has_kernels_that_its_shared_memory_holds(cuda, capability, shared_bytes, family):
     """As RTX 40 and 50 cards have 99 KiB of it for a CTA, and data centre GPUs more."""
     cuda.capability, cuda.shared_bytes = capability, shared_bytes
     assert choose_family(DEVICE) is family
@@ -389,7 +369,7 @@ def test_a_device_has_kernels_that_its_shared_memory_holds(
     assert engine.block(3) == [7] * LAYERS
 
 
-def test_an_arena_that_is_not_page_locked_is_refused(cuda: PlayedCuda) -> None:
+def test_an_arena_that_is_not_page_locked_is_refused(cuda):
     layout = Engine().copies.layout
     pageable = HostArena(2, layout.slot_bytes, register=None)
     with pytest.raises(PinnedMemoryError, match="384 bytes is not page-locked"):

@@ -75,14 +75,8 @@ def handle(bed: Bed, lane: Any) -> int:
     [(2 * MIB, 1, 18, 5), (256 * KIB, 2, 40, 3), (9 * MIB, 1, 3, 5)],
 )
 def test_a_gate_follows_every_piece(
-    cuda: PlayedCuda,
-    page_bytes: int,
-    num_layers: int,
-    blocks: int,
-    gates: int,
-    direction: Direction,
-    has_batches: bool,
-) -> None:
+    cuda, page_bytes, num_layers, blocks, gates, direction, has_batches
+):
     cuda.has_batches = has_batches
     bed = Bed(page_bytes, num_layers, blocks)
     assert bed.engine.copies_with == "gates"
@@ -113,9 +107,7 @@ def test_a_gate_follows_every_piece(
 @pytest.mark.parametrize(
     ("num_layers", "has_batches"), [(1, True), (1, False), (2, True), (2, False)]
 )
-def test_no_more_calls_are_queued_than_fit(
-    cuda: PlayedCuda, monkeypatch: Any, num_layers: int, has_batches: bool
-) -> None:
+def test_no_more_calls_are_queued_than_fit(cuda, monkeypatch, num_layers, has_batches):
     """Else CUDA would make the step wait."""
     monkeypatch.setattr(gated, "PIECE_BYTES", 512 * KIB)
     monkeypatch.setattr(gated, "MOST_CALLS", 3 * 16)
@@ -145,9 +137,7 @@ def slices_queued(cuda: PlayedCuda) -> int:
     return count // SLICE_PIECES
 
 
-def test_a_step_queues_little_until_the_stream_runs_empty(
-    cuda: PlayedCuda, monkeypatch: Any
-) -> None:
+def test_a_step_queues_little_until_the_stream_runs_empty(cuda, monkeypatch):
     """Twice as much each time, and little again once there was nothing to do."""
     monkeypatch.setattr(gated, "PIECE_BYTES", 256 * KIB)
     monkeypatch.setattr(gated, "FIRST_SLICES", 2)
@@ -171,9 +161,7 @@ def test_a_step_queues_little_until_the_stream_runs_empty(
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuStreamWriteValue32"])
-def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(
-    cuda: PlayedCuda, monkeypatch: Any, call: str
-) -> None:
+def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(cuda, monkeypatch, call):
     monkeypatch.setattr(gated, "FIRST_SLICES", 1)
     bed = Bed(2 * MIB, 1, 40)
     bed.engine.submit(SwapJob(1, STORE, pairs_of(40)[:36]))
@@ -192,7 +180,7 @@ def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(
 
 
 @pytest.mark.parametrize("in_waves", [False, True])
-def test_kernels_load_what_compute_waits_for(cuda: PlayedCuda, in_waves: bool) -> None:
+def test_kernels_load_what_compute_waits_for(cuda, in_waves):
     """SMs are free meanwhile, and a load by kernels costs the step less time."""
     bed = Bed(256 * KIB, 4, 6)
     bed.engine.set_waves([range(2), range(2, 4)])
@@ -208,9 +196,7 @@ def test_kernels_load_what_compute_waits_for(cuda: PlayedCuda, in_waves: bool) -
 
 
 @pytest.mark.parametrize(("page_bytes", "num_layers"), [(2 * MIB, 1), (256 * KIB, 8)])
-def test_copies_and_gates_are_queued_on_the_device_of_the_cache(
-    cuda: PlayedCuda, page_bytes: int, num_layers: int
-) -> None:
+def test_copies_and_gates_are_queued_on_the_device_of_the_cache(cuda, page_bytes, num_layers):
     """The thread that submits may use another one meanwhile."""
     bed = Bed(page_bytes, num_layers, 6)
     cuda.calls.clear()
@@ -233,8 +219,8 @@ def test_copies_and_gates_are_queued_on_the_device_of_the_cache(
     ],
 )
 def test_the_gate_is_for_long_runs_where_it_yields(
-    cuda: PlayedCuda, page_bytes: int, num_layers: int, yields: bool, chosen: str, caplog: Any
-) -> None:
+    cuda, page_bytes, num_layers, yields, chosen, caplog
+):
     state._warn_once.cache_clear()
     cuda.yields = yields
     for _ in range(2):
@@ -258,15 +244,13 @@ def turn(waited: float, *, began: float = 0.1, queued_early: bool = True) -> Tur
         ([MOST_PIECES + 0.1] * 3, [1.0] * 3, False, ""),
     ],
 )
-def test_small_copies_must_be_served_within_three_pieces(
-    loads: list[float], stores: list[float], yields: bool, found: str
-) -> None:
+def test_small_copies_must_be_served_within_three_pieces(loads, stores, yields, found):
     report = judge({LOAD: [*map(turn, loads)], STORE: [*map(turn, stores)]})
     assert report.yields is yields
     assert found in report.found
 
 
-def test_turns_count_only_if_the_small_copies_came_early() -> None:
+def test_turns_count_only_if_the_small_copies_came_early():
     """Of a slow host they may come when all long copies have ended, and wait for nothing."""
     late = [turn(0.1, began=7.0, queued_early=False)] * 9
     report = judge({LOAD: [*late, *map(turn, [7.9] * TURNS)], STORE: [turn(1.0)] * TURNS})
@@ -279,7 +263,7 @@ def test_turns_count_only_if_the_small_copies_came_early() -> None:
     )
 
 
-def test_copies_that_were_queued_early_and_began_late_had_to_wait() -> None:
+def test_copies_that_were_queued_early_and_began_late_had_to_wait():
     """As those of a process with one connection do: its events wait, too."""
     report = judge({LOAD: [turn(0.1, began=8.0)] * 12, STORE: []})
     assert not report.yields
@@ -287,7 +271,7 @@ def test_copies_that_were_queued_early_and_began_late_had_to_wait() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in report.found
 
 
-def test_a_driver_without_gates_leaves_it_to_the_kernels() -> None:
+def test_a_driver_without_gates_leaves_it_to_the_kernels():
     """As here: no driver, or no CuPy. Nothing is raised, and the report says why."""
     gate_test._test.cache_clear()
     report = gate_test.check_gates(DEVICE)

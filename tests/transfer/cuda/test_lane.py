@@ -89,7 +89,7 @@ class Bed:
         return [completion.job_id for completion in self.lane.advance()]
 
 
-def test_no_more_slices_are_in_flight_than_the_path_allows(cuda: PlayedCuda) -> None:
+def test_no_more_slices_are_in_flight_than_the_path_allows(cuda):
     """Jobs end in order, and no event is made but those that the stream began with."""
     bed = Bed(cuda)
     made = len(cuda.recorded)
@@ -114,7 +114,7 @@ def test_no_more_slices_are_in_flight_than_the_path_allows(cuda: PlayedCuda) -> 
     assert len(cuda.recorded) == made
 
 
-def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda: PlayedCuda) -> None:
+def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda):
     """What is yet to be queued of a job does not wait for the steps of jobs behind it."""
     bed = Bed(cuda, max_in_flight=1)
     first = bed.submit(1, 8)
@@ -132,9 +132,7 @@ def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda: Playe
 
 
 @pytest.mark.parametrize("call", [RuntimeError, ValueError])
-def test_whatever_fails_in_a_slice_fails_its_job_and_no_other(
-    cuda: PlayedCuda, call: type[Exception]
-) -> None:
+def test_whatever_fails_in_a_slice_fails_its_job_and_no_other(cuda, call):
     bed = Bed(cuda)
     bed.submit(1, 4)
     bed.path.failing, bed.path.failure = 2, call("refused")
@@ -146,9 +144,7 @@ def test_whatever_fails_in_a_slice_fails_its_job_and_no_other(
     assert "swap_store failed with refused: store job 2" in str(two.error)
 
 
-def test_compute_waits_for_slices_that_do_not_fit_yet(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compute_waits_for_slices_that_do_not_fit_yet(cuda, monkeypatch):
     """The host waits, until as many have ended as make room for the last."""
     bed = Bed(cuda, max_in_flight=2)
     slept: list[float] = []
@@ -168,9 +164,7 @@ def test_compute_waits_for_slices_that_do_not_fit_yet(
     assert bed.read == [5]
 
 
-def test_a_wave_waits_for_room_and_later_waves_do_not(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wave_waits_for_room_and_later_waves_do_not(cuda, monkeypatch):
     bed = Bed(cuda, max_in_flight=2)
     slept: list[float] = []
 
@@ -185,7 +179,7 @@ def test_a_wave_waits_for_room_and_later_waves_do_not(
         assert len(slept) == sleeps
 
 
-def test_compute_does_not_wait_for_ever(cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_does_not_wait_for_ever(cuda, monkeypatch):
     monkeypatch.setattr(lane_module, "_ROOM_SECONDS", 0.0)
     bed = Bed(cuda, max_in_flight=2)
     bed.submit(1, 20)
@@ -193,7 +187,7 @@ def test_compute_does_not_wait_for_ever(cuda: PlayedCuda, monkeypatch: pytest.Mo
         bed.lane.await_all()
 
 
-def test_a_lost_context_ends_the_wait_for_room(cuda: PlayedCuda) -> None:
+def test_a_lost_context_ends_the_wait_for_room(cuda):
     bed = Bed(cuda, max_in_flight=2)
     bed.submit(1, 20)
     cuda.failing = {"eventQuery"}
@@ -201,9 +195,7 @@ def test_a_lost_context_ends_the_wait_for_room(cuda: PlayedCuda) -> None:
         bed.lane.await_all()
 
 
-def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
-    cuda: PlayedCuda,
-) -> None:
+def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(cuda):
     bed = Bed(cuda)
     bed.path.failing = 2
     bed.submit(7, 12)
@@ -231,9 +223,7 @@ def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(
         ("eventRecord", 1, "recording an event failed with eventRecord: injected"),
     ],
 )
-def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(
-    cuda: PlayedCuda, call: str, queued: int, message: str
-) -> None:
+def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(cuda, call, queued, message):
     bed = Bed(cuda)
     if queued:
         bed.path.behind = lambda: cuda.failing.add(call)
@@ -246,9 +236,7 @@ def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(
     assert bed.lane.idle
 
 
-def test_a_job_whose_place_after_compute_is_not_known_is_not_copied(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_place_after_compute_is_not_known_is_not_copied(cuda, monkeypatch):
     def refuse() -> None:
         raise RuntimeError("no event")
 
@@ -264,7 +252,7 @@ def test_a_job_whose_place_after_compute_is_not_known_is_not_copied(
     assert bed.path.copied == [expected]
 
 
-def test_a_lost_context_fails_every_job(cuda: PlayedCuda) -> None:
+def test_a_lost_context_fails_every_job(cuda):
     bed = Bed(cuda)
     bed.submit(1, 20)
     bed.submit(2, 1)
@@ -278,9 +266,7 @@ def test_a_lost_context_fails_every_job(cuda: PlayedCuda) -> None:
     assert bed.lane.idle
 
 
-def test_a_slice_for_which_there_is_no_event_is_not_queued(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_for_which_there_is_no_event_is_not_queued(cuda, monkeypatch):
     """It would run on after its job has ended, and write blocks that are another's by then."""
 
     def refuse() -> None:
@@ -296,7 +282,7 @@ def test_a_slice_for_which_there_is_no_event_is_not_queued(
     assert bed.lane.idle
 
 
-def test_compute_waits_for_the_last_slice_of_what_is_in_flight(cuda: PlayedCuda) -> None:
+def test_compute_waits_for_the_last_slice_of_what_is_in_flight(cuda):
     bed = Bed(cuda)
     bed.lane.await_all()
     assert not cuda.queues[COMPUTE]
@@ -312,9 +298,7 @@ def test_compute_waits_for_the_last_slice_of_what_is_in_flight(cuda: PlayedCuda)
 # -- waves -------------------------------------------------------------------------------------
 
 
-def test_compute_waits_for_the_last_slice_of_a_wave_once(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compute_waits_for_the_last_slice_of_a_wave_once(cuda, monkeypatch):
     bed, other = Bed(cuda, 8), Stream(cuda)
     bed.submit(1, 8, in_waves=True)
     cuda.calls.clear()
@@ -335,7 +319,7 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once(
     assert (completion.error, completion.nbytes) == (None, 8 * SLOT_BYTES)
 
 
-def test_a_new_load_is_waited_for_anew(cuda: PlayedCuda) -> None:
+def test_a_new_load_is_waited_for_anew(cuda):
     bed = Bed(cuda, 8)
     bed.submit(1, 4, in_waves=True)
     bed.lane.await_wave(3)
@@ -352,7 +336,7 @@ def test_a_new_load_is_waited_for_anew(cuda: PlayedCuda) -> None:
 
 
 @pytest.mark.parametrize("fault", ["launch", "wait"])
-def test_compute_cannot_go_on_with_a_wave_that_failed(cuda: PlayedCuda, fault: str) -> None:
+def test_compute_cannot_go_on_with_a_wave_that_failed(cuda, fault):
     bed = Bed(cuda, 8)
     bed.path.failing = 2 if fault == "launch" else None
     bed.submit(1, 4, in_waves=True)
@@ -369,7 +353,7 @@ def test_compute_cannot_go_on_with_a_wave_that_failed(cuda: PlayedCuda, fault: s
 # -- streams -----------------------------------------------------------------------------------
 
 
-def test_what_a_job_asks_of_cuda(cuda: PlayedCuda) -> None:
+def test_what_a_job_asks_of_cuda(cuda):
     """Nothing but the two calls that order it stands before its launch."""
     bed = Bed(cuda)
     cuda.calls.clear()
@@ -378,7 +362,7 @@ def test_what_a_job_asks_of_cuda(cuda: PlayedCuda) -> None:
     assert calls == ["eventRecord", "streamWaitEvent", "launch", "eventRecord"]
 
 
-def test_default_streams_are_those_of_the_device_of_the_copies(cuda: PlayedCuda) -> None:
+def test_default_streams_are_those_of_the_device_of_the_copies(cuda):
     output: Any = Stream(cuda)
     stream = CopyStream(torch.device("cuda", 1), 3, output)
     cuda.calls.clear()

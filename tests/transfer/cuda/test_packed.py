@@ -17,7 +17,6 @@ from kv_swap.cuda.kernel_families import (  # noqa: E402
     BULK_SMALL,
     PACKED,
     VECTOR,
-    KernelFamily,
     families_of,
 )
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
@@ -29,7 +28,6 @@ from kv_swap.packing.slots import SlotPacker  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from tests.support.packed_kv import normal_tiles, packed_cache, random_tiles  # noqa: E402
-from tests.support.played_cuda import PlayedCuda  # noqa: E402
 
 KIB = 1 << 10
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -91,7 +89,7 @@ def one(completions: list[Completion]) -> Completion:
     return done
 
 
-def test_slots_are_packed_and_blocks_come_back(cuda: PlayedCuda) -> None:
+def test_slots_are_packed_and_blocks_come_back(cuda):
     bed = Bed()
     cuda.calls.clear()
     bed.submit(STORE, [(3, 5), (0, 2)])
@@ -109,7 +107,7 @@ def test_slots_are_packed_and_blocks_come_back(cuda: PlayedCuda) -> None:
     bed.check(before, [(9, 0), (10, 3), (11, 3)])
 
 
-def test_where_all_is_packed_one_kernel_runs(cuda: PlayedCuda) -> None:
+def test_where_all_is_packed_one_kernel_runs(cuda):
     bed = Bed([32 * KIB] * 2, [Packing(16)] * 2)
     cuda.calls.clear()
     bed.submit(STORE, [(3, 5)])
@@ -118,9 +116,7 @@ def test_where_all_is_packed_one_kernel_runs(cuda: PlayedCuda) -> None:
     np.testing.assert_array_equal(bed.slots[5], bed.packed([3])[0])
 
 
-def test_rows_that_are_refused_are_named_whatever_the_slices(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_refused_are_named_whatever_the_slices(cuda, monkeypatch):
     """Also where an entry of the ring serves one slice after another."""
     monkeypatch.setattr(swap, "RING_ENTRIES", 2)
     bed = Bed()
@@ -138,9 +134,7 @@ def test_rows_that_are_refused_are_named_whatever_the_slices(
     np.testing.assert_array_equal(bed.slots[[0, 2, 3, 4]], bed.packed([0, 2, 3, 4]))
 
 
-def test_waves_move_what_is_packed_and_what_is_not(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waves_move_what_is_packed_and_what_is_not(cuda, monkeypatch):
     bed = Bed()
     bed.submit(STORE, [(3, 5), (0, 2)])
     cuda.run()
@@ -159,9 +153,7 @@ def test_waves_move_what_is_packed_and_what_is_not(
     bed.check(before, [(9, 0), (10, 3)])
 
 
-def test_a_load_at_once_unpacks_on_the_host(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_at_once_unpacks_on_the_host(cuda, monkeypatch):
     bed = Bed()
     monkeypatch.setattr("kv_swap.cuda.engine._UNPACKED_BYTES", bed.layout.block_bytes)
     bed.submit(STORE, [(3, 5), (0, 2)])
@@ -175,9 +167,7 @@ def test_a_load_at_once_unpacks_on_the_host(
         bed.engine.load_now(np.array([[9, 1]], np.int32))
 
 
-def test_a_launch_that_fails_behind_another_leaves_its_list_alone(
-    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_fails_behind_another_leaves_its_list_alone(cuda, monkeypatch):
     """The first kernel of the slice runs, and must find its pairs."""
     bed = Bed()
     launch, launches = swap.SwapKernel.launch, []
@@ -201,16 +191,14 @@ def test_a_launch_that_fails_behind_another_leaves_its_list_alone(
 
 
 @pytest.mark.parametrize("family", [VECTOR, BULK_SMALL])
-def test_packing_is_refused_where_nothing_can_pack(
-    cuda: PlayedCuda, family: KernelFamily, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_is_refused_where_nothing_can_pack(cuda, family, monkeypatch):
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     needed = r"capability 9\.0 and newer with \d+ bytes of shared memory"
     with pytest.raises(DeviceError, match=f"{needed}.* has less: do not pack"):
         Bed()
 
 
-def test_the_families_of_a_layout(cuda: PlayedCuda) -> None:
+def test_the_families_of_a_layout(cuda):
     mixed, raw, whole = (
         packed_cache(2, pages, packings)[0]
         for pages, packings in (

@@ -137,7 +137,7 @@ PACKINGS = [Packing(1), Packing(8), Packing(16, 256), Packing(128), Packing(24),
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_tiles_of_all_kinds(kernels: Any, packing: Packing) -> None:
+def test_tiles_of_all_kinds(kernels, packing):
     tiles = np.concatenate(
         [
             normal_tiles(20),
@@ -152,7 +152,7 @@ def test_tiles_of_all_kinds(kernels: Any, packing: Packing) -> None:
     assert bed.check() == 0
 
 
-def test_pages_with_a_rest_and_raw_ones_and_blocks_that_are_refused(kernels: Any) -> None:
+def test_pages_with_a_rest_and_raw_ones_and_blocks_that_are_refused(kernels):
     normal = normal_tiles(80).reshape(4, 20, TILE_BYTES)
     normal[1, 3] = random_tiles(1)[0]
     normal[2, [4, 12]] = random_tiles(2)
@@ -164,7 +164,7 @@ def test_pages_with_a_rest_and_raw_ones_and_blocks_that_are_refused(kernels: Any
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_every_pattern_at_every_position(kernels: Any, position: int) -> None:
+def test_every_pattern_at_every_position(kernels, position):
     """Beside values of its exponent or a few more, among groups that escape, and zeros or none."""
     patterns = np.repeat(np.arange(1 << 16, dtype=np.uint16).reshape(512, 128), 8, axis=1)
     steps = np.resize(np.array([0, 3, 11, 14, 15, 15, 2, 9], np.uint16), (512, 1024))
@@ -179,7 +179,7 @@ def test_every_pattern_at_every_position(kernels: Any, position: int) -> None:
     assert bed.check() == 0
 
 
-def test_garbage_leads_nowhere(kernels: Any) -> None:
+def test_garbage_leads_nowhere(kernels):
     bed = Bed(kernels, normal_tiles(8), [2 * TILE_BYTES], [Packing(16)])
     around = bed.storage.data.copy()
     for value in (None, 0, 0xFF):

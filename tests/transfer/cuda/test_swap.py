@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_swap.cuda import swap
-from kv_swap.cuda.kernel_families import FAMILIES, PACKED, VECTOR, KernelFamily, LaunchShape
+from kv_swap.cuda.kernel_families import FAMILIES, PACKED, VECTOR, LaunchShape
 from kv_swap.cuda.swap import MAX_PAIRS, KernelPath
 from kv_swap.cuda.tiles import cut_tiles
 from kv_swap.engine import Direction
@@ -40,9 +39,7 @@ def layout_of(page_bytes: list[int]) -> KVLayout:
         st.sampled_from([16, 48, 512, 4096, 4112, 16_384, 65_552]), min_size=1, max_size=70
     ),
 )
-def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
-    data: st.DataObject, shape: LaunchShape, pages: list[int]
-) -> None:
+def test_tiles_cover_every_byte_of_their_wave_once_and_fit(data, shape, pages):
     regions = layout_of(pages).regions
     wave_of = data.draw(st.lists(st.integers(0, 3), min_size=len(pages), max_size=len(pages)))
     waves = [[r for r, w in zip(regions, wave_of, strict=True) if w == n] for n in set(wave_of)]
@@ -72,13 +69,13 @@ def test_tiles_cover_every_byte_of_their_wave_once_and_fit(
         assert not found
 
 
-def test_tiles_are_full_where_pages_are_small() -> None:
+def test_tiles_are_full_where_pages_are_small():
     shape = LaunchShape(1, 32, 16_384, 32)
     table, _ = cut_tiles([layout_of([4096] * 8).regions], shape)
     assert table.shape == (2, 4, 4)
 
 
-def test_a_tile_ends_where_the_slot_has_a_gap() -> None:
+def test_a_tile_ends_where_the_slot_has_a_gap():
     regions = (Region(1 << 20, 4096, 4096, 0), Region(1 << 21, 4096, 4096, 8192))
     tiles, _ = cut_tiles([regions], LaunchShape(1, 32, 16_384, 32))
     assert tiles[:, 0, 2].tolist() == [0, 8192]
@@ -102,7 +99,7 @@ def make_pairs(count: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("slot_bytes", "pairs"), [(16, MAX_PAIRS), (1 << 30, 1), (128 * MIB, 2), (80 * MIB, 3)]
 )
-def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> None:
+def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes, pairs):
     path = make_path(slot_bytes)
     slices = [part for _, part in path.slices(make_pairs(pairs + 1), in_waves=False)]
     assert [(first, len(part)) for first, part in slices] == [(0, pairs), (pairs, 1)]
@@ -120,9 +117,7 @@ def test_slices_are_bounded_in_pairs_and_bytes(slot_bytes: int, pairs: int) -> N
         (256 * MIB, 1, [4, 1]),
     ],
 )
-def test_the_first_waves_are_joined_where_slots_are_small(
-    slot_bytes: int, first: int, counts: list[int]
-) -> None:
+def test_the_first_waves_are_joined_where_slots_are_small(slot_bytes, first, counts):
     slices = make_path(slot_bytes).slices(make_pairs(5), in_waves=True)
     ranges = [range(first), *(range(i, i + 1) for i in range(first, 4))]
     expected = [(waves, count) for waves in ranges for count in counts]
@@ -132,9 +127,7 @@ def test_the_first_waves_are_joined_where_slots_are_small(
 # -- sources -----------------------------------------------------------------------------------
 
 
-def test_sources_are_found_in_a_checkout_and_once_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_are_found_in_a_checkout_and_once_installed(tmp_path, monkeypatch):
     for family in FAMILIES:
         assert "swap_store" in (swap.source_directory() / family.source).read_text()
     installed = tmp_path / "transfer" / "kv_swap" / "csrc"
@@ -146,7 +139,7 @@ def test_sources_are_found_in_a_checkout_and_once_installed(
     assert swap.source_directory() == tmp_path / "csrc"
 
 
-def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_change_with_the_headers(tmp_path, monkeypatch):
     monkeypatch.setattr(swap, "source_directory", lambda: tmp_path)
     (tmp_path / "include").mkdir()
     header = tmp_path / "include" / "swap.cuh"
@@ -159,7 +152,7 @@ def test_options_change_with_the_headers(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", [*FAMILIES, PACKED], ids=lambda family: family.name)
 @pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
-def test_kernels_compile(architecture: int, family: KernelFamily) -> None:
+def test_kernels_compile(architecture, family):
     """NVRTC needs no device: what a user's GPU compiles is compiled here for each generation."""
     pytest.importorskip("cupy", reason="CuPy, whose NVRTC compiles the kernels, is absent")
     from cupy.cuda import nvrtc

@@ -114,13 +114,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     pages=st.integers(1, 20),
 )
 def test_moves_exactly_the_blocks_of_the_pairs(
-    data: st.DataObject,
-    shape: str,
-    direction: Direction,
-    num_blocks: int,
-    num_slots: int,
-    pages: int,
-) -> None:
+    data, shape, direction, num_blocks, num_slots, pages
+):
     page_bytes = 16 * pages
     if shape == "halves":
         layout, storage = halves(num_blocks, page_bytes)
@@ -156,7 +151,7 @@ def test_moves_exactly_the_blocks_of_the_pairs(
     assert done.seconds > 0
 
 
-def test_adjacent_pages_are_one_run(gate: Gate) -> None:
+def test_adjacent_pages_are_one_run(gate):
     engine, arena, storage = make_engine(packed(8, 64, 64), 8)
     gate.opened.set()
     engine.submit(job(1, STORE, [(3, 1), (2, 0), (4, 2), (6, 4), (7, 6)]))
@@ -169,7 +164,7 @@ def test_adjacent_pages_are_one_run(gate: Gate) -> None:
     ]
 
 
-def test_load_waits_for_one_slice_of_a_store(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_waits_for_one_slice_of_a_store(gate, monkeypatch):
     monkeypatch.setattr(transfers, "SLICE_BYTES", 256)
     engine, _, storage = make_engine(packed(40, 64, 80), 40)
     engine.submit(job(1, STORE, [(i, i) for i in range(20)]))
@@ -187,7 +182,7 @@ class Token:
     """Stands for a KV tensor in `keep_alive`."""
 
 
-def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
+def test_dropping_everything_in_mid_copy(gate):
     token = Token()
     engine, arena, storage = make_engine(halves(4, 64), 4, token)
     storage.data[:] = np.arange(len(storage.data)) % 251
@@ -215,7 +210,7 @@ def test_dropping_everything_in_mid_copy(gate: Gate) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork() -> None:
+def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork():
     engine, _, _ = make_engine(packed(4, 64, 64), 4)
     held, forked = threading.Event(), threading.Event()
 
@@ -247,7 +242,7 @@ def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork() ->
     engine.close()
 
 
-def test_wait_and_in_flight(gate: Gate) -> None:
+def test_wait_and_in_flight(gate):
     engine, _, _ = make_engine(packed(4, 64, 64), 4)
     assert engine.wait(0)
     assert engine.poll() == []
@@ -266,7 +261,7 @@ def test_wait_and_in_flight(gate: Gate) -> None:
     assert engine.poll() == []
 
 
-def test_more_runs_than_one_call_takes() -> None:
+def test_more_runs_than_one_call_takes():
     source = np.random.default_rng(0).integers(0, 256, (3000, 16), np.uint8)
     target = np.zeros_like(source)
     base = source.ctypes.data
@@ -274,16 +269,14 @@ def test_more_runs_than_one_call_takes() -> None:
     assert (target == source[::-1]).all()
 
 
-def test_a_copy_that_stops_half_way_is_an_error() -> None:
+def test_a_copy_that_stops_half_way_is_an_error():
     source, target = np.ones(64, np.uint8), np.zeros(128, np.uint8)
     runs = [(target.ctypes.data, source.ctypes.data, 64), (target.ctypes.data + 64, 8, 64)]
     with pytest.raises(OSError, match="64 of 128 bytes"):
         copy_runs(runs)
 
 
-def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_kernel_forbids_the_call_runs_are_copied_one_by_one(monkeypatch):
     def forbidden(*_: object) -> int:
         ctypes.set_errno(errno.EPERM)
         return -1
@@ -328,7 +321,7 @@ def arrived(engine: HostSwapEngine, storage: Storage, block: int, slot: np.ndarr
     return found
 
 
-def test_a_wave_is_there_when_it_was_awaited(waves: Waves) -> None:
+def test_a_wave_is_there_when_it_was_awaited(waves):
     engine, storage, view = waves
     engine.submit(in_waves(7, [(2, 3), (0, 1)]))
     for block, slot in ((2, 3), (0, 1)):
@@ -346,7 +339,7 @@ def test_a_wave_is_there_when_it_was_awaited(waves: Waves) -> None:
     assert engine.poll() == []
 
 
-def test_seconds_are_those_of_the_copies(waves: Waves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_those_of_the_copies(waves, monkeypatch):
     """Each of three waves takes a second; there is an hour between them."""
     engine, _, _ = waves
     clock = 0.0
@@ -366,9 +359,7 @@ def test_seconds_are_those_of_the_copies(waves: Waves, monkeypatch: pytest.Monke
     assert done.seconds == 3
 
 
-def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(
-    waves: Waves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(waves, monkeypatch):
     def fail(_runs: Sequence[Run]) -> None:
         raise OSError("injected fault")
 
@@ -396,7 +387,7 @@ def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(
     assert ended == [(7, CopyError), (8, CopyError), (9, CopyError), (10, type(None))]
 
 
-def test_a_load_at_once_ends_the_load_that_it_replaces(waves: Waves) -> None:
+def test_a_load_at_once_ends_the_load_that_it_replaces(waves):
     """What is left of that must not write once the forward has gone on."""
     engine, storage, view = waves
     engine.submit(in_waves(7, [(2, 3)]))

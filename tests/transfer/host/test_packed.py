@@ -65,9 +65,7 @@ def bed() -> Iterator[Bed]:
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 300 * KIB, 4096 * KIB])
-def test_blocks_come_back_from_packed_slots(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
-) -> None:
+def test_blocks_come_back_from_packed_slots(bed, monkeypatch, slice_bytes):
     monkeypatch.setattr(transfers, "SLICE_BYTES", slice_bytes)
     assert bed.layout.slot_bytes < 0.9 * bed.layout.block_bytes
     done = bed.run(STORE, [(0, 3), (2, 1), (3, 0)])
@@ -77,7 +75,7 @@ def test_blocks_come_back_from_packed_slots(
     bed.check([(6, 0), (7, 2), (4, 3), (5, 0)])
 
 
-def test_slots_may_move(bed: Bed) -> None:
+def test_slots_may_move(bed):
     bed.run(STORE, [(0, 3)])
     bed.engine.slots()[5] = bed.engine.slots()[3]
     bed.engine.slots()[3] = 0xFF
@@ -85,7 +83,7 @@ def test_slots_may_move(bed: Bed) -> None:
     bed.check([(6, 0)])
 
 
-def test_equal_blocks_have_equal_slots_whatever_was_there(bed: Bed) -> None:
+def test_equal_blocks_have_equal_slots_whatever_was_there(bed):
     for region in range(len(PAGES)):
         bed.page(region, 1, bed.storage)[:] = bed.page(region, 0, bed.storage)
     bed.engine.slots()[4] = 0xFF
@@ -93,7 +91,7 @@ def test_equal_blocks_have_equal_slots_whatever_was_there(bed: Bed) -> None:
     np.testing.assert_array_equal(bed.engine.slots()[3], bed.engine.slots()[4])
 
 
-def test_a_load_before_compute_and_in_waves(bed: Bed) -> None:
+def test_a_load_before_compute_and_in_waves(bed):
     bed.run(STORE, [(0, 3), (2, 1)])
     bed.engine.set_waves([[1, 0], [3], [2]])
     pairs = np.array([(6, 3), (7, 1)], np.int32)
@@ -108,15 +106,13 @@ def test_a_load_before_compute_and_in_waves(bed: Bed) -> None:
     assert done.nbytes == 2 * bed.layout.block_bytes
 
 
-def test_load_now_unpacks(bed: Bed) -> None:
+def test_load_now_unpacks(bed):
     bed.run(STORE, [(0, 3)])
     bed.engine.load_now(np.array([(6, 3)], np.int32))
     bed.check([(6, 0)])
 
 
-def test_a_block_that_does_not_fit_is_refused_and_the_others_are_stored(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_does_not_fit_is_refused_and_the_others_are_stored(bed, monkeypatch):
     monkeypatch.setattr(transfers, "SLICE_BYTES", 2 * bed.layout.block_bytes)
     assert bed.layout.pool_entries == 1
     # One random tile fits the pool, two do not.
@@ -131,13 +127,13 @@ def test_a_block_that_does_not_fit_is_refused_and_the_others_are_stored(
     bed.check([(5, 0), (6, 1), (7, 3)])
 
 
-def test_a_slot_that_was_never_stored_fails_the_load(bed: Bed) -> None:
+def test_a_slot_that_was_never_stored_fails_the_load(bed):
     done = bed.run(LOAD, [(6, 3)])
     assert isinstance(done.error, CopyError)
     assert "holds no packed KV" in str(done.error)
 
 
-def test_a_packed_byte_that_flips_changes_the_block(bed: Bed) -> None:
+def test_a_packed_byte_that_flips_changes_the_block(bed):
     """The control of all tests here."""
     bed.run(STORE, [(0, 3)])
     bed.engine.slots()[3, bed.layout.regions[0].slot_offset_bytes + 9000] ^= 1

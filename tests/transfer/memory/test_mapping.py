@@ -21,7 +21,7 @@ from tests.support.registrars import PAGE, is_mapped, policy_of, resident_bytes,
 # -- mappings ----------------------------------------------------------------------------------
 
 
-def test_a_mapping_is_whole_pages_that_exist_only_once_populated() -> None:
+def test_a_mapping_is_whole_pages_that_exist_only_once_populated():
     made = Mapping(64 * PAGE - 1)
     assert made.nbytes == 64 * PAGE
     assert made.address % PAGE == 0
@@ -44,7 +44,7 @@ def file() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_children_and_core_dumps_do_not_get_it(shared: bool, file: int) -> None:
+def test_children_and_core_dumps_do_not_get_it(shared, file):
     made = Mapping(4 * PAGE, fd=file if shared else None)
     areas = Path("/proc/self/smaps").read_text()
     (flags,) = re.findall(rf"^{made.address:x}-.*?^VmFlags: (.*?)$", areas, re.DOTALL | re.M)
@@ -72,7 +72,7 @@ def longest_map_beside(work: Callable[[], object]) -> float:
     return max(maps) / (time.perf_counter() - started) if len(maps) >= FEW_MAPS else 1.0
 
 
-def test_no_mmap_waits_until_all_pages_are_there() -> None:
+def test_no_mmap_waits_until_all_pages_are_there():
     """A start maps memory hundreds of times, and must not wait for the pool."""
     shares: list[float] = []
     while len(shares) < ATTEMPTS and not any(share <= 0.5 for share in shares):
@@ -83,16 +83,14 @@ def test_no_mmap_waits_until_all_pages_are_there() -> None:
     assert min(shares) <= 0.5, f"the longest mmap took these shares of the work: {shares}"
 
 
-def test_a_kernel_that_cannot_populate_is_no_error(
-    file: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_cannot_populate_is_no_error(file, monkeypatch):
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 4711)
     made = Mapping(4 * PAGE, fd=file)
     made.populate(0, 4 * PAGE)
     assert resident_bytes(made.address, made.nbytes) == 0
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_no_signal(file: int) -> None:
+def test_memory_that_cannot_be_had_is_an_error_and_no_signal(file):
     """A shared mapping beyond the end of its file: a touch would be SIGBUS."""
     made = Mapping(4 * PAGE, fd=file)
     os.ftruncate(file, PAGE)
@@ -100,7 +98,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_no_signal(file: int) -> None:
         made.populate(0, 4 * PAGE)
 
 
-def test_shared_pages_are_not_discarded(file: int) -> None:
+def test_shared_pages_are_not_discarded(file):
     one, other = Mapping(4 * PAGE, fd=file), Mapping(4 * PAGE, fd=file)
     one.populate(0, 4 * PAGE)
     other.discard(0)
@@ -113,7 +111,7 @@ def test_shared_pages_are_not_discarded(file: int) -> None:
 # -- NUMA --------------------------------------------------------------------------------------
 
 
-def test_pages_come_from_the_node_that_was_asked_for() -> None:
+def test_pages_come_from_the_node_that_was_asked_for():
     node = usable_node()
     plain, bound = Mapping(8 * PAGE), Mapping(8 * PAGE, numa_node=node)
     assert policy_of(plain.address) != f"prefer:{node}"
@@ -122,7 +120,7 @@ def test_pages_come_from_the_node_that_was_asked_for() -> None:
     bound.populate(0, 8 * PAGE)
 
 
-def test_a_system_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_refuses_changes_nothing(monkeypatch):
     plain = Mapping(8 * PAGE)
     usual = policy_of(plain.address)  # vLLM's CPU engine sets one for its process
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
@@ -148,9 +146,7 @@ def test_a_system_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         (None, "1", None),
     ],
 )
-def test_the_node_of_a_device(
-    tmp_path: Path, online: str | None, numa_node: str | None, expected: int | None
-) -> None:
+def test_the_node_of_a_device(tmp_path, online, numa_node, expected):
     device = tmp_path / "bus/pci/devices/0000:1a:00.0"
     device.mkdir(parents=True)
     if numa_node is not None:

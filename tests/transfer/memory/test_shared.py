@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.memory.shared import SharedMemory
 
 from tests.support.registrars import PAGE, policy_of, usable_node
+from tests.support.waiting import wait_until
 
 SLOTS, SLOT_BYTES = 6, PAGE + 16
 NBYTES = SLOTS * SLOT_BYTES
@@ -113,16 +113,13 @@ def traces(name: str) -> list[str]:
 
 def wait_until_all_have_it(name: str) -> None:
     """Nobody can find the memory then, so nobody has to remove it."""
-    deadline = time.monotonic() + 120
-    while traces(name):
-        assert time.monotonic() < deadline, "the memory is still offered"
-        time.sleep(0.001)
+    wait_until(lambda: not traces(name), "the memory is still offered")
 
 
 # -- two processes -----------------------------------------------------------------------------
 
 
-def test_all_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> None:
+def test_all_processes_see_each_other_s_bytes(name, peers):
     with SharedMemory.create(name, NBYTES, 2) as memory:
         view = HostArena(SLOTS, SLOT_BYTES, register=None, shared=memory).view()
         assert view.shape == (SLOTS, SLOT_BYTES)
@@ -141,7 +138,7 @@ def test_all_processes_see_each_other_s_bytes(name: str, peers: list[Peer]) -> N
     assert (view[4] == 99).all()
 
 
-def test_a_peer_may_come_before_the_creator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_may_come_before_the_creator(name, monkeypatch):
     ask, answers = shared._ask, Queue[int | None]()
 
     def note(name: str) -> int | None:
@@ -157,9 +154,7 @@ def test_a_peer_may_come_before_the_creator(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("attached", [True, False])
-def test_memory_outlives_a_killed_creator_only_where_it_is_attached(
-    attached: bool, name: str, peers: list[Peer]
-) -> None:
+def test_memory_outlives_a_killed_creator_only_where_it_is_attached(attached, name, peers):
     peers.append(Peer(CREATOR, name))
     assert peers[0].hear() == "created"
     assert traces(name) != []
@@ -178,7 +173,7 @@ def test_memory_outlives_a_killed_creator_only_where_it_is_attached(
 # -- what is refused ---------------------------------------------------------------------------
 
 
-def test_more_than_the_machine_has_is_refused_before_anything_is_touched(name: str) -> None:
+def test_more_than_the_machine_has_is_refused_before_anything_is_touched(name):
     nbytes = 1 << 50
     with pytest.raises(PinnedMemoryError, match=f"cannot share {nbytes} bytes") as caught:
         SharedMemory.create(name, nbytes, 1)
@@ -187,7 +182,7 @@ def test_more_than_the_machine_has_is_refused_before_anything_is_touched(name: s
     assert traces(name) == []
 
 
-def test_a_name_that_is_taken(name: str) -> None:
+def test_a_name_that_is_taken(name):
     with (
         SharedMemory.create(name, NBYTES, 1),
         pytest.raises(PinnedMemoryError, match="a name of its own") as caught,
@@ -201,7 +196,7 @@ def test_a_name_that_is_taken(name: str) -> None:
         SharedMemory.attach(name.rjust(89, "n"), NBYTES, 120).close()
 
 
-def test_another_size_is_refused(name: str) -> None:
+def test_another_size_is_refused(name):
     with SharedMemory.create(name, NBYTES, 1) as memory:
         with pytest.raises(PinnedMemoryError, match=f"has {ROUNDED} bytes, this process wants"):
             SharedMemory.attach(name, NBYTES + PAGE, 120)
@@ -209,7 +204,7 @@ def test_another_size_is_refused(name: str) -> None:
             HostArena(2, SLOT_BYTES, register=None, shared=memory)
 
 
-def test_a_closed_handle_offers_no_longer(name: str) -> None:
+def test_a_closed_handle_offers_no_longer(name):
     memory = SharedMemory.create(name, NBYTES, 1)
     memory.close()
     memory.close()
@@ -221,7 +216,7 @@ def test_a_closed_handle_offers_no_longer(name: str) -> None:
         assert traces(name) == [], "without peers nothing is offered"
 
 
-def test_nobody_can_shrink_the_memory(name: str) -> None:
+def test_nobody_can_shrink_the_memory(name):
     """A touch beyond the end of a file would end the process with SIGBUS."""
     with SharedMemory.create(name, NBYTES, 0) as memory:
         for size in (0, 2 * ROUNDED):
@@ -229,7 +224,7 @@ def test_nobody_can_shrink_the_memory(name: str) -> None:
                 os.ftruncate(memory.fileno(), size)
 
 
-def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_get_nothing(name, monkeypatch):
     with SharedMemory.create(name, NBYTES, 1):
         uid = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: uid + 1)
@@ -243,7 +238,7 @@ def test_other_users_get_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         wait_until_all_have_it(name)
 
 
-def test_memory_of_other_users_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_other_users_is_not_taken(name, monkeypatch):
     """Any user may have taken the name first, and could read what is stored there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(shared._address(name))
@@ -266,7 +261,7 @@ def test_memory_of_other_users_is_not_taken(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("has_it", [False, True])
-def test_a_peer_that_ends_in_between_is_not_counted(name: str, has_it: bool) -> None:
+def test_a_peer_that_ends_in_between_is_not_counted(name, has_it):
     with SharedMemory.create(name, NBYTES, 1):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(shared._address(name))
@@ -280,7 +275,7 @@ def test_a_peer_that_ends_in_between_is_not_counted(name: str, has_it: bool) -> 
         wait_until_all_have_it(name)
 
 
-def test_a_peer_that_stalls_asks_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_stalls_asks_again(name, monkeypatch):
     """The creator gives it up. It keeps nothing of the first answer: that would hold the memory."""
     received, recv_fds = [], socket.recv_fds
 
@@ -313,7 +308,7 @@ def _file(fd: int) -> tuple[int, int] | None:
 # -- NUMA --------------------------------------------------------------------------------------
 
 
-def test_each_part_comes_from_the_node_that_was_asked_for(name: str) -> None:
+def test_each_part_comes_from_the_node_that_was_asked_for(name):
     """The second of two parts, of 3 and 4 pages; every mapping of the file sees it."""
     node = usable_node()
     with SharedMemory.create(name, 7 * PAGE, 0) as memory:

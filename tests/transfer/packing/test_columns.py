@@ -21,20 +21,20 @@ from kv_swap.packing.columns import Packing, tile_columns
     ],
 )
 def test_a_column_is_eight_channels_merged_until_they_fit(
-    period: int, run: int, first_group: int, expected: object, count: int
-) -> None:
+    period, run, first_group, expected, count
+):
     columns = tile_columns(Packing(period, run), first_group)
     assert callable(expected)
     np.testing.assert_array_equal(columns.of_group, expected(np.arange(1024)))
     assert columns.count == count
 
 
-def test_tiles_with_the_same_columns_have_the_same_object() -> None:
+def test_tiles_with_the_same_columns_have_the_same_object():
     assert tile_columns(Packing(16), 0) is tile_columns(Packing(16, 2048), 3072)
     assert tile_columns(Packing(16), 0) is not tile_columns(Packing(8), 0)
 
 
 @pytest.mark.parametrize(("period", "run"), [(0, 0), (-1, 0), (1, -1)])
-def test_a_packing_without_a_period_is_refused(period: int, run: int) -> None:
+def test_a_packing_without_a_period_is_refused(period, run):
     with pytest.raises(LayoutError, match=f"period {period} and run {run}"):
         Packing(period, run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from kv_swap.layout import KVLayout, Packing
 from kv_swap.packing import samples
 from kv_swap.packing.format import TILE_BYTES
@@ -36,7 +35,7 @@ def packed_slots() -> tuple[KVLayout, NDArray[np.uint8]]:
     return layout, slots
 
 
-def test_escapes_are_those_of_the_slots_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escapes_are_those_of_the_slots_that_were_named(monkeypatch):
     monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     layout, slots = packed_slots()
     sampler = TileSampler(layout)
@@ -49,9 +48,7 @@ def test_escapes_are_those_of_the_slots_that_were_named(monkeypatch: pytest.Monk
     assert sample(3) == Sample(4, 30 + 3 * 3, 1), "without the raw tile"
 
 
-def test_one_tile_in_so_many_is_looked_at_and_each_has_its_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_tile_in_so_many_is_looked_at_and_each_has_its_turn(monkeypatch):
     """Whatever the jobs are: their tiles are counted on."""
     monkeypatch.setattr(samples, "SAMPLED_TILES", 5)
     layout, slots = packed_slots()
@@ -69,5 +66,5 @@ def test_one_tile_in_so_many_is_looked_at_and_each_has_its_turn(
     assert len(set(tile[chosen])) == layout.num_tiles
 
 
-def test_no_number_of_tiles_keeps_one_of_them_from_its_turn() -> None:
+def test_no_number_of_tiles_keeps_one_of_them_from_its_turn():
     assert all(SAMPLED_TILES % divisor for divisor in range(2, 16))

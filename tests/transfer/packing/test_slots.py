@@ -44,7 +44,7 @@ def check_unpacks(
         np.testing.assert_array_equal(found[index], page)
 
 
-def test_pages_come_back_each_in_its_slot() -> None:
+def test_pages_come_back_each_in_its_slot():
     layout = mixed_layout()
     pages = normal_pages(layout, 5)
     slots = empty_slots(layout, 5)
@@ -55,7 +55,7 @@ def test_pages_come_back_each_in_its_slot() -> None:
     check_unpacks(layout, slots[::-1].copy(), some)
 
 
-def test_a_page_is_its_tiles_and_the_raw_rest() -> None:
+def test_a_page_is_its_tiles_and_the_raw_rest():
     layout = mixed_layout()
     pages = normal_pages(layout, 1)
     slots = empty_slots(layout, 1)
@@ -82,7 +82,7 @@ def spoil(layout: KVLayout, pages: dict[int, NDArray[np.uint8]], row: int, count
         pages[tile.region][row, first : first + TILE_BYTES] = data
 
 
-def test_raw_tiles_take_the_pool_in_their_order_and_more_are_refused() -> None:
+def test_raw_tiles_take_the_pool_in_their_order_and_more_are_refused():
     layout = mixed_layout()
     assert layout.num_tiles == 70
     assert layout.pool_entries == 2
@@ -99,7 +99,7 @@ def test_raw_tiles_take_the_pool_in_their_order_and_more_are_refused() -> None:
     np.testing.assert_array_equal(pool[2, 0], pages[len(pages) - 2][2, -POOL_ENTRY_BYTES:])
 
 
-def test_equal_blocks_have_equal_slots() -> None:
+def test_equal_blocks_have_equal_slots():
     layout = mixed_layout()
     pages = normal_pages(layout, 2)
     spoil(layout, pages, 0, 2)
@@ -110,14 +110,14 @@ def test_equal_blocks_have_equal_slots() -> None:
     np.testing.assert_array_equal(slots[0], slots[1])
 
 
-def test_a_slot_that_was_never_packed_is_refused() -> None:
+def test_a_slot_that_was_never_packed_is_refused():
     layout = mixed_layout()
     pages = normal_pages(layout, 1)
     with pytest.raises(ValueError, match="no packed KV"):
         SlotPacker(layout).unpack(empty_slots(layout, 1), pages)
 
 
-def test_an_entry_beyond_the_pool_is_refused() -> None:
+def test_an_entry_beyond_the_pool_is_refused():
     layout = mixed_layout()
     pages = normal_pages(layout, 1)
     spoil(layout, pages, 0, 1)

@@ -104,7 +104,7 @@ def check_round_trip(tiles: NDArray[np.uint8], packing: Packing) -> NDArray[np.b
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_the_bytes_are_those_of_the_format(packing: Packing) -> None:
+def test_the_bytes_are_those_of_the_format(packing):
     columns = columns_of(packing)
     sure = [normal_tiles(1), tiles_with_escapes([0, 1, escape_capacity(columns.count)])]
     tiles = np.concatenate([*sure, tiles_with_zeros(4), tiles_of_codes(16), hostile_tiles()])
@@ -116,7 +116,7 @@ def test_the_bytes_are_those_of_the_format(packing: Packing) -> None:
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_every_pattern_in_a_group_that_escapes(position: int) -> None:
+def test_every_pattern_in_a_group_that_escapes(position):
     """65,536 patterns, each beside a value that is far smaller, in tiles of the same exponent."""
     columns = columns_of(Packing(1))
     capacity = escape_capacity(columns.count)
@@ -140,7 +140,7 @@ def test_every_pattern_in_a_group_that_escapes(position: int) -> None:
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_every_pattern_in_the_window_of_its_column(position: int) -> None:
+def test_every_pattern_in_the_window_of_its_column(position):
     """Each pattern among values of its exponent, or a few more: it has a code, and no escape."""
     columns = columns_of(Packing(1))
     patterns = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 64)  # half an exponent
@@ -159,7 +159,7 @@ def test_every_pattern_in_the_window_of_its_column(position: int) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_random_and_hostile_bits_come_back_or_do_not_fit(packing: Packing) -> None:
+def test_random_and_hostile_bits_come_back_or_do_not_fit(packing):
     assert not check_round_trip(random_tiles(16), packing).any()
     assert check_round_trip(hostile_tiles(), packing).sum() >= 12
     assert check_round_trip(normal_tiles(64), packing).all()
@@ -168,7 +168,7 @@ def test_random_and_hostile_bits_come_back_or_do_not_fit(packing: Packing) -> No
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_escapes_from_none_to_more_than_fit(packing: Packing) -> None:
+def test_escapes_from_none_to_more_than_fit(packing):
     counts = list(range(61))
     fits = check_round_trip(tiles_with_escapes(counts), packing)
     capacity = escape_capacity(columns_of(packing).count)
@@ -176,7 +176,7 @@ def test_escapes_from_none_to_more_than_fit(packing: Packing) -> None:
     assert fits.tolist() == [count <= capacity for count in counts]
 
 
-def test_a_channel_that_is_far_greater_has_a_base_of_its_own() -> None:
+def test_a_channel_that_is_far_greater_has_a_base_of_its_own():
     """With one base for all of a tile the other values escape."""
     words = normal_tiles(4).view(np.uint16).reshape(4, -1, 128)
     words[:, :, 5] += 9 << 7
@@ -186,7 +186,7 @@ def test_a_channel_that_is_far_greater_has_a_base_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("nothing", [0, 0x8000, 1, 0x807F])
-def test_channels_that_are_zero_make_nothing_escape(nothing: int) -> None:
+def test_channels_that_are_zero_make_nothing_escape(nothing):
     """Nor do zeros by themselves, and groups of zeros alone."""
     words = np.full((1, 64, 128), 0x3F80, np.uint16)
     words[:, :, [3, 64, 71, *range(80, 88)]] = nothing
@@ -201,7 +201,7 @@ def test_channels_that_are_zero_make_nothing_escape(nothing: int) -> None:
     assert packed[8192 + 4 * 10 : 8192 + 4 * 11].tolist() == [0] * 4
 
 
-def test_the_base_has_a_code_only_where_none_of_32_groups_has_a_zero() -> None:
+def test_the_base_has_a_code_only_where_none_of_32_groups_has_a_zero():
     words = np.full((1, TILE_GROUPS, 8), 0x3F80, np.uint16)
     words[:, 10::16, 2] -= 15 << 7
     words[:, 256 + 32 * 5, 4] = 0
@@ -225,9 +225,7 @@ def test_the_base_has_a_code_only_where_none_of_32_groups_has_a_zero() -> None:
         (0, 114, False),
     ],
 )
-def test_a_group_whose_codes_say_that_it_escaped_does(
-    first: int, others: int, escapes: bool
-) -> None:
+def test_a_group_whose_codes_say_that_it_escaped_does(first, others, escapes):
     """The base is 112."""
     words = np.full((1, TILE_GROUPS, 8), 127 << 7, np.uint16)
     words[:, 7] = others << 7
@@ -237,7 +235,7 @@ def test_a_group_whose_codes_say_that_it_escaped_does(
     assert count_escapes(tiles, columns_of(Packing(1))).tolist() == [escapes]
 
 
-def test_equal_tiles_have_equal_bytes() -> None:
+def test_equal_tiles_have_equal_bytes():
     tiles = tiles_with_escapes([5] * 40)
     tiles[20:] = tiles[:20]
     packed, _ = pack_tiles(tiles, columns_of(Packing(16)))
@@ -246,7 +244,7 @@ def test_equal_tiles_have_equal_bytes() -> None:
 
 
 @pytest.mark.parametrize("where", [0, 8191, 8192, 12287, 12304, 12304 + 16])
-def test_a_packed_byte_that_flips_is_seen(where: int) -> None:
+def test_a_packed_byte_that_flips_is_seen(where):
     """The control: if this passed through unseen, the other tests would show nothing."""
     columns = columns_of(Packing(16))
     tiles = tiles_with_escapes([20])
@@ -257,7 +255,7 @@ def test_a_packed_byte_that_flips_is_seen(where: int) -> None:
 
 
 @pytest.mark.parametrize("where", [12288, 12289, 12290, 12291])
-def test_what_is_no_tile_is_refused(where: int) -> None:
+def test_what_is_no_tile_is_refused(where):
     packed, _ = pack_tiles(normal_tiles(2), columns_of(Packing(16)))
     read_headers(packed)
     packed[1, where] += 3
@@ -265,7 +263,7 @@ def test_what_is_no_tile_is_refused(where: int) -> None:
         read_headers(packed)
 
 
-def test_a_raw_tile_lies_in_its_place_and_in_the_pool() -> None:
+def test_a_raw_tile_lies_in_its_place_and_in_the_pool():
     (tile,) = random_tiles(1)
     packed = np.full(PACKED_TILE_BYTES, 0xAA, np.uint8)
     entry = np.empty(POOL_ENTRY_BYTES, np.uint8)

@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from kv_swap.tiers.engine import MAX_NAME_BYTES, TierCompletion, TierDirection, 
 from kv_swap.tiers.probe import find_filesystem
 
 from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, SECTORS, TierBed, job, named
-from tests.transfer.tiers.conftest import Gate, tier_threads
+from tests.transfer.tiers.conftest import tier_threads
 
 SIZES = [512, SECTORS, ODD, ALIGNED, 3 * 4096]
 
@@ -33,13 +32,7 @@ SIZES = [512, SECTORS, ODD, ALIGNED, 3 * 4096]
     chunk_slots=st.integers(1, 6),
     jobs=st.lists(st.integers(1, 12), min_size=1, max_size=5),
 )
-def test_blocks_come_back_under_their_names(
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-    slot_bytes: int,
-    chunk_slots: int,
-    jobs: list[int],
-) -> None:
+def test_blocks_come_back_under_their_names(tmp_path_factory, data, slot_bytes, chunk_slots, jobs):
     """Any slots in any order, to any slots; what was written last counts."""
     slots = st.permutations(range(12))
     held: dict[int, bytes] = {}
@@ -67,7 +60,7 @@ def test_blocks_come_back_under_their_names(
         assert not bed.view[rest].any()
 
 
-def test_an_arena_larger_or_smaller_than_the_tier(tmp_path: Path) -> None:
+def test_an_arena_larger_or_smaller_than_the_tier(tmp_path):
     names = named(8)
     with TierBed(tmp_path / "file") as bed:
         bed.put(names)
@@ -81,7 +74,7 @@ def test_an_arena_larger_or_smaller_than_the_tier(tmp_path: Path) -> None:
     assert bed.right({0: names[5]}) == [0]
 
 
-def test_io_is_direct_where_slots_and_filesystem_allow_it(tmp_path: Path) -> None:
+def test_io_is_direct_where_slots_and_filesystem_allow_it(tmp_path):
     def can(slot_bytes: int) -> bool:
         with TierBed(tmp_path / str(slot_bytes), slot_bytes=slot_bytes) as bed:
             return bed.tier.direct
@@ -108,7 +101,7 @@ def cached_bytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("slot_bytes", [1 << 18, (1 << 18) + 16], ids=["direct", "buffered"])
-def test_the_page_cache_is_left_to_others(tmp_path: Path, slot_bytes: int) -> None:
+def test_the_page_cache_is_left_to_others(tmp_path, slot_bytes):
     """What was moved does not lie in memory a second time."""
     if find_filesystem(tmp_path) == "tmpfs":
         pytest.skip("a tmpfs is the page cache")
@@ -131,7 +124,7 @@ def test_the_page_cache_is_left_to_others(tmp_path: Path, slot_bytes: int) -> No
         (np.zeros((1, 2), np.int64), [b"a"], "int32 array of shape"),
     ],
 )
-def test_bad_jobs_are_refused(tmp_path: Path, pairs: Any, names: list[bytes], message: str) -> None:
+def test_bad_jobs_are_refused(tmp_path, pairs, names, message):
     pairs = pairs if isinstance(pairs, np.ndarray) else np.array(pairs, np.int32)
     with TierBed(tmp_path / "file") as bed:
         for direction in TierDirection:
@@ -140,7 +133,7 @@ def test_bad_jobs_are_refused(tmp_path: Path, pairs: Any, names: list[bytes], me
         assert bed.tier.in_flight == 0
 
 
-def test_no_slot_is_written_twice_but_any_is_read_twice(tmp_path: Path) -> None:
+def test_no_slot_is_written_twice_but_any_is_read_twice(tmp_path):
     names = [b"a", b"a"]
     with TierBed(tmp_path / "file") as bed:
         with pytest.raises(JobError, match="a demote writes one slot twice"):
@@ -151,7 +144,7 @@ def test_no_slot_is_written_twice_but_any_is_read_twice(tmp_path: Path) -> None:
         assert bed.run(PROMOTE, [(0, 1), (1, 1)], names).failed == ()
 
 
-def test_the_longest_name_counts_to_its_last_byte(tmp_path: Path) -> None:
+def test_the_longest_name_counts_to_its_last_byte(tmp_path):
     name = bytes(MAX_NAME_BYTES - 1) + b"x"
     with TierBed(tmp_path / "file") as bed:
         bed.put({0: name})
@@ -160,7 +153,7 @@ def test_the_longest_name_counts_to_its_last_byte(tmp_path: Path) -> None:
         assert bed.get({0: name[:-1]}).mismatches == 1
 
 
-def test_the_caller_may_reuse_pairs_and_names(tmp_path: Path, reads: Gate) -> None:
+def test_the_caller_may_reuse_pairs_and_names(tmp_path, reads):
     with TierBed(tmp_path / "file") as bed:
         bed.put(named(8))
         names = list(named(8).values())
@@ -178,7 +171,7 @@ def test_the_caller_may_reuse_pairs_and_names(tmp_path: Path, reads: Gate) -> No
         assert bed.right({slot: named(8)[slot] for slot in range(4, 8)}) == [4, 5, 6, 7]
 
 
-def test_each_completion_is_delivered_once(tmp_path: Path) -> None:
+def test_each_completion_is_delivered_once(tmp_path):
     with TierBed(tmp_path / "file") as bed:
         for number in range(20):
             bed.tier.submit(job(number, DEMOTE, [(0, number % 8)], [b"a"]))
@@ -190,7 +183,7 @@ def test_each_completion_is_delivered_once(tmp_path: Path) -> None:
         assert bed.tier.poll() == []
 
 
-def test_a_promotion_does_not_wait_for_demotions(tmp_path: Path, writes: Gate) -> None:
+def test_a_promotion_does_not_wait_for_demotions(tmp_path, writes):
     names = named(8)
     with TierBed(tmp_path / "file") as bed:
         bed.put(names)
@@ -205,7 +198,7 @@ def test_a_promotion_does_not_wait_for_demotions(tmp_path: Path, writes: Gate) -
         writes.opened.set()
 
 
-def test_all_threads_share_a_job(tmp_path: Path, reads: Gate) -> None:
+def test_all_threads_share_a_job(tmp_path, reads):
     with TierBed(tmp_path / "file", 8) as bed:
         bed.put(named(8))
         bed.tier.submit(job(1, PROMOTE, [(s, s) for s in range(8)], list(named(8).values())))
@@ -214,9 +207,7 @@ def test_all_threads_share_a_job(tmp_path: Path, reads: Gate) -> None:
         reads.opened.set()
 
 
-def test_neighbours_in_the_file_are_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_in_the_file_are_one_call(tmp_path, monkeypatch):
     calls: list[int] = []
     with TierBed(tmp_path / "file", 12) as bed:
         bed.put(named(12))
@@ -233,9 +224,7 @@ def test_neighbours_in_the_file_are_one_call(
     assert sorted(calls) == [1, 1, 2, 2]
 
 
-def test_small_slots_are_as_many_to_a_call_as_the_system_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_slots_are_as_many_to_a_call_as_the_system_takes(tmp_path, monkeypatch):
     calls = 0
     preadv = os.preadv
 
@@ -251,7 +240,7 @@ def test_small_slots_are_as_many_to_a_call_as_the_system_takes(
     assert calls == 5  # of 341 at most: three buffers each, and Linux takes 1,024
 
 
-def test_closing_gives_up_what_has_not_begun(tmp_path: Path, reads: Gate) -> None:
+def test_closing_gives_up_what_has_not_begun(tmp_path, reads):
     names = named(8)
     bed = TierBed(tmp_path / "file")
     bed.put(names)
@@ -270,7 +259,7 @@ def test_closing_gives_up_what_has_not_begun(tmp_path: Path, reads: Gate) -> Non
         bed.tier.submit(job(9, PROMOTE, [(0, 0)], [b"a"]))
 
 
-def test_a_read_that_hangs_keeps_the_arena_and_the_file(tmp_path: Path, reads: Gate) -> None:
+def test_a_read_that_hangs_keeps_the_arena_and_the_file(tmp_path, reads):
     """It may yet write the one, and a write that hangs the other."""
     bed = TierBed(tmp_path / "file")
     bed.put(named(8))
@@ -292,7 +281,7 @@ def test_a_read_that_hangs_keeps_the_arena_and_the_file(tmp_path: Path, reads: G
         assert again.tier.continued
 
 
-def test_a_tier_that_is_dropped_in_mid_read_ends_by_itself(tmp_path: Path, reads: Gate) -> None:
+def test_a_tier_that_is_dropped_in_mid_read_ends_by_itself(tmp_path, reads):
     bed = TierBed(tmp_path / "file")
     names = named(8)
     bed.put(names)
@@ -311,7 +300,7 @@ def test_a_tier_that_is_dropped_in_mid_read_ends_by_itself(tmp_path: Path, reads
     assert owner() is None
 
 
-def test_a_completion_does_not_keep_the_arena(tmp_path: Path) -> None:
+def test_a_completion_does_not_keep_the_arena(tmp_path):
     bed = TierBed(tmp_path / "file")
     owner = weakref.ref(bed.arena._owner)
     os.truncate(tmp_path / "file", 1 << 16)
@@ -324,7 +313,7 @@ def test_a_completion_does_not_keep_the_arena(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_may_drop_a_tier(tmp_path: Path) -> None:
+def test_a_forked_child_may_drop_a_tier(tmp_path):
     with TierBed(tmp_path / "file") as bed:
         bed.put(named(8))
         pid = os.fork()

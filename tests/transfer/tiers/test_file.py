@@ -49,7 +49,7 @@ def rewrite_region(path: Path, **changes: Any) -> None:
         file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
 
 
-def test_a_file_goes_on(path: Path) -> None:
+def test_a_file_goes_on(path):
     file_id = read_description(path).file_id
     with TierBed(path, model="a", rank="0") as bed:
         assert (bed.tier.continued, bed.tier.reason) == (True, "")
@@ -69,9 +69,7 @@ def test_a_file_goes_on(path: Path) -> None:
     ],
     ids=["slot size", "more slots", "fewer slots", "description", "more description"],
 )
-def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(
-    path: Path, how: dict[str, Any], reason: str
-) -> None:
+def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(path, how, reason):
     file_id = read_description(path).file_id
     with TierBed(path, **{"model": "a", "rank": "0", **how}) as bed:
         assert (bed.tier.continued, bed.tier.reason) == (False, reason)
@@ -90,9 +88,7 @@ def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(
         (40, {}, "its first region is damaged"),
     ],
 )
-def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(
-    path: Path, offset: int, changes: dict[str, Any], reason: str
-) -> None:
+def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(path, offset, changes, reason):
     rewrite_region(path, **changes)
     if offset:
         flip(path, offset)
@@ -103,7 +99,7 @@ def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(
         assert bed.get(NAMES).mismatches == 8
 
 
-def test_records_of_another_file_are_not_served(path: Path, tmp_path: Path) -> None:
+def test_records_of_another_file_are_not_served(path, tmp_path):
     """As if somebody had put the ranks' files in each other's places, under the right head."""
     with TierBed(tmp_path / "other", model="a", rank="1") as bed:
         assert bed.put(NAMES).failed == ()
@@ -116,9 +112,7 @@ def test_records_of_another_file_are_not_served(path: Path, tmp_path: Path) -> N
         assert bed.get(NAMES).mismatches == 8
 
 
-def test_a_file_that_was_cut_goes_on_with_what_is_left(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_was_cut_goes_on_with_what_is_left(path, caplog):
     content = read_description(path)
     os.truncate(path, content.offset(5) + 7000)
     with TierBed(path, model="a", rank="0") as bed:
@@ -130,14 +124,14 @@ def test_a_file_that_was_cut_goes_on_with_what_is_left(
         assert path.stat().st_blocks * 512 >= content.nbytes
 
 
-def test_the_file_takes_all_its_space_and_is_for_its_user_alone(path: Path) -> None:
+def test_the_file_takes_all_its_space_and_is_for_its_user_alone(path):
     status = path.stat()
     assert status.st_size == (1 << 16) + 9 * (4096 + ALIGNED)
     assert status.st_blocks * 512 >= status.st_size
     assert stat.S_IMODE(status.st_mode) == 0o600
 
 
-def test_two_engines_do_not_share_a_file(path: Path) -> None:
+def test_two_engines_do_not_share_a_file(path):
     with TierBed(path, model="a", rank="0") as bed:
         with pytest.raises(TierError, match=r"in use by another engine.*name another file"):
             TierBed(path, model="b")
@@ -164,7 +158,7 @@ def test_two_engines_do_not_share_a_file(path: Path) -> None:
 # -- what cannot be a tier's file ------------------------------------------------------------------
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_somebody_else_is_left_alone(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(bytes(100_000))
     with pytest.raises(TierError, match=r"no tier has made it; it is left as it is"):
@@ -172,7 +166,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == bytes(100_000)
 
 
-def test_what_is_no_regular_file_is_refused_and_left(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused_and_left(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TierError, match="no regular file"):
         TierBed(tmp_path / "pipe")
@@ -185,7 +179,7 @@ def test_what_is_no_regular_file_is_refused_and_left(tmp_path: Path) -> None:
             TierBed(tmp_path / "socket")
 
 
-def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path):
     with pytest.raises(TierError, match="No such file or directory; make the folder"):
         TierBed(tmp_path / "gone" / "file")
     (tmp_path / "text").touch()
@@ -193,7 +187,7 @@ def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path: Path) -> None:
         TierBed(tmp_path / "text" / "file")
 
 
-def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)
     user = os.geteuid()
     try:
@@ -205,9 +199,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         os.seteuid(user)
 
 
-def test_a_filesystem_without_the_space_is_left_as_it_is(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filesystem_without_the_space_is_left_as_it_is(small, monkeypatch):
     monkeypatch.setattr(file, "_SPACE_SECONDS", 0.1)
     with pytest.raises(TierError, match=r"needs \d+ more bytes .* has \d+ free: free space"):
         TierBed(small / "file", num_slots=400)
@@ -220,7 +212,7 @@ def test_a_filesystem_without_the_space_is_left_as_it_is(
         assert bed.get(named(40)).failed == ()
 
 
-def test_a_filesystem_that_is_read_only_is_named(small: Path) -> None:
+def test_a_filesystem_that_is_read_only_is_named(small):
     with TierBed(small / "file"):
         pass
     subprocess.run(["mount", "-o", "remount,ro", small], check=True)
@@ -229,7 +221,7 @@ def test_a_filesystem_that_is_read_only_is_named(small: Path) -> None:
     assert read_description(small / "file").num_slots == 8
 
 
-def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files_is_named(tmp_path):
     code = (
         "import resource; from pathlib import Path; from tests.support.tier_bed import TierBed; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (32768, 32768)); TierBed(Path({!r}))"
@@ -240,13 +232,13 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "file").exists()
 
 
-def test_a_description_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_description_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(TierError, match=r"takes \d+ bytes, at most 65504 fit"):
         TierBed(tmp_path / "file", model="a" * (1 << 16))
     assert not (tmp_path / "file").exists()
 
 
-def test_a_tier_has_at_least_one_slot(tmp_path: Path) -> None:
+def test_a_tier_has_at_least_one_slot(tmp_path):
     with TierBed(tmp_path / "file", num_slots=1) as bed:
         bed.put({0: b"a"})
         assert bed.get({0: b"a"}).failed == ()
@@ -255,7 +247,7 @@ def test_a_tier_has_at_least_one_slot(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_file_is_removed_and_its_space_is_free(path: Path) -> None:
+def test_a_file_is_removed_and_its_space_is_free(path):
     taken = path.stat().st_blocks * 512
     with path.open("rb") as reader:  # such as `kv-offload tier`
         assert file.remove_file(path) == taken
@@ -264,9 +256,7 @@ def test_a_file_is_removed_and_its_space_is_free(path: Path) -> None:
     assert file.remove_file(path) == 0
 
 
-def test_who_removes_a_file_waits_for_another_that_is_doing_so(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_removes_a_file_waits_for_another_that_is_doing_so(path, monkeypatch):
     monkeypatch.setattr(file, "_REMOVAL_SECONDS", 60)
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -274,7 +264,7 @@ def test_who_removes_a_file_waits_for_another_that_is_doing_so(
         assert file.remove_file(path) == 0
 
 
-def test_a_link_to_another_disk_stays_and_the_space_there_is_free(path: Path) -> None:
+def test_a_link_to_another_disk_stays_and_the_space_there_is_free(path):
     link = path.with_name("rank-3.kv")
     link.symlink_to(path)
     assert file.remove_file(link) > 0
@@ -285,15 +275,13 @@ def test_a_link_to_another_disk_stays_and_the_space_there_is_free(path: Path) ->
     assert path.stat().st_blocks > 0
 
 
-def test_a_file_whose_removal_was_cut_short_is_removed(path: Path) -> None:
+def test_a_file_whose_removal_was_cut_short_is_removed(path):
     os.truncate(path, 0)
     assert file.remove_file(path) == 0
     assert not path.exists()
 
 
-def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(path, monkeypatch):
     """By an engine with fewer ranks: in a file without a name no restart finds anything."""
     lock, removed = fcntl.flock, []
 
@@ -312,9 +300,7 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
         assert bed.get(NAMES).failed == ()
 
 
-def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(path, tmp_path, monkeypatch):
     monkeypatch.setattr(file, "_REMOVAL_SECONDS", 0.1)
     with TierBed(path, model="a", rank="0"), pytest.raises(TierError, match="in use by another"):
         file.remove_file(path)
@@ -330,9 +316,7 @@ def test_a_file_in_use_and_one_of_somebody_else_are_not_removed(
 # -- a file whose id is revoked ----------------------------------------------------------------
 
 
-def test_after_a_revocation_this_tier_continues_and_no_later_one_believes_a_record(
-    path: Path,
-) -> None:
+def test_after_a_revocation_this_tier_continues_and_no_later_one_believes_a_record(path):
     file_id = read_description(path).file_id
     with TierBed(path, model="a", rank="0") as bed:
         assert [bed.tier.revoke(60), bed.tier.revoke(60)] == ["", ""]
@@ -349,9 +333,7 @@ def test_after_a_revocation_this_tier_continues_and_no_later_one_believes_a_reco
         assert bed.get(NAMES).failed == ()
 
 
-def test_a_revocation_that_cannot_be_flushed_is_told_and_can_be_tried_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revocation_that_cannot_be_flushed_is_told_and_can_be_tried_again(path, monkeypatch):
     with TierBed(path, model="a", rank="0") as bed:
         with monkeypatch.context() as failing:
             failing.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, "a bad disk")))
@@ -360,9 +342,7 @@ def test_a_revocation_that_cannot_be_flushed_is_told_and_can_be_tried_again(
         assert bed.tier.revoke(60) == ""
 
 
-def test_a_revocation_waits_for_a_disk_that_hangs_and_no_longer_than_it_is_told(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revocation_waits_for_a_disk_that_hangs_and_no_longer_than_it_is_told(path, monkeypatch):
     """Its descriptor keeps the file locked: it may yet write there."""
     flush = Gate(os.fsync)
     monkeypatch.setattr(os, "fsync", flush)
@@ -403,7 +383,7 @@ ODD_REGIONS = {
 
 
 @pytest.mark.parametrize("document", ODD_REGIONS.values(), ids=ODD_REGIONS)
-def test_a_first_region_that_describes_no_file_is_begun_afresh(path: Path, document: Any) -> None:
+def test_a_first_region_that_describes_no_file_is_begun_afresh(path, document):
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     with path.open("r+b") as file:
         file.seek(8)
@@ -416,7 +396,7 @@ def test_a_first_region_that_describes_no_file_is_begun_afresh(path: Path, docum
 
 
 @pytest.mark.parametrize("place", [*range(8), 8, 15, 20, 40])
-def test_a_flipped_bit_in_the_first_region_has_it_begun_afresh(path: Path, place: int) -> None:
+def test_a_flipped_bit_in_the_first_region_has_it_begun_afresh(path, place):
     """Also one in the magic: all else says that it is a file of a tier."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
@@ -428,7 +408,7 @@ def test_a_flipped_bit_in_the_first_region_has_it_begun_afresh(path: Path, place
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 @pytest.mark.parametrize("content", [b"", None])
-def test_a_file_of_another_user_is_refused(path: Path, content: bytes | None) -> None:
+def test_a_file_of_another_user_is_refused(path, content):
     if content is not None:
         path.write_bytes(content)
     before = path.read_bytes()
@@ -438,9 +418,7 @@ def test_a_file_of_another_user_is_refused(path: Path, content: bytes | None) ->
     assert (path.read_bytes(), path.stat().st_uid) == (before, 65534)
 
 
-def test_a_file_that_others_could_use_is_for_its_user_alone_from_then_on(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_others_could_use_is_for_its_user_alone_from_then_on(path, caplog):
     """As one that was copied without its mode."""
     path.chmod(0o664)
     with TierBed(path, model="a", rank="0") as bed:

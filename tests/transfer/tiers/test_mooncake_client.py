@@ -22,7 +22,7 @@ print([name for name in sys.modules if name.partition(".")[0] == "mooncake"])
 """
 
 
-def test_mooncake_is_imported_only_by_who_connects() -> None:
+def test_mooncake_is_imported_only_by_who_connects():
     assert run_code(IMPORTS) == "[]\n"
 
 
@@ -38,12 +38,12 @@ except TierError as error:
 """
 
 
-def test_a_wheel_that_is_not_installed_is_named() -> None:
+def test_a_wheel_that_is_not_installed_is_named():
     said = run_code(CONNECT.format(before="sys.modules['mooncake'] = None"))
     assert "pip install 'kv-offload[mooncake]'" in said
 
 
-def test_a_library_that_is_not_installed_is_named() -> None:
+def test_a_library_that_is_not_installed_is_named():
     require_mooncake()
     code = f"import ctypes; ctypes.CDLL({LIBRARIES[-1]!r})"
     if subprocess.run([sys.executable, "-c", code], env={}, capture_output=True).returncode == 0:
@@ -54,19 +54,19 @@ def test_a_library_that_is_not_installed_is_named() -> None:
 
 
 @pytest.mark.parametrize("master", ["", "somewhere", "10.0.0.5:", ":50051", "10.0.0.5:x"])
-def test_a_master_is_a_host_and_a_port(master: str) -> None:
+def test_a_master_is_a_host_and_a_port(master):
     require_mooncake()
     with pytest.raises(TierError, match=r"a master is HOST:PORT, such as 10\.0\.0\.5:50051, got"):
         MooncakeClient(master, 0).connect()
 
 
-def test_a_host_that_is_not_there_is_named() -> None:
+def test_a_host_that_is_not_there_is_named():
     require_mooncake()
     with pytest.raises(TierError, match=r"cannot reach the store at nowhere\.invalid:5"):
         MooncakeClient("nowhere.invalid:5", 0).connect()
 
 
-def test_who_asks_without_a_master_hears_so_each_time() -> None:
+def test_who_asks_without_a_master_hears_so_each_time():
     require_mooncake()
     client = MooncakeClient(f"127.0.0.1:{free_port()}", 0)
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_who_asks_without_a_master_hears_so_each_time() -> None:
     client.close()
 
 
-def test_keys_are_the_same_in_every_process() -> None:
+def test_keys_are_the_same_in_every_process():
     """Another version or machine must find them, or none at all: they are fixed."""
     file_id = namespace({"model": "m", "rank": "0"}, 4096)
     assert file_id == namespace({"rank": "0", "model": "m"}, 4096)

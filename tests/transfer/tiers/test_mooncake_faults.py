@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from kv_swap.tiers.remote import mooncake
 
-from tests.support.mooncake import PATIENT, Master, Peer, require_mooncake
+from tests.support.mooncake import Master, Peer, patient, require_mooncake
 from tests.support.tier_bed import DEMOTE, PROMOTE, MooncakeBed, job, named
+from tests.support.waiting import wait_until
 from tests.transfer.tiers.conftest import tier_threads
 
 NAMES = named(8)
@@ -38,28 +39,26 @@ def hasty() -> Iterator[Master]:
         yield master
 
 
-def until_right(bed: MooncakeBed, names: dict[int, bytes], seconds: float = 20) -> None:
+def until_right(bed: MooncakeBed, names: dict[int, bytes]) -> None:
     """Demote and promote until that works, as engines do that leave a tier alone for a while."""
-    deadline = time.monotonic() + seconds
-    while bed.put(names).failed or bed.get(names).failed:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not bed.put(names).failed and not bed.get(names).failed)
     assert bed.right(names) == list(names)
 
 
-def test_before_there_is_a_master_jobs_fail_and_the_first_after_it_works() -> None:
+def test_before_there_is_a_master_jobs_fail_and_the_first_after_it_works():
     require_mooncake()
-    with Master(starts=False) as master:
-        began = time.perf_counter()
-        with MooncakeBed(master.address, SEGMENT_BYTES) as bed:
-            assert time.perf_counter() - began < 1
-            done = bed.put(NAMES)
-            assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
-            assert f"cannot reach the store at {master.address}" in str(done.error)
-            assert "start mooncake_master there" in str(done.error)
-            master.start()
-            assert bed.put(NAMES).failed == ()
-            assert bed.get(NAMES).failed == ()
+    with (
+        Master(starts=False) as master,
+        patient(),
+        MooncakeBed(master.address, SEGMENT_BYTES) as bed,
+    ):
+        done = bed.put(NAMES)
+        assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
+        assert f"cannot reach the store at {master.address}" in str(done.error)
+        assert "start mooncake_master there" in str(done.error)
+        master.start()
+        assert bed.put(NAMES).failed == ()
+        assert bed.get(NAMES).failed == ()
 
 
 @pytest.fixture
@@ -76,26 +75,26 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_network_that_drops_everything_does_not_hold_up_the_start(silent: str) -> None:
+def test_a_network_that_drops_everything_does_not_hold_up_the_start(silent):
     require_mooncake()
     began = time.perf_counter()
     with MooncakeBed(silent, SEGMENT_BYTES) as bed:
-        assert time.perf_counter() - began < 1
+        started = time.perf_counter()
         done = bed.put(NAMES)
-        assert 1 < time.perf_counter() - began < 8
+        assert started - began < time.perf_counter() - started < 60
         assert done.failed == tuple(NAMES)
         assert "timed out" in str(done.error)
 
 
-def test_a_tier_that_moves_nothing_gives_its_memory(master: Master) -> None:
+def test_a_tier_that_moves_nothing_gives_its_memory(master):
     with MooncakeBed(master.address, SEGMENT_BYTES), MooncakeBed(master.address) as bed:
         until_right(bed, NAMES)
 
 
 @IN_ENGINE
-def test_a_master_is_killed_and_started_again(master: Master) -> None:
+def test_a_master_is_killed_and_started_again(master):
     with MooncakeBed(master.address, SEGMENT_BYTES) as bed:
-        assert bed.put(NAMES).failed == ()
+        until_right(bed, NAMES)
         master.kill()
         # Calls on connections that broke fail at once.
         while "the master is gone (-900)" not in str((done := bed.get(NAMES)).error):
@@ -105,10 +104,10 @@ def test_a_master_is_killed_and_started_again(master: Master) -> None:
         for number in range(12):
             direction = (DEMOTE, PROMOTE)[number % 2]
             bed.tier.submit(job(number, direction, rows, list(NAMES.values())))
-        assert time.perf_counter() - began < 0.2
+        submitted = time.perf_counter() - began
         assert bed.tier.wait(60)
         # A connection that is made anew takes 4.3 s to fail. What was queued meanwhile fails then.
-        assert time.perf_counter() - began < 8
+        assert 2 * submitted < time.perf_counter() - began < 20, "one by one they would take 26"
         completions = bed.tier.poll()
         assert sorted(done.job_id for done in completions) == list(range(12))
         for done in completions:
@@ -119,13 +118,13 @@ def test_a_master_is_killed_and_started_again(master: Master) -> None:
 
 
 @IN_ENGINE
-def test_a_master_that_does_not_answer(master: Master) -> None:
+def test_a_master_that_does_not_answer(master):
     with MooncakeBed(master.address, SEGMENT_BYTES) as bed:
-        assert bed.put(NAMES).failed == ()
+        until_right(bed, NAMES)
         master.hold()
         began = time.perf_counter()
         done = bed.get(NAMES)
-        assert time.perf_counter() - began < 10
+        assert time.perf_counter() - began < 20, "half a minute for each call"
         assert done.failed == tuple(NAMES)
         assert "the master does not answer (-901)" in str(done.error)
         master.go_on()
@@ -133,24 +132,22 @@ def test_a_master_that_does_not_answer(master: Master) -> None:
 
 
 @IN_ENGINE
-def test_a_peer_is_killed(master: Master) -> None:
+def test_a_peer_is_killed(master):
     with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
-        assert bed.get(NAMES).failed == ()
+        wait_until(lambda: not bed.get(NAMES).failed)
         peer.kill()
         done = bed.get(NAMES)
         assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
         assert "the process that has the memory for it is gone" in str(done.error)
-        deadline = time.monotonic() + 20
-        while (done := bed.get(NAMES)).error is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: bed.get(NAMES).error is None)
         # The master has forgotten what lay there.
+        done = bed.get(NAMES)
         assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
         with MooncakeBed(master.address, SEGMENT_BYTES):
             until_right(bed, NAMES)
 
 
-def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty: Master) -> None:
+def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty):
     """The bytes may be those of another object by then. It is no error: the next read may work."""
     with Peer(hasty.address) as peer, MooncakeBed(hasty.address) as bed:
         until_right(bed, NAMES)
@@ -164,7 +161,7 @@ def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty: Master) -> Non
         until_right(bed, NAMES)
 
 
-def test_a_full_store_refuses_rows(hasty: Master) -> None:
+def test_a_full_store_refuses_rows(hasty):
     names = named(24)
     with MooncakeBed(hasty.address, 16 << 20, 24, 1 << 20) as bed:
         until_right(bed, {0: names[0]})
@@ -180,7 +177,7 @@ def test_a_full_store_refuses_rows(hasty: Master) -> None:
         until_right(bed, {3: b"later"})
 
 
-def test_a_store_without_memory_is_an_error(master: Master) -> None:
+def test_a_store_without_memory_is_an_error(master):
     with MooncakeBed(master.address) as bed:
         done = bed.put(NAMES)
         assert done.failed == tuple(NAMES)
@@ -188,15 +185,13 @@ def test_a_store_without_memory_is_an_error(master: Master) -> None:
 
 
 @IN_ENGINE
-def test_a_stalled_peer_fails_its_rows(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_peer_fails_its_rows(master, monkeypatch):
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
     with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
-        assert bed.get(NAMES).failed == ()
+        wait_until(lambda: not bed.get(NAMES).failed)
         peer.hold()
-        began = time.perf_counter()
         bed.tier.submit(job(1, PROMOTE, [(0, 0)], [NAMES[0]]))
         assert bed.tier.poll() == []
-        assert time.perf_counter() - began < 0.2
         assert bed.tier.wait(50)
         (done,) = bed.tier.poll()
         assert done.failed == (0,)
@@ -205,31 +200,30 @@ def test_a_stalled_peer_fails_its_rows(master: Master, monkeypatch: pytest.Monke
         until_right(bed, NAMES)
 
 
-def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master: Master) -> None:
+def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master):
     bed = MooncakeBed(master.address, SEGMENT_BYTES)
-    assert bed.put(NAMES).failed == ()
+    until_right(bed, NAMES)
     owner = weakref.ref(bed.arena._owner)
+    session = bed.client._session
     master.hold()
     for number in range(8):
         bed.tier.submit(job(number, PROMOTE, [(number, 0)], [NAMES[number]]))
-    time.sleep(0.5)  # two are in a call of Mooncake by then
+    wait_until(lambda: session.calls == 2)
     began = time.perf_counter()
     bed.tier.close(timeout_seconds=0.3)
-    assert time.perf_counter() - began < 1
+    # Mooncake's own close would hold all Python threads, for 4 s at least.
+    assert time.perf_counter() - began < 3
     tier, bed = bed.tier, None  # type: ignore[assignment]
     gc.collect()
     assert owner() is not None
-    paused, looks = 0.0, 40
-    now = time.perf_counter()
+    looks, now = 40, time.perf_counter()
     while looks:
         if tier.wait(0.05):
             looks -= 1
             time.sleep(0.05)
         before, now = now, time.perf_counter()
-        paused += now - before if now - before > 0.5 else 0
-        assert before - began < 15
-    # Mooncake's own close would hold all Python threads, for 4 s at least.
-    assert paused < 3
+        assert now - before < 3
+        assert before - began < 60
     completions = tier.poll()
     assert sorted(done.job_id for done in completions) == list(range(8))
     master.go_on()
@@ -241,13 +235,11 @@ def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master: 
 
 
 @pytest.mark.slow
-def test_bytes_that_come_late_do_not_reach_the_arena(
-    master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_come_late_do_not_reach_the_arena(master, monkeypatch):
     """Mooncake gives up a transfer after 60 s, and goes on with it if the peer does."""
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1000")
     with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
-        assert bed.get(NAMES).failed == ()
+        wait_until(lambda: not bed.get(NAMES).failed)
         bed.view[:] = 0
         peer.hold()
         bed.tier.submit(job(1, PROMOTE, [(s, s) for s in NAMES], list(NAMES.values())))
@@ -259,14 +251,10 @@ def test_bytes_that_come_late_do_not_reach_the_arena(
         until_right(bed, NAMES)
 
 
-def test_a_connection_that_was_given_up_is_made_anew(
-    master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_was_given_up_is_made_anew(master, monkeypatch):
     """While another thread uses it: here every call gives it up."""
-    for name, value in PATIENT.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(mooncake, "_UNSETTLED_SECONDS", 0)
-    with Peer(master.address), MooncakeBed(master.address) as bed:
+    with patient(), Peer(master.address), MooncakeBed(master.address) as bed:
         for slot in range(4):
             bed.tier.submit(job(slot, PROMOTE, [(slot, 0)], [NAMES[slot]]))
         assert bed.tier.wait(100)

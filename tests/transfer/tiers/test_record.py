@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import xxhash
 from kv_swap.tiers.record import RecordFormat, Verdict
@@ -14,7 +12,7 @@ from tests.support.tier_bed import ODD, TierBed, block
 RECORDS = RecordFormat(bytes(range(16)), ODD)
 
 
-def test_a_record_on_the_disk_is_what_the_specification_says(tmp_path: Path) -> None:
+def test_a_record_on_the_disk_is_what_the_specification_says(tmp_path):
     with TierBed(tmp_path / "file", slot_bytes=ODD) as bed:
         bed.put({2: b"name"})
         file_id = bytes.fromhex(bed.tier.file_id)
@@ -30,7 +28,7 @@ def test_a_record_on_the_disk_is_what_the_specification_says(tmp_path: Path) -> 
     assert record[4096:] == block(b"name", ODD).tobytes()
 
 
-def test_a_file_begins_as_the_specification_says(tmp_path: Path) -> None:
+def test_a_file_begins_as_the_specification_says(tmp_path):
     with TierBed(tmp_path / "file", model="a") as bed:
         file_id = bed.tier.file_id
     head = (tmp_path / "file").read_bytes()[:65536]
@@ -42,7 +40,7 @@ def test_a_file_begins_as_the_specification_says(tmp_path: Path) -> None:
     assert (described.file_id, described.description) == (file_id, {"model": "a"})
 
 
-def test_no_bit_of_a_header_may_change() -> None:
+def test_no_bit_of_a_header_may_change():
     data = block(b"name", ODD)
     header = np.frombuffer(RECORDS.header(b"name", data), np.uint8).copy()
     for place in range(4096):
@@ -52,7 +50,7 @@ def test_no_bit_of_a_header_may_change() -> None:
     assert RECORDS.verify(header, data, b"name") == (Verdict.MATCH, b"name")
 
 
-def test_what_a_record_is_to_one_who_looks_for_a_name() -> None:
+def test_what_a_record_is_to_one_who_looks_for_a_name():
     data = block(b"name", ODD)
     header = RECORDS.header(b"name", data)
     assert RECORDS.verify(header, data, None) == (Verdict.MATCH, b"name")

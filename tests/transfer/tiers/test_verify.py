@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from kv_swap.errors import TierError
@@ -15,7 +14,7 @@ from kv_swap.tiers.verify import PIECE_BYTES, SlotState, verify
 from tests.support.tier_bed import ODD, TierBed, flip, named
 
 
-def test_says_what_lies_in_each_slot_while_an_engine_uses_the_file(tmp_path: Path) -> None:
+def test_says_what_lies_in_each_slot_while_an_engine_uses_the_file(tmp_path):
     path = tmp_path / "file"
     with TierBed(path, slot_bytes=ODD, model="a") as bed:
         bed.put(named(5))
@@ -36,7 +35,7 @@ def test_says_what_lies_in_each_slot_while_an_engine_uses_the_file(tmp_path: Pat
         assert bed.get(named(5)).failed == (1, 2)
 
 
-def test_what_cannot_be_read_is_said_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_said_and_the_rest_is_looked_at(tmp_path):
     path = tmp_path / "file"
     with TierBed(path) as bed:
         bed.put(named(8))
@@ -45,7 +44,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_looked_at(tmp_path: Path) -
     assert verdicts == [Verdict.UNREADABLE, Verdict.UNREADABLE, Verdict.MATCH]
 
 
-def test_bad_sectors_are_unreadable(failing: tuple[Path, Path]) -> None:
+def test_bad_sectors_are_unreadable(failing):
     folder, disk = failing
     with TierBed(folder / "file", 256, slot_bytes=65536 - 4096) as bed:
         bed.put(named(256))
@@ -57,7 +56,7 @@ def test_bad_sectors_are_unreadable(failing: tuple[Path, Path]) -> None:
     assert verdicts == {Verdict.MATCH, Verdict.UNREADABLE}
 
 
-def test_a_large_slot_is_read_in_pieces(tmp_path: Path) -> None:
+def test_a_large_slot_is_read_in_pieces(tmp_path):
     """A slot of 4 GiB would take as much memory."""
     path = tmp_path / "file"
     with TierBed(path, 2, slot_bytes=2 * PIECE_BYTES + 4096) as bed:
@@ -73,7 +72,7 @@ def test_a_large_slot_is_read_in_pieces(tmp_path: Path) -> None:
     assert most < 1.5 * PIECE_BYTES
 
 
-def test_what_is_no_file_of_a_tier_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_of_a_tier_is_refused(tmp_path):
     with pytest.raises(TierError, match="No such file or directory"):
         read_description(tmp_path / "gone")
     (tmp_path / "text").write_text("text")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -57,7 +56,7 @@ class PlayedNVML(ModuleType):
         return call
 
 
-def test_what_nvml_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nvml_does_not_tell_is_none(monkeypatch):
     """The real library is asked in tests/gpu/test_doctor.py."""
     monkeypatch.setitem(sys.modules, "pynvml", PlayedNVML("pynvml"))
     unknown = {"generation": None, "max_generation": None, "width": None, "max_width": None}
@@ -84,7 +83,7 @@ NOBODY_ASKED = Machine(problem="not installed", may_have_others=True)
         ({"max_generation": None}, "not checked"),
     ],
 )
-def test_a_narrow_link_is_a_warning(more: dict[str, Any], state: str) -> None:
+def test_a_narrow_link_is_a_warning(more, state):
     (check,) = check_links(Machine(gpus=(gpu(**more),)))
     assert (check.name, check.state) == ("GPU 0", state)
 
@@ -105,9 +104,7 @@ CUDA_TORCH, CPU_TORCH = Torch("2.11.0", "13.0"), Torch("2.11.0+cpu", None)
         (NOBODY_ASKED, CPU_TORCH, False, "problem"),
     ],
 )
-def test_a_transfer_engine_without_its_gpu_is_a_problem(
-    machine: Machine, torch: Torch | None, may_have_one: bool, state: str
-) -> None:
+def test_a_transfer_engine_without_its_gpu_is_a_problem(machine, torch, may_have_one, state):
     """Where nobody could ask for GPUs, there may be one all the same."""
     assert may_have_gpu(machine, torch) is may_have_one
     (check,) = check_asked_for(machine, torch, "cuda")
@@ -129,21 +126,21 @@ def test_a_transfer_engine_without_its_gpu_is_a_problem(
         (50e9, 49e9, gpu(max_generation=9), "not checked"),
     ],
 )
-def test_rates_against_the_link(store: float, load: float, of: Gpu | None, state: str) -> None:
+def test_rates_against_the_link(store, load, of, state):
     check = judge_rates("copy rate", Rates(store, load, "the kernels"), of)
     assert check.state == state
     assert f"{store / 1e9:.1f} GB/s to host memory, {load / 1e9:.1f} GB/s back" in check.found
 
 
 @pytest.mark.parametrize("yields", [True, False])
-def test_a_copy_engine_that_does_not_yield_is_a_warning(yields: bool) -> None:
+def test_a_copy_engine_that_does_not_yield_is_a_warning(yields):
     check = judge_gates("copy engine of cuda:0", GateReport(yields, "3 small loads took 9 pieces"))
     assert check.state == ("ok" if yields else "warning")
     assert check.found == "3 small loads took 9 pieces"
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in check.remedy) is not yields
 
 
-def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
     """As with an empty `CUDA_VISIBLE_DEVICES`: NVML sees the GPU all the same."""
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -163,14 +160,14 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_the_host_copies_both_ways(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_copies_both_ways(packs, monkeypatch):
     torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     monkeypatch.setattr(copies, "BLOCKS", 4)
     rates = measure(torch.device("cpu"), "auto", packs=packs)
     assert min(rates.store, rates.load) > 0
 
 
-def test_what_packing_brings_and_which_gpus_do_it() -> None:
+def test_what_packing_brings_and_which_gpus_do_it():
     old, new, small = check_packing([(8, 9), (9, 0), (12, 0)])
     assert (old.state, new.state, small.state) == ("problem", "ok", "problem")
     assert (old.name, new.name) == ("packing on cuda:0", "packing on cuda:1")
@@ -204,8 +201,8 @@ TOLD = "GPU 0 is at node 1, this process may use {}"
     ],
 )
 def test_a_gpu_at_a_node_that_this_process_may_not_use(
-    tmp_path: Path, name: str, content: str | None, machine: Machine, state: str, found: str
-) -> None:
+    tmp_path, name, content, machine, state, found
+):
     """Of two nodes the GPU is at 1, and the process may use 0 only, where `content` is no other."""
     files: dict[str, str | None] = {ONLINE: "0-1\n", NUMA_NODE: "1\n", STATUS: ALLOWED.format("0")}
     for file, text in (files | {name: content}).items():

@@ -57,7 +57,7 @@ def report(command: Command) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def test_a_wrong_file_is_a_problem(tmp_path: Path, report: Any) -> None:
+def test_a_wrong_file_is_a_problem(tmp_path, report):
     for content, state in (("cpu_bytes: 1MiB", "ok"), ("cpu_byte: 1MiB", "problem")):
         (tmp_path / "kv.yaml").write_text(content)
         check = report("kv.yaml", "--replicas", "2")["configuration"]
@@ -65,7 +65,7 @@ def test_a_wrong_file_is_a_problem(tmp_path: Path, report: Any) -> None:
         assert check.keys() == {"section", "name", "state", "found", "needed", "remedy"}
 
 
-def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path: Path, report: Any) -> None:
+def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, report):
     """By the same checks: an engine would say it minutes later."""
     disk = f"disk:\n  path: {tmp_path}/new\n  bytes"
     for key, line, says in (
@@ -83,16 +83,14 @@ def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path: Path, repor
     assert list(tmp_path.iterdir()) == [tmp_path / "kv.yaml"]
 
 
-def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(
-    report: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(report, monkeypatch):
     monkeypatch.setattr(nvml, "read_machine", lambda: nvml.Machine(may_have_others=True))
     monkeypatch.setattr(installation, "read_torch", lambda: installation.Torch("2.11.0", "13.0"))
     monkeypatch.setattr(resource, "getrlimit", lambda _limit: (4096, 4096))
     assert report()["lockable memory"]["state"] == "warning"
 
 
-def test_it_runs_where_nothing_is_installed() -> None:
+def test_it_runs_where_nothing_is_installed():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
@@ -105,7 +103,7 @@ def test_it_runs_where_nothing_is_installed() -> None:
         assert checks[name]["found"]
 
 
-def test_the_page_explains_every_line(report: Any) -> None:
+def test_the_page_explains_every_line(report):
     names = report()
     explained = set(re.findall(r"^\| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE))
     assert {name for name in names if not re.match(r"(GPU|copy rate) ?", name)} <= explained

@@ -1,5 +1,4 @@
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from kv_offload.tools.doctor.installation import (
     read_torch,
 )
 from kv_offload.tools.doctor.nvml import Machine
-from kv_offload.tools.doctor.report import Check
 
 CUDA, CPU, UNKNOWN = Torch("2.11.0+cu130", "13.0"), Torch("2.13.0+cpu", None), Torch("3", "14.1")
 
@@ -54,15 +52,13 @@ def driver(*cuda: int) -> Machine:
         (check_driver, (None, driver(13, 0)), "ok"),
     ],
 )
-def test_what_does_not_fit_together_is_a_problem_with_a_remedy(
-    check: Callable[..., Check], found: Any, state: str
-) -> None:
+def test_what_does_not_fit_together_is_a_problem_with_a_remedy(check, found, state):
     line = check(*found)
     assert line.state == state
     assert bool(line.remedy) == (state == "problem")
 
 
-def test_the_needed_cupy_is_that_of_the_extras_and_another_one_must_go() -> None:
+def test_the_needed_cupy_is_that_of_the_extras_and_another_one_must_go():
     text = (Path(__file__).parents[4] / "pyproject.toml").read_text()
     for major, oldest in CUPY_NEEDED.items():
         assert f'"cupy-cuda{major}x>={oldest}"' in text
@@ -71,7 +67,7 @@ def test_the_needed_cupy_is_that_of_the_extras_and_another_one_must_go() -> None
     assert check.remedy == "pip uninstall cupy-cuda12x; then pip install 'cupy-cuda13x>=13.6'"
 
 
-def test_what_is_installed_here_fits_together_and_torch_is_read_without_importing_it() -> None:
+def test_what_is_installed_here_fits_together_and_torch_is_read_without_importing_it():
     installed_torch = pytest.importorskip("torch", reason="needs torch, which is not installed")
     torch = read_torch()
     assert torch == Torch(installed_torch.__version__, installed_torch.version.cuda)
@@ -83,9 +79,7 @@ def test_what_is_installed_here_fits_together_and_torch_is_read_without_importin
 
 @pytest.mark.parametrize("metadata", [None, ""])
 @pytest.mark.parametrize("version", [None, "half a line = ("])
-def test_what_is_installed_in_part_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None, version: str | None
-) -> None:
+def test_what_is_installed_in_part_is_a_problem(tmp_path, monkeypatch, metadata, version):
     """Where pip was interrupted, or the disk was full."""
     for name, content, folder in (
         ("METADATA", metadata, tmp_path / "vllm-0.32.0.dist-info"),
@@ -114,13 +108,7 @@ def test_what_is_installed_in_part_is_a_problem(
         ({"VLLM_PLUGINS": "lora"}, True, False, "problem"),
     ],
 )
-def test_whether_vllm_loads_the_plugin(
-    monkeypatch: pytest.MonkeyPatch,
-    environ: dict[str, str],
-    is_installed: bool,
-    has_vllm: bool,
-    state: str,
-) -> None:
+def test_whether_vllm_loads_the_plugin(monkeypatch, environ, is_installed, has_vllm, state):
     def entry_points(**chosen: str) -> list[Any]:
         assert chosen == {"group": "vllm.general_plugins", "name": "kv_offload"}
         return [object()] * is_installed

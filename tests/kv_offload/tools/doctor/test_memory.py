@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import pytest
 
@@ -45,14 +44,14 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
         ("31GiB", 2, "problem"),
     ],
 )
-def test_free_memory_for_all_replicas(size: str, replicas: int, state: str) -> None:
+def test_free_memory_for_all_replicas(size, replicas, state):
     check = check_free(traced(size, replicas))
     assert check.state == state
     assert check.found == "32 GiB are available now (MemAvailable in /proc/meminfo)"
     assert bool(check.remedy) == (state != "ok")
 
 
-def test_free_memory_that_cannot_be_read_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_that_cannot_be_read_is_a_problem(monkeypatch):
     def fail() -> HostMemory:
         raise CapacityError("no MemAvailable")
 
@@ -70,7 +69,7 @@ def test_free_memory_that_cannot_be_read_is_a_problem(monkeypatch: pytest.Monkey
         (8 << 20, False, "ok", "ulimit -l is 8 MiB; without a GPU nothing is locked"),
     ],
 )
-def test_lockable_memory(limit_bytes: int, has_gpu: bool, state: str, found: str) -> None:
+def test_lockable_memory(limit_bytes, has_gpu, state, found):
     check = check_lockable(traced("16GiB"), limit_bytes, has_gpu=has_gpu)
     assert (check.state, check.found) == (state, found)
 
@@ -78,7 +77,7 @@ def test_lockable_memory(limit_bytes: int, has_gpu: bool, state: str, found: str
 @pytest.mark.parametrize(
     ("setting", "state"), [("always [madvise] never", "ok"), ("[never]", "warning")]
 )
-def test_huge_pages(tmp_path: Path, setting: str, state: str) -> None:
+def test_huge_pages(tmp_path, setting, state):
     (tmp_path / "enabled").write_text(f"{setting}\n")
     assert check_huge_pages(tmp_path / "enabled").state == state
     assert check_huge_pages(tmp_path / "missing").state == "not checked"
@@ -92,9 +91,7 @@ def test_huge_pages(tmp_path: Path, setting: str, state: str) -> None:
         ("eviction_polcy: lru", "problem", "Did you mean eviction_policy?"),
     ],
 )
-def test_the_configuration_is_read_as_an_engine_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, state: str, found: str
-) -> None:
+def test_the_configuration_is_read_as_an_engine_does(tmp_path, monkeypatch, content, state, found):
     (tmp_path / "kv.yaml").write_text(content)
     file = str(tmp_path / "kv.yaml")
     check, config = read_configuration(file, replicas=2)

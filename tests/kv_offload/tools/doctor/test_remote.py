@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kv_offload.config import RemoteConfig
 from kv_offload.tools.doctor import remote
 from kv_offload.tools.doctor.report import Check
-from tests.kv_offload.tools.conftest import Command
 from tests.support.mooncake import Master, free_port, require_mooncake
 from tests.support.tier_bed import MooncakeBed, named
 
@@ -32,7 +30,7 @@ def checks(master: str, environ: dict[str, str] | None = None, **how: bool) -> d
 RATES = r"32 of 32 blocks stored, found, read and verified {}: [\d.]+ GB/s put, [\d.]+ GB/s got"
 
 
-def test_without_engines_doctor_gives_the_memory_itself(master: Master) -> None:
+def test_without_engines_doctor_gives_the_memory_itself(master):
     found = checks(master.address)
     assert list(found) == ["remote keys", "remote", "remote rate"]
     assert [found[name].state for name in ("remote", "remote rate")] == ["ok", "ok"]
@@ -41,7 +39,7 @@ def test_without_engines_doctor_gives_the_memory_itself(master: Master) -> None:
     )
 
 
-def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) -> None:
+def test_the_memory_of_engines_is_measured_and_left_as_it_was(master):
     with MooncakeBed(master.address, 256 << 20) as bed:
         assert bed.put(named(8)).failed == ()
         rate = checks(master.address)["remote rate"]
@@ -50,7 +48,7 @@ def test_the_memory_of_engines_is_measured_and_left_as_it_was(master: Master) ->
         assert bed.get(named(8)).failed == ()
 
 
-def test_a_store_with_little_room_is_a_warning(master: Master) -> None:
+def test_a_store_with_little_room_is_a_warning(master):
     with MooncakeBed(master.address, 32 << 20) as bed:
         assert bed.put(named(8)).failed == ()
         rate = checks(master.address)["remote rate"]
@@ -58,11 +56,11 @@ def test_a_store_with_little_room_is_a_warning(master: Master) -> None:
         assert "Give the store more memory" in rate.remedy
 
 
-def test_nothing_is_moved_without_a_measurement(master: Master) -> None:
+def test_nothing_is_moved_without_a_measurement(master):
     assert checks(master.address, measures=False)["remote rate"].state == "not checked"
 
 
-def test_no_master_is_a_problem() -> None:
+def test_no_master_is_a_problem():
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     found = checks(address)
@@ -72,13 +70,13 @@ def test_no_master_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize(("environ", "state"), [({}, "not checked"), ({remote.SEED: "0"}, "ok")])
-def test_keys_are_the_same_elsewhere_with_a_seed(environ: dict[str, str], state: str) -> None:
+def test_keys_are_the_same_elsewhere_with_a_seed(environ, state):
     require_mooncake()
     assert checks(f"127.0.0.1:{free_port()}", environ)["remote keys"].state == state
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_the_command_has_a_section(command: Command, tmp_path: Path, in_file: bool) -> None:
+def test_the_command_has_a_section(command, tmp_path, in_file):
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     words = ["--remote", address]

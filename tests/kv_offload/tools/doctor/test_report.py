@@ -6,7 +6,7 @@ BAD = Check("vLLM", "problem", "0.25", "0.26", "Install another.")
 UNSEEN = not_checked("GPU", "no driver answers", "Install one.")
 
 
-def test_every_line_says_what_was_found_what_is_needed_and_what_to_do() -> None:
+def test_every_line_says_what_was_found_what_is_needed_and_what_to_do():
     assert as_text("doctor", {"One": [FINE, SLOW], "Two": [BAD, BAD, UNSEEN]}).split("\n") == [
         "doctor",
         "",
@@ -30,7 +30,7 @@ def test_every_line_says_what_was_found_what_is_needed_and_what_to_do() -> None:
     ]
 
 
-def test_colour_does_not_change_the_width() -> None:
+def test_colour_does_not_change_the_width():
     long = {"One": [Check("n", "problem", "word " * 60, "w" * 300, "r " * 99)]}
     plain, coloured = as_text("doctor", long), as_text("doctor", long, colour=True)
     assert max(map(len, plain.splitlines())) <= COLUMNS

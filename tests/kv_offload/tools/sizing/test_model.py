@@ -11,7 +11,6 @@ import pytest
 
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.tools.sizing.model import Model, read_model
-from tests.kv_offload.tools.conftest import Command
 from tests.support.processes import run_code
 from tests.support.published_models import PUBLISHED
 
@@ -35,12 +34,12 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("part", ["text_config", "llm_config", "thinker_config"])
 @pytest.mark.usefixtures("without_transformers")
-def test_a_model_with_several_parts_has_its_cache_in_the_text_part(read: Any, part: str) -> None:
+def test_a_model_with_several_parts_has_its_cache_in_the_text_part(read, part):
     assert read({"model_type": "pictures", part: LLAMA}) == read(LLAMA)
     assert read({part: {"text_config": LLAMA}}) == read(LLAMA)
 
 
-def test_transformers_adds_what_a_file_leaves_to_defaults_or_calls_otherwise(read: Any) -> None:
+def test_transformers_adds_what_a_file_leaves_to_defaults_or_calls_otherwise(read):
     pytest.importorskip("transformers", reason="needs transformers, which is not installed")
     assert read(PUBLISHED["gemma-3-27b"]).layers == {"window": 52, "full": 10}
     assert read({"model_type": "llama", "head_dim": None}).head_size == 128
@@ -62,7 +61,7 @@ def test_transformers_adds_what_a_file_leaves_to_defaults_or_calls_otherwise(rea
     ],
 )
 @pytest.mark.usefixtures("without_transformers")
-def test_kinds_of_layers(read: Any, config: Any, layers: dict[str, int]) -> None:
+def test_kinds_of_layers(read, config, layers):
     assert read(config).layers == layers
 
 
@@ -81,7 +80,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("more", "problem"), REFUSED)
 @pytest.mark.usefixtures("without_transformers")
-def test_what_the_formula_lacks_is_refused(read: Any, more: dict[str, Any], problem: str) -> None:
+def test_what_the_formula_lacks_is_refused(read, more, problem):
     with pytest.raises(UnsupportedError, match=rf"config.json: \w+ {problem}") as caught:
         read({**LLAMA, **more})
     assert "its log says how many bytes a slot takes" in str(caught.value)
@@ -96,7 +95,7 @@ def test_what_the_formula_lacks_is_refused(read: Any, more: dict[str, Any], prob
         ({**LLAMA, "model_type": "xlm-roberta"}, "xlm-roberta reads each prompt as a whole"),
     ],
 )
-def test_a_model_that_the_engine_would_refuse_too(read: Any, config: Any, problem: str) -> None:
+def test_a_model_that_the_engine_would_refuse_too(read, config, problem):
     """To start the engine, as other messages say, is no advice."""
     with pytest.raises(UnsupportedError, match=problem) as caught:
         read(config)
@@ -120,7 +119,7 @@ BAD = [
 
 @pytest.mark.parametrize(("content", "problem"), BAD)
 @pytest.mark.usefixtures("without_transformers")
-def test_bad_files_are_refused(tmp_path: Path, content: Any, problem: str) -> None:
+def test_bad_files_are_refused(tmp_path, content, problem):
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=problem):
@@ -128,7 +127,7 @@ def test_bad_files_are_refused(tmp_path: Path, content: Any, problem: str) -> No
 
 
 @pytest.mark.timeout(120)
-def test_transformers_is_not_asked_to_list_more_layers_than_any_model_has(tmp_path: Path) -> None:
+def test_transformers_is_not_asked_to_list_more_layers_than_any_model_has(tmp_path):
     config = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 10**12}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="num_hidden_layers is 1000000000000, but"):
@@ -150,8 +149,8 @@ MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     ],
 )
 def test_a_checkpoint_may_ask_for_another_type_of_cache(
-    tmp_path: Path, command: Command, read: Any, config: Any, beside: Any, is_quantized: bool
-) -> None:
+    tmp_path, command, read, config, beside, is_quantized
+):
     """vLLM takes it from any of these, and 16 bits a number would be twice too many."""
     if beside is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
@@ -163,9 +162,7 @@ def test_a_checkpoint_may_ask_for_another_type_of_cache(
 
 
 @pytest.mark.parametrize("config", [{"architectures": ["X"]}, {"model_type": ["llama"]}])
-def test_what_is_no_models_file_is_refused_without_importing_transformers(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_what_is_no_models_file_is_refused_without_importing_transformers(tmp_path, config):
     """The import takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = (

@@ -18,7 +18,7 @@ def reading(taken: float = 0.0, **values: float) -> Reading:
     return Reading(taken, ("0",), "m", {"0": named}, {})
 
 
-def test_rates_are_those_between_two_readings_of_a_server_that_was_not_started_again() -> None:
+def test_rates_are_those_between_two_readings_of_a_server_that_was_not_started_again():
     before = parse(START, "here")
     assert Figures(before).copy_rate("loaded") == 0
     assert Figures(before).load_seconds(0.5) is None
@@ -33,7 +33,7 @@ def test_rates_are_those_between_two_readings_of_a_server_that_was_not_started_a
     assert again.values["computed_tokens"] == 0
 
 
-def test_engines_are_added_or_taken_alone() -> None:
+def test_engines_are_added_or_taken_alone():
     """Slots do not grow and ages do not add up: the largest counts."""
     first, second = (hits_with("oldest_copy_seconds", seconds) for seconds in (2.5, 7.5))
     both = parse(first + second.replace('engine="0"', 'engine="1"'), "here")
@@ -54,9 +54,7 @@ def test_engines_are_added_or_taken_alone() -> None:
         ({0.1: 0, 0.2: 0, 0.4: 0, inf: 3}, 0.4, 0.4),
     ],
 )
-def test_times_of_loads_are_estimated_as_prometheus_does(
-    buckets: dict[float, float], median: float, slowest: float
-) -> None:
+def test_times_of_loads_are_estimated_as_prometheus_does(buckets, median, slowest):
     found = Figures(Reading(0, ("0",), "m", {}, {(f"{PREFIX}load_seconds", "0"): buckets}))
     assert found.load_seconds(0.5) == pytest.approx(median)
     assert found.load_seconds(0.99) == pytest.approx(slowest)

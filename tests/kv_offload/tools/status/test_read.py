@@ -27,7 +27,7 @@ FOUND = "HTTP/1.1 302 Found\r\nLocation:"
         ("https://gate.example/engines/3?a=b", "https://gate.example/engines/3/metrics"),
     ],
 )
-def test_addresses_of_a_server(address: str, url: str) -> None:
+def test_addresses_of_a_server(address, url):
     assert metrics_url(address) == url
 
 
@@ -38,13 +38,13 @@ def test_addresses_of_a_server(address: str, url: str) -> None:
         *("http://localhost/ü", "me:secret@localhost:8000", "8000", __file__),
     ],
 )
-def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
+def test_what_is_no_address_is_refused_with_an_example(address):
     with pytest.raises(ServerError, match="write localhost:8000") as caught:
         metrics_url(address)
     assert repr(address) in str(caught.value)
 
 
-def test_a_recorded_page_has_every_metric() -> None:
+def test_a_recorded_page_has_every_metric():
     reading = parse(HITS, "here")
     assert (reading.engines, reading.model) == (("0",), "small")
     for metric in METRICS:
@@ -58,7 +58,7 @@ def test_a_recorded_page_has_every_metric() -> None:
     assert reading.values["0"]["vllm:prefix_cache_queries_total"] == 6 * 300
 
 
-def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
+def test_engines_are_told_apart_and_samples_with_other_labels_added():
     """Of several API servers each may have samples of its own."""
     name = "vllm:host_kv_cache_slots"
     samples = [("10", 1, 3), ("2", 1, 5), ("2", 2, 2)]
@@ -78,16 +78,14 @@ def test_engines_are_told_apart_and_samples_with_other_labels_added() -> None:
         ("<html>It works</html>", "no page of metrics .*API server"),
     ],
 )
-def test_a_page_without_our_metrics_says_what_may_be_the_reason(page: str, message: str) -> None:
+def test_a_page_without_our_metrics_says_what_may_be_the_reason(page, message):
     with page_server(page) as server, pytest.raises(ServerError, match=message) as caught:
         read(metrics_url(server.address))
     assert server.address in str(caught.value)
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["an error", "no answer"])
-def test_a_proxy_of_the_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
+def test_a_proxy_of_the_environment_is_named(monkeypatch, answers):
     """Else the message would blame a server that was never asked."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -138,7 +136,7 @@ def answering(
         (f"{FOUND} http://{{}}/metrics", "leads to http://{}/metrics, is no page"),
     ],
 )
-def test_a_server_that_answers_with_something_else_is_named(head: str, message: str) -> None:
+def test_a_server_that_answers_with_something_else_is_named(head, message):
     with (
         page_server("<html>Who are you?</html>") as other,
         answering(head.format(other.address)) as address,
@@ -149,7 +147,7 @@ def test_a_server_that_answers_with_something_else_is_named(head: str, message: 
     gc.collect()  # here, and not in another test
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_server_that_is_not_there_is_named():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = metrics_url(f"127.0.0.1:{probe.getsockname()[1]}")
@@ -164,7 +162,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
         ("Transfer-Encoding: chunked", f"{len(HITS):x}\r\n{HITS}\r\n"),
     ],
 )
-def test_a_part_of_a_page_is_not_taken_for_all_of_it(header: str, sent: str) -> None:
+def test_a_part_of_a_page_is_not_taken_for_all_of_it(header, sent):
     with (
         answering(f"HTTP/1.1 200 OK\r\n{header}", lambda c: c.sendall(sent.encode())) as address,
         pytest.raises(ServerError, match="IncompleteRead"),
@@ -177,9 +175,7 @@ def test_a_part_of_a_page_is_not_taken_for_all_of_it(header: str, sent: str) -> 
     ["", "HTTP/1.1 200 OK\r\nX: ", "HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"],
     ids=["status line", "header", "page"],
 )
-def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(
-    monkeypatch: pytest.MonkeyPatch, head: str
-) -> None:
+def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(monkeypatch, head):
     monkeypatch.setattr("kv_offload.tools.status.read.ANSWER_SECONDS", 0.2)
 
     def trickle(connection: socket.socket) -> None:
@@ -194,14 +190,14 @@ def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(
         read(metrics_url(address))
 
 
-def test_a_page_of_more_engines_than_a_server_has_is_refused() -> None:
+def test_a_page_of_more_engines_than_a_server_has_is_refused():
     page = "".join(f'{PREFIX}slots{{engine="{engine}"}} 1\n' for engine in range(MAX_ENGINES + 1))
     with pytest.raises(ServerError, match=r"metrics of 257 engines, and a server has 256 at most"):
         parse(page, "here")
 
 
 @pytest.mark.parametrize("header", ["", "\r\nTransfer-Encoding: chunked"], ids=["bare", "chunked"])
-def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
+def test_an_answer_without_end_is_refused_at_the_limit(header):
     part = b"vllm:endless 1\n" * 4096
     piece = b"%x\r\n%b\r\n" % (len(part), part) if header else part
 
@@ -225,7 +221,7 @@ def test_an_answer_without_end_is_refused_at_the_limit(header: str) -> None:
         *(hits_with("slots", value) for value in ("NaN", "+Inf", "-1.0", "1e300")),
     ],
 )
-def test_another_page_or_a_value_that_no_engine_has_is_one_short_line(page: str) -> None:
+def test_another_page_or_a_value_that_no_engine_has_is_one_short_line(page):
     with pytest.raises(ServerError, match="here is no page of metrics") as caught:
         parse(page, "here")
     assert str(caught.value).isprintable()
