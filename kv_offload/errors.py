@@ -1,16 +1,29 @@
 """The error tree of `kv_offload`; `transfer` has its own in `kv_swap.errors`.
 
 A message names the value, the limit and the remedy. As text it begins with `kv-offload: `, by which
-it is found in an engine's log.
+it is found in an engine's log. An error of several problems has several arguments.
 """
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
 
 
 class KVOffloadError(Exception):
     """Base of every error that this package raises."""
 
+    @property
+    def message(self) -> str:
+        """All problems, as one line: a search for `kv-offload:` in a log finds all of it."""
+        problems = [str(problem) for problem in self.args]
+        if len(problems) < 2:
+            return "".join(problems)
+        return " ".join(f"({number}) {text}" for number, text in enumerate(problems, 1))
+
     def __str__(self) -> str:
         """Return the message with the name of the plugin in front."""
-        return f"kv-offload: {super().__str__()}"
+        return f"kv-offload: {self.message}"
 
 
 class ConfigError(KVOffloadError, ValueError):
@@ -31,3 +44,32 @@ class ServerError(KVOffloadError, RuntimeError):
 
 class RequestError(KVOffloadError, ValueError):
     """A request's `kv_transfer_params` are wrong; that request alone is refused."""
+
+
+class Problems:
+    """Collects refusals, so that a user sees all of them at once.
+
+    A block `with problems:` that raises one ends there; the code after it runs.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[KVOffloadError] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if isinstance(error, KVOffloadError):
+            self._found.append(error)
+        return isinstance(error, KVOffloadError)
+
+    def raise_all(self) -> None:
+        """Raise one error of all that was found, of the type of the first, if there is any."""
+        if not self._found:
+            return
+        first, messages = self._found[0], [arg for error in self._found for arg in error.args]
+        if len(self._found) == 1:
+            raise first
+        raise type(first)(*dict.fromkeys(messages)) from first

@@ -26,8 +26,8 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
     "not_worth_it": "Slots not stored because eviction_policy auto expects more hits from what "
     "they would displace.",
-    "no_budget": "Slots not stored: too many waited already, host memory was emptied while they "
-    "waited, stores were paused, or the engine came to rest and could not pin their blocks.",
+    "no_budget": "Slots not stored because too many waited, host memory was emptied, stores were "
+    "paused, or the engine came to rest.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",
     "copy_failed": "Slots not stored because the copy failed; the log has the error.",
     "unpackable": "Slots not stored because their block does not fit a packed slot (pack_kv).",
@@ -60,8 +60,7 @@ def _metrics(kind: Literal["counter", "gauge"], **documentation: str) -> list[Me
 METRICS = (
     *_metrics(
         "counter",
-        lookup_tokens="Tokens of prompts looked up in host memory, those that the GPU's prefix "
-        "cache had left out.",
+        lookup_tokens="Tokens of prompts looked up in host memory, after the GPU's own hits.",
         hit_tokens="Tokens loaded from host memory instead of being computed.",
         recomputed_tokens="Tokens that host memory had but that were computed, because that was "
         "sooner.",
@@ -71,17 +70,13 @@ METRICS = (
         hit_tokens_at_twice="Estimate: tokens that host memory would have had at twice its size.",
         hit_tokens_at_four_times="Estimate: tokens that host memory would have had at four times "
         "its size.",
-        stored_slots="Slots of host memory that became readable, because their store or their read "
-        "from below ended well on every rank.",
+        stored_slots="Slots that became readable: stored, or read from below, on every rank.",
         evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes of blocks copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
-        sampled_tiles="Tiles of packed slots looked at after their store, one in 251, over all "
-        "ranks (pack_kv). Slots that were refused are left out.",
-        sampled_escapes="Escapes in sampled_tiles, each 8 numbers with exponents far from those of "
-        "their channels; 38 to 45 of them fit a tile.",
-        sampled_raw_tiles="Raw tiles among sampled_tiles: with more escapes than fit. These are "
-        "not in sampled_escapes.",
+        sampled_tiles="Tiles of packed slots looked at after their store, one in 251 (pack_kv).",
+        sampled_escapes="Escapes in sampled_tiles; 38 to 45 of them fit a tile.",
+        sampled_raw_tiles="Raw tiles among sampled_tiles: with more escapes than fit.",
         loaded_bytes="Bytes of blocks copied from host memory, over all ranks.",
         loaded_seconds="Time from when loads could start to their end, over all ranks.",
         synchronous_loads="Loads that the forward of their step waited for.",
@@ -107,8 +102,8 @@ METRICS = (
         demoted_slots="Slots written from host memory to lower tiers, on every rank.",
         promoted_slots="Slots read from lower tiers into host memory, on every rank.",
         prefetched_slots="The part of promoted_slots that was read for requests which were queued.",
-        lost_tier_slots="Slots that could not be written to a lower tier or read from it on some "
-        "rank, whatever the reason; their tokens are computed.",
+        lost_tier_slots="Slots that could not be written to a lower tier or read from it; "
+        "their tokens are computed.",
         late_lookups="Requests that were served without the remote store because it did not say "
         "in time which of their blocks it has.",
         late_promotions="Requests that were computed because reading from lower tiers took too "
@@ -137,8 +132,7 @@ METRICS = (
         block_bytes="Bytes of one block on one rank, more than slot_bytes where pack_kv packs it.",
         running_loads="Loads that some rank has not completed.",
         running_stores="Stores that some rank has not completed.",
-        oldest_copy_seconds="Age of the oldest load or store that was sent to the ranks and that "
-        "some rank has not ended, given up or not; 0 if there is none.",
+        oldest_copy_seconds="Age of the oldest load or store that some rank has not ended, or 0.",
         pinned_blocks="GPU blocks kept from reuse until their store has ended.",
         waiting_slots="Slots of ended requests that wait to be stored.",
         retained_slots="Slots kept from eviction because requests asked to retain them.",
@@ -148,13 +142,12 @@ METRICS = (
         "measured.",
         tier_slots="Slots that the disk has.",
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
-        tier_slots_set_aside="Slots of the disk that are not used until the next start, because "
-        "they could not be written or read; at most 1 % of tier_slots.",
+        tier_slots_set_aside="Slots of the disk that are not used until the next start, after an "
+        "error; at most 1 %.",
         has_remote="1 with a remote store, 0 without.",
-        disk_usable="1 while the disk may be read, 0 for a while after a read failed, while a copy "
-        "hangs, and without one.",
-        remote_usable="1 while the remote store may be read, 0 for a while after a read failed, "
-        "while a copy hangs or an answer is late, and without one.",
+        disk_usable="1 while the disk may be read; 0 after an error, and without one.",
+        remote_usable="1 while the remote store may be read; 0 after an error or a late answer, "
+        "and without one.",
         promoting_slots="Slots that are being read from lower tiers.",
         demoting_slots="Slots that are being written to lower tiers.",
         oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has "

@@ -38,6 +38,7 @@ ALLOWED = {
     "worker": LEAVES | {"kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "tiers", "worker", "kv_swap"},
     "tools": LEAVES | {"cache", "engines", "simulation", "worker", "kv_swap"},
+    "__main__": frozenset({"tools"}),
     # The leaves among themselves.
     **dict.fromkeys(LEAVES, frozenset[str]()),
     "config": frozenset({"errors"}),

@@ -28,7 +28,7 @@ from kv_offload.config.schema import (
 )
 from kv_offload.config.sizes import describe_bytes, format_size, parse_size
 from kv_offload.config.unknown_keys import unknown_key
-from kv_offload.errors import CapacityError, ConfigError
+from kv_offload.errors import CapacityError, ConfigError, Problems
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 FILE_KEY = "config_file"
@@ -71,8 +71,14 @@ class TracedConfig:
     warnings: tuple[str, ...]
     """Settings next to it that are not read."""
 
+    def describe_given(self) -> str:
+        """Return the file, and what differs from the defaults, as one line for the log."""
+        shown = [f"{k}={v.written}" for k, v in self.given.items() if v.source != DEFAULT]
+        given = f"{self.file}: {', '.join(shown)}" if self.file else ", ".join(shown)
+        return f"configured by {given or 'nothing: all defaults'}"
+
     def describe(self) -> str:
-        """Return the effective configuration as it was written, as one line for the log."""
+        """Return the effective configuration as it was written, as one line."""
         shown = {name: given.written for name, given in self.given.items()}
         shown["cpu_bytes"] += f" ({format_size(self.config.cpu_bytes)})"
         return ", ".join(f"{name}={value}" for name, value in shown.items())
@@ -104,13 +110,16 @@ def trace_config(
     `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` stands in for `read_host_memory()`. The
     data-parallel `replicas` on this host divide a percentage; each takes an absolute size.
 
+    All problems are in one error, but those of sizes that do not fit are looked for at the end.
+
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
             keys contradict each other, or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
             the headroom. What is free now is not looked at.
     """
-    warnings = tuple(_check_variables(environ))
+    problems = Problems()
+    warnings = tuple(_check_variables(environ, problems))
     read = ConfigFile(None, {}, {})
     if file is not None:
         read = read_file("", file)
@@ -127,18 +136,22 @@ def trace_config(
         (str(read.path), read.values, read.texts),
         (EXTRA_CONFIG, inline, {}),
     ):
-        for name, one in _flatten(source, values, texts):
-            if name not in SECTIONS:
-                _checked(name, one, whole_bytes)
+        for name, one in _flatten(source, values, texts, problems):
             given[name] = one
-    given = _complete(given)
+            if name not in SECTIONS:
+                with problems:
+                    _checked(name, one, whole_bytes)
+    given = _complete(given, problems)
+    problems.raise_all()
     effective = {
         name: _checked(name, one, whole_bytes)
         for name, one in given.items()
         if name not in SECTIONS
     }
     traced = TracedConfig(_nested(effective), read.path, given, host, replicas, warnings)
-    _check_shares(traced.config, given)
+    with problems:
+        _check_shares(traced.config, given)
+    problems.raise_all()
     headroom = headroom_bytes(host)
     if traced.config.host_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
@@ -149,7 +162,7 @@ def trace_config(
     return traced
 
 
-def _check_variables(environ: Mapping[str, str]) -> Iterator[str]:
+def _check_variables(environ: Mapping[str, str], problems: Problems) -> Iterator[str]:
     """Yield a warning for each variable that begins like ours and is not read.
 
     It may be somebody else's, such as a start script's, so it stops no engine. One that is named
@@ -161,11 +174,14 @@ def _check_variables(environ: Mapping[str, str]) -> Iterator[str]:
         if not is_ours or not value or name == FILE_VARIABLE:
             continue
         meant = name.removeprefix(VARIABLES).lower()
-        for key in (key for key in (*SCHEMA, *SECTIONS) if key.replace(".", "_") == meant):
-            raise ConfigError(
-                f"environment: {name}: {value[:100]!r}: no variable sets a key. Write {key} into "
-                f"the file that {FILE_VARIABLE} names, or into {EXTRA_CONFIG}, and unset {name}."
-            )
+        keys = [key for key in (*SCHEMA, *SECTIONS) if key.replace(".", "_") == meant]
+        with problems:
+            if keys:
+                raise ConfigError(
+                    f"environment: {name}: {value[:100]!r}: no variable sets a key. Write "
+                    f"{keys[0]} into the file that {FILE_VARIABLE} names, or into {EXTRA_CONFIG}, "
+                    f"and unset {name}."
+                )
         yield (
             f"environment: {name} is not read: the plugin reads {FILE_VARIABLE} only. Unset it "
             "unless another reads it."
@@ -181,31 +197,35 @@ def _written(value: Any, text: str | None) -> str:
 
 
 def _flatten(
-    source: str, values: Mapping[Any, Any], texts: Mapping[str, str]
+    source: str, values: Mapping[Any, Any], texts: Mapping[str, str], problems: Problems
 ) -> Iterator[tuple[str, Given]]:
-    """Yield what a source says, by `disk.path` for `disk: {path: ...}`; raises `ConfigError`.
+    """Yield what a source says, by `disk.path` for `disk: {path: ...}`.
 
     The section itself comes first, with None if it is to be left out.
     """
     for name, value in values.items():
         given = Given(source, value, _written(value, texts.get(name)))
         if name not in SECTIONS:
-            if name not in SCHEMA or "." in name:
-                raise _unknown("", name, given)
-            yield name, given
+            with problems:
+                if name not in SCHEMA or "." in name:
+                    raise _unknown("", name, given)
+                yield name, given
             continue
         if value is not None and not isinstance(value, Mapping):
             keys = ", ".join(f"{key}: ..." for key in keys_of(name))
-            raise ConfigError(
-                f"{source}: {name}: {given.shown}: must be a mapping, {name}: {{{keys}}}. Correct "
-                f"it, or remove it to run without a {_WORDS[name]}."
-            )
+            with problems:
+                raise ConfigError(
+                    f"{source}: {name}: {given.shown}: must be a mapping, {name}: {{{keys}}}. "
+                    f"Correct it, or remove it to run without a {_WORDS[name]}."
+                )
+            continue
         yield name, given
         for key, inner in (value or {}).items():
             one = Given(source, inner, _written(inner, texts.get(f"{name}.{key}")))
-            if f"{name}.{key}" not in SCHEMA:
-                raise _unknown(name, key, one)
-            yield f"{name}.{key}", one
+            with problems:
+                if f"{name}.{key}" not in SCHEMA:
+                    raise _unknown(name, key, one)
+                yield f"{name}.{key}", one
 
 
 def _unknown(section: str, name: Any, given: Given) -> ConfigError:
@@ -213,34 +233,36 @@ def _unknown(section: str, name: Any, given: Given) -> ConfigError:
     return unknown_key(given.source, section, _written(name, None), given.shown, extra)
 
 
-def _complete(given: Mapping[str, Given]) -> dict[str, Given]:
+def _complete(given: Mapping[str, Given], problems: Problems) -> dict[str, Given]:
     """Return what was given, in the order of the schema, with defaults and without what has none.
 
-    Of a section that is left out there is its name alone. Raises `ConfigError` for a key that a
-    section lacks.
+    Of a section that is left out there is its name alone. A key that a section lacks is a problem.
     """
     complete: dict[str, Given] = {}
     for key in SCHEMA.values():
         if key.section and given[key.section].value is None:
             complete[key.section] = given[key.section]
-        elif key.kind and key.kind != (kind := complete["remote.kind"].value):
-            if key.name in given:
-                one = given[key.name]
+            continue
+        kind = complete["remote.kind"].value if "remote.kind" in complete else None
+        with problems:
+            if key.kind and key.kind != kind:
+                if key.name in given and kind is not None:
+                    one = given[key.name]
+                    raise ConfigError(
+                        f"{one.source}: {key.name}: {one.shown}: belongs to remote.kind "
+                        f"{key.kind}, and it is {kind}. Remove it, or change remote.kind."
+                    )
+            elif key.name in given:
+                complete[key.name] = given[key.name]
+            elif key.is_required:
+                section = given[key.section]
                 raise ConfigError(
-                    f"{one.source}: {key.name}: {one.shown}: belongs to remote.kind {key.kind}, "
-                    f"and it is {kind}. Remove it, or change remote.kind."
+                    f"{section.source}: {key.section}: {key.name} is missing. Add it: "
+                    f"{key.description} Allowed: {key.allowed}. Or remove {key.section} to run "
+                    f"without a {_WORDS[key.section]}."
                 )
-        elif key.name in given:
-            complete[key.name] = given[key.name]
-        elif key.is_required:
-            section = given[key.section]
-            raise ConfigError(
-                f"{section.source}: {key.section}: {key.name} is missing. Add it: "
-                f"{key.description} Allowed: {key.allowed}. Or remove {key.section} to run without "
-                f"a {_WORDS[key.section]}."
-            )
-        else:
-            complete[key.name] = Given(DEFAULT, key.default, key.written_default)
+            else:
+                complete[key.name] = Given(DEFAULT, key.default, key.written_default)
     return complete
 
 

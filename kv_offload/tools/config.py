@@ -14,24 +14,23 @@ from kv_offload.config.schema import as_yaml
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.tools.arguments import add_file
+from kv_offload.tools.output import Report
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload config [--argument] [FILE]`."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload config [--argument] [FILE]`."""
     keys = "\n".join(
         f"  {key.name} (default {key.written_default})\n    {key.description}\n"
         f"    Allowed: {key.allowed}."
         for key in SCHEMA.values()
     )
-    parser = subcommands.add_parser(
-        "config",
-        help="check a configuration and print it with the argument for vLLM",
-        description="Check a configuration, print every effective value with its source, and\n"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Check a configuration, print every effective value with its source, and\n"
         "print the argument that gives it to vLLM. The exit status is 2 if the file is\n"
-        "wrong, else 0.",
-        epilog=f"keys:\n{keys}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "wrong, else 0."
     )
+    parser.epilog = f"keys:\n{keys}"
     parser.add_argument(
         "--argument",
         action="store_true",
@@ -41,14 +40,32 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Report:
     traced = trace_config({}, file=arguments.file)
     check_sizes(traced)
     for warning in traced.warnings:
         print(f"kv-offload: warning: {warning}", file=sys.stderr)
     argument = _vllm_argument(traced)
-    print(argument if arguments.argument else _describe(traced, argument))
-    return 0
+    data = {
+        "file": traced.file,
+        "values": {
+            name: {
+                "value": _effective(traced, name),
+                "written": given.written,
+                "from": given.source,
+            }
+            for name, given in traced.given.items()
+        },
+        "warnings": traced.warnings,
+        "argument": json.loads(argument),
+    }
+    return Report(data, argument if arguments.argument else _describe(traced, argument))
+
+
+def _effective(traced: TracedConfig, name: str) -> Any:
+    """Return the value of a key, such as `disk.path`, as the engine uses it."""
+    section, _, key = name.rpartition(".")
+    return getattr(getattr(traced.config, section) if section else traced.config, key)
 
 
 def _describe(traced: TracedConfig, argument: str) -> str:
@@ -60,7 +77,7 @@ def _describe(traced: TracedConfig, argument: str) -> str:
         section, _, key = name.rpartition(".")
         if section and f"{section}:" not in lines:
             lines.append(f"{section}:")
-        effective = getattr(getattr(traced.config, section) if section else traced.config, key)
+        effective = _effective(traced, name)
         takes = SCHEMA[name].takes if name in SCHEMA else ""
         if takes == "size":
             value, comment = str(effective), f"{comment}, {value} is {format_size(effective)}"

@@ -1,17 +1,21 @@
-"""Standard output: what it can show, and what happens where it cannot be written."""
+"""Standard output: reports as pages or JSON, and what happens where it cannot be written."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.progress import Progress
     from rich.table import Table
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
@@ -19,10 +23,53 @@ CLOSED_PIPE = 128 + signal.SIGPIPE
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
 
-PIPE_COLUMNS = 110
-"""The width of a page that is written to no terminal."""
+COLUMNS = 100
+"""The width of text that is wrapped, and of a table that is written to no terminal."""
+
+UNWRAPPED = 1 << 20
+"""The width of fields with paths, which a reader copies."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The answer of a command."""
+
+    data: Any
+    """For `--json`."""
+    page: str | RenderableType | None
+    """For people; None where it was shown already."""
+    exit_status: int = 0
+
+
+def write(report: Report, *, as_json: bool) -> None:
+    """Print a report."""
+    if as_json:
+        print(json.dumps(report.data, indent=2, default=str))
+    elif isinstance(report.page, str):
+        print(report.page)
+    elif report.page is not None:
+        draw(make_console(), report.page)
+
+
+def as_fields(rows: Iterable[tuple[str, str]], indent: str = "", columns: int = COLUMNS) -> str:
+    """Return names and values below each other, wrapped, for a terminal.
+
+    A value may have escapes from a file, which a terminal would obey: they become `?`.
+    """
+    rows = [*rows]
+    width = len(indent) + max(len(name) for name, _ in rows) + 2
+    lines = [
+        textwrap.fill(f"{indent + name:<{width}}{value}", columns, subsequent_indent=" " * width)
+        for name, value in rows
+    ]
+    return "\n".join(map(printable, "\n".join(lines).splitlines()))
+
+
+def printable(line: str) -> str:
+    """Return a line without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def is_terminal() -> bool:
@@ -39,12 +86,21 @@ def make_console() -> Console:
     """Return what draws pages on standard output."""
     from rich.console import Console  # not above: loading it takes long enough for a Ctrl-C
 
-    # Told, not left to rich: it would look at FORCE_COLOR for a pipe, and keep bold for NO_COLOR.
+    # Not left to rich, which looks at FORCE_COLOR for a pipe, and keeps bold for NO_COLOR.
     return Console(
         force_terminal=is_terminal(),
         color_system="auto" if shows_colour() else None,
-        width=None if is_terminal() else PIPE_COLUMNS,
+        width=None if is_terminal() else COLUMNS,
     )
+
+
+def make_progress(*, shown: bool = True) -> Progress:
+    """Return a bar on standard error that is gone at the end; nothing without a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    hidden = not (shown and sys.stderr is not None and sys.stderr.isatty())
+    return Progress(console=Console(file=sys.stderr), transient=True, disable=hidden)
 
 
 def make_table(*columns: str) -> Table:

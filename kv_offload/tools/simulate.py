@@ -7,6 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Group
+from rich.text import Text
+
 from kv_offload.cache.policies import POLICIES
 from kv_offload.config.file import show
 from kv_offload.config.sizes import format_size
@@ -14,27 +17,28 @@ from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.simulation.bounds import infinite
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest, read_trace
-from kv_offload.tools.output import draw, make_console, make_table
+from kv_offload.tools.output import Report, make_progress, make_table
 from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_size
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload simulate TRACE`."""
-    parser = subcommands.add_parser(
-        "simulate",
-        help="say what host memory would bring for a recorded trace",
-        description="Replay a trace of requests through the cache manager and the eviction "
-        "policies, and print which share of the prompts host memory of each size would have "
-        "brought. A trace has a JSON object a line: timestamp, input_length, output_length and "
-        "hash_ids. No engine and no GPU is needed. The exit status is 2 if the trace, the model "
-        "or an argument is wrong, else 0.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload simulate TRACE`."""
+    parser.description = (
+        "Replay a trace of requests through the cache manager and the eviction policies, and print "
+        "which share of the prompts host memory of each size would have brought. A trace has a "
+        "JSON object a line: timestamp, input_length, output_length and hash_ids. No engine and no "
+        "GPU is needed. The exit status is 2 if the trace, the model or an argument is wrong, else "
+        "0."
     )
     parser.add_argument("trace", metavar="TRACE", help="the file: JSON lines, as record_trace has")
     parser.add_argument(
         "--cpu-bytes", metavar="SIZES", required=True, help="as many as you like: 64GiB,256GiB"
     )
     parser.add_argument(
-        "--model-config", metavar="FILE", required=True, help="the model's config.json"
+        "--model-config",
+        metavar="MODEL",
+        required=True,
+        help="the model's config.json, its folder, or a name in the local Hugging Face cache",
     )
     parser.add_argument(
         "--policies",
@@ -46,7 +50,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Report:
     # No share of this machine's memory: the question is mostly about another machine.
     give = "sizes with units, with commas between them: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
@@ -63,25 +67,41 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "
             "which a trace does not tell. Start the engine, and look at its metrics"
         )
+    fitting = {cpu_bytes: size.blocks_in(cpu_bytes) for cpu_bytes in sizes}
+    if least := [cpu_bytes for cpu_bytes, blocks in fitting.items() if not blocks]:
+        raise CapacityError(
+            f"--cpu-bytes: {format_size(least[0])} holds no block of {size.block_tokens} "
+            f"tokens, which takes {format_size(size.block_bytes)}: give more"
+        )
     table = make_table("host memory", "blocks", *policies)
-    endless = infinite(requests)
-    for cpu_bytes in sizes:
-        blocks = size.blocks_in(cpu_bytes)
-        if not blocks:
-            raise CapacityError(
-                f"--cpu-bytes: {format_size(cpu_bytes)} holds no block of {size.block_tokens} "
-                f"tokens, which takes {format_size(size.block_bytes)}: give more"
-            )
-        slots = min(blocks, endless.stored + 1)  # with more, the same hits
-        ratios = [replay(requests, policy, slots).hit_ratio for policy in policies]
-        table.add_row(format_size(cpu_bytes), f"{blocks:,}", *map(_percent, ratios))
-    table.add_row("endless", f"{endless.stored:,}", *[_percent(endless.hit_ratio)] * len(policies))
-    print(
+    endless, found = infinite(requests), []
+    with make_progress() as progress:
+        total = len(fitting) * len(policies) * len(requests)
+        task = progress.add_task("replaying", total=total)
+        for cpu_bytes, blocks in fitting.items():
+            slots = min(blocks, endless.stored + 1)  # with more, the same hits
+            ratios = {}
+            for policy in policies:
+                served = progress.track(requests, total, task_id=task)
+                ratios[policy] = replay(served, policy, slots).hit_ratio
+            found.append({"cpu_bytes": cpu_bytes, "blocks": blocks, "hit_ratios": ratios})
+            table.add_row(format_size(cpu_bytes), f"{blocks:,}", *map(_percent, ratios.values()))
+    table.add_row(
+        "unlimited", f"{endless.stored:,}", *[_percent(endless.hit_ratio)] * len(policies)
+    )
+    counts = (
         f"{len(requests):,} requests, {endless.blocks:,} blocks of {size.block_tokens} tokens, "
         f"{format_size(size.block_bytes)} each"
     )
-    draw(make_console(), table)
-    return 0
+    data = {
+        "requests": len(requests),
+        "blocks": endless.blocks,
+        "block_tokens": size.block_tokens,
+        "block_bytes": size.block_bytes,
+        "sizes": found,
+        "unlimited": {"blocks": endless.stored, "hit_ratio": endless.hit_ratio},
+    }
+    return Report(data, Group(Text(counts), table))
 
 
 def _block_tokens(path: Path, requests: Sequence[TraceRequest]) -> int:

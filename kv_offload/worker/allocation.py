@@ -25,13 +25,13 @@ USEFUL_SLOTS = 1000
 """Fewer hold about one long prompt. It sizes the advice to who gave less than one slot."""
 
 
-def transfer_kind(config: OffloadConfig, device: torch.device) -> EngineKind:
-    """Return the kind of transfer engine for a KV cache on `device`.
+def transfer_kind(config: OffloadConfig, device: str) -> EngineKind:
+    """Return the kind of transfer engine for a KV cache on a device of this type: `cpu`, `cuda`.
 
     Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another.
     """
     kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
-    kind = kinds.get(device.type)
+    kind = kinds.get(device)
     if kind is None:
         raise UnsupportedError(f"the KV cache is on {device}: supported are CUDA devices and CPU")
     if config.transfer_engine not in ("auto", kind):

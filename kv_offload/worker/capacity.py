@@ -52,8 +52,8 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
         return None
     return (
         f"cpu_bytes takes {part:.0%} of the {format_size(least.size_bytes)} that are available now "
-        f"({least.source}), more than {LARGE_PART:.0%}: if anything else on this host grows, the "
-        "kernel may end a process. Lower cpu_bytes unless nothing else runs here"
+        f"({least.source}): lower it, unless nothing else here grows; else the kernel may end a "
+        "process"
     )
 
 
@@ -62,13 +62,13 @@ def describe_share(traced: TracedConfig) -> str:
     share_bytes, total = traced.config.host_bytes, traced.host
     percent = 100 * share_bytes / total.size_bytes
     text = (
-        f"takes {format_size(share_bytes)} of host memory, {percent:.3g}% of the "
+        f"takes {format_size(share_bytes)}, {percent:.3g}% of the "
         f"{format_size(total.size_bytes)} that {total.source} says"
     )
     if traced.replicas == 1:
-        return f"{text}; no other data-parallel replica of this engine is seen on this host"
+        return f"{text}; no other replica is seen here"
     all_bytes = format_size(share_bytes * traced.replicas)
-    return f"{text}; the {traced.replicas} replicas on this host take {all_bytes} together"
+    return f"{text}; the {traced.replicas} replicas here take {all_bytes}"
 
 
 def warn_of_hidden_replicas(traced: TracedConfig) -> None:
@@ -76,9 +76,8 @@ def warn_of_hidden_replicas(traced: TracedConfig) -> None:
     written = traced.given["cpu_bytes"].written
     if "%" in written:
         logger.warning(
-            "kv-offload: this engine is a data-parallel replica, and how many of them run on this "
-            "host cannot be seen: cpu_bytes %s is taken for this one alone. If there are others, "
-            "divide it by their number, or give each a size such as 48GiB",
+            "kv-offload: other data-parallel replicas on this host cannot be seen, so this one "
+            "takes cpu_bytes %s alone. If there are others, divide it, or give each a size: 48GiB",
             written,
         )
 

@@ -72,13 +72,14 @@ class Disk:
             file = DiskTier(path, num_slots, transfer.slots(), description)
         except TierError as error:
             raise ConfigError(f"disk.path: {error}") from error
-        logger.info(
+        logger.log(
+            logging.DEBUG if rank else logging.INFO,  # ranks are alike
             "kv-offload: rank %d keeps %d slots in %s, with %s I/O; it %s",
             rank,
             num_slots,
             path,
             "direct" if file.direct else "buffered",
-            "goes on with what is there" if file.continued else f"begins empty: {file.reason}",
+            "continues with what is there" if file.continued else f"begins empty: {file.reason}",
         )
         return file
 

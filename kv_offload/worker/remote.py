@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_swap.engine import SwapEngine
+from kv_swap.tiers.remote import mooncake_session, s3
 
 from kv_offload.config import RemoteConfig
+from kv_offload.config.checks import check_shared_folder
 from kv_offload.config.sizes import format_size
+from kv_offload.errors import UnsupportedError
 from kv_offload.worker.sharing import Peers
 
 if TYPE_CHECKING:
@@ -35,6 +38,21 @@ def make_client(remote: RemoteConfig, segment_bytes: int) -> RemoteClient:
 
     assert remote.address is not None
     return MooncakeClient(remote.address, segment_bytes)
+
+
+def check_usable(remote: RemoteConfig | None) -> None:
+    """Refuse a shared folder that cannot be used, and a store whose package is not installed.
+
+    Raises `ConfigError` or `UnsupportedError`.
+    """
+    if remote is None:
+        return
+    if remote.path is not None:
+        check_shared_folder(Path(remote.path))
+    if remote.kind == "mooncake" and not mooncake_session.is_installed():
+        raise UnsupportedError(f"remote.kind: {remote.kind}: {mooncake_session.NOT_INSTALLED}")
+    if remote.kind == "s3" and not s3.is_installed():
+        raise UnsupportedError(f"remote.kind: {remote.kind}: {s3.NOT_INSTALLED}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,8 @@ class Remote:
         remote, segment_bytes = self.remote, 0
         if remote.kind == "mooncake":
             segment_bytes = remote.bytes // num_ranks
-        logger.info(
+        logger.log(
+            logging.DEBUG if rank else logging.INFO,  # ranks are alike
             "kv-offload: rank %d keeps blocks in the remote store (%s) at %s%s",
             rank,
             remote.kind,

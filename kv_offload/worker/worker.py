@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,9 +91,8 @@ class OffloadWorker:
         self._count_weight_loads = self._rank_engine.count_weight_loads()
         caches = self._rank_engine.describe_kv_caches(kv_caches)
         layout = caches.layout
-        kind = transfer_kind(self._config, caches.tensors[0].device)
+        kind = transfer_kind(self._config, caches.tensors[0].device.type)
         stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
-        started = time.monotonic()
         config, num_ranks, peers = self._config, self._num_ranks, self._stores.peers
         transfer, self._stores.peers = allocate(
             config, num_ranks, peers, kind, caches, tuple(kv_caches), stream
@@ -109,9 +107,10 @@ class OffloadWorker:
             self._moves.use(name, opened, peers)
         page_bytes = [region.page_bytes for region in layout.regions]
         self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
-        logger.info(
-            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes%s (%.2f GiB%s) over "
-            "%d regions, started in %.1f s; stores wait for %s",
+        logger.log(
+            logging.DEBUG if self.rank else logging.INFO,  # ranks are alike
+            "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes%s (%.2f GiB%s) in "
+            "%d regions; stores wait for %s",
             self.rank,
             self.num_slots,
             transfer.ready_slots,
@@ -120,7 +119,6 @@ class OffloadWorker:
             self.num_slots * layout.slot_bytes / (1 << 30),
             f", kept once for {self.sharing_ranks} ranks" if self.sharing_ranks > 1 else "",
             len(layout.regions),
-            time.monotonic() - started,
             "compute" if stream is None else "compute and for the output-copy stream",
         )
 

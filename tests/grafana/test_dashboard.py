@@ -14,6 +14,7 @@ import yaml
 
 from kv_offload.metrics import METRICS, PREFIX
 from kv_offload.tools.status.figures import ERRORS
+from tests.test_docs import anchors
 
 FOLDER = Path(__file__).parents[2] / "docs/grafana"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "kv-offload.json").read_text())
@@ -37,6 +38,8 @@ EXPORTED = {
 OF_VLLM = {
     *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total"),
+    "vllm:time_to_first_token_seconds_bucket",
 }
 SELECTED = '{instance=~"$instance", model_name=~"$model", engine=~"$engine"}'
 
@@ -113,6 +116,26 @@ def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires():
         assert len(rule["annotations"]["description"]) > 100
         assert f'alertname="{rule["alert"]}"' in fires
         assert rule["alert"] in silent
+
+
+def test_every_alert_names_a_section_of_a_page() -> None:
+    for rule in alert_rules():
+        file, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        page = FOLDER.parents[1] / file
+        assert anchor in anchors(page), rule["alert"]
+
+
+def test_engines_are_told_apart_and_no_panel_covers_another() -> None:
+    query = QUERIES["Hit rate by engine, {{instance}}, engine {{engine}}"]
+    assert query.count("sum by (instance, engine) ") == 2
+    taken = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(taken)) == len(taken)
+    assert max(x for x, _ in taken) == 23
 
 
 def promtool(*command: str) -> None:

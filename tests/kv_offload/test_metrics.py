@@ -45,7 +45,7 @@ def test_every_help_says_more_than_its_name():
 
 def test_the_help_of_samples_says_how_many_there_are_and_what_fits():
     help_of = {metric.name: metric.documentation for metric in METRICS}
-    assert f"one in {SAMPLED_TILES}," in help_of["sampled_tiles"]
+    assert f"one in {SAMPLED_TILES} " in help_of["sampled_tiles"]
     least, most = escape_capacity(MAX_COLUMNS), escape_capacity(8)
     assert f"{least} to {most} of them fit" in help_of["sampled_escapes"]
 
@@ -66,13 +66,6 @@ def test_every_metric_is_documented_as_its_help_says():
     ]
 
 
-def test_the_page_that_is_shown_was_recorded():
-    shown = re.findall(r"^vllm:\w+\{.*$", REFERENCE.read_text(), re.MULTILINE)
-    assert len(shown) == 6
-    recorded = Path(__file__).parent / "tools/status/hits.txt"
-    assert set(shown) <= set(recorded.read_text().splitlines())
-
-
-def test_every_reason_to_skip_a_store_has_a_remedy():
+def test_every_reason_to_skip_a_store_has_a_remedy() -> None:
     table = rows(DOCS / "metrics.md", "When something is not stored")
     assert [row.split("|")[1].strip() for row in table] == [f"`skipped_{r}`" for r in SKIP_REASONS]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PYTHON = shlex.quote(sys.executable)
-COMMAND = f"{PYTHON} -m kv_offload.tools"
+COMMAND = f"{PYTHON} -m kv_offload"
 LIMIT_SECONDS = 120
 
 

@@ -51,6 +51,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         index_n_heads=64,
         index_head_dim=128,
     ),
+    "GLM-5": _dense(
+        *("glm_moe_dsa", 78, 64, 64, 6144),
+        **(_LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}),
+        index_topk=2048,
+        index_n_heads=32,
+        index_head_dim=128,
+    ),
+    "Nemotron-3-Nano-30B-A3B": _dense(
+        *("nemotron_h", 52, 32, 2, 2688),
+        head_dim=128,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        n_groups=8,
+        ssm_state_size=128,
+        conv_kernel=4,
+        mamba_ssm_cache_dtype="float32",
+    ),
     "Mistral-7B-v0.1": _dense("mistral", 32, 32, 8, 4096, sliding_window=4096),
     "Granite-4.0-H-Small": _dense(
         *("granitemoehybrid", 40, 32, 8, 4096),
@@ -78,6 +96,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 Compared with what the models' makers, or their libraries, say of these checkpoints: Llama with
 `models/sku_list.py` of meta-llama/llama-models, Qwen3 with `gpt/model/qwen3.py` of NVIDIA/NeMo,
 gpt-oss with `gpt_oss/torch/model.py` of openai/gpt-oss, gemma with `gemma/config.py` of
-google/gemma_pytorch; DeepSeek, Qwen3-Next and Mistral with the defaults of their classes in
-transformers. Granite is as others cite its config.json.
+google/gemma_pytorch; DeepSeek, GLM, Qwen3-Next and Mistral with the defaults of their classes in
+transformers. Granite and Nemotron are as others cite their config.json.
 """

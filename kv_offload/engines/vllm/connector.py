@@ -17,6 +17,7 @@ from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.runner import find_runner
 from kv_offload.engines.vllm.start.build import Engine, build_worker, prepare_scheduler
+from kv_offload.engines.vllm.start.log import FirstHits
 from kv_offload.engines.vllm.start.members import is_asked_of_member
 from kv_offload.engines.vllm.versions import host_hit_source
 
@@ -54,6 +55,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
             self._multi_connectors = engine.multi_connectors
             self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
             self._events = EventMaker(kv_cache_config)
+            self._traced, self._first_hits = engine.traced, FirstHits()
             log_new()
         else:
             worker = find_runner()
@@ -69,6 +71,8 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
             return ConnectorStats.of(self.offload_worker.take_stats(errors))
         scheduler.step_ended()  # first: whatever fails below, the step has ended
         counted = scheduler.take_stats(errors)
+        if counted is not None and counted.data.get("hit_tokens"):
+            self._first_hits.loaded()
         # No step may follow that would report what was polled just now.
         rank = self._local_rank()
         moved = None if rank is None else rank.take_stats()

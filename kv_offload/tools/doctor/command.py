@@ -10,17 +10,15 @@ from kv_offload import __version__
 from kv_offload.config import RemoteConfig
 from kv_offload.tools.arguments import add_count, add_file
 from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, remote, report
-from kv_offload.tools.output import shows_colour
+from kv_offload.tools.output import Report, shows_colour
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload doctor [FILE]`."""
-    parser = subcommands.add_parser(
-        "doctor",
-        help="check this machine, its versions and a configuration",
-        description="Check this machine, the installed versions and a configuration. Every line "
-        "says what was found, what is needed and what to do. The exit status is 1 if there is a "
-        "problem, 2 if an argument is wrong, else 0.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload doctor [FILE]`."""
+    parser.description = (
+        "Check this machine, the installed versions and a configuration. Every line says what was "
+        "found, what is needed and what to do. The exit status is 1 if there is a problem, 2 if an "
+        "argument is wrong, else 0."
     )
     add_file(parser)
     add_count(parser, "--replicas", of="data-parallel replicas of the engine on this machine")
@@ -42,11 +40,10 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB (default: the "
         "configuration's remote)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Report:
     configuration, traced = memory.read_configuration(arguments.file, arguments.replicas)
     kind = "auto" if traced is None else traced.config.transfer_engine
     packs = traced is not None and traced.config.pack_kv
@@ -82,8 +79,6 @@ def _run(arguments: argparse.Namespace) -> int:
         found = remote.check_remote(store, os.environ, measures=not arguments.no_measure)
         sections = {**sections, "Remote": [*found]}
     title = f"kv-offload {__version__} doctor"
-    if arguments.json:
-        print(report.as_json(title, sections))
-    else:
-        print(report.as_text(title, sections, colour=shows_colour()))
-    return int(report.counts(sections)["problem"] > 0)
+    page = report.as_text(title, sections, colour=shows_colour())
+    status = int(report.counts(sections)["problem"] > 0)
+    return Report(report.as_data(title, sections), page, status)

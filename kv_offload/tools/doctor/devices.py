@@ -55,19 +55,20 @@ def check_links(machine: Machine) -> Iterator[Check]:
 
 
 def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
-    """Yield whether there is a GPU for a `transfer_engine` that copies with one; else nothing."""
-    if kind != "cuda":
+    """Yield whether a `transfer_engine` fits the device of the KV cache; nothing for `auto`."""
+    if kind == "auto":
         return
     name, asked = "transfer engine", f"the configuration asks for {kind}"
-    needed = "a GPU, and a torch for CUDA"
-    remedy = "Set transfer_engine: auto, or run where the GPU is."
+    needs = {"cuda": "a GPU, and a torch for CUDA", "host": "vLLM's CPU engine"}
+    remedy = "Set transfer_engine: auto."
     if torch is not None and torch.cuda is None:
-        yield Check(name, "problem", f"{asked}; torch is built without CUDA", needed, remedy)
+        found = f"{asked}; torch is built without CUDA"
+        yield judged(name, found, needs[kind], remedy, fits=kind == "host")
     elif machine.may_have_others:
         yield not_checked(name, f"{asked}; {machine.problem}")
     else:
         found = f"{asked}; GPUs seen: {len(machine.gpus)}"
-        yield judged(name, found, needed, remedy, fits=bool(machine.gpus))
+        yield judged(name, found, needs[kind], remedy, fits=bool(machine.gpus) == (kind == "cuda"))
 
 
 def check_packing(capabilities: Iterable[tuple[int, int]]) -> Iterator[Check]:

@@ -10,9 +10,10 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.probe import DiskRates, find_filesystem, measure
 
 from kv_offload.config import TracedConfig
+from kv_offload.config.checks import check_disk as check_room
 from kv_offload.config.checks import find_place, read_room
 from kv_offload.config.sizes import format_size
-from kv_offload.errors import ConfigError
+from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
@@ -42,7 +43,7 @@ def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> It
     try:
         place = find_place(path)
     except ConfigError as error:
-        yield Check(name, "problem", error.args[0], "a folder that this user may write")
+        yield Check(name, "problem", error.message, "a folder that this user may write")
         return
     filesystem = find_filesystem(place)
     remedy = UNFIT.get(filesystem, "")
@@ -85,7 +86,11 @@ def _check_space(path: Path, traced: TracedConfig | None) -> Check:
     needed_bytes = traced.config.disk.bytes * traced.replicas
     needed = f"{format_size(needed_bytes)} for disk.bytes"
     remedy = "Free space, or lower disk.bytes."
-    return judged(name, found, needed, remedy, fits=room.fits(needed_bytes))
+    try:
+        check_room(traced)
+    except CapacityError:
+        return Check(name, "problem", found, needed, remedy)
+    return Check(name, "ok", found, needed)
 
 
 def _check_access(rates: DiskRates, filesystem: str) -> Check:

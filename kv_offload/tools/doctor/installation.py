@@ -32,7 +32,7 @@ PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 IN_VLLMS_PYTHON = (
     "Install kv-offload into the Python that runs vLLM, and run doctor with that Python: activate "
-    "its environment, or python -m kv_offload.tools doctor."
+    "its environment, or python -m kv_offload doctor."
 )
 
 

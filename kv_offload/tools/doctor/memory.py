@@ -25,7 +25,7 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     except KVOffloadError as error:
         fits = isinstance(error, CapacityError)
         needed = "a size that fits" if fits else "a file that kv-offload config accepts"
-        return Check(name, "problem", error.args[0], needed), None
+        return Check(name, "problem", error.message, needed), None
     found = f"{traced.file or 'the defaults'}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
     each = " for each replica" if replicas > 1 else ""
     unread = " ".join(traced.warnings)
@@ -40,7 +40,7 @@ def check_recording(traced: TracedConfig | None) -> Iterator[Check]:
     try:
         checks.check_recording(path)
     except ConfigError as error:
-        yield Check("recording", "problem", error.args[0], "a file that this user may make")
+        yield Check("recording", "problem", error.message, "a file that this user may make")
     else:
         yield Check("recording", "ok", f"{path} can be made")
 
@@ -65,7 +65,7 @@ def check_free(traced: TracedConfig) -> Check:
     try:
         free = read_available_memory()
     except CapacityError as error:  # an engine would not start without the figure either
-        return Check(name, "problem", error.args[0])
+        return Check(name, "problem", error.message)
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     needed_bytes = traced.config.host_bytes * traced.replicas + headroom_bytes(traced.host)
     sizes = "cpu_bytes, remote.bytes" if traced.config.given_bytes else "cpu_bytes"

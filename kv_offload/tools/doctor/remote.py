@@ -10,9 +10,10 @@ from kv_swap.tiers.remote.probe import RemoteRates, measure
 
 from kv_offload.config import RemoteConfig
 from kv_offload.config.sizes import format_size
+from kv_offload.errors import KVOffloadError
 from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
-from kv_offload.worker.remote import make_client
+from kv_offload.worker.remote import check_usable, make_client
 
 NUM_BLOCKS = 32
 
@@ -27,6 +28,11 @@ def check_remote(
 ) -> Iterator[Check]:
     """Yield whether the store answers, keys are the same elsewhere, and what blocks come to."""
     yield _check_keys(environ)
+    try:
+        check_usable(remote)
+    except KVOffloadError as error:
+        yield Check("remote", "problem", error.message, "a store that this process can use")
+        return
     asker = make_client(remote, 0)
     place = f"the master at {remote.address}" if remote.address else remote.path or remote.url
     try:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from kv_offload.tools.output import COLUMNS
 
 State = Literal["ok", "warning", "problem", "not checked"]
 
-COLUMNS = 100
 _COLOURS: dict[State, int] = {"ok": 32, "warning": 33, "problem": 31, "not checked": 36}
 """Colours of the terminal: green, yellow, red, cyan."""
 
@@ -64,14 +64,14 @@ def as_text(title: str, sections: Sections, *, colour: bool = False) -> str:
     return "\n".join([*lines, "", ", ".join(counted)])
 
 
-def as_json(title: str, sections: Sections) -> str:
+def as_data(title: str, sections: Sections) -> dict[str, Any]:
     """Return the report for a program: a list of lines, each with its section."""
     checks = [
         {"section": heading, **dataclasses.asdict(check)}
         for heading, checks in sections.items()
         for check in checks
     ]
-    return json.dumps({"title": title, "counts": counts(sections), "checks": checks}, indent=2)
+    return {"title": title, "counts": counts(sections), "checks": checks}
 
 
 def _lines(check: Check, *, colour: bool) -> str:

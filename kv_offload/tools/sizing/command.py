@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 from kv_swap.packing.format import TILE_BYTES
 
@@ -16,26 +16,27 @@ from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import format_size, parse_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.arguments import add_count
+from kv_offload.tools.output import COLUMNS, Report, as_fields
 from kv_offload.tools.sizing.model import Model, read_model
 from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, has_scales, slot_size
 
 GIB = 1 << 30
-COLUMNS = 100
 NAMES = {"full": "full attention", "window": "windows", "chunk": "chunks", "state": "states"}
 KINDS = {**NAMES, "window": "windows of {} tokens"}
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload size MODEL_FOLDER`."""
-    parser = subcommands.add_parser(
-        "size",
-        help="say how much host memory the tokens of a model take",
-        description="Say how many bytes a token and a block of a model take in host memory, and "
-        "how many of them fit. Reads the model's config.json only, and downloads nothing. The exit "
-        "status is 2 if the file or an argument is wrong, else 0.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload size MODEL`."""
+    parser.description = (
+        "Show how many bytes a token and a block of a model take in host memory, and how many of "
+        "them fit. Reads the model's config.json only, and downloads nothing. The exit status is 2 "
+        "if the file or an argument is wrong, else 0."
     )
     parser.add_argument(
-        "model", metavar="MODEL_FOLDER", help="the folder of a config.json, or the file"
+        "model",
+        metavar="MODEL",
+        help="a name in the local Hugging Face cache (Qwen/Qwen3-8B), the folder of a config.json, "
+        "or the file",
     )
     parser.add_argument("--cpu-bytes", metavar="SIZE", help="as in the configuration: 48GiB, 25%%")
     add_shape(parser)
@@ -58,7 +59,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 def read_size(model: str, arguments: argparse.Namespace, block_tokens: int) -> SlotSize:
     """Return what a slot takes of a model, with the arguments of `add_shape`."""
     return slot_size(
-        read_model(Path(os.path.expanduser(model))),
+        read_model(model),
         tensor_parallel_size=arguments.tensor_parallel_size,
         cache_dtype=arguments.kv_cache_dtype,
         block_tokens=block_tokens,
@@ -73,7 +74,7 @@ def parse_cpu_bytes(text: str, whole_bytes: int | None, give: str) -> int:
         raise ConfigError(f"--cpu-bytes is {show(text)}: {error} Give {give}") from error
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Report:
     cpu_bytes = None
     if arguments.cpu_bytes is not None:
         give = "bytes, a size (48GiB), or a share of this machine's memory (25%)"
@@ -94,12 +95,24 @@ def _run(arguments: argparse.Namespace) -> int:
         rows.append(("with pack_kv", _packed(size, cpu_bytes or GIB)))
     if size.prompt_bytes:
         rows.insert(2, ("bytes per prompt", _prompt(size)))
-    indent = max(len(name) for name, _ in rows) + 2
-    for name, value in rows:
-        print(textwrap.fill(f"{name:<{indent}}{value}", COLUMNS, subsequent_indent=" " * indent))
-    if notes := [*_notes(size)]:
-        print("\n" + textwrap.fill(" ".join(notes), COLUMNS))
-    return 0
+    page, notes = as_fields(rows), [*_notes(size)]
+    if notes:
+        page += "\n\n" + textwrap.fill(" ".join(notes), COLUMNS)
+    return Report(_as_data(size, cpu_bytes, notes), page)
+
+
+def _as_data(size: SlotSize, cpu_bytes: int | None, notes: list[str]) -> dict[str, Any]:
+    """Return what the page has, in bytes, blocks and tokens."""
+    names = ("block_tokens", "token_bytes", "block_bytes", "slot_bytes", "prompt_bytes")
+    data: dict[str, Any] = {name: getattr(size, name) for name in names}
+    data["model"] = dataclasses.asdict(size.model)
+    data["packed_slot_bytes"] = size.packed_slot_bytes if size.may_pack else None
+    for given in {GIB, cpu_bytes or GIB}:
+        blocks = size.blocks_in(given)
+        data.setdefault("fits", []).append(
+            {"cpu_bytes": given, "blocks": blocks, "tokens": blocks * size.block_tokens}
+        )
+    return {**data, "notes": notes}
 
 
 def _packed(size: SlotSize, cpu_bytes: int) -> str:
@@ -146,7 +159,7 @@ def _formula(size: SlotSize) -> str:
         text = f"2 x {layers} x {heads} KV heads x {model.head_size}"
     text += f" x {number_bytes} {'byte' if number_bytes == 1 else 'bytes'}"
     if model.index_bytes:
-        text += f" + {layers} x {model.index_bytes} bytes of the index"
+        text += f" + {model.indexes} layers x {model.index_bytes} bytes of the index"
     return f"{text} + scales" if has_scales(size.cache_dtype) else text
 
 

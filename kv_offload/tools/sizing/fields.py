@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ QUANTIZATIONS = ("quantization_config", "compression_config")
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Where a checkpoint says how it is quantized: keys at the top or of the text part, and the file of
 ModelOpt before 0.31."""
+
+_MODEL_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 MAX_FILE_BYTES = 64 << 20
 """A config.json has some kilobytes; what is larger are weights, named by mistake."""
@@ -68,10 +72,16 @@ class Fields:
         )
 
 
-def read_fields(path: Path) -> Fields:
-    """Read a config.json, or the one in a folder. Raises `ConfigError`."""
+def read_fields(model: str | Path) -> Fields:
+    """Read a config.json, the one in a folder, or that of a model in the Hugging Face cache.
+
+    Raises `ConfigError`.
+    """
+    path = Path(os.path.expanduser(model))
     # Not by methods of a Path, which raise where a folder may not be read.
     file = path / "config.json" if os.path.isdir(path) else path
+    if _MODEL_NAME.fullmatch(str(model)) and not os.path.exists(path):
+        file = _find_in_cache(str(model))
     outer = given = _load(file)
     beside = file.with_name(QUANTIZATION_FILE)
     quantized: list[Any] = [_load(beside)] if os.path.exists(beside) else []
@@ -91,6 +101,22 @@ def read_fields(path: Path) -> Fields:
     )
 
 
+def _find_in_cache(name: str) -> Path:
+    """Return the config.json of a model that was downloaded; asks no server."""
+    where = "nor is huggingface_hub here, which knows of downloaded models"
+    with contextlib.suppress(ImportError):
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            return Path(found)
+        where = f"nor such a model in {constants.HF_HUB_CACHE}"
+    raise ConfigError(
+        f"{name}: there is no such folder here, {where}. Give the path of a config.json, or fetch "
+        f"this file alone: hf download {name} config.json"
+    )
+
+
 def _load(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `ConfigError`."""
     try:
@@ -100,9 +126,9 @@ def _load(file: Path) -> dict[str, Any]:
             raise ValueError(f"it holds a {kind}, but a config.json is an object")  # noqa: TRY004, TRY301
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(
-            f"{file}: cannot be read as JSON: {error}. Give the path of a model's config.json, as "
-            "Hugging Face has it, or of the folder that holds it; nothing is downloaded by a "
-            "model's name"
+            f"{file}: cannot be read as JSON: {error}. Give a model's config.json, as "
+            "Hugging Face has it, the folder that holds it, or the name of a downloaded model, "
+            "such as Qwen/Qwen3-8B"
         ) from error
     return given
 

@@ -8,13 +8,13 @@ from kv_offload.config.file import show
 from kv_offload.errors import ConfigError
 from kv_offload.tools.sizing.fields import Fields
 
-INDEXED = frozenset({"deepseek_v32"})
-"""Values of `model_type` for which vLLM keeps a latent KV head and an index of it in each layer."""
+INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Values of `model_type` for which vLLM keeps a latent KV head, and an index in most layers."""
 
 ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
 
-MAMBA_2 = frozenset({"granitemoehybrid"})
+MAMBA_2 = frozenset({"granitemoehybrid", "nemotron_h"})
 STATE_MODELS = MAMBA_2 | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Values of `model_type` whose states are known here; what is not Mamba 2 has gated delta nets."""
 
@@ -30,13 +30,20 @@ KINDS_OF_SOME = {
     **{kind: {"mamba": "state", "linear_attention": "state"} for kind in STATE_MODELS},
     **{kind: {"indexed_attention": "full"} for kind in INDEXED},
 }
+KINDS_OF_SOME["nemotron_h"] |= {"M": "state", "*": "full"}
+KINDS_OF_SOME["nemotron_h"] |= dict.fromkeys(("-", "E", "mlp", "moe"), "none")
 """The meaning of other entries, by the `model_type` whose layers are known."""
 
 
 def count_layers(fields: Fields) -> dict[str, int]:
     """Return the number of layers of each kind."""
-    count, model_type = fields.number("num_hidden_layers"), fields.model_type
-    types = fields.values.get("layer_types")
+    types, model_type = fields.values.get("layer_types"), fields.model_type
+    if model_type == "nemotron_h":
+        pattern = fields.values.get("hybrid_override_pattern") or ""
+        types = types or fields.values.get("layers_block_type") or [*pattern] or None
+        count = len(types or "") or fields.number("num_hidden_layers")
+    else:
+        count = fields.number("num_hidden_layers")
     if types is None:
         window = fields.values.get("sliding_window")
         has_windows = window and fields.values.get("use_sliding_window", True)
@@ -64,7 +71,24 @@ def count_layers(fields: Fields) -> dict[str, int]:
         )
     if "state" in kinds and "full" not in kinds:
         raise fields.unsupported("has states and no layer with full attention")
-    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind != "none"}
+
+
+def count_indexes(fields: Fields, num_layers: int) -> int:
+    """Return how many layers keep an index; the others use that of a layer before.
+
+    As `DeepseekV32Attention` in vLLM 0.32 does it.
+    """
+    pattern = fields.values.get("index_topk_pattern")
+    if isinstance(pattern, str):
+        return num_layers - pattern[:num_layers].count("S")
+    every = fields.number("index_topk_freq") if fields.values.get("index_topk_freq") else 1
+    offset = fields.values.get("index_skip_topk_offset")
+    offset = offset if isinstance(offset, int) else 2
+    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers))
+
+
+_STATE_TYPE = "mamba_ssm_cache_dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +131,18 @@ class State:
 def read_state(fields: Fields) -> State:
     """Return the state of a model of `STATE_MODELS`."""
     number = fields.number
+    is_float32 = fields.values.get("mamba_ssm_dtype") == "float32"
+    if fields.model_type == "nemotron_h":
+        heads, size = number("mamba_num_heads"), number("ssm_state_size")
+        return State(
+            inner_channels=heads * number("mamba_head_dim"),
+            groups=number("n_groups"),
+            group_channels=2 * size,
+            columns=number("conv_kernel") - 1,
+            heads=heads,
+            head_numbers=number("mamba_head_dim") * size,
+            recurrent_bytes=4 if fields.values.get(_STATE_TYPE, "float32") == "float32" else None,
+        )
     if fields.model_type in MAMBA_2:
         return State(
             inner_channels=number("mamba_expand") * number("hidden_size"),
@@ -119,7 +155,6 @@ def read_state(fields: Fields) -> State:
     key_size, value_size = number("linear_key_head_dim"), number("linear_value_head_dim")
     heads = number("linear_num_value_heads")
     # Qwen3.5 says in which type it keeps the recurrent state; others keep the model's type.
-    is_float32 = fields.values.get("mamba_ssm_dtype") == "float32"
     return State(
         inner_channels=heads * value_size,
         groups=number("linear_num_key_heads"),

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.tools.sizing.fields import Fields, read_fields
-from kv_offload.tools.sizing.layers import INDEXED, STATE_MODELS, State, count_layers, read_state
+from kv_offload.tools.sizing.layers import (
+    INDEXED,
+    STATE_MODELS,
+    State,
+    count_indexes,
+    count_layers,
+    read_state,
+)
 
 LATENT = INDEXED | {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"}
 """Values of `model_type` for which vLLM keeps one latent KV head."""
@@ -58,19 +65,21 @@ class Model:
     cache_is_quantized: bool
     assumed: tuple[str, ...] = ()
     """Values that the file lacks, and that were assumed as the model's defaults are unknown."""
+    indexes: int = 0
+    """Layers that keep an index, for sparse attention."""
     index_bytes: int = 0
-    """Bytes of a token in the index of a layer with sparse attention."""
+    """Bytes of a token in one of them."""
     state: State | None = None
     """The state of a layer that has one."""
 
 
-def read_model(path: Path) -> Model:
-    """Read a config.json, or the one in a folder.
+def read_model(model: str | Path) -> Model:
+    """Read a config.json, as `read_fields` finds it.
 
     Where transformers is installed it adds the defaults of the model. Raises `ConfigError`, and
     `UnsupportedError` for parts of a cache whose size the file does not tell.
     """
-    fields = read_fields(path)
+    fields = read_fields(model)
     _refuse_other_caches(fields)
     latent = fields.values.get("kv_lora_rank") is not None
     if latent and fields.model_type not in LATENT:
@@ -90,6 +99,7 @@ def read_model(path: Path) -> Model:
         latent=latent,
         cache_is_quantized=fields.cache_is_quantized,
         assumed=() if latent or fields.has_defaults else tuple(_assumed(fields)),
+        indexes=count_indexes(fields, layers["full"]) if index_size else 0,
         index_bytes=index_size + index_size // INDEX_SCALE_NUMBERS * 4,
         state=read_state(fields) if "state" in layers else None,
     )

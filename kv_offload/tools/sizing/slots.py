@@ -45,20 +45,20 @@ class SlotSize:
     group_layers: int
     """Layers of the largest group. A slot has room for as many, whatever group it serves."""
     layer_bytes: int
-    """Bytes that one layer of attention on one rank keeps for one token."""
+    """Bytes that one layer of attention on one rank keeps for one token, less its index."""
     state_bytes: int
     """Bytes of the state of one layer on one rank; 0 where no layer has one."""
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot, as the log of the start tells them for blocks of as many tokens."""
-        return self.group_layers * self.layer_bytes * self.block_tokens
+        index_bytes = self.model.indexes * self.model.index_bytes
+        return (self.group_layers * self.layer_bytes + index_bytes) * self.block_tokens
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one layer's keys in a block, or of its latents; the values take as many."""
-        layer_bytes = self.layer_bytes - self.model.index_bytes
-        return layer_bytes * self.block_tokens // (1 if self.model.latent else 2)
+        return self.layer_bytes * self.block_tokens // (1 if self.model.latent else 2)
 
     @property
     def may_pack(self) -> bool:
@@ -126,7 +126,7 @@ def slot_size(
     vector_bytes = model.head_size * CACHE_DTYPES[cache_dtype]
     if has_scales(cache_dtype):
         vector_bytes += SCALE_BYTES
-    layer_bytes = vectors * vector_bytes + model.index_bytes
+    layer_bytes = vectors * vector_bytes
     state_bytes = 0
     if model.state is not None:
         # The cache's type is that of attention alone. A model of 32 bits keeps states of 32 bits.

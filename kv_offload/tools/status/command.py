@@ -1,9 +1,8 @@
-"""`kv-offload status`: what the metrics of a running server say, live in a terminal."""
+"""`kv-offload status`: the metrics of a running server, live or judged for probes."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import time
 from types import FrameType
@@ -12,7 +11,8 @@ from rich.console import Console
 from rich.live import Live
 
 from kv_offload.errors import ServerError
-from kv_offload.tools.output import draw, is_terminal, make_console
+from kv_offload.tools.output import Report, is_terminal, make_console
+from kv_offload.tools.status import check
 from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import Reading, metrics_url, read
 from kv_offload.tools.status.view import page
@@ -21,15 +21,14 @@ INTERVAL_SECONDS = 2.0
 LONGEST_INTERVAL_SECONDS = 86400.0
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload status URL`."""
-    parser = subcommands.add_parser(
-        "status",
-        help="show what a running server's metrics say",
-        description="Read the metrics of a running vLLM server and show them, again and again "
-        "until Ctrl-C: hit rates, copies, the pool, what was not stored and why, what waits, "
-        "errors. Without a terminal one page is printed. The exit status is 2 if there is no "
-        "server or it has no metrics of kv-offload, else 0.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload status URL`."""
+    parser.description = (
+        "Read the metrics of a running vLLM server and show them until Ctrl-C: hit rates, copies, "
+        "the pool, slots that were not stored and why, what waits, errors. Without a terminal one "
+        "page is printed. With --check the figures are judged once. The exit status is 1 if a "
+        "limit of --check is passed, 2 if there is no server or it has no metrics of kv-offload, "
+        "else 0."
     )
     parser.add_argument(
         "url", metavar="URL", help="the server: localhost:8000, or http://localhost:8000/metrics"
@@ -42,7 +41,7 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="time between two readings (default: %(default)s)",
     )
     parser.add_argument("--once", action="store_true", help="print one page and end")
-    parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    check.add_limits(parser)
     parser.set_defaults(run=_run)
 
 
@@ -58,21 +57,19 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Report:
     url = metrics_url(arguments.url)
     reading = read(url)
-    if arguments.json:
-        by_engine = {
-            engine: Figures(reading, None, [engine]).as_json() for engine in reading.engines
-        }
-        print(json.dumps({**Figures(reading).as_json(), "by_engine": by_engine}, indent=2))
-        return 0
-    console = make_console()
-    if arguments.once or not is_terminal():
-        draw(console, page(url, reading))
-    else:
-        _watch(console, url, reading, arguments.interval)
-    return 0
+    figures = Figures(reading)
+    by_engine = {engine: Figures(reading, None, [engine]).as_json() for engine in reading.engines}
+    data = {**figures.as_json(), "by_engine": by_engine}
+    if check.is_asked_for(arguments):
+        found = [*check.problems(figures, arguments)]
+        return Report({**data, "problems": found}, "\n".join(found or ["ok"]), int(bool(found)))
+    if arguments.once or arguments.json or not is_terminal():
+        return Report(data, page(url, reading))
+    _watch(make_console(), url, reading, arguments.interval)
+    return Report(data, None)
 
 
 def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
@@ -81,7 +78,7 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
     stopped_by: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
-        stopped_by.append(number)  # Python drops an exception that meets a destructor, and goes on
+        stopped_by.append(number)  # Python drops an exception that meets a destructor
         raise KeyboardInterrupt
 
     outer = {

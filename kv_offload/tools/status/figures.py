@@ -15,10 +15,10 @@ ERRORS = (
 """Counters that stay 0 in a healthy engine."""
 
 WAITS = {
-    "running_loads": "loads under way",
-    "running_stores": "stores under way",
-    "waiting_slots": "slots of ended requests that wait to be stored",
-    "pinned_blocks": "GPU blocks that a store keeps from reuse",
+    "running_loads": "loads",
+    "running_stores": "stores",
+    "waiting_slots": "slots to store",
+    "pinned_blocks": "pinned GPU blocks",
 }
 """Gauges of what waits now, and what each of them counts."""
 
@@ -57,6 +57,8 @@ class Figures:
         values |= {"prompt_tokens": prompts, "gpu_tokens": cached, "host_tokens": loaded}
         # A request that was preempted is looked up again, which vLLM's counters leave out.
         values["computed_tokens"] = max(0.0, prompts - cached - loaded)
+        values["load_failures"] = sum(values[name] for name in ERRORS[:3])
+        values["errors"] = sum(values[name] for name in ERRORS)
         values["tiers_left_alone"] = sum(
             any(
                 samples.get(PREFIX + there) and not samples.get(PREFIX + usable)
@@ -109,6 +111,12 @@ class Figures:
         return {name: self.values[name] for name in names}
 
     @property
+    def hit_ratio(self) -> float:
+        """Loaded tokens as a share of those that were looked up; 0 before the first lookup."""
+        looked_up = self.values["lookup_tokens"]
+        return self.values["host_tokens"] / looked_up if looked_up else 0.0
+
+    @property
     def skipped(self) -> dict[str, float]:
         """Slots not stored, by reason."""
         return {reason: self.values[f"skipped_{reason}"] for reason in SKIP_REASONS}
@@ -132,6 +140,7 @@ class Figures:
             "model": self.model,
             **self.some("prompt_tokens", "gpu_tokens", "host_tokens", "computed_tokens"),
             **self.some("lookup_tokens", "recomputed_tokens"),
+            "hit_ratio": self.hit_ratio,
             "hit_tokens_at": self.at_other_sizes,
             **{copies: self._copied(copies) for copies in ("stored", "loaded")},
             "load_times": {
@@ -153,6 +162,6 @@ class Figures:
             },
             "skipped": self.skipped,
             "waiting": self.some(*WAITS),
-            **self.some("oldest_copy_seconds"),
+            **self.some("oldest_copy_seconds", "stores_paused"),
             "errors": self.some(*ERRORS),
         }

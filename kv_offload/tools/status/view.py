@@ -1,8 +1,8 @@
-"""Draws figures as a page for a terminal."""
+"""Draws figures as a page of 24 lines and 80 columns: that of a healthy engine with a disk fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -10,19 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_offload.config.sizes import format_size
-from kv_offload.metrics import METRICS
 from kv_offload.tools.output import make_table
 from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
 from kv_offload.tools.status.read import Reading
-
-_HELP = {metric.name: metric.documentation for metric in METRICS}
-SIZES = {
-    "half": "half as large",
-    "same": "as it is: there, loaded or not",
-    "twice": "twice as large",
-    "four_times": "four times as large",
-}
-_SKIPPED = "Slots not stored because "
 
 
 def page(url: str, now: Reading, before: Reading | None = None, note: str = "") -> RenderableType:
@@ -30,137 +20,112 @@ def page(url: str, now: Reading, before: Reading | None = None, note: str = "") 
 
     What is wrong comes first: a low terminal shows the top.
     """
-    count = len(now.engines)
+    count, figures = len(now.engines), Figures(now, before)
     engines = f"engine {now.engines[0]}" if count == 1 else f"{count} engines together"
     title = Text.assemble(("kv-offload", "bold"), f" at {url}: {now.model}, {engines}")
-    notes = [Text(note, style="bold red")] if note else []
-    parts: list[RenderableType] = [title, *notes, _table(Figures(now, before))]
+    wrong = [Text(line, style="bold red") for line in ([note] if note else []) + [*_wrong(figures)]]
+    shown = wrong or [Text("Errors: none since the start", style="green")]
+    parts: list[RenderableType] = [title, *shown, _table(figures), *map(Text, _lines(figures))]
     if count > 1:
         parts.append(_engines([Figures(now, before, [engine]) for engine in now.engines]))
     return Group(*parts)
 
 
+def _wrong(figures: Figures) -> Iterator[str]:
+    """Yield what an operator should look at."""
+    values = figures.values
+    if errors := _listed(figures.some(*ERRORS)):
+        yield f"Errors: {errors}"
+    if alone := values["tiers_left_alone"]:
+        by = "" if len(figures.engines) == 1 else f" by {_number(alone)} of the engines"
+        yield f"The lower tier is not read{by}, after an error or while a copy hangs"
+    if bad := values["tier_mismatches"]:
+        yield f"Slots of the lower tier that were not what was written: {_number(bad)}"
+    if aside := values["tier_slots_set_aside"]:
+        yield f"Slots of the disk that could not be written or read: {_number(aside)}"
+    if paused := values["stores_paused"]:
+        yield f"Nothing is stored: engines that paused stores: {_number(paused)}"
+
+
+def _lines(figures: Figures) -> Iterator[str]:
+    """Yield lines about what is not done: for good, or not yet."""
+    yield f"Not stored, in slots: {_listed(figures.skipped) or 'nothing'}"
+    waiting = [f"{_number(n)} {WAITS[name]}" for name, n in figures.some(*WAITS).items() if n]
+    if age := figures.values["oldest_copy_seconds"]:
+        waiting.append(f"oldest copy {_time(age)}")
+    yield f"Waiting now: {', '.join(waiting) or 'nothing'}"
+
+
+def _listed(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items() if value)
+
+
 def _table(figures: Figures) -> Table:
-    table = make_table()
-    table.add_column("")
-    table.add_column("since the start", justify="right")
-    table.add_column("share", justify="right")
-    seconds, values = figures.seconds, figures.values
-    table.add_column("" if seconds is None else f"last {seconds:.1f} s", justify="right")
+    table, seconds, values = make_table(), figures.seconds, figures.values
+    table.add_column("", no_wrap=True)
+    for heading in ("since start", "share", "" if seconds is None else f"last {seconds:.1f} s"):
+        table.add_column(heading, justify="right", no_wrap=True)
 
-    def heading(text: str) -> None:
-        table.add_row(Text(text, style="bold cyan"))
-
-    def row(what: str, name: str, whole: str = "", style: str = "") -> None:
+    def row(text: str, name: str, whole: str = "", style: str = "") -> None:
         share = _share(values[name], values[whole]) if whole else ""
         growth = figures.per_second(name)
         rate = "" if growth is None else f"{_number(growth)}/s"
-        table.add_row(f"  {what}", _number(values[name]), share, rate, style=style)
+        table.add_row(text, _number(values[name]), share, rate, style=style)
 
-    heading("Errors")
-    for name, value in figures.some(*ERRORS).items():
-        if value:
-            table.add_row(f"  {name}: {_HELP[name]}", _number(value), style="bold red")
-    if not any(figures.some(*ERRORS).values()):
-        table.add_row("  none since the start", style="green")
-    heading("Tokens of prompts")
-    row("from the GPU's own cache", "gpu_tokens", "prompt_tokens")
-    row("from host memory: not computed", "host_tokens", "prompt_tokens", "green")
-    row("computed", "computed_tokens", "prompt_tokens")
-    heading("Asked of host memory, in tokens")
-    row("looked up", "lookup_tokens")
-    row("loaded: the hit rate", "host_tokens", "lookup_tokens", "green")
-    row("there, but sooner computed", "recomputed_tokens", "lookup_tokens")
+    row("Prompt tokens", "prompt_tokens")
+    row("  from the GPU's own cache", "gpu_tokens", "prompt_tokens")
+    row("  from host memory: not computed", "host_tokens", "prompt_tokens", "green")
+    row("  computed", "computed_tokens", "prompt_tokens")
+    row("Tokens looked up in host memory", "lookup_tokens")
+    row("  loaded: the hit rate", "host_tokens", "lookup_tokens", "green")
+    row("  found, but faster to compute", "recomputed_tokens", "lookup_tokens")
     if any(figures.at_other_sizes.values()):
-        heading("Hit rate with another host memory (estimate)")
-        for size, what in SIZES.items():
-            row(what, f"hit_tokens_at_{size}", "lookup_tokens", "green" if size == "same" else "")
-    heading("Copies")
-    table.add_row(*_traffic("to host memory", figures, "stored"))
-    table.add_row(*_traffic("from host memory", figures, "loaded"))
+        sizes = (figures.at_other_sizes[name] for name in ("half", "twice", "four_times"))
+        shares = (_share(tokens, values["lookup_tokens"]) for tokens in sizes)
+        table.add_row("  at half, 2 x, 4 x the size", *shares)
+    table.add_row(*_traffic("Copies to host memory", figures, "stored"))
+    table.add_row(*_traffic("Copies from host memory", figures, "loaded"))
     median, slowest = figures.load_seconds(0.5), figures.load_seconds(0.99)
     if median is not None and slowest is not None:
-        table.add_row(f"  a load takes {_time(median)}, 99 %: {_time(slowest)}")
-    heading("Host memory")
-    _add_pool(table, figures)
-    row("slots stored", "stored_slots")
-    row("slots given to another block", "evictions")
+        table.add_row("  time of a load: median, 99 %", _time(median), "", _time(slowest))
+    _add_use(table, figures, "Host memory", values["slots_in_use"], values["pool_slots"])
+    if values["slots"] < values["pool_slots"]:
+        ready = _share(values["slots"], values["pool_slots"])
+        table.add_row("  ready; more is page-locked", "", ready, style="yellow")
+    row("  slots stored", "stored_slots")
+    row("  slots given to another block", "evictions")
     if values["tier_slots"] or values["has_remote"]:
+        if values["tier_slots"]:
+            _add_use(table, figures, "Disk", values["tier_slots_in_use"], values["tier_slots"])
         names = (("tier_slots", "Disk"), ("has_remote", "Remote store"))
-        heading(" and ".join(name for gauge, name in names if values[gauge]).capitalize())
-        _add_tier(table, figures)
-    heading("Not stored, in slots")
-    if paused := values["stores_paused"]:
-        table.add_row("  nothing is stored: engines that paused stores", _number(paused))
-    for name in (f"skipped_{reason}" for reason, count in figures.skipped.items() if count):
-        row(_HELP[name].removeprefix(_SKIPPED).rstrip("."), name)
-    if not paused and not any(figures.skipped.values()):
-        table.add_row("  nothing")
-    heading("Waiting now")
-    waiting = {name: value for name, value in figures.some(*WAITS).items() if value}
-    for name, value in waiting.items():
-        table.add_row(f"  {WAITS[name]}", _number(value))
-    if age := values["oldest_copy_seconds"]:
-        table.add_row("  age of the oldest load or store", _time(age))
-    elif not waiting:
-        table.add_row("  nothing")
+        found = [name for gauge, name in names if values[gauge]]
+        name = found[0] if len(found) == 1 else "Lower tiers"
+        table.add_row(*_traffic(f"{name}: read", figures, "promoted"))
+        table.add_row(*_traffic(f"{name}: written", figures, "demoted"))
     return table
 
 
-def _add_use(table: Table, figures: Figures, in_use: float, all_slots: float) -> None:
+def _add_use(table: Table, figures: Figures, what: str, in_use: float, all_slots: float) -> None:
     slot_bytes = figures.values["slot_bytes"]
     used, slots = (format_size(int(n * slot_bytes)) for n in (in_use, all_slots))
-    rank = "on one rank" if len(figures.engines) == 1 else "on one rank of each engine"
     table.add_row(
-        f"  in use: {used} of {slots} {rank}",
-        f"{_number(in_use)} slots",
+        f"{what}, {slots} a rank",
+        used,
         _share(in_use, all_slots),
         ProgressBar(total=max(1.0, all_slots), completed=in_use, width=12),
     )
 
 
-def _add_tier(table: Table, figures: Figures) -> None:
-    values = figures.values
-    if alone := values["tiers_left_alone"]:
-        one = len(figures.engines) == 1
-        what = "not read" if one else f"not read by {_number(alone)} of the engines"
-        table.add_row(f"  {what}, after an error or while a copy hangs", style="bold red")
-    if values["tier_slots"]:
-        _add_use(table, figures, values["tier_slots_in_use"], values["tier_slots"])
-    table.add_row(*_traffic("read from it", figures, "promoted"))
-    table.add_row(*_traffic("written to it", figures, "demoted"))
-    if bad := values["tier_mismatches"]:
-        table.add_row("  slots that were not what was written", _number(bad), style="yellow")
-    if aside := values["tier_slots_set_aside"]:
-        what = "  slots set aside, which could not be written or read"
-        table.add_row(what, f"{_number(aside)} slots", style="yellow")
-
-
-def _add_pool(table: Table, figures: Figures) -> None:
-    values = figures.values
-    ready, all_slots = values["slots"], values["pool_slots"]
-    _add_use(table, figures, values["slots_in_use"], all_slots)
-    if ready < all_slots:
-        table.add_row(
-            "  ready; the rest is being page-locked (as of the last step)",
-            f"{_number(ready)} slots",
-            _share(ready, all_slots),
-            style="yellow",
-        )
-
-
 def _engines(by_engine: Sequence[Figures]) -> Table:
-    table = make_table(
-        *("engine", "hit rate", "tokens from host memory", "slots in use", "of", "errors")
-    )
+    table = make_table("engine", "hit rate", "tokens loaded", "slots in use", "of", "errors")
     for figures in by_engine:
-        errors, values = sum(figures.some(*ERRORS).values()), figures.values
+        values = figures.values
         table.add_row(
             *map(Text, figures.engines),  # plain strings would be read as markup
             _share(values["host_tokens"], values["lookup_tokens"]),
             *(_number(values[name]) for name in ("host_tokens", "slots_in_use", "pool_slots")),
-            _number(errors),
-            style="bold red" if errors else "",
+            _number(values["errors"]),
+            style="bold red" if values["errors"] else "",
         )
     return table
 
@@ -176,7 +141,7 @@ def _share(part: float, whole: float) -> str:
 def _traffic(what: str, figures: Figures, copies: str) -> tuple[str, str, str, str]:
     speed, growth = figures.copy_rate(copies), figures.per_second(f"{copies}_bytes")
     return (
-        f"  {what}, at {format_size(int(speed))}/s" if speed else f"  {what}",
+        f"{what}, {format_size(int(speed))}/s" if speed else what,
         format_size(int(figures.values[f"{copies}_bytes"])),
         "",
         "" if growth is None else f"{format_size(int(growth))}/s",

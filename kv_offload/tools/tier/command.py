@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kv_swap.tiers.record import Verdict
-from rich.console import Console
-from rich.progress import Progress
 
 from kv_offload.config.sizes import format_size
+from kv_offload.tools.output import UNWRAPPED, Report, as_fields, make_progress, printable
 from kv_offload.tools.tier.read import RankFile, Replica, read_folder
 
 WORDS = {
@@ -26,15 +23,13 @@ WORDS = {
 }
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload tier PATH`."""
-    parser = subcommands.add_parser(
-        "tier",
-        help="show what the folder of a disk holds, and verify it",
-        description="Show what the folder of a disk holds: model, slots, sizes, last use, and "
-        "whether an engine uses it. An engine may go on meanwhile. The exit status is 1 if an "
-        "index or a file cannot be used or was cut, or if --verify found damage on a disk that no "
-        "engine uses; 2 if there is nothing of kv-offload's; else 0.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload tier PATH`."""
+    parser.description = (
+        "Show what the folder of a disk holds: model, slots, sizes, last use, and whether an "
+        "engine uses it. An engine may use it meanwhile. The exit status is 1 if an index or a "
+        "file cannot be used or was cut, or if --verify found damage on a disk that no engine "
+        "uses; 2 if there is nothing of kv-offload's; else 0."
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="the disk.path of an engine")
     parser.add_argument(
@@ -43,19 +38,18 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="read every block that the index knows, and compare it with its checksum; what an "
         "engine writes at that moment looks damaged",
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    shows = arguments.verify and sys.stderr.isatty()
-    with Progress(console=Console(file=sys.stderr), transient=True, disable=not shows) as progress:
+def _run(arguments: argparse.Namespace) -> Report:
+    with make_progress(shown=arguments.verify) as progress:
         replicas = read_folder(arguments.path, progress if arguments.verify else None)
-    if arguments.json:
-        print(json.dumps([dataclasses.asdict(one) for one in replicas], indent=2, default=str))
-    else:
-        print("\n\n".join(map(_as_text, replicas)))
-    return int(any(map(_is_harmed, replicas)))
+    page = "\n\n".join(
+        f"{printable(str(replica.folder))}\n{as_fields(_lines(replica), '  ', UNWRAPPED)}"
+        for replica in replicas
+    )
+    data = [dataclasses.asdict(replica) for replica in replicas]
+    return Report(data, page, int(any(map(_is_harmed, replicas))))
 
 
 def _is_harmed(replica: Replica) -> bool:
@@ -68,14 +62,6 @@ def _is_harmed(replica: Replica) -> bool:
     verified = [file.verified for file in replica.ranks if file.verified is not None]
     harm = (Verdict.DAMAGED.value, Verdict.UNREADABLE.value)
     return not replica.in_use and any(counts[name] for counts in verified for name in harm)
-
-
-def _as_text(replica: Replica) -> str:
-    """Return some lines on one replica."""
-    lines = [str(replica.folder)]
-    lines += [f"  {name:<12}{value}" for name, value in _lines(replica)]
-    # A file's text may have escapes, which a terminal would obey.
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
 
 def _lines(replica: Replica) -> Iterator[tuple[str, str]]:

@@ -85,7 +85,7 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     try:
         index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
-        problem = error.args[0] if path.exists() else ""  # none is what a reset leaves
+        problem = error.message if path.exists() else ""  # none is what a reset leaves
     ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
     if progress is not None:
         # An engine may rewrite all of them in the minutes that this takes.

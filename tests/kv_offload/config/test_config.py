@@ -41,7 +41,31 @@ def refusal(extra_config=None, environ=None, kind=ConfigError, replicas=1):
     message = str(caught.value)
     assert message.startswith("kv-offload: ")
     assert message.count("kv-offload: ") == 1
-    return message.removeprefix("kv-offload: ")
+    return str(caught.value.args[0])
+
+
+def test_all_that_is_wrong_is_said_at_once(write):
+    """Every line of the file and every variable, those of a section that lacks a key too."""
+    file = write(
+        "cpu_byte: 5\ncpu_bytes: 64\neviction_policy: arc\nremote: 5\ndisk: {pth: x}\n"
+        "store_blocks: none\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load({"config_file": file, "pack_kv": "maybe"}, {"KV_OFFLOAD_CPU_BYTES": "1GiB"})
+    begins = [
+        "environment: KV_OFFLOAD_CPU_BYTES: ",
+        *(f"{file}: {key}: " for key in ("cpu_byte", "cpu_bytes", "eviction_policy", "remote")),
+        *(f"{file}: {key}: " for key in ("disk.pth", "store_blocks")),
+        f"{INLINE}: pack_kv: ",
+        *(f"{file}: disk: disk.{key} is missing" for key in ("path", "bytes")),
+    ]
+    assert len(caught.value.args) == len(begins)
+    for problem, begin in zip(caught.value.args, begins, strict=True):
+        assert problem.startswith(begin)
+    text = str(caught.value)
+    assert "\n" not in text, "one line in a log"
+    assert text.startswith(f"kv-offload: (1) {begins[0]}")
+    assert f" (10) {begins[-1]}" in text
 
 
 @pytest.fixture
@@ -612,7 +636,6 @@ def test_the_documented_errors_are_real(write, tmp_path):
     contents = [
         "max_pinned_share: 80%",
         "cpu_bytes: 64",
-        "evict_policy: lru",
         "cpu_bytes: 8GiB\ncpu_bytes: 16GiB",
     ]
     for error, content in zip(errors, contents, strict=True):

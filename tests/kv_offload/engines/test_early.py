@@ -28,6 +28,7 @@ from kv_offload.engines.vllm.start import early
 from kv_offload.engines.vllm.start.command_line import check_keys, check_settings
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
 from kv_offload.scheduler.trace_recorder import TraceRecorder
+from kv_offload.tools.main import main
 from tests.support.configurations import around, make_vllm_config, ours
 
 
@@ -407,3 +408,70 @@ def test_a_bucket_without_its_package(monkeypatch):
     assert "pip install 'kv-offload[s3]'" in message
     with_package(monkeypatch, "obstore", installed=True)
     make_vllm_config(bucket)
+
+
+def test_all_that_stands_in_the_way_is_said_at_once(tmp_path: Path) -> None:
+    plugin = {
+        "cpu_bytes": "8B",
+        "disk": {"path": str(tmp_path / "gone" / "kv"), "bytes": "1GiB"},
+        "record_trace": str(tmp_path),
+        "transfer_engine": "cuda",
+    }
+    config = make_vllm_config({})
+    config.cache_config.enable_prefix_caching = False
+    config.kv_transfer_config.kv_connector_extra_config.update(plugin)
+    with pytest.raises(CapacityError) as caught:
+        early.check_settings(config)
+    text = str(caught.value)
+    for problem in ("(1) ", "asks for 8 bytes", "prefix caching is off", "(3) disk.path: "):
+        assert problem in text
+    assert "(4) record_trace: " in text
+    assert "(5) transfer_engine is 'cuda'" in text
+    assert text.count("disk.path: ") == 1
+
+
+RULES = [
+    ({}, False),
+    ({"cpu_bytes": "8B"}, True),
+    ({"cpu_bytes": "100%"}, True),
+    ({"disk": {"path": "new", "bytes": "1MiB"}}, False),
+    ({"disk": {"path": "gone/kv", "bytes": "1MiB"}}, True),
+    ({"disk": {"path": "new", "bytes": "900TiB"}}, True),
+    ({"remote": {"kind": "folder", "path": ".", "bytes": "1GiB"}}, False),
+    ({"remote": {"kind": "folder", "path": "gone", "bytes": "1GiB"}}, True),
+    ({"remote": {"kind": "s3", "url": "s3://bucket", "bytes": 0}}, True),
+    ({"record_trace": "new"}, False),
+    ({"record_trace": "."}, True),
+    ({"transfer_engine": "host"}, False),
+    ({"transfer_engine": "cuda"}, True),
+]
+"""Settings, and whether an engine on this CPU refuses them."""
+
+
+@pytest.mark.parametrize(("plugin", "refused"), RULES, ids=str)
+def test_doctor_finds_a_problem_where_the_engine_refuses_and_only_there(
+    plugin: dict[str, Any],
+    refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with_package(monkeypatch, "obstore", installed=False)
+    (tmp_path / "kv.yaml").write_text(json.dumps(plugin))
+    main(["doctor", "kv.yaml", "--no-measure", "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    installation = {"Versions", "GPUs"} - ({"GPUs"} if "transfer_engine" in plugin else set())
+    found = {
+        check["name"]
+        for check in checks
+        if check["state"] == "problem"
+        and check["section"] not in installation
+        and check["name"] != "plugin"
+    }
+    assert bool(found) is refused
+    config = make_vllm_config({})
+    config.kv_transfer_config.kv_connector_extra_config = {"config_file": "kv.yaml"}
+    with pytest.raises(KVOffloadError) if refused else nullcontext():
+        early.check_settings(config)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kv_offload.engines.vllm.start.log import FIRST_REQUESTS, FirstHits
 from tests.support.configurations import make_kv_cache_config, make_vllm_config
 from tests.support.played_cases import FULL
 
@@ -22,28 +24,56 @@ def front_end() -> Any:
     return config
 
 
-@pytest.mark.parametrize(("policy", "done"), [("recompute", "computed again"), ("fail", "failed")])
-def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
-    front_end, policy, done, monkeypatch, caplog
-):
-    config = copy.deepcopy(front_end)
-    config.kv_transfer_config.kv_connector_extra_config["on_load_failure"] = policy
+def created(config: Any, caplog: pytest.LogCaptureFixture) -> tuple[Any, dict[str, list[str]]]:
+    """Build both halves; return the scheduler's, and our lines by level."""
     caplog.set_level(logging.INFO, "kv_offload")
-    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "/srv/kv.yaml")
     cache = make_kv_cache_config((FULL,), 40)
-    for role in KVConnectorRole:
-        KVConnectorFactory.create_connector(config, role, cache)
+    halves = [KVConnectorFactory.create_connector(config, role, cache) for role in KVConnectorRole]
     lines = {
         name: [r.getMessage() for r in caplog.records if r.levelname == name and "kv_o" in r.name]
         for name in ("WARNING", "INFO")
     }
+    return halves[0], lines
+
+
+def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
+    front_end: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = copy.deepcopy(front_end)
+    config.kv_transfer_config.kv_connector_extra_config["on_load_failure"] = "fail"
+    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "/srv/kv.yaml")
+    _, lines = created(config, caplog)
     (warning,) = lines["WARNING"]
     assert warning.startswith("kv-offload: environment: KV_OFFLOAD_CONFIG is not read: ")
-    written, failures, memory, *_ = lines["INFO"]
-    assert written.startswith("kv-offload: cpu_bytes=16384kib (16 MiB), eviction_policy=auto, ")
-    assert failures == (
-        f"kv-offload: a request whose load fails is {done} (on_load_failure: {policy}); vLLM's own "
-        "kv_load_failure_policy is for loads of other connectors"
-    )
-    assert memory.startswith("kv-offload: takes 16 MiB of host memory, ")
-    assert len({*lines["INFO"]}) == len(lines["INFO"]), "the rank does not say it again"
+    written = "kv-offload: configured by cpu_bytes=16384kib, on_load_failure=fail"
+    assert lines["INFO"] == [written], "the rank does not say it again"
+
+
+def test_a_line_of_the_start_is_short_whatever_is_configured(
+    front_end: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / ("long" * 30) / "kv.yaml"
+    file.parent.mkdir()
+    file.write_text(f"cpu_bytes: 16MiB\nrecord_trace: {tmp_path}/trace\neviction_policy: lru\n")
+    config = copy.deepcopy(front_end)
+    config.kv_transfer_config.kv_connector_extra_config = {"config_file": str(file)}
+    _, lines = created(config, caplog)
+    assert all(len(line) <= 200 for line in lines["INFO"])
+    assert lines["INFO"][0].startswith("kv-offload: configured by ")
+
+
+@pytest.mark.parametrize("hits", [0, 16])
+def test_a_thousand_requests_without_a_hit_are_said_once_with_the_page(
+    hits: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = FirstHits()
+    for number in range(2 * FIRST_REQUESTS):
+        if hits and number == FIRST_REQUESTS - 1:
+            first.loaded()
+        first.ended()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (not hits)
+    for line in said:
+        file, _, anchor = line.partition("The reasons: ")[2].partition("#")
+        page = Path(__file__).parents[3] / file
+        assert f"## {anchor.replace('-', ' ').capitalize()}" in page.read_text()

@@ -15,6 +15,7 @@ from vllm.config import CacheConfig, set_current_vllm_config
 from vllm.model_executor.models import config as model_settings
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
+from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
@@ -32,8 +33,9 @@ from tests.support.planning import (
 )
 from tests.support.published_models import PUBLISHED
 
-ODD = {"nemotron"}
-"""Kinds of models whose defaults say nothing of KV heads, which vLLM takes for no number."""
+ODD = {"nemotron", "nemotron_h"}
+"""Kinds of models whose defaults say nothing of KV heads, which vLLM takes for no number, and those
+of whose layers vLLM counts some that keep nothing."""
 
 
 def slot_bytes(layers: dict[str, int], cache_dtype: str) -> tuple[int, int]:
@@ -89,6 +91,11 @@ QWEN35 = {
         (PUBLISHED["Qwen3-Next-80B-A3B"], Qwen3NextForCausalLM, ""),
         # It has the states of Qwen3-Next, whose class needs fewer packages.
         (QWEN35, Qwen3NextForCausalLM, "Qwen3_5ForConditionalGenerationConfig"),
+        (
+            PUBLISHED["Nemotron-3-Nano-30B-A3B"],
+            NemotronHForCausalLM,
+            "NemotronHForCausalLMConfig",
+        ),
     ],
 )
 def test_states_are_those_of_vllm(tmp_path, published, model_class, settings, ranks):
@@ -117,14 +124,25 @@ def test_states_are_those_of_vllm(tmp_path, published, model_class, settings, ra
     assert smaller < size.state_bytes <= smaller + 16 * size.layer_bytes
 
 
-def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(vllm_config, tmp_path):
-    """DeepSeek-V3.2: the index of each layer is a layer of its own to vLLM, in the same group."""
+@pytest.mark.parametrize(
+    ("name", "every"), [("DeepSeek-V3.2", 1), ("GLM-5", 1), ("GLM-5", 4)], ids=str
+)
+def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(
+    vllm_config, tmp_path, name, every
+):
+    """The index of a layer is a layer of its own to vLLM, in the same group.
+
+    Where `index_topk_freq` says so, only some layers have one.
+    """
+    published = PUBLISHED[name] | {"index_topk_freq": every}
     vllm_config.cache_config.block_size = 64
     specs = {}
     with set_current_vllm_config(vllm_config):
-        for i in range(61):
+        for i in range(published["num_hidden_layers"]):
             latent = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
             specs[f"{i}.attn"] = MLAAttentionSpec(block_size=64, **latent)
+            if max(i - 1, 0) % every:  # as `DeepseekV32Attention` does it
+                continue
             index = DeepseekV32IndexerCache(
                 128 + 4, torch.uint8, f"{i}.indexer", vllm_config.cache_config
             )
@@ -132,7 +150,7 @@ def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(vllm_config,
     groups = get_kv_cache_groups(vllm_config, specs)
     planned = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
     check_supported(vllm_config, vllm_version(), (), planned)
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3.2"]))
+    (tmp_path / "config.json").write_text(json.dumps(published))
     size = slot_size(
         read_model(tmp_path), tensor_parallel_size=1, cache_dtype="auto", block_tokens=64
     )
@@ -168,5 +186,7 @@ def test_heads_of_every_kind_of_model_are_those_of_vllm(tmp_path):
     assert set(differ) <= ODD, differ
     assert len(agreed) > 80
     assert {"llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3", "llama4"} <= set(agreed)
-    known = {kind for kind in ("qwen3_next", "deepseek_v32") if kind in CONFIG_MAPPING}
+    known = {
+        kind for kind in ("qwen3_next", "deepseek_v32", "glm_moe_dsa") if kind in CONFIG_MAPPING
+    }
     assert known <= set(agreed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+import kv_offload
 from tests.kv_offload.tools.conftest import Command
 from tests.kv_offload.tools.status.server import HITS, page_server
-from tests.support.commands import COMMAND, Terminal, run_in_shell
+from tests.support.commands import COMMAND, PYTHON, Terminal, run_in_shell
 from tests.support.published_models import PUBLISHED
 
 COMMANDS = ["config", "doctor", "size", "status"]
+ALL_COMMANDS = {*COMMANDS, "simulate", "tier"}
 ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -106,3 +109,43 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, command: Command, name
     monkeypatch.setattr(f"kv_offload.tools.{module}._run", interrupt)
     required = {"size": ["config.json"], "status": ["localhost:8000"]}
     assert command(name, *required.get(name, [])) == (128 + signal.SIGINT, "", "")
+
+
+def test_without_a_command_each_has_a_line(command: Command) -> None:
+    done = command()
+    assert (done.status, done.err) == (0, "")
+    listed = dict(re.findall(r"^    ([a-z]+) +(\S.*)$", done.out, re.MULTILINE))
+    assert listed.keys() == ALL_COMMANDS
+
+
+def test_the_package_can_be_run_as_a_module(tmp_path: Path) -> None:
+    done = run_in_shell(tmp_path, f"{PYTHON} -m kv_offload --version")
+    assert (done.returncode, done.stdout) == (0, f"kv-offload {kv_offload.__version__}\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_all_that_is_printed(commands: dict[str, str], tmp_path: Path, name: str) -> None:
+    done = run_in_shell(tmp_path, f"{commands[name]} --json")
+    assert done.stderr == ""
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("kv-offload ", ALL_COMMANDS),
+        ("kv-offload status --ch", {"--check"}),
+        ("kv-offload simulate x --pol", {"--policies"}),
+        ("kv-offload size Qwen/Qwen3-8B --kv-cache-dtype fp8_per", {"fp8_per_token_head"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(
+    tmp_path: Path, line: str, completed: set[str]
+) -> None:
+    """As the function that `register-python-argcomplete` makes for bash calls it."""
+    pytest.importorskip("argcomplete", reason="needs the extra `completion`")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "IFS": "\013"}
+    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "completions")
+    run_in_shell(tmp_path, COMMAND, **asked)
+    found = (tmp_path / "completions").read_text().split("\013")
+    assert completed <= {word.strip() for word in found}

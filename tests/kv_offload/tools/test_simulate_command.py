@@ -43,7 +43,7 @@ def simulate(tmp_path: Path, command: Command) -> Command:
     return run
 
 
-def test_hits_by_size_beside_endless_memory(simulate: Command) -> None:
+def test_hits_by_size_beside_unlimited_memory(simulate: Command) -> None:
     sizes = f"{2 * BLOCK_BYTES}B,{6 * BLOCK_BYTES}B"
     done = simulate(trace_of(TURNS), sizes, "--policies", "lru")
     assert [" ".join(line.split()) for line in done.out.splitlines()] == [
@@ -51,16 +51,16 @@ def test_hits_by_size_beside_endless_memory(simulate: Command) -> None:
         "host memory blocks lru",
         "128 MiB 2 0.0 %",
         "384 MiB 6 40.0 %",
-        "endless 6 40.0 %",
+        "unlimited 6 40.0 %",
     ]
     assert done.status == 0
 
 
-def test_more_memory_than_any_machine_has_is_as_good_as_endless(simulate: Command) -> None:
+def test_more_memory_than_any_machine_has_is_as_good_as_unlimited(simulate: Command) -> None:
     """What the trace does not fill takes no memory here."""
-    last, endless = simulate(trace_of(TURNS), "8000000TiB").out.splitlines()[-2:]
+    last, unlimited = simulate(trace_of(TURNS), "8000000TiB").out.splitlines()[-2:]
     assert last.split()[2] == "131,072,000,000"
-    assert last.split()[3:] == endless.split()[2:]
+    assert last.split()[3:] == unlimited.split()[2:]
 
 
 def test_options_decide(simulate: Command) -> None:

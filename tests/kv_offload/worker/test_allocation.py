@@ -75,7 +75,7 @@ def test_a_transfer_engine_for_another_device_is_refused():
     Rank(transfer_engine="host").start().half.shutdown()
     for asked in ("auto", "cuda"):
         config = OffloadConfig(cpu_bytes=1, transfer_engine=asked)
-        assert transfer_kind(config, torch.device("cuda")) == "cuda"
+        assert transfer_kind(config, "cuda") == "cuda"
 
 
 def test_what_does_not_pack_is_refused_with_the_remedy():

@@ -40,8 +40,8 @@ def test_a_share_above_80_percent_of_what_is_available_is_said():
     assert check(asking("100GiB"), 125 * GIB) is None
     assert check(asking("100GiB"), 125 * GIB - 1) == (
         "cpu_bytes takes 80% of the 125 GiB that are available now (MemAvailable in "
-        "/proc/meminfo), more than 80%: if anything else on this host grows, the kernel may end a "
-        "process. Lower cpu_bytes unless nothing else runs here"
+        "/proc/meminfo): lower it, unless nothing else here grows; else the kernel may end a "
+        "process"
     )
     ranks = Ranks(("a", 200 * GIB), ("b", 60 * GIB))
     assert ranks.check(0, asking("100GiB")) is None
@@ -103,17 +103,15 @@ def test_a_replica_that_spans_hosts_needs_the_part_of_each():
 
 def test_the_start_says_how_much_of_what_for_how_many():
     assert describe_share(asking("25%", replicas=8)) == (
-        "takes 8 GiB of host memory, 3.12% of the 256 GiB that /proc/meminfo says; the 8 replicas "
-        "on this host take 64 GiB together"
+        "takes 8 GiB, 3.12% of the 256 GiB that /proc/meminfo says; the 8 replicas here take 64 GiB"
     )
     assert describe_share(asking("64GiB")) == (
-        "takes 64 GiB of host memory, 25% of the 256 GiB that /proc/meminfo says; no other "
-        "data-parallel replica of this engine is seen on this host"
+        "takes 64 GiB, 25% of the 256 GiB that /proc/meminfo says; no other replica is seen here"
     )
 
 
 @pytest.mark.parametrize(("cpu_bytes", "warned"), [("25 %", True), ("8GiB", False), (GIB, False)])
 def test_only_a_percentage_needs_to_know_the_replicas(cpu_bytes, warned, caplog):
     warn_of_hidden_replicas(asking(cpu_bytes))
-    assert ("cannot be seen: cpu_bytes 25 % is taken" in caplog.text) == warned
+    assert ("takes cpu_bytes 25 % alone" in caplog.text) == warned
     assert bool(caplog.records) == warned

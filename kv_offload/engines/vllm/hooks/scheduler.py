@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import EngineState, find_waker
-from kv_offload.engines.vllm.start.log import log_pool
+from kv_offload.engines.vllm.start.log import FirstHits, log_pool
 from kv_offload.engines.vllm.start.members import is_brought, is_chosen
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kv_offload.config import TracedConfig
     from kv_offload.engines.vllm.events import EventMaker
     from kv_offload.engines.vllm.start.build import SchedulerMaker
 
@@ -53,6 +54,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _slot_bytes: int
     _make_scheduler: SchedulerMaker
     _events: EventMaker
+    _traced: TracedConfig
+    _first_hits: FirstHits
     _pool_is_logged = False
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
@@ -81,7 +84,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
                 self.bind_gpu_block_pool(self._pool)
             self.offload_scheduler.take_capacities(capacities)
             if not self._pool_is_logged:
-                log_pool(self._vllm_config, self._kv_cache_config, self._num_slots)
+                log_pool(self._traced, self._vllm_config, self._kv_cache_config, self._num_slots)
                 self._pool_is_logged = True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -187,6 +190,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: what is being stored is pinned."""
         self.offload_scheduler.finished(request, block_ids)
+        self._first_hits.ended()
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -89,9 +89,9 @@ def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
 
 
 def log_new() -> None:
-    """Log which patches this process got since the last call."""
+    """Log, for debugging, which patches this process got since the last call."""
     if _unlogged:
-        logger.info("kv-offload: patches of vLLM in this process: %s", ", ".join(_unlogged))
+        logger.debug("kv-offload: patches of vLLM in this process: %s", ", ".join(_unlogged))
         _unlogged.clear()
 
 

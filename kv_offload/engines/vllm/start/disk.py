@@ -25,9 +25,10 @@ def find_disk(
 ) -> Disk | None:
     """Return the disk that the configuration gives this replica, with its folder; None without.
 
-    Raises `ConfigError` as `check_disk` does.
+    Raises `ConfigError` as `check_disk` and `make_folder` do.
     """
-    folder = check_disk(config, vllm_config)
+    check_disk(config, vllm_config)
+    folder = make_folder(config, vllm_config)
     if folder is None or config.disk is None:
         return None
     private = not config.disk.keep_on_restart
@@ -35,14 +36,11 @@ def find_disk(
     return Disk(folder, config.disk.bytes, contents)
 
 
-def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
-    """Make the folder of this replica, and return it; None without a disk.
-
-    Raises `ConfigError` where it cannot be made or written, and where another process could not
-    know what the keys of blocks mean.
-    """
+def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> None:
+    """Raise `ConfigError` for a folder of no use, or keys that mean nothing to another process."""
     if config.disk is None:
-        return None
+        return
+    find_place(Path(config.disk.path))
     check_contents(
         vllm_config,
         "disk",
@@ -50,8 +48,16 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
         keep_on_reset=config.disk.keep_on_reset,
         remedy=". Or set disk: {keep_on_restart: false}, to use the disk for this process alone",
     )
+
+
+def make_folder(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
+    """Make the folder of this replica, and return it; None without a disk.
+
+    Raises `ConfigError` where it cannot be made or written.
+    """
+    if config.disk is None:
+        return None
     path = Path(config.disk.path)
-    find_place(path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
         # KV reveals the prompts of users: nobody else may enter.

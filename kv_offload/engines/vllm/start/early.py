@@ -11,17 +11,15 @@ import copy
 import importlib.util
 from typing import TYPE_CHECKING
 
-import torch
 from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
-from kv_swap.tiers.remote import mooncake_session, s3
 
 from kv_offload.config import trace_config
 from kv_offload.config.checks import check_disk, check_sizes
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import disk, members, ranks, remote, support, trace
 from kv_offload.engines.vllm.versions import vllm_version
-from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.errors import ConfigError, Problems, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
 
 if TYPE_CHECKING:
@@ -43,6 +41,8 @@ def check_arguments(arguments: EngineArgs) -> None:
 def check_settings(vllm_config: VllmConfig) -> None:
     """Refuse settings that no model could be served with, unless the engine runs on another host.
 
+    All that is wrong is in one error.
+
     Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
     parallel = vllm_config.parallel_config
@@ -55,26 +55,30 @@ def check_settings(vllm_config: VllmConfig) -> None:
         version = vllm_version()
         replicas = ranks.count_local_replicas(vllm_config).count
         traced = trace_config(transfer.kv_connector_extra_config, replicas=replicas)
-        check_sizes(traced)
         config = traced.config
         own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
         own.kv_transfer_config = transfer
-        support.check_supported(own, version, enclosing)
-        disk.check_disk(config, own)
-        check_disk(traced)
-        remote.check_remote(config, own)
-        kind = None if config.remote is None else config.remote.kind
-        if kind == "mooncake" and not mooncake_session.is_installed():
-            raise UnsupportedError(f"remote.kind: {kind}: {mooncake_session.NOT_INSTALLED}")
-        if kind == "s3" and not s3.is_installed():
-            raise UnsupportedError(f"remote.kind: {kind}: {s3.NOT_INSTALLED}")
-        if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
-            trace.check_trace(config, own)
-        device = torch.device(vllm_config.device_config.device_type)
-        if transfer_kind(config, device) != "host":
-            if config.pack_kv:
-                check_packing(current_platform.get_device_capability())
-            _check_cupy()
+        device = str(vllm_config.device_config.device_type)
+        problems = Problems()
+        with problems:
+            check_sizes(traced)
+            check_disk(traced)
+        with problems:
+            support.check_supported(own, version, enclosing)
+        with problems:
+            disk.check_disk(config, own)
+        with problems:
+            remote.check_remote(config, own)
+        with problems:
+            if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
+                trace.check_trace(config, own)
+        with problems:
+            if transfer_kind(config, device) != "host":
+                if config.pack_kv:
+                    check_packing(current_platform.get_device_capability())
+                _check_cupy()
+        problems.raise_all()
+        disk.make_folder(config, own)
 
 
 def _check_cupy() -> None:

@@ -1,8 +1,9 @@
-"""Log lines of the start: the configuration, its effects on others, the pool."""
+"""Log lines of the start: the configuration, its effects on others, the pool; the first hits."""
 
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LINE_LETTERS = 180
+"""Of a line in the log, less `kv-offload: `."""
+
+FIRST_REQUESTS = 1000
+"""Ended requests without any hit after which the log says so."""
+
 
 def log_warnings(
     traced: TracedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
@@ -28,31 +35,31 @@ def log_warnings(
     engine_config = members.engine_transfer(vllm_config, enclosing)
     if role_accepts_embeddings(vllm_config, engine_config):
         warnings.append(
-            f"kv_role is {engine_config.kv_role!r}, with which vLLM accepts embeddings in place of "
-            "images and other inputs (enable_mm_embeds), even without their data "
-            "(allow_missing_mm_embeddings), which it reserves for trusted users: set kv_role to "
-            "'kv_producer', unless another engine sends KV to this one"
+            f"kv_role {engine_config.kv_role!r} has vLLM accept embeddings in place of images "
+            "(enable_mm_embeds), for trusted users only: set 'kv_producer', unless another engine "
+            "sends KV to this one"
         )
     for warning in warnings:
         logger.warning("kv-offload: %s", warning)
 
 
 def log_configuration(traced: TracedConfig, *, hidden_replicas: bool) -> None:
-    """Log the effective configuration, and what becomes of it on this host."""
-    policy = traced.config.on_load_failure
-    done = "computed again" if policy == "recompute" else "failed"
-    failed_loads = (
-        f"a request whose load fails is {done} (on_load_failure: {policy}); vLLM's own "
-        "kv_load_failure_policy is for loads of other connectors"
-    )
-    for line in (traced.describe(), failed_loads, describe_share(traced)):
-        logger.info("kv-offload: %s", line)
+    """Log what the configuration gives, in one line; all of it for debugging."""
+    logger.info("kv-offload: %s", textwrap.shorten(traced.describe_given(), LINE_LETTERS))
+    logger.debug("kv-offload: %s", traced.describe())
     if hidden_replicas:
         warn_of_hidden_replicas(traced)
 
 
-def log_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots: int) -> None:
-    """Log what the pool holds in tokens and beside the engine's own cache; warn if it is smaller.
+def log_pool(
+    traced: TracedConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    num_slots: int,
+) -> None:
+    """Log the pool's share of host memory, and its tokens next to the engine's own cache.
+
+    Warns if it holds fewer.
 
     Tokens are those of vLLM's line `KV cache size`: of requests of the model's full length.
     """
@@ -60,16 +67,38 @@ def log_pool(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots:
     engine_tokens = int(requests * vllm_config.model_config.max_model_len)
     ratio = num_slots / kv_cache_config.num_blocks
     logger.info(
-        "kv-offload: host memory holds %d tokens, %.3g times the %d tokens of the engine's own KV "
-        "cache",
+        "kv-offload: host memory holds %d tokens, %.3g times the engine's own KV cache, and %s",
         ratio * engine_tokens,
         ratio,
-        engine_tokens,
+        describe_share(traced),
     )
     if ratio < 1:
         logger.warning(
-            "kv-offload: host memory is smaller than the engine's own KV cache, so most of what it "
-            "keeps is there anyway, and few prompts will hit. Give cpu_bytes %.3g times as much or "
-            "more, or run without kv-offload",
+            "kv-offload: host memory is smaller than the engine's own KV cache, so few prompts "
+            "hit. Give cpu_bytes %.3g times as much or more, or run without kv-offload",
             1 / ratio,
         )
+
+
+class FirstHits:
+    """Logs once if none of the first requests had a hit, with the page to read."""
+
+    def __init__(self) -> None:
+        self._requests: int | None = 0  # None once there was a hit, or the line
+
+    def ended(self) -> None:
+        """Count a request that ended."""
+        if self._requests is None:
+            return
+        self._requests += 1
+        if self._requests >= FIRST_REQUESTS:
+            self._requests = None
+            logger.warning(
+                "kv-offload: none of the first %d requests had a hit in host memory. The reasons: "
+                "docs/use/troubleshooting.md#nothing-is-loaded",
+                FIRST_REQUESTS,
+            )
+
+    def loaded(self) -> None:
+        """Note that a request had a hit."""
+        self._requests = None

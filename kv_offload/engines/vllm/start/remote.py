@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_offload.config import OffloadConfig, RemoteConfig
-from kv_offload.config.checks import check_shared_folder
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
 from kv_offload.tiers.directory import RemoteDirectory
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.remote import RemoteTier
-from kv_offload.worker.remote import Remote, make_client
+from kv_offload.worker.remote import Remote, check_usable, make_client
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,11 +33,13 @@ def find_remote(
 
 
 def check_remote(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` where other engines could not know what the keys of blocks mean."""
+    """Raise `ConfigError` where other engines could not know what the keys of blocks mean.
+
+    And as `check_usable` does.
+    """
     if config.remote is not None:
         check_contents(vllm_config, "remote", keep_on_reset=config.remote.keep_on_reset)
-        if config.remote.path is not None:
-            check_shared_folder(Path(config.remote.path))
+        check_usable(config.remote)
 
 
 def remote_tier(config: RemoteConfig, num_ranks: int) -> TierSpec:

@@ -87,6 +87,35 @@ def test_what_was_not_read_is_said(size: Command, monkeypatch: pytest.MonkeyPatc
     assert "Assumed" not in done.out
 
 
+def test_a_downloaded_model_is_found_by_its_name(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the cache of the Hugging Face library, as that library lays it out; nothing is asked."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="needs huggingface_hub")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    missing = command("size", "Qwen/Qwen3-8B")
+    assert missing.status == 2
+    assert f"nor such a model in {tmp_path}" in missing.err
+    assert "hf download Qwen/Qwen3-8B config.json" in missing.err
+    folder = tmp_path / "models--Qwen--Qwen3-8B"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("abc")
+    (folder / "snapshots/abc").mkdir(parents=True)
+    (folder / "snapshots/abc/config.json").write_text(json.dumps(PUBLISHED["Qwen3-8B"]))
+    assert "bytes per token  147,456" in command("size", "Qwen/Qwen3-8B").out
+    (tmp_path / "Qwen/Qwen3-8B").mkdir(parents=True)
+    (tmp_path / "Qwen/Qwen3-8B/config.json").write_text(json.dumps(PUBLISHED["Qwen3-32B"]))
+    assert "bytes per token  262,144" in command("size", "Qwen/Qwen3-8B").out, "a folder here wins"
+
+
+def test_the_json_has_the_figures_of_the_page(size: Command) -> None:
+    found = json.loads(size("gpt-oss-120b", "--cpu-bytes", "64GiB", "--json").out)
+    assert (found["token_bytes"], found["prompt_bytes"]) == (36_864, 4_718_592)
+    assert {"cpu_bytes": 64 << 30, "blocks": 116_508, "tokens": 1_864_128} in found["fits"]
+    assert found["model"]["layers"] == {"window": 18, "full": 18}
+
+
 def test_a_path_that_leads_nowhere_is_one_message(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +124,7 @@ def test_a_path_that_leads_nowhere_is_one_message(
         done = command("size", path)
         assert done.status == 2
         assert ": cannot be read as JSON: " in done.err
-        assert "Give the path of a model's config.json" in done.err
+        assert "Give a model's config.json" in done.err
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kv_offload.metrics import KINDS, PREFIX
 from tests.kv_offload.tools.conftest import Command
-from tests.kv_offload.tools.status.server import PageServer, hits_with, page_server
+from tests.kv_offload.tools.status.server import PageServer, having, hits_with, page_server
 from tests.support.commands import LIMIT_SECONDS, Terminal
 
 
@@ -52,6 +53,43 @@ def test_json_is_one_reading(server: PageServer, command: Command) -> None:
     assert reading["load_times"].keys() == {"median_seconds", "slowest_hundredth_seconds"}
 
 
+CHECKED = [
+    (("--check",), {}, ""),
+    (("--check",), {"oldest_copy_seconds": 61.0}, "oldest load or store: 61, more than --max-copy"),
+    (("--max-copy-seconds=90",), {"oldest_copy_seconds": 61.0}, ""),
+    (("--check",), {"has_remote": 1.0}, "remote store out: 1, more than --max-unread-tiers 0"),
+    (("--max-unread-tiers=1",), {"has_remote": 1.0}, ""),
+    (("--check",), {"failed_loads_total": 3.0}, ""),
+    (("--max-load-failures=2",), {"failed_loads_total": 3.0}, "failed since the start: 3, more"),
+    (("--max-load-failures=3",), {"failed_loads_total": 3.0}, ""),
+    (("--max-lost-requests=0",), {"lost_requests_total": 1.0}, "a failed load ended: 1, more"),
+    (("--max-errors=0",), {"hook_errors_total": 1.0}, "every kind since the start: 1, more"),
+    (("--max-paused-stores=0",), {"stores_paused": 1.0}, "engines that paused stores: 1, more"),
+    (("--min-hit-ratio=0.5",), {}, ""),
+    (
+        ("--min-hit-ratio=0.5",),
+        {"lookup_tokens_total": 100_000, "hit_tokens_total": 49_000},
+        "are loaded: 0.490, less than 0.5",
+    ),
+    (("--min-hit-ratio=0.4",), {"lookup_tokens_total": 100_000, "hit_tokens_total": 49_000}, ""),
+]
+"""Options, samples, and the problem that is found."""
+
+
+@pytest.mark.parametrize(("options", "samples", "problem"), CHECKED)
+def test_a_check_has_a_status_and_a_line_for_each_limit_that_is_passed(
+    server: PageServer, command: Command, options: Any, samples: Any, problem: str
+) -> None:
+    for name, value in samples.items():
+        server.page = having(server.page, name, value)
+    done = command("status", server.address, *options)
+    assert done.status == bool(problem)
+    assert problem in done.out if problem else done.out == "ok\n"
+    found = json.loads(command("status", server.address, *options, "--json").out)
+    assert found["problems"] == done.out.splitlines() * bool(problem)
+    assert "host_tokens" in found
+
+
 def test_a_server_without_our_metrics_is_one_line_and_status_2(
     server: PageServer, command: Command
 ) -> None:
@@ -79,7 +117,7 @@ def watch(
 ) -> tuple[int, str]:
     """Run in a terminal until so many readings were taken, then press Ctrl-C."""
     answered = server.answered + readings
-    program = (*PROGRAM, "-m", "kv_offload.tools", "status", server.address, "--interval=0.1")
+    program = (*PROGRAM, "-m", "kv_offload", "status", server.address, "--interval=0.1")
     with Terminal(program) as terminal:
         deadline = time.monotonic() + LIMIT_SECONDS
         while server.answered < answered:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from kv_offload.metrics import PREFIX
 from kv_offload.tools.status.figures import ERRORS
-from kv_offload.tools.status.read import parse
+from kv_offload.tools.status.read import Reading, parse
 from kv_offload.tools.status.view import page
 from tests.kv_offload.tools.status.server import HITS, START, having, hits_with
 
 
-def drawn(text: str, before: str | None = None, *, width: int = 110, note: str = "") -> str:
-    earlier = None if before is None else parse(before, "here")
+def drawn(text: str, earlier: Reading | None = None, *, width: int = 110, note: str = "") -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(page("http://here/metrics", parse(text, "here"), earlier, note))
@@ -28,46 +29,46 @@ def test_a_recorded_page() -> None:
     for what, values in {
         "from host memory: not computed": ["864", "48.0 %"],
         "computed": ["936", "52.0 %"],
-        "looked up": ["1,800"],
+        "Tokens looked up in host memory": ["1,800"],
         "loaded: the hit rate": ["864", "48.0 %"],
-        "in use: 864 KiB of 64 MiB on one rank": ["27 slots", "1.3 %"],
+        "Host memory, 64 MiB a rank": ["864 KiB", "1.3 %"],
         "slots stored": ["27"],
     }.items():
         line = next(line for line in text.splitlines() if line.strip().startswith(what))
-        assert re.split(r" {2,}", line.strip())[1:] == values, line
-    assert re.search(r"a load takes 0\.\d+ ms, 99 %: 0\.\d+ ms", text)
-    assert text.count("  nothing") == 2, "nothing is skipped, nothing waits"
+        assert re.split(r" {2,}", line.strip())[1:3] == values, line
+    assert re.search(r"time of a load: median, 99 % +0\.\d+ ms +0\.\d+ ms", text)
+    assert "Not stored, in slots: nothing\nWaiting now: nothing" in text
     assert "none since the start" in text
     assert "page-locked" not in text
     assert "engine  hit rate" not in text
 
 
-def test_an_error_is_named_with_what_it_means_and_comes_first_behind_a_note() -> None:
+def test_errors_are_named_and_come_first_after_a_note() -> None:
     for name in ERRORS:
         lines = drawn(hits_with(f"{name}_total", 3.0), note="not reachable").splitlines()
-        assert lines[1] == "not reachable"
-        assert re.search(rf"{name}: .* 3", " ".join(lines[4:6]))
+        assert lines[1:3] == ["not reachable", f"Errors: {name} 3"]
         assert "none since the start" not in "".join(lines)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("skipped_pool_busy_total", 7.0, r"every slot of host memory was being read or written +7"),
-        ("slots", 512.0, r"ready; the rest is being page-locked.* 512 slots +25\.0 %"),
-        ("stores_paused", 1.0, r"Not stored, in slots\s+nothing is stored: .* +1\s+Waiting now"),
-        ("waiting_slots", 5.0, r"slots of ended requests that wait to be stored +5"),
-        ("oldest_copy_seconds", 75.25, r"Waiting now\s+age of the oldest load or store +75.2 s"),
+        ("skipped_pool_busy_total", 7.0, r"Not stored, in slots: pool_busy 7\n"),
+        ("slots", 512.0, r"ready; more is page-locked +25\.0 %"),
+        ("stores_paused", 1.0, r"engine 0\nNothing is stored: engines that paused stores: 1\n"),
+        ("waiting_slots", 5.0, r"Waiting now: 5 slots to store\n"),
+        ("oldest_copy_seconds", 75.25, r"Waiting now: oldest copy 75.2 s"),
     ],
 )
 def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: str) -> None:
     assert re.search(shown, drawn(hits_with(name, value)))
 
 
-def test_other_sizes_have_lines_where_they_are_estimated() -> None:
-    assert "another host memory" not in drawn(HITS)
+def test_other_sizes_have_a_line_where_they_are_estimated() -> None:
+    assert "4 x the size" not in drawn(HITS)
     sample = PREFIX + 'hit_tokens_at_twice_total{engine="0",model_name="small"} 900.0'
-    assert re.search(r"twice as large +900 +50\.0 %", drawn(f"{HITS.rstrip()}\n{sample}\n"))
+    text = drawn(f"{HITS.rstrip()}\n{sample}\n")
+    assert re.search(r"at half, 2 x, 4 x the size +0\.0 % +50\.0 % +0\.0 %", text)
 
 
 def with_disk(**samples: float) -> str:
@@ -81,18 +82,16 @@ def test_a_disk_has_lines_of_its_own() -> None:
     assert "Disk" not in drawn(HITS)
     read = {"promoted_bytes_total": 3 << 20, "promoted_seconds_total": 1.5}
     text = drawn(with_disk(tier_slots_in_use=512, **read))
-    shown = r"Disk\s+in use: 16 MiB of 64 MiB on one rank +512 slots +25\.0 %"
-    assert re.search(shown, text)
-    assert re.search(r"read from it, at 2 MiB/s +3 MiB", text)
-    assert re.search(r"written to it +0 B", text)
+    assert re.search(r"Disk, 64 MiB a rank +16 MiB +25\.0 %", text)
+    assert re.search(r"Disk: read, 2 MiB/s +3 MiB", text)
+    assert re.search(r"Disk: written +0 B", text)
     assert "not what was written" not in text
-    assert re.search(r"not what was written +4", drawn(with_disk(tier_mismatches_total=4)))
-    assert "set aside" not in text
-    aside = drawn(with_disk(tier_slots_set_aside=3))
-    assert re.search(r"set aside, which could not be written or read +3 slots", aside)
+    assert "were not what was written: 4\n" in drawn(with_disk(tier_mismatches_total=4))
+    assert "could not be written" not in text
+    assert "could not be written or read: 3\n" in drawn(with_disk(tier_slots_set_aside=3))
 
 
-def test_a_disk_that_is_left_alone_is_named_also_beside_one_that_is_used() -> None:
+def test_a_disk_that_is_left_alone_is_named_also_where_another_is_used() -> None:
     alone = "not read, after an error or while a copy hangs"
     assert alone not in drawn(with_disk())
     assert alone in drawn(with_disk(disk_usable=0))
@@ -105,7 +104,7 @@ def test_several_engines_stand_below_their_sum() -> None:
     other = hits_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="[/red]"')
     text = drawn(HITS + other)
     assert "2 engines together" in text
-    assert re.search(r"looked up +3,600", text)
+    assert re.search(r"looked up in host memory +3,600", text)
     table = text.partition("engine  hit rate")[2].splitlines()[1:]
     assert sorted(line.split() for line in table if line.strip()) == [
         ["0", "48.0", "%", "864", "27", "2,048", "0"],
@@ -113,10 +112,22 @@ def test_several_engines_stand_below_their_sum() -> None:
     ], "a name is no markup"
 
 
-def test_a_page_of_a_healthy_server_fits_the_lowest_terminal_and_loses_no_figure() -> None:
-    text = drawn(HITS, START, width=80)
-    assert len(text.splitlines()) <= 24
+def test_a_page_with_every_line_fits_the_lowest_terminal_and_loses_no_figure() -> None:
+    page = with_disk(promoted_bytes_total=3 << 20, promoted_seconds_total=1.5)
+    for name, value in {
+        "hit_tokens_at_twice_total": 900,
+        "slots": 2000,
+        "skipped_pool_busy_total": 7,
+        "oldest_copy_seconds": 75.25,
+        "stored_bytes_total": 1023 << 30,
+        "lookup_tokens_total": 123_456_789_012,
+    }.items():
+        page = having(page, name, value)
+    earlier = replace(parse(START, "here"), taken=time.monotonic() - 5)
+    text = drawn(page, earlier, width=80)
+    assert len(text.splitlines()) == 23
     assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"last \d+\.\d s", text)
+    assert "…" not in text
+    assert re.search(r"last [5-9]\.\d s", text)
     assert re.search(r"from host memory: not computed +864 +48\.0 % +[\d,]+/s", text)
-    assert re.search(r"to host memory, at .*/s +864 KiB +[\d.]+ .iB/s", text)
+    assert re.search(r"Copies to host memory, .*/s +1023 GiB +[\d.]+ .iB/s", text)

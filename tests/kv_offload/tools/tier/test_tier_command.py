@@ -81,13 +81,13 @@ def test_a_disk_is_shown(folder: Path, shown: Run, as_json: Run) -> None:
         r"\d+ s ago", "0 s ago", re.sub(r"[\d.]+ KiB in rank", "N KiB in rank", text)
     ) == (
         f"{folder}\n"
-        "  in use      by no engine\n"
-        "  model       org/model-8b, torch.bfloat16\n"
-        "  slots       5 of 8 hold a block, 62.5 %\n"
-        "  data        160 KiB in 2 files\n"
-        "  last use    0 s ago; that of the next to go 0 s ago\n"
-        "  rank 0      N KiB in rank-0.kv, slots of 16 KiB\n"
-        "  rank 1      N KiB in rank-1.kv, slots of 16 KiB\n"
+        "  in use    by no engine\n"
+        "  model     org/model-8b, torch.bfloat16\n"
+        "  slots     5 of 8 hold a block, 62.5 %\n"
+        "  data      160 KiB in 2 files\n"
+        "  last use  0 s ago; that of the next to go 0 s ago\n"
+        "  rank 0    N KiB in rank-0.kv, slots of 16 KiB\n"
+        "  rank 1    N KiB in rank-1.kv, slots of 16 KiB\n"
     )
     (found,) = as_json(folder)
     assert found["description"] == MODEL
@@ -119,7 +119,7 @@ def test_an_engine_goes_on_meanwhile(tmp_path: Path, shown: Run, as_json: Run) -
     disk.put(1, 2)
     (found,) = as_json(tmp_path, "--verify")
     assert found["in_use"]
-    assert "in use      by an engine\n" in shown(tmp_path)
+    assert "in use  by an engine\n" in shown(tmp_path)
     disk.close()
     (found,) = as_json(tmp_path, "--verify")
     assert (found["in_use"], found["ranks"][0]["verified"]["match"]) == (False, 2)
@@ -169,7 +169,7 @@ def test_what_a_reset_leaves_is_said(tmp_path: Path, shown: Run) -> None:
     disk.index.clear()
     disk.close()
     text = shown(tmp_path)
-    assert "index       none: a reset or new weights emptied the disk, or somebody removed" in text
+    assert "index   none: a reset or new weights emptied the disk, or somebody removed" in text
 
 
 def test_replicas_have_folders_of_their_own(tmp_path: Path, shown: Run, as_json: Run) -> None:
@@ -191,16 +191,16 @@ def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     with TierBed(rank_file(folder, 1), NUM_SLOTS - 3):
         pass  # begun afresh, as by an engine with another disk.bytes, which was killed then
     text = shown(folder, "--verify", status=1)
-    assert "rank 0      " in text
+    assert "rank 0  " in text
     assert "no tier has made it" in text
     assert "not the file that the index is of: nothing in it is found" in text
     assert text.count("verified: nothing to read") == 2
     (folder / INDEX_FILE).write_bytes(b"no database at all")
     text = shown(folder, "--verify", status=1)
-    assert f"index       {folder / INDEX_FILE}: cannot be used: file is not a database." in text
+    assert f"index   {folder / INDEX_FILE}: cannot be used: file is not a database." in text
     assert "verified: nothing to read" in text
     (folder / INDEX_FILE).unlink()
-    assert "index       none: a reset or new weights emptied the disk" in shown(folder, status=1)
+    assert "index   none: a reset or new weights emptied the disk" in shown(folder, status=1)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_slot_that_is_larger_than_its_file_is_not_read(tmp_path: Path, shown: 
 
 def test_escapes_in_a_file_do_not_reach_the_terminal(tmp_path: Path, shown: Run) -> None:
     Disk(tmp_path, ranks=1, description={"model": "m\x1b[2J\nx"}).close()
-    assert "model       m?[2J?x\n" in shown(tmp_path)
+    assert "model   m?[2J x\n" in shown(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "problem"), [("", "has no index.sqlite"), ("no", "No such file")])
@@ -254,7 +254,7 @@ def test_a_folder_that_is_none_of_ours_is_refused(
 
 
 def test_a_terminal_shows_progress_and_is_left_clean(folder: Path) -> None:
-    command = [sys.executable, "-m", "kv_offload.tools", "tier", str(folder), "--verify"]
+    command = [sys.executable, "-m", "kv_offload", "tier", str(folder), "--verify"]
     with Terminal(command, PYTHONPATH=":".join(sys.path)) as terminal:
         assert terminal.wait() == 0
     assert "rank-0.kv" in terminal.output
