@@ -80,11 +80,8 @@ def answer_and_tell(models: str, remote: str) -> None:
 
 
 def test_what_one_engine_has_computed_another_one_loads(
-    model_folder: Path,
-    remote: dict[str, Any],
-    expected: list[Tokens],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model_folder, remote, expected, monkeypatch
+):
     """Ends with the control: other bytes in host memory than were read must be noticed."""
     be_patient(monkeypatch)
     with offloading(model_folder, plugin=sharing(remote)) as ours:
@@ -104,8 +101,8 @@ def test_what_one_engine_has_computed_another_one_loads(
 
 
 def test_torn_files_a_folder_that_is_away_and_one_without_objects_cost_computing(
-    model_folder: Path, folder: Path, expected: list[Tokens], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_folder, folder, expected, monkeypatch
+):
     be_patient(monkeypatch)
     monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.2)
     monkeypatch.setattr(base, "LONGEST_PAUSE_SECONDS", 0.2)
@@ -130,13 +127,7 @@ def test_torn_files_a_folder_that_is_away_and_one_without_objects_cost_computing
         assert ours.generate(PROMPTS) == expected
 
 
-def test_a_disk_and_a_folder_serve_together(
-    model_folder: Path,
-    folder: Path,
-    tmp_path: Path,
-    expected: list[Tokens],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_and_a_folder_serve_together(model_folder, folder, tmp_path, expected, monkeypatch):
     """The disk first, the folder for what the disk lacks or has lost, which it has then.
 
     Ends with the control: other bytes in host memory than were read must be noticed.

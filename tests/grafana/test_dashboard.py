@@ -118,14 +118,14 @@ def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires():
         assert rule["alert"] in silent
 
 
-def test_every_alert_names_a_section_of_a_page() -> None:
+def test_every_alert_names_a_section_of_a_page():
     for rule in alert_rules():
         file, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         page = FOLDER.parents[1] / file
         assert anchor in anchors(page), rule["alert"]
 
 
-def test_engines_are_told_apart_and_no_panel_covers_another() -> None:
+def test_engines_are_told_apart_and_no_panel_covers_another():
     query = QUERIES["Hit rate by engine, {{instance}}, engine {{engine}}"]
     assert query.count("sum by (instance, engine) ") == 2
     taken = [

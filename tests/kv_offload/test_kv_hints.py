@@ -38,7 +38,7 @@ DYNAMO = {"execute_at": "request_completion", "include_current_request": True}
         (action("kv.demote", session_id="agent-42"), NO_WISHES),
     ],
 )
-def test_what_is_followed(hint: dict[str, Any], wishes: Wishes) -> None:
+def test_what_is_followed(hint, wishes):
     assert apply_kv_hints(envelope(hint), NO_WISHES, "me") == (wishes, 1, 0)
     typed = SimpleNamespace(actions=[SimpleNamespace(**hint)])
     assert apply_kv_hints(typed, NO_WISHES, "me") == (wishes, 1, 0), "vLLM's own structs"
@@ -62,24 +62,24 @@ def test_what_is_followed(hint: dict[str, Any], wishes: Wishes) -> None:
         7,
     ],
 )
-def test_what_is_not_followed_changes_nothing_and_hides_nothing(hint: Any) -> None:
+def test_what_is_not_followed_changes_nothing_and_hides_nothing(hint):
     assert apply_kv_hints(envelope(hint), NO_WISHES, None) == (NO_WISHES, 0, 1)
     found = apply_kv_hints(envelope(hint, action("kv.evict")), NO_WISHES, None)
     assert found == (Wishes(store=False), 1, 1)
 
 
 @pytest.mark.parametrize("bad", [{}, {"actions": None}, {"actions": "kv.evict"}, "nonsense", 3, []])
-def test_an_envelope_without_actions_changes_nothing(bad: Any) -> None:
+def test_an_envelope_without_actions_changes_nothing(bad):
     assert apply_kv_hints(bad, NO_WISHES, None) == (NO_WISHES, 0, 1)
 
 
-def test_the_number_of_actions_is_bounded() -> None:
+def test_the_number_of_actions_is_bounded():
     many = [action("kv.prefetch")] * 1000 + [action("kv.evict")]
     found = apply_kv_hints(envelope(*many), NO_WISHES, None)
     assert found == (NO_WISHES, MAX_ACTIONS, 1001 - MAX_ACTIONS)
 
 
-def test_what_the_client_asked_for_counts() -> None:
+def test_what_the_client_asked_for_counts():
     asked = Wishes(keep=Keep("me", 5.0, 1))
     for hint in (action("kv.retain", ttl_seconds=60), action("kv.evict")):
         assert apply_kv_hints(envelope(hint), asked, "me")[0] == asked
@@ -88,7 +88,7 @@ def test_what_the_client_asked_for_counts() -> None:
     assert found == (unwanted, 0, 1)
 
 
-def test_where_the_envelope_is() -> None:
+def test_where_the_envelope_is():
     both = {"kv_hint": {"from": "dynamo"}}
     assert find_envelope(SimpleNamespace(kv_transfer_params=both)) == {"from": "dynamo"}
     request = SimpleNamespace(kv_transfer_params=both, kv_hints={"from": "vLLM 0.33"})

@@ -66,6 +66,6 @@ def test_every_metric_is_documented_as_its_help_says():
     ]
 
 
-def test_every_reason_to_skip_a_store_has_a_remedy() -> None:
+def test_every_reason_to_skip_a_store_has_a_remedy():
     table = rows(DOCS / "metrics.md", "When something is not stored")
     assert [row.split("|")[1].strip() for row in table] == [f"`skipped_{r}`" for r in SKIP_REASONS]

@@ -37,8 +37,8 @@ def created(config: Any, caplog: pytest.LogCaptureFixture) -> tuple[Any, dict[st
 
 
 def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
-    front_end: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    front_end, monkeypatch, caplog
+):
     config = copy.deepcopy(front_end)
     config.kv_transfer_config.kv_connector_extra_config["on_load_failure"] = "fail"
     monkeypatch.setenv("KV_OFFLOAD_CONFIG", "/srv/kv.yaml")
@@ -49,9 +49,7 @@ def test_the_start_says_how_it_is_configured_and_what_it_does_not_read(
     assert lines["INFO"] == [written], "the rank does not say it again"
 
 
-def test_a_line_of_the_start_is_short_whatever_is_configured(
-    front_end: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_of_the_start_is_short_whatever_is_configured(front_end, tmp_path, caplog):
     file = tmp_path / ("long" * 30) / "kv.yaml"
     file.parent.mkdir()
     file.write_text(f"cpu_bytes: 16MiB\nrecord_trace: {tmp_path}/trace\neviction_policy: lru\n")
@@ -63,9 +61,7 @@ def test_a_line_of_the_start_is_short_whatever_is_configured(
 
 
 @pytest.mark.parametrize("hits", [0, 16])
-def test_a_thousand_requests_without_a_hit_are_said_once_with_the_page(
-    hits: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_thousand_requests_without_a_hit_are_said_once_with_the_page(hits, caplog):
     first = FirstHits()
     for number in range(2 * FIRST_REQUESTS):
         if hits and number == FIRST_REQUESTS - 1:

@@ -121,9 +121,7 @@ def hold(engine: PlayedEngine, *, stuck: bool = True) -> None:
 
 @pytest.mark.parametrize("groups", [FULL, WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize("where", ["host", "disk", "store"])
-def test_a_prefix_is_looked_up_once_for_all_that_share_it(
-    make: Make, keys: list[int], where: str, groups: Sequence[CacheGroup]
-) -> None:
+def test_a_prefix_is_looked_up_once_for_all_that_share_it(make, keys, where, groups):
     """In the step in which they come, while they wait, and when what they wait for has come."""
     engine = make(where, groups)
     hold(engine)
@@ -149,7 +147,7 @@ def test_a_prefix_is_looked_up_once_for_all_that_share_it(
     assert engine.totals["hit_tokens"] >= len(SHARED)
 
 
-def test_a_store_is_asked_once_for_what_is_shared(make: Make) -> None:
+def test_a_store_is_asked_once_for_what_is_shared(make):
     engine = make("store")
     assert isinstance(engine, RemoteEngine)
     directory = engine.directory
@@ -169,7 +167,7 @@ def test_a_store_is_asked_once_for_what_is_shared(make: Make) -> None:
     assert engine.totals["promoted_slots"] == BLOCKS
 
 
-def test_of_what_only_one_of_them_has_on_the_disk_the_read_begins_at_once(make: Make) -> None:
+def test_of_what_only_one_of_them_has_on_the_disk_the_read_begins_at_once(make):
     """Not when that of the shared prefix has ended."""
     engine = make("disk")
     assert isinstance(engine, DiskEngine)
@@ -191,9 +189,7 @@ def test_of_what_only_one_of_them_has_on_the_disk_the_read_begins_at_once(make: 
 @pytest.mark.parametrize(
     "event", ["fails", "first ends", "all but the last end", "time is over", "reset", "preempted"]
 )
-def test_whatever_becomes_of_the_first_the_others_are_served(
-    make: Make, now: list[float], where: str, event: str
-) -> None:
+def test_whatever_becomes_of_the_first_the_others_are_served(make, now, where, event):
     engine = make(where)
     hold(engine)
     burst(engine)
@@ -230,9 +226,7 @@ def test_whatever_becomes_of_the_first_the_others_are_served(
     assert served >= {f"{i}" for i in range(gone, REQUESTS)}
 
 
-def test_those_that_share_nothing_are_all_served_though_a_step_looks_up_few(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_those_that_share_nothing_are_all_served_though_a_step_looks_up_few(make, monkeypatch):
     engine = make("disk")
     prompts = [[*map(int, f"{i:06b}"), *SHARED[i:120]] for i in range(12)]
     for index, prompt in enumerate(prompts):

@@ -42,7 +42,7 @@ OF_DISKS = {
 """Gauges that an engine without a disk does not tell: they read 0."""
 
 
-def test_figures_of_a_round_trip(engine: PlayedEngine) -> None:
+def test_figures_of_a_round_trip(engine):
     store_figures = {name: value for name, value in engine.totals.items() if value}
     assert store_figures.pop("stored_seconds") > 0
     assert store_figures == {"lookup_tokens": 21, "stored_bytes": blocks(5), "stored_slots": 5}
@@ -58,7 +58,7 @@ def test_figures_of_a_round_trip(engine: PlayedEngine) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("synchronous", [False, True], ids=["asynchronous", "synchronous"])
-def test_histograms_have_each_load_once(ranks: int, synchronous: bool) -> None:
+def test_histograms_have_each_load_once(ranks, synchronous):
     """However many ranks copy it, and though the loads of one step arrive as one transfer."""
     engine = PlayedEngine(ranks=ranks, synchronous_loads=synchronous)
     for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -75,7 +75,7 @@ def test_histograms_have_each_load_once(ranks: int, synchronous: bool) -> None:
     assert min(engine.observed["load_seconds"]) > 0
 
 
-def test_a_load_that_failed_is_in_no_histogram_of_loads(engine: PlayedEngine) -> None:
+def test_a_load_that_failed_is_in_no_histogram_of_loads(engine):
     forget(engine)
     engine.add("b", PROMPT, max_tokens=1)
     engine.step(1)
@@ -89,9 +89,7 @@ def test_a_load_that_failed_is_in_no_histogram_of_loads(engine: PlayedEngine) ->
 
 
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.STORE])
-def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(
-    direction: Direction, now: list[float]
-) -> None:
+def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(direction, now):
     """It hangs on one rank of two. The bytes that move do not show it."""
     engine = PlayedEngine(ranks=2)
     engine.serve("other", OTHER, max_tokens=1)
@@ -128,7 +126,7 @@ def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(
 # -- what an idle engine tells -----------------------------------------------------------------
 
 
-def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool() -> None:
+def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool():
     engine = PlayedEngine(slots=7)
     assert engine.scheduler.has_requests()
     engine.step()
@@ -142,9 +140,7 @@ def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool() -> N
     [{}, {"transfer_config": multi_config}],
     ids=["alone", "in a MultiConnector"],
 )
-def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(
-    arguments: dict[str, Any], weights: bool
-) -> None:
+def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(arguments, weights):
     engine = PlayedEngine(**arguments)
     engine.serve("a", PROMPT, max_tokens=1)
     assert engine.gauges["slots_in_use"] == 5
@@ -158,7 +154,7 @@ def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(
     engine.check_rest()
 
 
-def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedEngine) -> None:
+def test_an_engine_in_its_users_process_tells_with_its_next_step(engine):
     """A reset that changes no figure sends nothing."""
     core = engine.core
     assert core.reset_prefix_cache()
@@ -170,9 +166,7 @@ def test_an_engine_in_its_users_process_tells_with_its_next_step(engine: PlayedE
     assert engine.gauges["slots_in_use"] == 0
 
 
-def test_a_front_end_that_cannot_be_told_fails_no_reset(
-    engine: PlayedEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_front_end_that_cannot_be_told_fails_no_reset(engine, caplog, monkeypatch):
     def fail(**_: Any) -> None:
         raise TypeError("another version of vLLM")
 
@@ -181,9 +175,7 @@ def test_a_front_end_that_cannot_be_told_fails_no_reset(
     assert "metrics stand still until the engine's next step" in caplog.text
 
 
-def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
-    now: list[float],
-) -> None:
+def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(now):
     engine = PlayedEngine(slots=7)
     told = engine.offload.take_stats().data
     pool = {"slots": 7, "pool_slots": 7, "slot_bytes": blocks(1), "block_bytes": blocks(1)}
@@ -210,7 +202,7 @@ def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stored_slot_is_counted_once_however_many_ranks_store_it(ranks: int) -> None:
+def test_a_stored_slot_is_counted_once_however_many_ranks_store_it(ranks):
     """So that it can be compared with the evictions, which a full pool has as many of."""
     engine = PlayedEngine(ranks=ranks, slots=5)
     engine.serve("a", PROMPT, max_tokens=1)
@@ -221,7 +213,7 @@ def test_a_stored_slot_is_counted_once_however_many_ranks_store_it(ranks: int) -
     engine.check_rest()
 
 
-def test_a_slot_that_one_rank_has_not_stored_is_not_counted() -> None:
+def test_a_slot_that_one_rank_has_not_stored_is_not_counted():
     engine = PlayedEngine(ranks=2)
     engine.add("a", PROMPT, max_tokens=1)
     engine.step(2)
@@ -236,7 +228,7 @@ def test_a_slot_that_one_rank_has_not_stored_is_not_counted() -> None:
     assert engine.totals["stored_slots"] == 5 - failed
 
 
-def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted() -> None:
+def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted():
     engine = PlayedEngine()
     engine.add("a", PROMPT, max_tokens=1)
     engine.step(2)
@@ -246,7 +238,7 @@ def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted() -> 
     assert engine.totals["stored_slots"] == engine.gauges["slots_in_use"] < 5
 
 
-def test_the_smallest_rank_decides_on_the_slots() -> None:
+def test_the_smallest_rank_decides_on_the_slots():
     engine = PlayedEngine(slots=64, ranks=2)
     assert engine.offload.manager.num_slots == 64
     engine.connector.set_xfer_handshake_metadata_pp_aware(
@@ -262,9 +254,7 @@ def test_the_smallest_rank_decides_on_the_slots() -> None:
 
 
 @pytest.mark.parametrize(("told", "expected"), [((48, 40), 48), ((48, 100), 64), ((64, 64), 64)])
-def test_slots_are_as_large_as_the_largest_that_ranks_tell(
-    told: tuple[int, int], expected: int
-) -> None:
+def test_slots_are_as_large_as_the_largest_that_ranks_tell(told, expected):
     """Less than a block where they are packed; a stage with larger blocks changes nothing."""
     engine = PlayedEngine(slots=64, ranks=2)
     engine.connector.set_xfer_handshake_metadata_pp_aware(
@@ -276,7 +266,7 @@ def test_slots_are_as_large_as_the_largest_that_ranks_tell(
     assert engine.totals["hit_tokens"] == 20
 
 
-def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch):
     """Memory becomes ready while the engine serves; each rank says so at the end of a step."""
     ready: dict[Any, int] = {}
     monkeypatch.setattr(
@@ -303,7 +293,7 @@ def test_only_slots_that_are_ready_on_every_rank_are_used(monkeypatch: pytest.Mo
         manager.check_integrity()
 
 
-def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
+def test_before_every_rank_has_spoken_no_slot_is_used():
     """A connector inside another one may never see the ranks' capacities, only their reports."""
     engine = PlayedEngine(ranks=2, handshake=False)
     report(engine, {}, 1, ready_slots=50)
@@ -313,7 +303,7 @@ def test_before_every_rank_has_spoken_no_slot_is_used() -> None:
     assert engine.totals["stored_bytes"] > 0
 
 
-def test_a_configuration_names_the_slots_of_all_ranks() -> None:
+def test_a_configuration_names_the_slots_of_all_ranks():
     """The capacity that the scheduler plans with before the ranks have told theirs."""
     engine = PlayedEngine((FULL, WINDOW), ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 15 + 100}B"})
     assert engine.offload.manager.num_slots == 15

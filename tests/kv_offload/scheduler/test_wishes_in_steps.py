@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from kv_offload.cache.prefix import CacheGroup
 from kv_offload.cache.retention import Retention
 from tests.support.played_cases import (
     BLOCK,
@@ -89,7 +88,7 @@ GROUPS = pytest.mark.parametrize(
 
 
 @GROUPS
-def test_a_request_that_must_not_be_stored_leaves_nothing(groups: tuple[CacheGroup, ...]) -> None:
+def test_a_request_that_must_not_be_stored_leaves_nothing(groups):
     engine = PlayedEngine(groups, async_scheduling=True)
     serve(engine, "secret", PROMPT, store=False)
     assert engine.offload.manager.slots_in_use == 0
@@ -103,7 +102,7 @@ def test_a_request_that_must_not_be_stored_leaves_nothing(groups: tuple[CacheGro
     engine.rest()
 
 
-def test_what_it_loads_is_not_counted_as_unwanted() -> None:
+def test_what_it_loads_is_not_counted_as_unwanted():
     engine = store(PlayedEngine(), PROMPT[: 2 * BLOCK + 1])
     serve(engine, "secret", PROMPT, store=False)
     assert engine.totals["hit_tokens"] == 2 * BLOCK
@@ -111,7 +110,7 @@ def test_what_it_loads_is_not_counted_as_unwanted() -> None:
     engine.rest()
 
 
-def test_a_request_that_must_not_load_is_computed() -> None:
+def test_a_request_that_must_not_load_is_computed():
     engine = store(PlayedEngine(), PROMPT)
     serve(engine, "computed", PROMPT, load=False)
     assert engine.totals["hit_tokens"] == engine.totals["lookup_tokens"] == 0
@@ -121,9 +120,7 @@ def test_a_request_that_must_not_load_is_computed() -> None:
 
 @pytest.mark.parametrize(("most", "loaded"), [(3, 0), (4, 4), (11, 8), (20, 20), (999, 20)])
 @GROUPS
-def test_a_request_loads_no_more_than_it_wishes(
-    groups: tuple[CacheGroup, ...], most: int, loaded: int
-) -> None:
+def test_a_request_loads_no_more_than_it_wishes(groups, most, loaded):
     engine = store(PlayedEngine(groups), PROMPT)
     engine.add("a", PROMPT, **says(max_load_tokens=most))
     engine.run()
@@ -135,9 +132,7 @@ def test_a_request_loads_no_more_than_it_wishes(
     engine.rest()
 
 
-def test_wishes_that_came_past_the_front_end_are_ignored_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wishes_that_came_past_the_front_end_are_ignored_and_counted(monkeypatch):
     warned: list[str] = []
     monkeypatch.setattr(
         "kv_offload.scheduler.request.logger.warning", lambda text, *a: warned.append(text % a)
@@ -153,7 +148,7 @@ def test_wishes_that_came_past_the_front_end_are_ignored_and_counted(
     engine.rest()
 
 
-def test_what_other_connectors_are_told_is_left_alone() -> None:
+def test_what_other_connectors_are_told_is_left_alone():
     engine = PlayedEngine()
     params = {"kv_transfer_params": {"do_remote_prefill": False, "remote_host": 7}}
     engine.serve("a", PROMPT, 1, extra_args=params)
@@ -166,9 +161,7 @@ def test_what_other_connectors_are_told_is_left_alone() -> None:
 
 @GROUPS
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_retained_prompt_outlives_pressure_for_its_time(
-    groups: tuple[CacheGroup, ...], asynchronous: bool, clock: Clock
-) -> None:
+def test_a_retained_prompt_outlives_pressure_for_its_time(groups, asynchronous, clock):
     engine = PlayedEngine(groups, slots=48, async_scheduling=asynchronous)
     serve(engine, "retained", PROMPT, retain_seconds=60)
     serve(engine, "not retained", OTHER)
@@ -184,7 +177,7 @@ def test_a_retained_prompt_outlives_pressure_for_its_time(
     engine.rest()
 
 
-def test_what_is_loaded_is_retained_from_then_on(clock: Clock) -> None:
+def test_what_is_loaded_is_retained_from_then_on(clock):
     engine = store(PlayedEngine(slots=48), PROMPT)
     serve(engine, "loads", PROMPT, retain_seconds=60)
     assert engine.totals["hit_tokens"] == 20
@@ -197,7 +190,7 @@ def test_what_is_loaded_is_retained_from_then_on(clock: Clock) -> None:
     assert hits(engine) == 20
 
 
-def test_what_the_engine_has_itself_is_retained_too(clock: Clock) -> None:
+def test_what_the_engine_has_itself_is_retained_too(clock):
     engine = PlayedEngine(slots=48)
     engine.serve("stored", PROMPT, 1)
     serve(engine, "hits the engine's cache", PROMPT, retain_seconds=60)
@@ -210,9 +203,7 @@ def test_what_the_engine_has_itself_is_retained_too(clock: Clock) -> None:
 @pytest.mark.parametrize(
     "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
 )
-def test_while_stores_are_paused_a_use_still_begins_the_time_anew(
-    clock: Clock, groups: tuple[CacheGroup, ...]
-) -> None:
+def test_while_stores_are_paused_a_use_still_begins_the_time_anew(clock, groups):
     """The engine has the prompt itself, so nothing is loaded either."""
     engine = PlayedEngine(groups)
     serve(engine, "first", PROMPT, retain_seconds=60)
@@ -229,7 +220,7 @@ def test_while_stores_are_paused_a_use_still_begins_the_time_anew(
     assert retained(engine) == 0
 
 
-def test_leftovers_of_a_retained_request_are_retained(clock: Clock) -> None:
+def test_leftovers_of_a_retained_request_are_retained(clock):
     """Stores have so narrow a link that most of a prompt waits when its request ends."""
     engine = slow(1)
     engine.add("a", PROMPT, 1, **says(retain_seconds=60))
@@ -240,7 +231,7 @@ def test_leftovers_of_a_retained_request_are_retained(clock: Clock) -> None:
     assert retained(engine) == 5
 
 
-def test_a_store_that_fails_is_not_retained(clock: Clock) -> None:
+def test_a_store_that_fails_is_not_retained(clock):
     engine = PlayedEngine(slots=48, max_num_batched_tokens=64)
     engine.add("a", PROMPT, 1, **says(retain_seconds=60))
     engine.step(2)
@@ -251,7 +242,7 @@ def test_a_store_that_fails_is_not_retained(clock: Clock) -> None:
     engine.rest()
 
 
-def test_retained_blocks_have_a_share_of_host_memory(clock: Clock) -> None:
+def test_retained_blocks_have_a_share_of_host_memory(clock):
     engine = PlayedEngine(slots=48, plugin={"max_retained_share": 0.1})
     serve(engine, "a", PROMPT, retain_seconds=60)
     assert retained(engine) == 4
@@ -260,7 +251,7 @@ def test_retained_blocks_have_a_share_of_host_memory(clock: Clock) -> None:
     assert hits(engine) == 16
 
 
-def test_a_tenant_who_retains_everything_has_a_quota(clock: Clock) -> None:
+def test_a_tenant_who_retains_everything_has_a_quota(clock):
     plugin = {"max_retained_share": 0.5, "max_retained_share_per_salt": 0.25}
     engine = PlayedEngine(slots=48, plugin=plugin)
     for number, prompt in enumerate(FILLERS):
@@ -273,7 +264,7 @@ def test_a_tenant_who_retains_everything_has_a_quota(clock: Clock) -> None:
     assert engine.totals["unretained_slots"] == 0
 
 
-def test_a_higher_priority_displaces_a_lower_one(clock: Clock) -> None:
+def test_a_higher_priority_displaces_a_lower_one(clock):
     engine = PlayedEngine(slots=48, plugin={"max_retained_share": 0.11})
     serve(engine, "low", OTHER, retain_seconds=600)
     serve(engine, "high", PROMPT, retain_seconds=60, priority=1)
@@ -283,7 +274,7 @@ def test_a_higher_priority_displaces_a_lower_one(clock: Clock) -> None:
     assert hits(engine) == 20
 
 
-def test_a_reset_ends_retention(clock: Clock) -> None:
+def test_a_reset_ends_retention(clock):
     engine = PlayedEngine(slots=48)
     serve(engine, "a", PROMPT, retain_seconds=600)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
@@ -294,7 +285,7 @@ def test_a_reset_ends_retention(clock: Clock) -> None:
     engine.rest()
 
 
-def test_a_reset_while_what_is_to_be_retained_is_stored(clock: Clock) -> None:
+def test_a_reset_while_what_is_to_be_retained_is_stored(clock):
     engine = PlayedEngine(slots=48, max_num_batched_tokens=64)
     engine.add("a", PROMPT, 1, **says(retain_seconds=600))
     engine.step()
@@ -306,7 +297,7 @@ def test_a_reset_while_what_is_to_be_retained_is_stored(clock: Clock) -> None:
     assert engine.offload.manager.slots_in_use == 0
 
 
-def test_new_weights_end_retention(clock: Clock) -> None:
+def test_new_weights_end_retention(clock):
     engine = PlayedEngine(slots=48)
     serve(engine, "a", PROMPT, retain_seconds=600)
     engine.offload.resets.weights_change()
@@ -320,7 +311,7 @@ def test_new_weights_end_retention(clock: Clock) -> None:
 # -- stores that are paused --------------------------------------------------------------------
 
 
-def test_while_stores_are_paused_nothing_is_stored_and_what_is_there_is_loaded() -> None:
+def test_while_stores_are_paused_nothing_is_stored_and_what_is_there_is_loaded():
     engine = store(PlayedEngine(async_scheduling=True), PROMPT)
     engine.offload.pause_stores(paused=True)
     stored = engine.offload.manager.slots_in_use
@@ -340,7 +331,7 @@ def test_while_stores_are_paused_nothing_is_stored_and_what_is_there_is_loaded()
     engine.rest()
 
 
-def test_a_request_that_runs_on_is_stored_after_the_pause() -> None:
+def test_a_request_that_runs_on_is_stored_after_the_pause():
     engine = PlayedEngine()
     engine.offload.pause_stores(paused=True)
     engine.add("a", PROMPT, max_tokens=12)
@@ -350,7 +341,7 @@ def test_a_request_that_runs_on_is_stored_after_the_pause() -> None:
     assert hits(engine) == 20
 
 
-def test_a_pause_lets_go_of_what_waits_to_be_stored() -> None:
+def test_a_pause_lets_go_of_what_waits_to_be_stored():
     engine = slow(1)
     engine.add("a", PROMPT, 1)
     engine.step(2)
@@ -360,7 +351,7 @@ def test_a_pause_lets_go_of_what_waits_to_be_stored() -> None:
     engine.rest()
 
 
-def test_a_routers_hints_are_followed_as_those_of_a_client(clock: Clock) -> None:
+def test_a_routers_hints_are_followed_as_those_of_a_client(clock):
     """In the place where Dynamo puts them; nonsense is counted, and its request is served."""
     engine = PlayedEngine(slots=32)
 

@@ -80,7 +80,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., BothEngine]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_stored_goes_to_both_and_the_disk_is_read(make: Any, ranks: int) -> None:
+def test_what_is_stored_goes_to_both_and_the_disk_is_read(make, ranks):
     engine = make(ranks=ranks)
     engine.answer("a")
     assert len(engine.disk.records) == len(engine.remote.records) == FULL_BLOCKS
@@ -94,7 +94,7 @@ def test_what_is_stored_goes_to_both_and_the_disk_is_read(make: Any, ranks: int)
     assert len(engine.directory.asked) == asked, "the store is not asked for what the disk has"
 
 
-def test_what_comes_from_the_remote_store_is_kept_on_the_disk(make: Any) -> None:
+def test_what_comes_from_the_remote_store_is_kept_on_the_disk(make):
     first, second = make(), make()
     first.answer("a")
     second.answer("b")
@@ -106,7 +106,7 @@ def test_what_comes_from_the_remote_store_is_kept_on_the_disk(make: Any) -> None
     assert second.read == (FULL_BLOCKS, 0)
 
 
-def test_one_prompt_is_read_from_both(make: Any) -> None:
+def test_one_prompt_is_read_from_both(make):
     """Its beginning, which was computed here, from the disk; the rest from the store."""
     first, second = make(), make()
     second.answer("a", PROMPT[:9])
@@ -120,9 +120,7 @@ def test_one_prompt_is_read_from_both(make: Any) -> None:
 
 @pytest.mark.parametrize("fault", ["error", "mismatch"])
 @pytest.mark.parametrize("sharing", [1, 3])
-def test_what_the_disk_fails_to_read_is_read_from_the_remote_store(
-    make: Any, fault: str, sharing: int
-) -> None:
+def test_what_the_disk_fails_to_read_is_read_from_the_remote_store(make, fault, sharing):
     """By the same request, also by others that waited for the same read."""
     engine = make()
     engine.answer("a")
@@ -137,7 +135,7 @@ def test_what_the_disk_fails_to_read_is_read_from_the_remote_store(
     assert engine.totals["late_promotions"] == 0
 
 
-def test_what_both_fail_to_read_is_computed_and_asked_for_once(make: Any) -> None:
+def test_what_both_fail_to_read_is_computed_and_asked_for_once(make):
     engine = make()
     engine.answer("a")
     engine.forget()
@@ -149,9 +147,7 @@ def test_what_both_fail_to_read_is_computed_and_asked_for_once(make: Any) -> Non
     assert len(engine.directory.asked) <= asked + 1
 
 
-def test_a_disk_that_is_left_alone_is_replaced_by_the_remote_store(
-    make: Any, now: list[float]
-) -> None:
+def test_a_disk_that_is_left_alone_is_replaced_by_the_remote_store(make, now):
     engine = make()
     engine.answer("a")
     engine.forget()
@@ -166,9 +162,7 @@ def test_a_disk_that_is_left_alone_is_replaced_by_the_remote_store(
     assert engine.read == (FULL_BLOCKS, 0)
 
 
-def test_a_remote_store_that_is_away_does_not_keep_the_disk_from_serving(
-    make: Any, now: list[float]
-) -> None:
+def test_a_remote_store_that_is_away_does_not_keep_the_disk_from_serving(make, now):
     engine = make()
     engine.answer("a")
     engine.forget()
@@ -189,7 +183,7 @@ def test_a_remote_store_that_is_away_does_not_keep_the_disk_from_serving(
     assert engine.offload.gauges()["remote_usable"] == 1
 
 
-def test_a_copy_that_hangs_in_one_tier_does_not_stop_the_other(make: Any, now: list[float]) -> None:
+def test_a_copy_that_hangs_in_one_tier_does_not_stop_the_other(make, now):
     engine = make()
     engine.remote.stuck = True
     engine.add("a", PROMPT, 2)
@@ -205,7 +199,7 @@ def test_a_copy_that_hangs_in_one_tier_does_not_stop_the_other(make: Any, now: l
     assert not engine.scheduler.has_requests(), "it rests though a write hangs"
 
 
-def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make: Any) -> None:
+def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make):
     engine = make(disk={"keep_on_reset": True})
     engine.answer("a")
     engine.forget()

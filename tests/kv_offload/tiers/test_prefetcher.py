@@ -69,7 +69,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
             engine.connector.shutdown()
 
 
-def test_a_queued_request_finds_in_host_memory_what_was_below(make: Any) -> None:
+def test_a_queued_request_finds_in_host_memory_what_was_below(make):
     """When its turn comes it loads at once: the tier is read no more, so it may as well hang."""
     engine = make()
     engine.add("a", PROMPTS[0], 2)
@@ -85,7 +85,7 @@ def test_a_queued_request_finds_in_host_memory_what_was_below(make: Any) -> None
     assert engine.totals["late_promotions"] == 0
 
 
-def test_no_more_is_read_ahead_than_a_share_of_host_memory(make: Any) -> None:
+def test_no_more_is_read_ahead_than_a_share_of_host_memory(make):
     """More would evict what was read for those before. Those that run make room for the next."""
     engine = make()
     for number, prompt in enumerate(PROMPTS):
@@ -99,9 +99,7 @@ def test_no_more_is_read_ahead_than_a_share_of_host_memory(make: Any) -> None:
     assert engine.totals["late_promotions"] == 0
 
 
-def test_the_wait_for_a_slow_tier_begins_when_the_engine_would_run_the_request(
-    make: Any, now: list[float]
-) -> None:
+def test_the_wait_for_a_slow_tier_begins_when_the_engine_would_run_the_request(make, now):
     """However long it was queued: else it would be computed though its read is about to end."""
     engine = make()
     engine.tier.stuck = True
@@ -129,7 +127,7 @@ def test_the_wait_for_a_slow_tier_begins_when_the_engine_would_run_the_request(
     assert "b" in engine.answers, "it does not wait without end"
 
 
-def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make: Any) -> None:
+def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make):
     engine = make(blocks=80)
     engine.abort("busy")
     engine.add("b", PROMPTS[1], 1)
@@ -145,7 +143,7 @@ def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make: Any
     assert engine.read == 0
 
 
-def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make: Any) -> None:
+def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make):
     engine = make()
     engine.tier.stuck = True
     engine.add("a", PROMPTS[0], 2)

@@ -81,7 +81,7 @@ def make() -> Iterator[Callable[..., RemoteEngine]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_one_engine_has_stored_another_one_loads(make: Any, ranks: int) -> None:
+def test_what_one_engine_has_stored_another_one_loads(make, ranks):
     first, second = make(ranks=ranks), make(ranks=ranks)
     first.answer("a")
     assert first.totals["demoted_slots"] == FULL_BLOCKS
@@ -90,9 +90,7 @@ def test_what_one_engine_has_stored_another_one_loads(make: Any, ranks: int) -> 
     assert second.totals["hit_tokens"] == FULL_BLOCKS * 4
 
 
-def test_what_came_once_is_shared_though_its_engine_expects_no_further_use(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_once_is_shared_though_its_engine_expects_no_further_use(make, monkeypatch):
     """A policy that learns knows the uses of its own engine alone."""
     first, second = make(plugin={"eviction_policy": "auto"}), make()
     monkeypatch.setattr(
@@ -103,7 +101,7 @@ def test_what_came_once_is_shared_though_its_engine_expects_no_further_use(
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_what_one_rank_lacks_is_not_there(make: Any) -> None:
+def test_what_one_rank_lacks_is_not_there(make):
     first, second = make(ranks=2), make(ranks=2)
     first.answer("a")
     gone = sorted(second.ranks[1].tier.records)
@@ -114,7 +112,7 @@ def test_what_one_rank_lacks_is_not_there(make: Any) -> None:
     assert second.totals["hit_tokens"] == 0
 
 
-def test_engines_of_another_model_find_nothing(make: Any, monkeypatch: Any) -> None:
+def test_engines_of_another_model_find_nothing(make, monkeypatch):
     make().answer("a")
     monkeypatch.setattr("kv_offload.engines.vllm.model.namespace.FORMAT", 99)
     other = make()
@@ -122,7 +120,7 @@ def test_engines_of_another_model_find_nothing(make: Any, monkeypatch: Any) -> N
     assert other.totals["promoted_slots"] == 0
 
 
-def test_nothing_is_asked_that_host_memory_has(make: Any) -> None:
+def test_nothing_is_asked_that_host_memory_has(make):
     engine = make()
     engine.answer("a")
     assert [len(answer.names) for answer in engine.directory.asked] == [FULL_BLOCKS]
@@ -132,9 +130,7 @@ def test_nothing_is_asked_that_host_memory_has(make: Any) -> None:
     assert len(engine.directory.asked) == 1
 
 
-def test_a_request_waits_for_the_answer_and_others_with_theirs_run(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_waits_for_the_answer_and_others_with_theirs_run(make, monkeypatch):
     first, second = make(), make()
     first.answer("a")
     second.directory.stuck = True
@@ -152,9 +148,7 @@ def test_a_request_waits_for_the_answer_and_others_with_theirs_run(
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
-    make: Any, now: list[float]
-) -> None:
+def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(make, now):
     first, second = make(), make()
     first.answer("a")
     directory = second.directory
@@ -171,9 +165,7 @@ def test_a_late_answer_is_not_waited_for_and_nothing_is_asked_before_it(
 
 
 @pytest.mark.parametrize("steps_idle", [True, False])
-def test_an_answer_that_fails_late_is_a_read_that_failed(
-    make: Any, now: list[float], steps_idle: bool
-) -> None:
+def test_an_answer_that_fails_late_is_a_read_that_failed(make, now, steps_idle):
     """A master that hangs answers after seconds. Else it would be asked, and waited for, again."""
     engine = make()
     engine.answer_late(now, "a")
@@ -196,7 +188,7 @@ def test_an_answer_that_fails_late_is_a_read_that_failed(
     assert len(engine.directory.asked) == 2
 
 
-def test_a_late_answer_that_failed_long_ago_says_nothing(make: Any, now: list[float]) -> None:
+def test_a_late_answer_that_failed_long_ago_says_nothing(make, now):
     """An engine that rests hears of it with its next request, and the store may be back since."""
     first, second = make(), make()
     first.answer("a")
@@ -209,9 +201,7 @@ def test_a_late_answer_that_failed_long_ago_says_nothing(make: Any, now: list[fl
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(
-    make: Any, now: list[float]
-) -> None:
+def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(make, now):
     """An engine that nobody asks would else not write it before the next request."""
     engine = make()
     engine.answer_late(now, "a")
@@ -224,7 +214,7 @@ def test_what_is_stored_while_an_answer_is_late_is_written_when_it_has_come(
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
 
 
-def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: list[float]) -> None:
+def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make, now):
     first, second = make(), make()
     first.answer("a")
     second.directory.fails = True
@@ -242,9 +232,7 @@ def test_a_store_that_cannot_be_asked_is_not_read_for_a_while(make: Any, now: li
     assert second.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_an_error_long_after_others_has_a_short_pause_though_nothing_was_found_meanwhile(
-    make: Any, now: list[float]
-) -> None:
+def test_an_error_long_after_others_has_a_short_pause_though_nothing_was_found_meanwhile(make, now):
     engine = make()
     engine.directory.fails = True
     for number in range(8):
@@ -261,7 +249,7 @@ def test_an_error_long_after_others_has_a_short_pause_though_nothing_was_found_m
     assert engine.offload.tiers.tiers["remote"].may_read
 
 
-def test_a_block_that_is_gone_is_computed_and_asked_for_again(make: Any) -> None:
+def test_a_block_that_is_gone_is_computed_and_asked_for_again(make):
     engine = make()
     engine.answer("a")
     engine.forget()
@@ -274,7 +262,7 @@ def test_a_block_that_is_gone_is_computed_and_asked_for_again(make: Any) -> None
     assert engine.store.records.keys() == gone.keys(), "it was written again"
 
 
-def test_what_is_not_what_its_name_says_is_computed(make: Any) -> None:
+def test_what_is_not_what_its_name_says_is_computed(make):
     first, second = make(), make()
     first.answer("a")
     second.store.faults["mismatch"] = 1
@@ -283,7 +271,7 @@ def test_what_is_not_what_its_name_says_is_computed(make: Any) -> None:
     assert second.totals["promoted_slots"] == FULL_BLOCKS - 1
 
 
-def test_after_a_reset_an_engine_shares_nothing_with_others(make: Any) -> None:
+def test_after_a_reset_an_engine_shares_nothing_with_others(make):
     """They may have the weights of before."""
     first, second = make(), make()
     first.answer("a")
@@ -299,7 +287,7 @@ def test_after_a_reset_an_engine_shares_nothing_with_others(make: Any) -> None:
     assert second.totals["promoted_slots"] == FULL_BLOCKS, "its own"
 
 
-def test_an_answer_from_before_a_reset_is_not_believed(make: Any) -> None:
+def test_an_answer_from_before_a_reset_is_not_believed(make):
     """What the store had then is found by no name of now, so its read would bring nothing."""
     make().answer("a")
     engine = make()
@@ -315,7 +303,7 @@ def test_an_answer_from_before_a_reset_is_not_believed(make: Any) -> None:
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
 
 
-def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) -> None:
+def test_what_was_written_before_a_reset_is_written_again_after_it(make):
     engine = make()
     engine.store.stuck = True
     engine.add("a", PROMPT, 2)
@@ -333,7 +321,7 @@ def test_what_was_written_before_a_reset_is_written_again_after_it(make: Any) ->
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make: Any) -> None:
+def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make):
     engine = make(plugin={"remote": {**REMOTE["remote"], "keep_on_reset": True}})
     engine.offload.resets.reset_cache()
     assert engine.offload.tiers.tiers["remote"].generation == SHARED_GENERATION
@@ -342,7 +330,7 @@ def test_new_weights_end_the_sharing_and_a_reset_does_not_if_so_configured(make:
     assert engine.offload.tiers.tiers["remote"].generation != SHARED_GENERATION
 
 
-def test_what_was_told_lately_is_not_asked_again(now: list[float]) -> None:
+def test_what_was_told_lately_is_not_asked_again(now):
     recent = RecentKeys()
     recent.add([b"a"])
     now[0] += remote.KNOWN_SECONDS - 1
@@ -355,7 +343,7 @@ def test_what_was_told_lately_is_not_asked_again(now: list[float]) -> None:
     assert not recent.has([b"c"]).any()
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(remote, "MAX_KNOWN_KEYS", 8)
     recent = RecentKeys()
     keys = [b"%d" % number for number in range(100)]

@@ -97,7 +97,7 @@ def ask(engine: DiskEngine, *names: str, prompt: list[int] = PROMPT, steps: int 
     engine.step(steps)
 
 
-def test_a_request_waits_for_what_is_read_and_then_loads_it(engine: DiskEngine) -> None:
+def test_a_request_waits_for_what_is_read_and_then_loads_it(engine):
     engine.disk.stuck = True
     ask(engine, "a")
     assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
@@ -108,7 +108,7 @@ def test_a_request_waits_for_what_is_read_and_then_loads_it(engine: DiskEngine) 
     assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
 
 
-def test_others_run_meanwhile(engine: DiskEngine) -> None:
+def test_others_run_meanwhile(engine):
     engine.disk.stuck = True
     ask(engine, "a")
     engine.add("b", [0, 0, 0, 1, 1], 2)
@@ -117,9 +117,7 @@ def test_others_run_meanwhile(engine: DiskEngine) -> None:
     assert "a" not in engine.answers
 
 
-def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(
-    engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(engine, monkeypatch):
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
     engine.step(2)
@@ -136,7 +134,7 @@ def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(
     assert naps == [], "others compute"
 
 
-def test_requests_with_the_same_prefix_wait_for_one_read(engine: DiskEngine) -> None:
+def test_requests_with_the_same_prefix_wait_for_one_read(engine):
     engine.disk.stuck = True
     ask(engine, "a", "b")
     assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
@@ -146,7 +144,7 @@ def test_requests_with_the_same_prefix_wait_for_one_read(engine: DiskEngine) -> 
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_a_request_is_computed_where_its_time_is_over(now: list[float], engine: DiskEngine) -> None:
+def test_a_request_is_computed_where_its_time_is_over(now, engine):
     engine.disk.stuck = True
     ask(engine, "a")
     now[0] += promoter.MAX_WAIT_SECONDS
@@ -157,9 +155,7 @@ def test_a_request_is_computed_where_its_time_is_over(now: list[float], engine: 
     assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS, "it goes on"
 
 
-def test_a_request_that_was_preempted_waits_for_the_disk_again(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_a_request_that_was_preempted_waits_for_the_disk_again(now, engine):
     engine.disk.stuck = True
     engine.add("a", PROMPT, 12)
     engine.step(3)
@@ -181,9 +177,7 @@ def test_a_request_that_was_preempted_waits_for_the_disk_again(
     assert engine.totals["hit_tokens"] >= FULL_BLOCKS * 4
 
 
-def test_what_came_in_time_is_loaded(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_in_time_is_loaded(now, engine, monkeypatch):
     monkeypatch.setattr(engine.offload.tiers.promoter, "_job_slots", 2)
     engine.disk.stuck = True
     ask(engine, "a")
@@ -196,7 +190,7 @@ def test_what_came_in_time_is_loaded(
     assert engine.totals["late_promotions"] == 1
 
 
-def test_what_is_not_what_its_name_says_is_computed_and_forgotten(engine: DiskEngine) -> None:
+def test_what_is_not_what_its_name_says_is_computed_and_forgotten(engine):
     for place, (name, content) in engine.disk.records.items():
         engine.disk.records[place] = (name + b"?", content)
     ask(engine, "a")
@@ -211,9 +205,7 @@ def test_what_is_not_what_its_name_says_is_computed_and_forgotten(engine: DiskEn
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_the_disk_is_not_read_for_a_while_after_an_error_and_tried_again(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_the_disk_is_not_read_for_a_while_after_an_error_and_tried_again(now, engine):
     engine.disk.faults["error"] = 1
     ask(engine, "a")
     engine.run()
@@ -231,9 +223,7 @@ def test_the_disk_is_not_read_for_a_while_after_an_error_and_tried_again(
     assert engine.totals["promoted_slots"] >= 2 * FULL_BLOCKS - 1
 
 
-def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_the_disk_is_not_written_for_a_while_after_an_error_and_read_meanwhile(now, engine):
     other = [9] * 9
     engine.disk.faults["error"] = 1
     ask(engine, "a", prompt=other)
@@ -259,9 +249,7 @@ def replace_wake(
     monkeypatch.setattr(tier, "_engine", dataclasses.replace(tier._engine, wake=wake))
 
 
-def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(now, engine, monkeypatch):
     """It would else write what has come in the pause with its next request only."""
     monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.1)
     woken = threading.Event()
@@ -281,7 +269,7 @@ def test_an_engine_that_rests_is_woken_once_the_disk_may_be_written_again(
     assert engine.totals["demoted_slots"] == 2
 
 
-def test_an_engine_that_has_ended_is_not_woken(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_has_ended_is_not_woken(make, monkeypatch):
     monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 60.0)
     engine = make()
     replace_wake(monkeypatch, engine, pytest.fail)
@@ -294,9 +282,7 @@ def test_an_engine_that_has_ended_is_not_woken(make: Any, monkeypatch: pytest.Mo
     assert not alarm.is_alive()
 
 
-def test_a_bad_place_fails_one_write_and_no_further_one(
-    now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_place_fails_one_write_and_no_further_one(now, engine, caplog):
     """Else it would be the first place to be used again, and every write after a pause would fail.
 
     It is set aside also after a reset, until the next start.
@@ -321,7 +307,7 @@ def test_a_bad_place_fails_one_write_and_no_further_one(
     assert engine.offload.gauges()["tier_slots_set_aside"] == 1
 
 
-def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
+def test_each_further_error_has_a_longer_pause(now):
     pause = base.Pause()
     assert pause.is_over
     pauses = []
@@ -337,9 +323,7 @@ def test_each_further_error_has_a_longer_pause(now: list[float]) -> None:
     assert pause.begin() == base.FIRST_PAUSE_SECONDS
 
 
-def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(now, engine):
     engine.offload.tiers.tiers["disk"].read_failed()
     ask(engine, "a", prompt=[9] * 9)
     engine.run()
@@ -350,9 +334,7 @@ def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(
     assert not engine.offload.tiers.tiers["disk"].may_read
 
 
-def test_errors_that_were_under_way_together_are_one_pause(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_errors_that_were_under_way_together_are_one_pause(now, engine):
     below = engine.offload.tiers.tiers["disk"]
     for fail, may in ((below.read_failed, "may_read"), (below.write_failed, "may_write")):
         fail()
@@ -361,9 +343,7 @@ def test_errors_that_were_under_way_together_are_one_pause(
         assert getattr(below, may)
 
 
-def test_that_nothing_is_written_is_not_told_while_nothing_is_read(
-    now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_nothing_is_written_is_not_told_while_nothing_is_read(now, engine, caplog):
     """It is one outage then. Once the disk may be read again, a write that fails says something."""
     below = engine.offload.tiers.tiers["disk"]
     below.read_failed()
@@ -378,9 +358,7 @@ def test_that_nothing_is_written_is_not_told_while_nothing_is_read(
     assert caplog.text.count("the disk could not be read. It is not read for 10 s") == 1
 
 
-def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(
-    now: list[float], engine: DiskEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_hangs_keeps_the_disk_from_being_used_until_it_ends(now, engine, caplog):
     engine.disk.stuck = True
     ask(engine, "a")
     step_for(engine, now, base.STUCK_SECONDS + 1)
@@ -407,9 +385,7 @@ def begin_writes(
     return writes
 
 
-def test_all_jobs_of_a_plan_are_asked_for_at_once(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_jobs_of_a_plan_are_asked_for_at_once(now, engine, monkeypatch):
     """To ask takes as long for one slot as for a hundred, and a job has few slots of 2 MiB."""
     disk = engine.offload.tiers.demoters["disk"]._tier
     written, read = Mock(wraps=disk.begin_write), Mock(wraps=disk.begin_read)
@@ -428,9 +404,7 @@ def test_all_jobs_of_a_plan_are_asked_for_at_once(
     read.assert_called_once()
 
 
-def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(now, engine, monkeypatch):
     """Else the index lacks what went well, and errors that are heard of later are a new pause."""
     writes = begin_writes(engine, monkeypatch)
     known = engine.offload.gauges()["tier_slots_in_use"] - writes
@@ -448,9 +422,7 @@ def test_an_idle_engine_hears_how_all_writes_end_though_one_has_failed(
     assert engine.offload.tiers.tiers["disk"].may_write, "they were one outage"
 
 
-def test_an_idle_engine_rests_though_a_write_hangs(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_rests_though_a_write_hangs(now, engine, monkeypatch):
     begin_writes(engine, monkeypatch)
     step_for(engine, now, base.STUCK_SECONDS + 1)
     assert engine.running(TierDirection.DEMOTE)
@@ -458,8 +430,8 @@ def test_an_idle_engine_rests_though_a_write_hangs(
 
 
 def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_other_ends(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    now, engine, monkeypatch
+):
     """What waits for its turn does not hang, however long that takes."""
     writes = begin_writes(engine, monkeypatch)
     for _ in range(writes - 1):
@@ -471,9 +443,7 @@ def test_a_disk_that_is_written_slowly_is_used_as_long_as_one_write_after_the_ot
     assert engine.running(TierDirection.PROMOTE)
 
 
-def test_a_write_that_hangs_is_noticed_though_later_ones_end(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_hangs_is_noticed_though_later_ones_end(now, engine, monkeypatch):
     begin_writes(engine, monkeypatch)
     engine.disk.run(0)
     engine.step(2)
@@ -484,12 +454,7 @@ def test_a_write_that_hangs_is_noticed_though_later_ones_end(
     assert engine.offload.gauges()["disk_usable"] == 0
 
 
-def test_no_copy_hangs_because_the_engine_made_no_step(
-    now: list[float],
-    engine: DiskEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_copy_hangs_because_the_engine_made_no_step(now, engine, monkeypatch, caplog):
     """The user of an engine in his own process may do something else meanwhile."""
     begin_writes(engine, monkeypatch)
     now[0] += 60 * base.STUCK_SECONDS
@@ -498,16 +463,14 @@ def test_no_copy_hangs_because_the_engine_made_no_step(
     assert "has not ended" not in caplog.text
 
 
-def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(
-    engine: DiskEngine,
-) -> None:
+def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(engine):
     for _ in range(15):
         for rank, speed in enumerate((1e3, 1e9, 1e9)):
             report(engine, {}, rank, promote_bytes_per_second={"disk": speed})
     assert engine.offload.gauges()["disk_read_bytes_per_second"] == 1e3
 
 
-def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> None:
+def test_a_hit_is_computed_where_reading_takes_longer(engine):
     teach(engine, 1e12)
     for _ in range(20):
         report(engine, {}, promote_bytes_per_second={"disk": 1.0})
@@ -521,7 +484,7 @@ def test_a_hit_is_computed_where_reading_takes_longer(engine: DiskEngine) -> Non
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine) -> None:
+def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine):
     teach(engine, 1e12)
     for speed in (1e12, 1.0):
         for _ in range(8):
@@ -539,7 +502,7 @@ def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine: DiskEngine)
     assert engine.totals["promoted_slots"] == 8 * FULL_BLOCKS
 
 
-def test_always_load_reads_all(make: Any) -> None:
+def test_always_load_reads_all(make):
     engine = make(plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
         report(engine, {}, promote_bytes_per_second={"disk": 1.0})
@@ -548,9 +511,7 @@ def test_always_load_reads_all(make: Any) -> None:
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
-    make: Any, now: list[float]
-) -> None:
+def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(make, now):
     """A slot has 64 bytes here."""
     engine = make(prompts=False, disk={"write_rate": "128B"})
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -570,9 +531,7 @@ def test_what_was_stored_first_is_written_first_and_no_faster_than_allowed(
     ]
 
 
-def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(now, engine):
     """To plan 256 jobs of a slot takes 15 ms of a step."""
     engine.offload.tiers.tiers["disk"].write_failed()
     engine.add("a", [9] * 9, max_tokens=40)
@@ -589,8 +548,8 @@ def test_what_decodes_stored_while_nothing_was_written_is_written_by_one_job(
 
 @pytest.mark.parametrize(("sharing", "slots"), [(1, 2), (2, 4)])
 def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_memory(
-    sharing: int, slots: int, make: Any, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sharing, slots, make, now, monkeypatch
+):
     """Ranks of latent attention would share it, but cannot if they are on several hosts, say."""
     equal = [2, 1, 1]  # the scheduler expects two, each rank finds itself alone
     monkeypatch.setattr(groups, "ranks_with_equal_bytes", lambda *_: equal.pop(0))
@@ -609,14 +568,14 @@ def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_
     assert len(engine.disk.records) == min(slots + slots // 2, FULL_BLOCKS)
 
 
-def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine: DiskEngine) -> None:
+def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine):
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
     assert engine.totals["demoted_slots"] == 0
 
 
-def test_a_full_disk_forgets_what_was_used_least_recently(make: Any) -> None:
+def test_a_full_disk_forgets_what_was_used_least_recently(make):
     # 64 KiB of what the file says of itself, and one record to try things at.
     engine = make(prompts=False, disk={"bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"})
     engine.add("a", PROMPT, 1)
@@ -630,7 +589,7 @@ def test_a_full_disk_forgets_what_was_used_least_recently(make: Any) -> None:
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_what_is_read_while_everything_is_forgotten_is_not_served(engine: DiskEngine) -> None:
+def test_what_is_read_while_everything_is_forgotten_is_not_served(engine):
     engine.disk.stuck = True
     ask(engine, "a")
     engine.change_weights()
@@ -641,14 +600,14 @@ def test_what_is_read_while_everything_is_forgotten_is_not_served(engine: DiskEn
     assert engine.offload.gauges()["tier_slots_in_use"] > 0, "what was computed since"
 
 
-def test_without_readable_keys_nothing_is_asked_of_the_disk(engine: DiskEngine) -> None:
+def test_without_readable_keys_nothing_is_asked_of_the_disk(engine):
     ask(engine, "a", prompt=[1, 1, 1, 1, 1, 1, 1, 1])
     engine.run()
     assert engine.totals["promoted_slots"] == 0
     assert engine.disk.happened["promoted"] == 0
 
 
-def test_an_idle_engine_steps_until_all_is_written(make: Any) -> None:
+def test_an_idle_engine_steps_until_all_is_written(make):
     engine = make(prompts=False)
     engine.disk.stuck = True
     engine.add("a", PROMPT, 1)
@@ -661,9 +620,7 @@ def test_an_idle_engine_steps_until_all_is_written(make: Any) -> None:
     assert not engine.offload.has_pending_work
 
 
-def test_an_idle_engine_writes_what_has_become_worth_it(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_writes_what_has_become_worth_it(make, monkeypatch):
     """Nobody asks for anything after the use by which it has."""
     engine = make(prompts=False, plugin={"eviction_policy": "auto"})
     worth = [False]
@@ -682,7 +639,7 @@ def test_an_idle_engine_writes_what_has_become_worth_it(
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
 
 
-def test_what_could_not_be_written_is_not_on_the_disk(make: Any) -> None:
+def test_what_could_not_be_written_is_not_on_the_disk(make):
     engine = make(prompts=False)
     engine.disk.faults["error"] = 2
     engine.add("a", PROMPT, 1)
@@ -692,7 +649,7 @@ def test_what_could_not_be_written_is_not_on_the_disk(make: Any) -> None:
     assert engine.offload.gauges()["tier_slots_in_use"] == engine.totals["demoted_slots"] > 0
 
 
-def test_a_slot_that_one_rank_cannot_read_is_not_served(make: Any) -> None:
+def test_a_slot_that_one_rank_cannot_read_is_not_served(make):
     engine = make(ranks=2)
     assert engine.ranks[1].tier is not None
     engine.ranks[1].tier.faults["mismatch"] = 1
@@ -703,9 +660,7 @@ def test_a_slot_that_one_rank_cannot_read_is_not_served(make: Any) -> None:
 
 
 @pytest.mark.parametrize("refuses", [0, 1])
-def test_what_one_rank_never_read_is_not_served_whatever_another_tells(
-    make: Any, refuses: int
-) -> None:
+def test_what_one_rank_never_read_is_not_served_whatever_another_tells(make, refuses):
     """One rank refuses the read, the other fails a part of it: nothing of it is on both."""
     engine = make(ranks=2)
     tiers = [rank.tier for rank in engine.ranks if rank.tier is not None]
@@ -717,7 +672,7 @@ def test_what_one_rank_never_read_is_not_served_whatever_another_tells(
     assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
 
 
-def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -> None:
+def test_what_came_later_is_not_hidden_by_what_was_offered(engine):
     """Host memory has a part, which was offered while the rest was read."""
     ask(engine, "part", prompt=PROMPT[:9])
     engine.run()
@@ -735,9 +690,7 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine: DiskEngine) -
     assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
 
 
-def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(
-    make: Any, now: list[float]
-) -> None:
+def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(make, now):
     engine = make(prompts=False, disk={"write_rate": "1B"})
     engine.add("a", PROMPT, 1)
     engine.step(12, copies=True)
@@ -761,7 +714,7 @@ def write(engine: DiskEngine) -> None:
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_a_pause_waits_for_no_write(engine: DiskEngine, state: PauseState) -> None:
+def test_a_pause_waits_for_no_write(engine, state):
     """vLLM completes a pause, and a sleep, once the engine steps no more."""
     write(engine)
     engine.scheduler.set_pause_state(state)
@@ -770,7 +723,7 @@ def test_a_pause_waits_for_no_write(engine: DiskEngine, state: PauseState) -> No
     assert engine.scheduler.has_requests()
 
 
-def test_the_end_of_an_engine_waits_for_no_write(make: Any) -> None:
+def test_the_end_of_an_engine_waits_for_no_write(make):
     """vLLM's core ends once it has nothing to step for; after 5 s it is killed."""
     core = object.__new__(EngineCoreProc)
     core.shutdown_state = EngineShutdownState.RUNNING
@@ -785,8 +738,8 @@ def test_the_end_of_an_engine_waits_for_no_write(make: Any) -> None:
 
 
 def test_an_idle_engine_begins_no_write_after_its_time_and_ends_those_under_way(
-    now: list[float], engine: DiskEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    now, engine, monkeypatch
+):
     monkeypatch.setattr(demoter, "MAX_RUNNING_SHARE", 16)
     begin_writes(engine, monkeypatch, at_once=4)
     now[0] += lower.IDLE_SECONDS
@@ -798,7 +751,7 @@ def test_an_idle_engine_begins_no_write_after_its_time_and_ends_those_under_way(
     assert not engine.offload.has_pending_work
 
 
-def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine: DiskEngine) -> None:
+def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine):
     engine.disk.stuck = True
     ask(engine, "a")
     engine.forget()
@@ -814,9 +767,7 @@ def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine: Dis
     assert engine.totals["hit_tokens"] > 0
 
 
-def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(
-    now: list[float], engine: DiskEngine
-) -> None:
+def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(now, engine):
     """Its read ended after its time was over."""
     engine.disk.stuck = True
     ask(engine, "a")
@@ -837,15 +788,13 @@ def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(
 @pytest.mark.parametrize(
     ("wishes", "read"), [({"load": False}, 0), ({"max_load_tokens": 9}, 2)], ids=["none", "some"]
 )
-def test_no_more_is_read_than_a_request_wishes_to_load(
-    engine: DiskEngine, wishes: dict[str, Any], read: int
-) -> None:
+def test_no_more_is_read_than_a_request_wishes_to_load(engine, wishes, read):
     engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": {"kv_offload": wishes}})
     assert engine.totals["promoted_slots"] == read
     assert engine.totals["hit_tokens"] == 4 * read
 
 
-def test_what_was_read_is_retained(engine: DiskEngine) -> None:
+def test_what_was_read_is_retained(engine):
     wishes = {"kv_offload": {"retain_seconds": 600}}
     engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": wishes})
     assert engine.offload.gauges()["retained_slots"] == FULL_BLOCKS
@@ -854,9 +803,7 @@ def test_what_was_read_is_retained(engine: DiskEngine) -> None:
 
 
 @pytest.mark.parametrize("ends_well", [True, False], ids=["read", "damaged"])
-def test_what_a_request_did_not_wait_for_is_retained_once_it_was_read(
-    now: list[float], engine: DiskEngine, ends_well: bool
-) -> None:
+def test_what_a_request_did_not_wait_for_is_retained_once_it_was_read(now, engine, ends_well):
     """It is computed meanwhile. Where the read fails, what gets the slots next is not retained."""
     engine.disk.stuck = True
     wishes = {"kv_offload": {"retain_seconds": 600}}

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import kv_offload
-from tests.kv_offload.tools.conftest import Command
 from tests.kv_offload.tools.status.server import HITS, page_server
 from tests.support.commands import COMMAND, PYTHON, Terminal, run_in_shell
 from tests.support.published_models import PUBLISHED
@@ -44,7 +43,7 @@ def commands(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_output_goes_anywhere(commands: dict[str, str], tmp_path: Path, name: str) -> None:
+def test_output_goes_anywhere(commands, tmp_path, name):
     """To a full disk, to nowhere, and to a locale that lacks its letters."""
     done = run_in_shell(tmp_path, f"{commands[name]} > /dev/full")
     assert done.returncode == 2
@@ -65,9 +64,7 @@ def test_output_goes_anywhere(commands: dict[str, str], tmp_path: Path, name: st
     ("name", "status"),
     [*((name, 141) for name in COMMANDS), ("--version", 0), ("config --help", 0)],
 )
-def test_a_reader_that_went_away_is_no_error(
-    commands: dict[str, str], tmp_path: Path, name: str, status: int
-) -> None:
+def test_a_reader_that_went_away_is_no_error(commands, tmp_path, name, status):
     """As in `kv-offload config | head -1`: quiet, with the status of a tool that SIGPIPE ended.
 
     What argparse prints itself has its status: it ignores the error.
@@ -81,9 +78,7 @@ def test_a_reader_that_went_away_is_no_error(
 
 
 @pytest.mark.parametrize(("name", "escape"), [("doctor", "\x1b[32mok"), ("status", "\x1b[")])
-def test_escapes_are_for_terminals_that_want_colour(
-    commands: dict[str, str], tmp_path: Path, name: str, escape: str
-) -> None:
+def test_escapes_are_for_terminals_that_want_colour(commands, tmp_path, name, escape):
     command = commands[name] + (" --once" if name == "status" else "")
 
     def on_terminal(**more: str) -> str:
@@ -101,7 +96,7 @@ def test_escapes_are_for_terminals_that_want_colour(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, command: Command, name: str) -> None:
+def test_ctrl_c_is_quiet(monkeypatch, command, name):
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
@@ -111,20 +106,20 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, command: Command, name
     assert command(name, *required.get(name, [])) == (128 + signal.SIGINT, "", "")
 
 
-def test_without_a_command_each_has_a_line(command: Command) -> None:
+def test_without_a_command_each_has_a_line(command):
     done = command()
     assert (done.status, done.err) == (0, "")
     listed = dict(re.findall(r"^    ([a-z]+) +(\S.*)$", done.out, re.MULTILINE))
     assert listed.keys() == ALL_COMMANDS
 
 
-def test_the_package_can_be_run_as_a_module(tmp_path: Path) -> None:
+def test_the_package_can_be_run_as_a_module(tmp_path):
     done = run_in_shell(tmp_path, f"{PYTHON} -m kv_offload --version")
     assert (done.returncode, done.stdout) == (0, f"kv-offload {kv_offload.__version__}\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_json_is_all_that_is_printed(commands: dict[str, str], tmp_path: Path, name: str) -> None:
+def test_json_is_all_that_is_printed(commands, tmp_path, name):
     done = run_in_shell(tmp_path, f"{commands[name]} --json")
     assert done.stderr == ""
     assert json.loads(done.stdout)
@@ -139,9 +134,7 @@ def test_json_is_all_that_is_printed(commands: dict[str, str], tmp_path: Path, n
         ("kv-offload size Qwen/Qwen3-8B --kv-cache-dtype fp8_per", {"fp8_per_token_head"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_values(
-    tmp_path: Path, line: str, completed: set[str]
-) -> None:
+def test_a_shell_completes_commands_options_and_values(tmp_path, line, completed):
     """As the function that `register-python-argcomplete` makes for bash calls it."""
     pytest.importorskip("argcomplete", reason="needs the extra `completion`")
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "IFS": "\013"}

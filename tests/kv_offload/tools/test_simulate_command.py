@@ -43,7 +43,7 @@ def simulate(tmp_path: Path, command: Command) -> Command:
     return run
 
 
-def test_hits_by_size_beside_unlimited_memory(simulate: Command) -> None:
+def test_hits_by_size_beside_unlimited_memory(simulate):
     sizes = f"{2 * BLOCK_BYTES}B,{6 * BLOCK_BYTES}B"
     done = simulate(trace_of(TURNS), sizes, "--policies", "lru")
     assert [" ".join(line.split()) for line in done.out.splitlines()] == [
@@ -56,14 +56,14 @@ def test_hits_by_size_beside_unlimited_memory(simulate: Command) -> None:
     assert done.status == 0
 
 
-def test_more_memory_than_any_machine_has_is_as_good_as_unlimited(simulate: Command) -> None:
+def test_more_memory_than_any_machine_has_is_as_good_as_unlimited(simulate):
     """What the trace does not fill takes no memory here."""
     last, unlimited = simulate(trace_of(TURNS), "8000000TiB").out.splitlines()[-2:]
     assert last.split()[2] == "131,072,000,000"
     assert last.split()[3:] == unlimited.split()[2:]
 
 
-def test_options_decide(simulate: Command) -> None:
+def test_options_decide(simulate):
     """A cache of 1 byte a number halves a block; only the policies that are asked for are shown."""
     trace = trace_of([[1, 2]] * 3, block_size=16)
     options = ("--kv-cache-dtype", "fp8", "--policies", "lru")
@@ -82,9 +82,7 @@ def test_options_decide(simulate: Command) -> None:
         ("1GiB", (), "gpt-oss-120b", "of windows and states only the end of a prompt is kept"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_remedy(
-    simulate: Command, sizes: str, options: tuple[str, ...], model: str, problem: str
-) -> None:
+def test_what_is_wrong_is_said_with_the_remedy(simulate, sizes, options, model, problem):
     done = simulate(trace_of(TURNS), sizes, *options, model=model)
     assert done.status == 2
     assert problem in done.err
@@ -97,13 +95,13 @@ def test_what_is_wrong_is_said_with_the_remedy(
         ('{"timestamp": 0}', "line 1: Object missing required field `input_length`"),
     ],
 )
-def test_a_trace_that_cannot_be_replayed(simulate: Command, trace: str, problem: str) -> None:
+def test_a_trace_that_cannot_be_replayed(simulate, trace, problem):
     done = simulate(trace, "1GiB")
     assert done.status == 2
     assert problem in done.err
 
 
-def test_traces_of_two_block_sizes_are_refused(simulate: Command) -> None:
+def test_traces_of_two_block_sizes_are_refused(simulate):
     done = simulate(f"{trace_of(TURNS)}\n{trace_of(TURNS, block_size=16)}", "1GiB")
     assert done.status == 2
     assert "blocks of [16, 512] tokens" in done.err

@@ -70,7 +70,7 @@ def test_files_are_for_this_user_alone(bed, place):
         assert path.stat().st_mode & 0o077 == 0
 
 
-def test_keys_are_found_in_order_by_few_and_by_many_questions(place: Path) -> None:
+def test_keys_are_found_in_order_by_few_and_by_many_questions(place):
     with FolderBed(place, 200, 512) as bed:
         names = named(200)
         bed.put({slot: name for slot, name in names.items() if slot % 3 == 0})
@@ -83,9 +83,7 @@ def test_keys_are_found_in_order_by_few_and_by_many_questions(place: Path) -> No
 # -- what is not what it should be -----------------------------------------------------------------
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_a_mismatch(
-    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_cut_while_it_is_read_is_a_mismatch(bed, monkeypatch):
     bed.put(NAMES)
     file, preadv = file_of(bed, NAMES[0]), os.preadv
 
@@ -101,7 +99,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_mismatch(
 # -- several writers -------------------------------------------------------------------------------
 
 
-def test_two_write_the_same_at_once_while_others_read(place: Path) -> None:
+def test_two_write_the_same_at_once_while_others_read(place):
     names = named(64)
     with FolderBed(place, 64) as one, FolderBed(place, 64) as other, FolderBed(place, 64) as reads:
         results = []
@@ -147,7 +145,7 @@ FolderBed(Path(sys.argv[1])).put(named(8))
 """
 
 
-def test_a_writer_that_is_killed_leaves_no_half_object(place: Path) -> None:
+def test_a_writer_that_is_killed_leaves_no_half_object(place):
     done = subprocess.run(
         [sys.executable, "-c", WRITER, str(place)],
         env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
@@ -183,9 +181,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
     monkeypatch.setattr(os, call, fails)
 
 
-def test_a_folder_that_becomes_read_only_is_read(
-    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_becomes_read_only_is_read(bed, monkeypatch):
     bed.put({0: NAMES[0]})
     os.utime(file_of(bed, NAMES[0]), (0, 0))
     with monkeypatch.context() as patched:
@@ -208,9 +204,7 @@ def test_a_folder_that_becomes_read_only_is_read(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
-def test_a_file_that_is_stale_is_missing(
-    bed: FolderBed, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_that_is_stale_is_missing(bed, monkeypatch, number):
     bed.put(NAMES)
     with monkeypatch.context() as patched:
         refuse(patched, "preadv", number)
@@ -219,7 +213,7 @@ def test_a_file_that_is_stale_is_missing(
     assert bed.get(NAMES).failed == ()
 
 
-def test_a_disk_that_fails_is_an_error(bed: FolderBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_an_error(bed, monkeypatch):
     bed.put(NAMES)
     refuse(monkeypatch, "preadv", errno.EIO)
     done = bed.get(NAMES)
@@ -227,7 +221,7 @@ def test_a_disk_that_fails_is_an_error(bed: FolderBed, monkeypatch: pytest.Monke
     assert "cannot read in" in str(done.error)
 
 
-def test_a_folder_that_is_away_fails_jobs_until_it_is_back(bed: FolderBed, place: Path) -> None:
+def test_a_folder_that_is_away_fails_jobs_until_it_is_back(bed, place):
     """As one that is not mounted; it is not made on the disk that is there then."""
     bed.put(NAMES)
     place.rename(place.with_name("away"))
@@ -241,9 +235,7 @@ def test_a_folder_that_is_away_fails_jobs_until_it_is_back(bed: FolderBed, place
     assert bed.get(NAMES).failed == ()
 
 
-def test_a_folder_that_goes_before_a_write_is_not_made(
-    bed: FolderBed, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_goes_before_a_write_is_not_made(bed, place, monkeypatch):
     """It was there when the call began."""
     monkeypatch.setattr(FolderClient, "_check", lambda _: None)
     place.rename(place.with_name("away"))
@@ -253,9 +245,7 @@ def test_a_folder_that_goes_before_a_write_is_not_made(
     assert not place.exists()
 
 
-def test_a_folder_that_refuses_direct_io_is_used_without(
-    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_refuses_direct_io_is_used_without(bed, monkeypatch):
     opens, asked = os.open, []
 
     def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
@@ -273,7 +263,7 @@ def test_a_folder_that_refuses_direct_io_is_used_without(
     assert bed.right(NAMES) == list(NAMES)
 
 
-def test_a_read_that_comes_in_pieces(bed: FolderBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_comes_in_pieces(bed, monkeypatch):
     bed.put(NAMES)
     preadv, bed.client._is_direct = os.preadv, False
     monkeypatch.setattr(
@@ -283,9 +273,7 @@ def test_a_read_that_comes_in_pieces(bed: FolderBed, monkeypatch: pytest.MonkeyP
     assert bed.right(NAMES) == list(NAMES)
 
 
-def test_a_call_that_hangs_holds_up_no_submit_and_no_close(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_hangs_holds_up_no_submit_and_no_close(place, monkeypatch):
     bed = FolderBed(place)
     bed.put(NAMES)
     reached, goes_on, preadv = threading.Event(), threading.Event(), os.preadv
@@ -321,7 +309,7 @@ def left(bed: FolderBed, names: dict[int, bytes]) -> list[int]:
     return [slot for slot, name in names.items() if file_of(bed, name).exists()]
 
 
-def test_the_oldest_go_until_there_is_room(place: Path) -> None:
+def test_the_oldest_go_until_there_is_room(place):
     names = named(32)
     with FolderBed(place, 32) as bed:
         bed.put(names)
@@ -332,7 +320,7 @@ def test_the_oldest_go_until_there_is_room(place: Path) -> None:
         assert left(bed, names) == list(names)[17:]
 
 
-def test_of_objects_of_one_age_some_go_and_two_sweeps_remove_no_more_than_one(place: Path) -> None:
+def test_of_objects_of_one_age_some_go_and_two_sweeps_remove_no_more_than_one(place):
     names = named(400)
     with FolderBed(place, 400, 4096) as bed:
         bed.put(names)
@@ -355,7 +343,7 @@ def test_of_objects_of_one_age_some_go_and_two_sweeps_remove_no_more_than_one(pl
         assert left(bed, names) == kept
 
 
-def test_a_full_filesystem_below_its_bound_loses_the_oldest(place: Path) -> None:
+def test_a_full_filesystem_below_its_bound_loses_the_oldest(place):
     names = named(32)
     with FolderBed(place, 32) as bed:
         bed.put(names)
@@ -364,7 +352,7 @@ def test_a_full_filesystem_below_its_bound_loses_the_oldest(place: Path) -> None
         assert left(bed, names) == list(names)[3:]
 
 
-def test_a_read_keeps_an_object(place: Path) -> None:
+def test_a_read_keeps_an_object(place):
     with FolderBed(place) as bed:
         bed.put(NAMES)
         aged(bed, NAMES)
@@ -374,7 +362,7 @@ def test_a_read_keeps_an_object(place: Path) -> None:
         assert left(bed, NAMES) == [0, 6, 7]
 
 
-def test_files_of_others_in_the_folder_are_left_alone(place: Path) -> None:
+def test_files_of_others_in_the_folder_are_left_alone(place):
     with FolderBed(place) as bed:
         bed.put(NAMES)
         aged(bed, NAMES)
@@ -389,7 +377,7 @@ def test_files_of_others_in_the_folder_are_left_alone(place: Path) -> None:
         assert all(path.exists() for path in mine)
 
 
-def test_who_writes_keeps_the_bound_while_others_read(place: Path) -> None:
+def test_who_writes_keeps_the_bound_while_others_read(place):
     """Writes eight times what fits; the reader sees hits and misses, and never anything wrong."""
     limit = 64 * RECORD_BYTES
     with FolderBed(place, 64, max_bytes=limit) as writes, FolderBed(place, 64) as reads:
@@ -402,9 +390,7 @@ def test_who_writes_keeps_the_bound_while_others_read(place: Path) -> None:
             wait_until(lambda: taken_bytes(place) <= limit + limit // 64, "nobody sweeps")
 
 
-def test_a_file_that_goes_while_it_is_read_stays_readable(
-    bed: FolderBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_goes_while_it_is_read_stays_readable(bed, monkeypatch):
     bed.put(NAMES)
     preadv = os.preadv
 
@@ -419,9 +405,7 @@ def test_a_file_that_goes_while_it_is_read_stays_readable(
     assert bed.right({0: NAMES[0]}) == [0]
 
 
-def test_a_full_folder_refuses_rows_and_is_swept(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_folder_refuses_rows_and_is_swept(place, monkeypatch):
     names = named(32)
     with FolderBed(place, 32) as bed:
         bed.put(names)
@@ -436,9 +420,7 @@ def test_a_full_folder_refuses_rows_and_is_swept(
     assert not [path for path in files(place) if path.name.startswith(".")]
 
 
-def test_a_sweep_that_fails_is_logged_and_the_next_one_runs(
-    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_fails_is_logged_and_the_next_one_runs(place, caplog, monkeypatch):
     client = FolderClient(place, 1 << 20)
     real = FolderClient._walk
     failed = threading.Event()
@@ -460,7 +442,7 @@ def test_a_sweep_that_fails_is_logged_and_the_next_one_runs(
     assert "could not be swept: " in caplog.text
 
 
-def test_parts_that_are_not_whole_pages_are_not_asked_for_directly(place: Path) -> None:
+def test_parts_that_are_not_whole_pages_are_not_asked_for_directly(place):
     client = FolderClient(place, PLENTY)
     memory = np.zeros(8192, np.uint8)
     key = object_keys("0" * 32, [b"a"])
@@ -471,7 +453,7 @@ def test_parts_that_are_not_whole_pages_are_not_asked_for_directly(place: Path) 
     client.close()
 
 
-def test_touch_seconds_spare_the_server(bed: FolderBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touch_seconds_spare_the_server(bed, monkeypatch):
     """A file that was used a moment ago is not marked again."""
     bed.put(NAMES)
     refuse(monkeypatch, "utime", errno.EIO)

@@ -49,7 +49,7 @@ def file_of(server: S3Server, bed: S3Bed, name: bytes) -> Path:
     return server.folder / BUCKET / "prefix" / key
 
 
-def test_a_server_that_is_gone_fails_jobs_until_it_is_back(server: S3Server, bed: S3Bed) -> None:
+def test_a_server_that_is_gone_fails_jobs_until_it_is_back(server, bed):
     bed.put(NAMES)
     server.kill()
     for done in (bed.put(NAMES), bed.get(NAMES)):
@@ -60,7 +60,7 @@ def test_a_server_that_is_gone_fails_jobs_until_it_is_back(server: S3Server, bed
     assert bed.right(NAMES) == list(NAMES)
 
 
-def test_a_server_that_hangs_is_given_up(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_is_given_up(server, monkeypatch):
     monkeypatch.setattr(s3, "REQUEST_SECONDS", 1)
     with S3Bed(URL) as bed:
         bed.put(NAMES)
@@ -74,9 +74,7 @@ def test_a_server_that_hangs_is_given_up(server: S3Server, monkeypatch: pytest.M
         assert bed.get(NAMES).failed == ()
 
 
-def test_wrong_credentials_are_an_error_without_them(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_credentials_are_an_error_without_them(server, monkeypatch, caplog):
     wrong = "wrong-secret-of-a-user"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
     with S3Bed(URL, max_bytes=1 << 20) as bed:
@@ -130,9 +128,7 @@ def refusing(
         serving.shutdown()
 
 
-def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(
-    refusing: tuple[int, list[str]],
-) -> None:
+def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(refusing):
     """What AWS answers to a wrong signature has the access key in it."""
     status, asked = refusing
     with S3Bed(URL) as bed:
@@ -143,7 +139,7 @@ def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(
     assert KEY not in str(done.error)
 
 
-def test_the_oldest_go_and_objects_of_others_stay(server: S3Server) -> None:
+def test_the_oldest_go_and_objects_of_others_stay(server):
     names = named(32)
     with S3Bed(URL, 32) as bed:
         bed.put(names)
@@ -162,7 +158,7 @@ def test_the_oldest_go_and_objects_of_others_stay(server: S3Server) -> None:
         assert (len(done.failed), done.mismatches, done.error) == (17, 0, None)
 
 
-def test_who_writes_keeps_the_bound(server: S3Server) -> None:
+def test_who_writes_keeps_the_bound(server):
     limit = 16 * RECORD_BYTES
     with S3Bed(URL, 16, max_bytes=limit) as bed:
         for number in range(3):
@@ -171,7 +167,7 @@ def test_who_writes_keeps_the_bound(server: S3Server) -> None:
         wait_until(lambda: sum(entry.nbytes for entry in entries()) <= limit, "nobody sweeps")
 
 
-def test_without_a_bound_nothing_is_swept(server: S3Server) -> None:
+def test_without_a_bound_nothing_is_swept(server):
     with S3Bed(URL, max_bytes=0) as bed:
         bed.put(NAMES)
         assert bed.client._sweeper is None

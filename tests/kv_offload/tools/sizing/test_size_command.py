@@ -55,7 +55,7 @@ def size(tmp_path: Path, command: Command) -> Command:
         ("Qwen3-Next-80B-A3B", "-tp 4", "blocks of 272 tokens"),
     ],
 )
-def test_what_else_decides(size: Command, name: str, options: str, shown: str) -> None:
+def test_what_else_decides(size, name, options, shown):
     done = size(name, *options.split())
     assert done.status == 0
     assert shown in done.out
@@ -69,13 +69,13 @@ def test_what_else_decides(size: Command, name: str, options: str, shown: str) -
         ("Granite-4.0-H-Small", ""),
     ],
 )
-def test_what_cannot_be_packed_has_no_packed_size(size: Command, name: str, options: str) -> None:
+def test_what_cannot_be_packed_has_no_packed_size(size, name, options):
     done = size(name, *options.split())
     assert done.status == 0
     assert "pack_kv" not in done.out
 
 
-def test_what_was_not_read_is_said(size: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_read_is_said(size, monkeypatch):
     """The default of Mistral is 8 KV heads, so that the figure is four times too large."""
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it raises
@@ -87,9 +87,7 @@ def test_what_was_not_read_is_said(size: Command, monkeypatch: pytest.MonkeyPatc
     assert "Assumed" not in done.out
 
 
-def test_a_downloaded_model_is_found_by_its_name(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_downloaded_model_is_found_by_its_name(tmp_path, command, monkeypatch):
     """In the cache of the Hugging Face library, as that library lays it out; nothing is asked."""
     constants = pytest.importorskip("huggingface_hub.constants", reason="needs huggingface_hub")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -109,16 +107,14 @@ def test_a_downloaded_model_is_found_by_its_name(
     assert "bytes per token  262,144" in command("size", "Qwen/Qwen3-8B").out, "a folder here wins"
 
 
-def test_the_json_has_the_figures_of_the_page(size: Command) -> None:
+def test_the_json_has_the_figures_of_the_page(size):
     found = json.loads(size("gpt-oss-120b", "--cpu-bytes", "64GiB", "--json").out)
     assert (found["token_bytes"], found["prompt_bytes"]) == (36_864, 4_718_592)
     assert {"cpu_bytes": 64 << 30, "blocks": 116_508, "tokens": 1_864_128} in found["fits"]
     assert found["model"]["layers"] == {"window": 18, "full": 18}
 
 
-def test_a_path_that_leads_nowhere_is_one_message(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_leads_nowhere_is_one_message(tmp_path, command, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("~nobody-of-this-name/model", "a" * 5000, ""):
         done = command("size", path)
@@ -141,7 +137,7 @@ def test_a_path_that_leads_nowhere_is_one_message(
         ("DeepSeek-V3.2", "--kv-cache-dtype=fp8", "attention keeps then depends on the GPU. Give"),
     ],
 )
-def test_settings_that_do_not_fit(size: Command, name: str, option: str, message: str) -> None:
+def test_settings_that_do_not_fit(size, name, option, message):
     done = size(name, option)
     assert done.status == 2
     assert message in done.err
@@ -149,9 +145,7 @@ def test_settings_that_do_not_fit(size: Command, name: str, option: str, message
 
 
 @pytest.mark.parametrize("option", ["-tp=0", "--block-size=one", "--kv-cache-dtype=fp4"])
-def test_a_wrong_argument_is_refused_before_the_model_is_read(
-    tmp_path: Path, command: Command, option: str
-) -> None:
+def test_a_wrong_argument_is_refused_before_the_model_is_read(tmp_path, command, option):
     """To read it may take seconds: transformers is imported for the defaults of its kind."""
     done = command("size", tmp_path, option)
     assert done.status == 2
@@ -166,7 +160,7 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_documented_table_is_what_the_command_prints(size: Command, name: str) -> None:
+def test_the_documented_table_is_what_the_command_prints(size, name):
     if name == "gemma-3-27b":
         pytest.importorskip("transformers", reason="needs transformers, which is not installed")
     printed = dict(re.findall(r"^(bytes per \w+|in 1 GiB) +([0-9,]+)", size(name).out, re.M))
@@ -174,6 +168,6 @@ def test_the_documented_table_is_what_the_command_prints(size: Command, name: st
     assert table()[name] == row
 
 
-def test_the_documented_run_is_real(size: Command) -> None:
+def test_the_documented_run_is_real(size):
     (printed,) = re.findall(r"```\n(model  .*?)```", DOCS.read_text(), re.DOTALL)
     assert size("gpt-oss-120b", "--cpu-bytes", "64GiB").out == printed

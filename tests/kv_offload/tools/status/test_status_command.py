@@ -8,12 +8,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from kv_offload.metrics import KINDS, PREFIX
-from tests.kv_offload.tools.conftest import Command
 from tests.kv_offload.tools.status.server import PageServer, having, hits_with, page_server
 from tests.support.commands import LIMIT_SECONDS, Terminal
 
@@ -25,9 +23,7 @@ def server() -> Iterator[PageServer]:
 
 
 @pytest.mark.parametrize("arguments", [["{}", "--once"], ["http://{}/metrics"]])
-def test_once_or_without_a_terminal_one_page_is_printed(
-    server: PageServer, command: Command, arguments: list[str]
-) -> None:
+def test_once_or_without_a_terminal_one_page_is_printed(server, command, arguments):
     status, output, _ = command("status", *(word.format(server.address) for word in arguments))
     assert status == 0
     assert output.startswith(f"kv-offload at http://{server.address}/metrics: small, engine 0\n")
@@ -37,7 +33,7 @@ def test_once_or_without_a_terminal_one_page_is_printed(
     assert server.answered == 1
 
 
-def test_json_is_one_reading(server: PageServer, command: Command) -> None:
+def test_json_is_one_reading(server, command):
     server.page += hits_with("slots", 512).replace('engine="0"', 'engine="1"')
     reading = json.loads(command("status", server.address, "--once", "--json").out)
     assert server.answered == 1
@@ -78,8 +74,8 @@ CHECKED = [
 
 @pytest.mark.parametrize(("options", "samples", "problem"), CHECKED)
 def test_a_check_has_a_status_and_a_line_for_each_limit_that_is_passed(
-    server: PageServer, command: Command, options: Any, samples: Any, problem: str
-) -> None:
+    server, command, options, samples, problem
+):
     for name, value in samples.items():
         server.page = having(server.page, name, value)
     done = command("status", server.address, *options)
@@ -90,9 +86,7 @@ def test_a_check_has_a_status_and_a_line_for_each_limit_that_is_passed(
     assert "host_tokens" in found
 
 
-def test_a_server_without_our_metrics_is_one_line_and_status_2(
-    server: PageServer, command: Command
-) -> None:
+def test_a_server_without_our_metrics_is_one_line_and_status_2(server, command):
     server.page = "vllm:a 1\n"
     status, printed, error = command("status", server.address)
     assert (status, printed) == (2, "")
@@ -100,7 +94,7 @@ def test_a_server_without_our_metrics_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize("interval", ["0", "inf", "nan", "soon"])
-def test_an_interval_that_is_none_is_refused(interval: str, command: Command) -> None:
+def test_an_interval_that_is_none_is_refused(interval, command):
     done = command("status", "localhost:1", f"--interval={interval}")
     assert done.status == 2
     assert "is not a number of seconds between 0.1 and 86400" in done.err
@@ -133,7 +127,7 @@ def watch(
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_a_terminal_shows_rates_until_it_is_ended(server: PageServer, end: signal.Signals) -> None:
+def test_a_terminal_shows_rates_until_it_is_ended(server, end):
     status, output = watch(server, readings=4, end=end)
     assert status == 0
     assert "Traceback" not in output
@@ -143,7 +137,7 @@ def test_a_terminal_shows_rates_until_it_is_ended(server: PageServer, end: signa
     assert "none since the start" in last, "the last page stays"
 
 
-def test_a_server_that_goes_away_is_waited_for(server: PageServer) -> None:
+def test_a_server_that_goes_away_is_waited_for(server):
     status, output = watch(server, readings=4, meanwhile="")
     assert status == 0
     plain = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output))
@@ -179,7 +173,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_a_ctrl_c_that_meets_a_destructor_ends_it(server: PageServer) -> None:
+def test_a_ctrl_c_that_meets_a_destructor_ends_it(server):
     arguments = "status", server.address, "--interval=0.1"
     with Terminal((*PROGRAM, "-c", SWALLOWED, *arguments)) as terminal:
         assert terminal.wait() == 0

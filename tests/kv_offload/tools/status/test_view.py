@@ -23,7 +23,7 @@ def drawn(text: str, earlier: Reading | None = None, *, width: int = 110, note: 
     return console.export_text()
 
 
-def test_a_recorded_page() -> None:
+def test_a_recorded_page():
     text = drawn(HITS)
     assert "kv-offload at http://here/metrics: small, engine 0" in text
     for what, values in {
@@ -43,7 +43,7 @@ def test_a_recorded_page() -> None:
     assert "engine  hit rate" not in text
 
 
-def test_errors_are_named_and_come_first_after_a_note() -> None:
+def test_errors_are_named_and_come_first_after_a_note():
     for name in ERRORS:
         lines = drawn(hits_with(f"{name}_total", 3.0), note="not reachable").splitlines()
         assert lines[1:3] == ["not reachable", f"Errors: {name} 3"]
@@ -60,11 +60,11 @@ def test_errors_are_named_and_come_first_after_a_note() -> None:
         ("oldest_copy_seconds", 75.25, r"Waiting now: oldest copy 75.2 s"),
     ],
 )
-def test_what_is_not_as_it_should_be_has_a_line(name: str, value: float, shown: str) -> None:
+def test_what_is_not_as_it_should_be_has_a_line(name, value, shown):
     assert re.search(shown, drawn(hits_with(name, value)))
 
 
-def test_other_sizes_have_a_line_where_they_are_estimated() -> None:
+def test_other_sizes_have_a_line_where_they_are_estimated():
     assert "4 x the size" not in drawn(HITS)
     sample = PREFIX + 'hit_tokens_at_twice_total{engine="0",model_name="small"} 900.0'
     text = drawn(f"{HITS.rstrip()}\n{sample}\n")
@@ -78,7 +78,7 @@ def with_disk(**samples: float) -> str:
     return page
 
 
-def test_a_disk_has_lines_of_its_own() -> None:
+def test_a_disk_has_lines_of_its_own():
     assert "Disk" not in drawn(HITS)
     read = {"promoted_bytes_total": 3 << 20, "promoted_seconds_total": 1.5}
     text = drawn(with_disk(tier_slots_in_use=512, **read))
@@ -91,7 +91,7 @@ def test_a_disk_has_lines_of_its_own() -> None:
     assert "could not be written or read: 3\n" in drawn(with_disk(tier_slots_set_aside=3))
 
 
-def test_a_disk_that_is_left_alone_is_named_also_where_another_is_used() -> None:
+def test_a_disk_that_is_left_alone_is_named_also_where_another_is_used():
     alone = "not read, after an error or while a copy hangs"
     assert alone not in drawn(with_disk())
     assert alone in drawn(with_disk(disk_usable=0))
@@ -100,7 +100,7 @@ def test_a_disk_that_is_left_alone_is_named_also_where_another_is_used() -> None
     assert "not read" not in drawn(with_disk() + HITS.replace('engine="0"', 'engine="1"'))
 
 
-def test_several_engines_stand_below_their_sum() -> None:
+def test_several_engines_stand_below_their_sum():
     other = hits_with("hook_errors_total", 1.0).replace('engine="0"', 'engine="[/red]"')
     text = drawn(HITS + other)
     assert "2 engines together" in text
@@ -112,7 +112,7 @@ def test_several_engines_stand_below_their_sum() -> None:
     ], "a name is no markup"
 
 
-def test_a_page_with_every_line_fits_the_lowest_terminal_and_loses_no_figure() -> None:
+def test_a_page_with_every_line_fits_the_lowest_terminal_and_loses_no_figure():
     page = with_disk(promoted_bytes_total=3 << 20, promoted_seconds_total=1.5)
     for name, value in {
         "hit_tokens_at_twice_total": 900,

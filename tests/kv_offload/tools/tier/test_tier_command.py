@@ -75,7 +75,7 @@ def as_json(shown: Run) -> Run:
     return lambda *words, status=0: json.loads(shown(*words, "--json", status=status))
 
 
-def test_a_disk_is_shown(folder: Path, shown: Run, as_json: Run) -> None:
+def test_a_disk_is_shown(folder, shown, as_json):
     text = shown(folder)
     assert re.sub(
         r"\d+ s ago", "0 s ago", re.sub(r"[\d.]+ KiB in rank", "N KiB in rank", text)
@@ -98,7 +98,7 @@ def test_a_disk_is_shown(folder: Path, shown: Run, as_json: Run) -> None:
     assert all(rank["file_bytes"] >= NUM_SLOTS * SLOT_BYTES for rank in found["ranks"])
 
 
-def test_verification_finds_what_a_disk_has_lost(folder: Path, shown: Run, as_json: Run) -> None:
+def test_verification_finds_what_a_disk_has_lost(folder, shown, as_json):
     assert "verified: 5 as written\n" in shown(folder, "--verify")
     offset = read_description(rank_file(folder, 1)).offset
     flip(rank_file(folder, 1), offset(3) - 77)
@@ -114,7 +114,7 @@ def test_verification_finds_what_a_disk_has_lost(folder: Path, shown: Run, as_js
     assert found["ranks"][1]["verified"] == counts
 
 
-def test_an_engine_goes_on_meanwhile(tmp_path: Path, shown: Run, as_json: Run) -> None:
+def test_an_engine_goes_on_meanwhile(tmp_path, shown, as_json):
     disk = Disk(tmp_path, ranks=1)
     disk.put(1, 2)
     (found,) = as_json(tmp_path, "--verify")
@@ -139,7 +139,7 @@ class Meanwhile(Progress):
 
 
 @pytest.mark.parametrize("gone", ["rank-1.kv", "replica-1"])
-def test_what_goes_while_the_rest_is_verified_is_said(folder: Path, gone: str) -> None:
+def test_what_goes_while_the_rest_is_verified_is_said(folder, gone):
     Disk(replica_folder(folder, 1)).close()
 
     def remove() -> None:
@@ -150,7 +150,7 @@ def test_what_goes_while_the_rest_is_verified_is_said(folder: Path, gone: str) -
         read_folder(folder, progress)
 
 
-def test_an_engine_that_starts_while_its_disk_is_verified_uses_it(folder: Path) -> None:
+def test_an_engine_that_starts_while_its_disk_is_verified_uses_it(folder):
     engines: list[Disk] = []
 
     def start() -> None:
@@ -163,7 +163,7 @@ def test_an_engine_that_starts_while_its_disk_is_verified_uses_it(folder: Path) 
     assert replica.in_use, "what it writes meanwhile would be taken for damage"
 
 
-def test_what_a_reset_leaves_is_said(tmp_path: Path, shown: Run) -> None:
+def test_what_a_reset_leaves_is_said(tmp_path, shown):
     disk = Disk(tmp_path, ranks=1)
     disk.put(1)
     disk.index.clear()
@@ -172,7 +172,7 @@ def test_what_a_reset_leaves_is_said(tmp_path: Path, shown: Run) -> None:
     assert "index   none: a reset or new weights emptied the disk, or somebody removed" in text
 
 
-def test_replicas_have_folders_of_their_own(tmp_path: Path, shown: Run, as_json: Run) -> None:
+def test_replicas_have_folders_of_their_own(tmp_path, shown, as_json):
     for replica in (0, 2, 10):
         disk = Disk(replica_folder(tmp_path, replica), ranks=1)
         disk.put(*range(replica % 8 + 1))
@@ -185,7 +185,7 @@ def test_replicas_have_folders_of_their_own(tmp_path: Path, shown: Run, as_json:
     assert shown(tmp_path).count("in use") == 3
 
 
-def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
+def test_what_is_wrong_with_a_file_is_said(folder, shown):
     rank_file(folder, 0).write_bytes(b"mine")
     rank_file(folder, 1).unlink()
     with TierBed(rank_file(folder, 1), NUM_SLOTS - 3):
@@ -207,9 +207,7 @@ def test_what_is_wrong_with_a_file_is_said(folder: Path, shown: Run) -> None:
     ("size", "says"),
     [(0, "its beginning is gone: the file was cut"), (100_000, "has 97.66 KiB of the 244 KiB")],
 )
-def test_a_file_that_was_cut_while_an_engine_used_it_is_named(
-    size: int, says: str, tmp_path: Path, shown: Run
-) -> None:
+def test_a_file_that_was_cut_while_an_engine_used_it_is_named(size, says, tmp_path, shown):
     """An engine writes after what is left of it, and so leaves zeros at its beginning."""
     disk = Disk(tmp_path, ranks=1)
     disk.put(1)
@@ -222,7 +220,7 @@ def test_a_file_that_was_cut_while_an_engine_used_it_is_named(
     disk.close()
 
 
-def test_a_slot_that_is_larger_than_its_file_is_not_read(tmp_path: Path, shown: Run) -> None:
+def test_a_slot_that_is_larger_than_its_file_is_not_read(tmp_path, shown):
     """Forged, as nothing else is: memory for such a slot is nowhere."""
     disk = Disk(tmp_path, ranks=1)
     disk.put(1)
@@ -236,15 +234,13 @@ def test_a_slot_that_is_larger_than_its_file_is_not_read(tmp_path: Path, shown: 
     assert "verified: 1 unreadable\n" in text
 
 
-def test_escapes_in_a_file_do_not_reach_the_terminal(tmp_path: Path, shown: Run) -> None:
+def test_escapes_in_a_file_do_not_reach_the_terminal(tmp_path, shown):
     Disk(tmp_path, ranks=1, description={"model": "m\x1b[2J\nx"}).close()
     assert "model   m?[2J x\n" in shown(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "problem"), [("", "has no index.sqlite"), ("no", "No such file")])
-def test_a_folder_that_is_none_of_ours_is_refused(
-    name: str, problem: str, tmp_path: Path, command: Command
-) -> None:
+def test_a_folder_that_is_none_of_ours_is_refused(name, problem, tmp_path, command):
     said = command("tier", tmp_path / name)
     assert said.status == 2
     assert said.out == ""
@@ -253,7 +249,7 @@ def test_a_folder_that_is_none_of_ours_is_refused(
     assert said.err.endswith("Give the folder that an engine has as its disk.path\n")
 
 
-def test_a_terminal_shows_progress_and_is_left_clean(folder: Path) -> None:
+def test_a_terminal_shows_progress_and_is_left_clean(folder):
     command = [sys.executable, "-m", "kv_offload", "tier", str(folder), "--verify"]
     with Terminal(command, PYTHONPATH=":".join(sys.path)) as terminal:
         assert terminal.wait() == 0
