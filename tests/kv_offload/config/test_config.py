@@ -595,7 +595,8 @@ def test_describe_is_one_line_with_every_key_as_it_was_written(write):
         "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, "
         "transfer_engine=auto, pack_kv=false, max_pinned_share=1, max_share_per_salt=1.0, "
         "max_retained_share=0.25, max_retained_share_per_salt=0.25, "
-        "load_or_recompute=measured, keep_on_sleep=no, on_load_failure=recompute, disk=null, remote=null, record_trace=null, "
+        "load_or_recompute=measured, keep_on_sleep=no, on_load_failure=recompute, "
+        "disk=null, remote=null, record_trace=null, "
         "record_trace_bytes=0x40000000"
     )
     file = write("disk:\n  path: /kv\n  bytes: 0x40000000")

@@ -65,6 +65,27 @@ FILLERS = [[(number >> bit) & 1 for bit in range(8)] * 3 for number in range(16)
 PROMPT_BLOCKS = len(PROMPT) // BLOCK
 
 
+def test_what_is_held_or_being_written_is_kept_and_counts() -> None:
+    """A load reads it, a request retains it, or its store has not ended."""
+    manager = CacheManager(make_policy("lru", SLOTS))
+    manager.limit_slots(SLOTS)
+    quotas = Quotas(manager, 0.25, lambda name, amount: None)
+    kept = [f"kept {number}".encode() for number in range(16)]
+    slots = manager.prepare_store(kept)
+    quotas.filled("a", slots)
+    manager.complete_store(slots)
+    manager.prepare_copy(slots)
+    quotas.filled("a", manager.prepare_store([b"being written"]))
+    quotas.filled("a", manager.prepare_store([b"next"]))
+    assert manager.readable(kept).all()
+    assert b"being written" in manager
+    assert quotas.slots_of("a") == 18
+    manager.complete_load(slots)
+    quotas.filled("a", manager.prepare_store([b"last"]))
+    assert quotas.slots_of("a") == 16
+    quotas.check_integrity()
+
+
 def hits(engine: PlayedEngine, prompt: list[int], salt: str | None) -> float:
     """Return how many tokens of a prompt host memory brings; the engine has none."""
     forget(engine)
