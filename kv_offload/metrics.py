@@ -71,6 +71,8 @@ METRICS = (
         hit_tokens_at_four_times="Estimate: tokens that host memory would have had at four times "
         "its size.",
         stored_slots="Slots that became readable: stored, or read from below, on every rank.",
+        quota_evictions="Slots that were emptied because their tenant had more than "
+        "max_share_per_salt of host memory.",
         evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes of blocks copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",

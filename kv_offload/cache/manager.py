@@ -153,6 +153,10 @@ class CacheManager:
         """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
         self._policy.keep(self._running.start_loads(slots))
 
+    def idle(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say for each slot whether nothing holds it against eviction, or writes it."""
+        return self._running.are_idle(slots)
+
     def busy_slots(self, slots: Slots) -> NDArray[np.bool_]:
         """Say for each slot whether something holds it against eviction, or writes it."""
         busy: NDArray[np.bool_] = self._running.busy(self.num_slots)[slots]

@@ -68,6 +68,11 @@ class SlotRefcounts:
         not_written: NDArray[np.bool_] = self._readers[slots] != WRITTEN
         return not_written
 
+    def are_idle(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say for each slot that it is neither read nor written."""
+        idle: NDArray[np.bool_] = self._readers[slots] == 0
+        return idle
+
     def idle(self, slots: Slots) -> Slots:
         """Return the slots that are neither read nor written, in their order."""
         idle: Slots = slots[self._readers[slots] == 0]

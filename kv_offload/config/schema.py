@@ -168,6 +168,16 @@ class OffloadConfig:
             le=1,
         ),
     ] = 0.8
+    max_share_per_salt: Annotated[
+        float,
+        _says(
+            "Share of host memory that blocks of one cache_salt may take.",
+            "a number from 0.01 to 1, which bounds nothing; requests without a cache_salt share "
+            "one part",
+            ge=0.01,
+            le=1,
+        ),
+    ] = 1.0
     max_retained_share: Annotated[
         float,
         _says(

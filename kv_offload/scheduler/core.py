@@ -14,6 +14,7 @@ from kv_offload.engine import BlockPool
 from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.observers import Observers, Subscribers
 from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import RequestTable
 from kv_offload.scheduler.spans import Spans
 from kv_offload.scheduler.statistics import Statistics
@@ -78,13 +79,17 @@ class Core:
         self.transfers = TransferTable(self.manager, engine.pool, engine.num_ranks)
         self.statistics = Statistics(self.manager, read_gauges)
         self.requests = RequestTable(self.statistics)
-        shares = config.max_retained_share, config.max_retained_share_per_salt
+        per_salt = min(config.max_retained_share_per_salt, config.max_share_per_salt)
+        shares = config.max_retained_share, per_salt
         self.retention = Retention(self.manager, *shares, self.statistics.count)
         self.watch = StepWatch()
         self.tell = self._subscribers(observers, has_tier=has_tier)
 
     def _subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
         tell, prefixes = Subscribers(), self.prefixes
+        if self.config.max_share_per_salt < 1:
+            share = self.config.max_share_per_salt
+            tell.add_quotas(Quotas(self.manager, share, self.statistics.count))
         if observers.describe is not None:
             tell.add_announcer(Announcer(self.manager, prefixes, observers.describe))
         if observers.report_span is not None:

@@ -16,6 +16,7 @@ from kv_offload.engine import Request
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
 from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import Hit, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.statistics import Statistics
@@ -94,6 +95,22 @@ class Subscribers:
         self.engine_reset.append(announcer.engine_was_reset)
         self.has_work.append(lambda _idle: announcer.has_more)
         self.announcements.append(announcer.take)
+
+    def add_quotas(self, quotas: Quotas) -> None:
+        """Bound what one tenant takes of host memory."""
+
+        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
+            for move in moves:
+                quotas.filled(request.cache_salt, move.slots)
+
+        def load_ended(load: Transfer) -> None:
+            if load.request is not None:
+                quotas.used(load.request.request.cache_salt, load.slots)
+
+        self.stores.append(quotas.stores_planned)
+        self.promotions.append(promoted)
+        self.load_end.append(load_ended)
+        self.emptied.append(quotas.clear)
 
     def add_spans(self, spans: Spans) -> None:
         """Report lookups and loads to a tracer."""

@@ -159,6 +159,7 @@ ENGINES = st.fixed_dictionaries(
                 "eviction_policy": st.sampled_from(("auto", "lru")),
                 "store_blocks": st.sampled_from(("all", "all", "prompt")),
                 "max_pinned_share": st.sampled_from((0.2, 0.8, 1.0)),
+                "max_share_per_salt": st.sampled_from((0.2, 1.0, 1.0)),
                 "on_load_failure": st.sampled_from(("recompute", "recompute", "fail")),
             }
         ),

@@ -89,6 +89,7 @@ def write(tmp_path):
         ("eviction_policy", "lru", "lru"),
         ("max_pinned_share", 0.01, 0.01),
         ("max_pinned_share", 1, 1.0),
+        ("max_share_per_salt", 0.01, 0.01),
         ("keep_on_sleep", True, True),
         ("record_trace_bytes", "200MB", 200_000_000),
         ("record_trace", "/var/log/trace.jsonl", "/var/log/trace.jsonl"),
@@ -132,6 +133,7 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one 
         ("eviction_policy", "\ud800", "must be auto or lru"),
         ("max_pinned_share", 0.0099, "must be a number from 0.01 to 1; with less, too few blocks"),
         ("max_pinned_share", 1.01, "must be a number from 0.01 to 1"),
+        ("max_share_per_salt", 0, "must be a number from 0.01 to 1, which bounds nothing"),
         ("keep_on_sleep", "yes", "must be true or false"),
         ("on_load_failure", {}, "must be recompute or fail"),
         ("disk.path", "", "must be the path of a folder"),
@@ -591,9 +593,10 @@ def test_describe_is_one_line_with_every_key_as_it_was_written(write):
     assert traced.config.record_trace_bytes == GIB
     assert traced.describe() == (
         "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, "
-        "transfer_engine=auto, pack_kv=false, max_pinned_share=1, max_retained_share=0.25, "
-        "max_retained_share_per_salt=0.25, load_or_recompute=measured, keep_on_sleep=no, "
-        "on_load_failure=recompute, disk=null, remote=null, record_trace=null, "
+        "transfer_engine=auto, pack_kv=false, max_pinned_share=1, max_share_per_salt=1.0, "
+        "max_retained_share=0.25, max_retained_share_per_salt=0.25, "
+        "load_or_recompute=measured, keep_on_sleep=no, on_load_failure=recompute, "
+        "disk=null, remote=null, record_trace=null, "
         "record_trace_bytes=0x40000000"
     )
     file = write("disk:\n  path: /kv\n  bytes: 0x40000000")

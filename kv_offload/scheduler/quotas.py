@@ -1,0 +1,182 @@
+"""A bound on what one tenant takes of host memory: requests of one `cache_salt`, or without one.
+
+A tenant above its share loses its own least recently used blocks at once, the last ones of a prompt
+first. The slots that become free take what is stored next, so that costs the others nothing: they
+lose no more than what one step stores. Blocks that a copy or a request retains are kept, and count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.prefix import SlotKey
+from kv_offload.cache.slot_refcounts import distinct
+from kv_offload.cache.slots import Slots
+from kv_offload.scheduler.stores.candidates import Span
+
+SMALL_BATCH = 64
+"""Batches below this many slots take what comes next, too: decodes store one slot at a time."""
+
+Owner = str | None
+Batch = tuple[int, Slots]
+"""Slots that were stored or loaded together, with a number: a slot is in the last such batch. The
+last ones of a prompt come first."""
+
+
+@dataclass(slots=True)
+class Share:
+    """The slots of one owner, the least recently used batch first."""
+
+    number: int
+    slots: int = 0
+    named: int = 0
+    """Slots in `batches`, also those that are in later ones by now."""
+    batches: deque[Batch] = field(default_factory=deque)
+
+
+class Quotas:
+    """Knows who has each slot. All operations take O(1) amortised time a slot.
+
+    `max_share` is a share of the manager's usable slots. `count` adds to a counter.
+    """
+
+    def __init__(
+        self, manager: CacheManager, max_share: float, count: Callable[[str, float], None]
+    ) -> None:
+        self._manager, self._max_share, self._count = manager, max_share, count
+        # By slot, 0 for none; zeros from the system take no memory until they are written.
+        self._share_of = np.zeros(manager.num_slots, np.int64)
+        self._batch_of = np.zeros(manager.num_slots, np.int64)
+        self._shares: dict[Owner, Share] = {}
+        self._by_number: dict[int, tuple[Owner, Share]] = {}
+        self._next_share = self._next_batch = 1
+
+    def stores_planned(
+        self, spans: Iterable[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
+    ) -> None:
+        """Take in that the first of the `new` keys get slots; `keys` are those of all spans."""
+        owners: dict[Owner, list[SlotKey]] = {}
+        at = 0
+        for cursor, _, first, last in spans:
+            end = at + last - first
+            owners.setdefault(cursor.request.cache_salt, []).extend(keys[at:end])
+            at = end
+        if len(owners) == 1:
+            self.filled(next(iter(owners)), slots)
+            return
+        slot_of = dict(zip(new, slots.tolist(), strict=False))
+        for owner, own_keys in owners.items():
+            own = [slot_of[key] for key in own_keys if key in slot_of]
+            self.filled(owner, np.array(own, np.int32))
+
+    def filled(self, owner: Owner, slots: Slots) -> None:
+        """Take in that slots get blocks of an owner, and evict what is above its share."""
+        if not len(slots):
+            return
+        self._take_away(slots)
+        share = self._shares.get(owner)
+        if share is None:
+            share = self._shares[owner] = Share(self._next_share)
+            self._by_number[share.number] = owner, share
+            self._next_share += 1
+        self._share_of[slots] = share.number
+        share.slots += len(slots)
+        self._add(share, slots[::-1])
+        surplus = share.slots - int(self._max_share * self._manager.usable_slots)
+        if surplus > 0:
+            self._evict(share, surplus)
+
+    def used(self, owner: Owner, slots: Slots) -> None:
+        """Take in that slots were loaded for an owner."""
+        share = self._shares.get(owner)
+        if share is not None:
+            own = slots[self._share_of[slots] == share.number]
+            self._add(share, distinct(own)[::-1])
+
+    def _add(self, share: Share, slots: Slots) -> None:
+        if not len(slots):
+            return
+        share.named += len(slots)
+        number, last = share.batches[-1] if share.batches else (0, slots)
+        if number and len(last) < SMALL_BATCH and not (self._batch_of[slots] == number).any():
+            own = self._own(number, last)  # some of the others may come once more
+            share.named -= len(last) - len(own)
+            share.batches[-1] = number, np.concatenate([own, slots])
+        else:
+            number, self._next_batch = self._next_batch, self._next_batch + 1
+            share.batches.append((number, slots))
+        self._batch_of[slots] = number
+        if share.named > 2 * share.slots + 64:
+            parts = [(number, self._own(number, part)) for number, part in share.batches]
+            share.batches = deque(batch for batch in parts if len(batch[1]))
+            share.named = sum(len(part) for _, part in share.batches)
+
+    def _own(self, number: int, slots: Slots) -> Slots:
+        own: Slots = slots[self._batch_of[slots] == number]
+        return own
+
+    def _evict(self, share: Share, surplus: int) -> None:
+        """Forget up to `surplus` blocks of an owner."""
+        evicted = 0
+        for _ in range(len(share.batches)):
+            if evicted >= surplus:
+                break
+            number, named = share.batches.popleft()
+            own = self._own(number, named)
+            share.named -= len(named) - len(own)
+            gone = own[self._manager.idle(own)][: surplus - evicted]
+            if len(gone):
+                evicted += len(gone)
+                self._drop(gone)
+                share.named -= len(gone)
+            left = number, self._own(number, own)
+            if evicted >= surplus:
+                share.batches.appendleft(left)
+            elif len(left[1]):  # they are held: they are looked at again after all others
+                share.batches.append(left)
+        self._count("quota_evictions", evicted)
+
+    def _drop(self, slots: Slots) -> None:
+        """Evict blocks. What the manager has forgotten itself is nobody's any more, either."""
+        known = [key is not None for key in self._manager.readable_keys(slots)]
+        self._take_away(slots)
+        self._manager.forget(slots[known])
+
+    def _take_away(self, slots: Slots) -> None:
+        """Have slots be nobody's."""
+        numbers, counts = np.unique(self._share_of[slots], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if number:
+                owner, share = self._by_number[number]
+                share.slots -= count
+                if not share.slots:
+                    del self._shares[owner], self._by_number[number]
+        self._share_of[slots] = self._batch_of[slots] = 0
+
+    def clear(self) -> None:
+        """Have all slots be nobody's, since host memory is empty."""
+        self._share_of[:] = self._batch_of[:] = 0
+        self._shares.clear()
+        self._by_number.clear()
+
+    def slots_of(self, owner: Owner) -> int:
+        """Return how many slots an owner has."""
+        share = self._shares.get(owner)
+        return 0 if share is None else share.slots
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where a count is wrong or a slot is in no batch of its owner."""
+        numbers, counts = np.unique(self._share_of[self._share_of > 0], return_counts=True)
+        found = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        assert found == {n: share.slots for n, (_, share) in self._by_number.items()}
+        assert {*self._shares} == {owner for owner, _ in self._by_number.values()}
+        for share in self._shares.values():
+            own: list[NDArray[np.int32]] = [self._own(n, part) for n, part in share.batches]
+            assert sum(map(len, own)) == share.slots, "a slot is in no batch"
+            assert share.named == sum(len(part) for _, part in share.batches)

@@ -1,0 +1,147 @@
+"""Shares of host memory: a tenant above its own loses its own blocks, and no one else does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.policies import make_policy
+from kv_offload.scheduler.quotas import Quotas
+from tests.support.played_cases import BLOCK, OTHER, PROMPT, forget
+from tests.support.played_engine import PlayedEngine
+
+SLOTS = 64
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_counts_hold_whatever_is_stored_used_held_and_evicted(number: int) -> None:
+    """Beside the quota, slots change hands as the policy evicts, are held, and are forgotten."""
+    rng = random.Random(number)
+    manager = CacheManager(make_policy("lru", SLOTS))
+    manager.limit_slots(SLOTS)
+    counted: Counter[str] = Counter()
+    quotas = Quotas(manager, 0.25, lambda name, amount: counted.update({name: int(amount)}))
+    held: list[Any] = []
+    names = 0
+    for _ in range(300):
+        owner = rng.choice(["a", "b", "c", None])
+        keys = [f"{owner} {names + index}".encode() for index in range(rng.randint(1, 9))]
+        names += len(keys)
+        slots = manager.prepare_store(keys)
+        quotas.filled(owner, slots)
+        manager.complete_store(slots, ok=rng.random() < 0.9)
+        known = manager.readable_slots()
+        own = [slot for key, slot in known.items() if key.startswith(f"{owner} ".encode())]
+        used = np.array(own[: rng.randint(0, 5)], np.int32)
+        quotas.used(owner, used)
+        if len(used) and rng.random() < 0.2:
+            manager.prepare_copy(used)
+            held.append(used)
+        if held and rng.random() < 0.3:
+            manager.complete_load(held.pop(0))
+        if rng.random() < 0.01:
+            manager.reset()
+            quotas.clear()
+            held_after = [part for part in held if len(part)]
+            for part in held_after:
+                manager.complete_load(part)
+            held.clear()
+        quotas.check_integrity()
+        manager.check_integrity()
+        most = SLOTS // 4 + len(keys) + sum(map(len, held))
+        assert quotas.slots_of(owner) <= most
+    assert counted["quota_evictions"] > 100
+
+
+played = pytest.mark.filterwarnings("default")
+FILLERS = [[(number >> bit) & 1 for bit in range(8)] * 3 for number in range(16)]
+PROMPT_BLOCKS = len(PROMPT) // BLOCK
+
+
+def test_what_is_held_or_being_written_is_kept_and_counts() -> None:
+    """A load reads it, a request retains it, or its store has not ended."""
+    manager = CacheManager(make_policy("lru", SLOTS))
+    manager.limit_slots(SLOTS)
+    quotas = Quotas(manager, 0.25, lambda name, amount: None)
+    kept = [f"kept {number}".encode() for number in range(16)]
+    slots = manager.prepare_store(kept)
+    quotas.filled("a", slots)
+    manager.complete_store(slots)
+    manager.prepare_copy(slots)
+    quotas.filled("a", manager.prepare_store([b"being written"]))
+    quotas.filled("a", manager.prepare_store([b"next"]))
+    assert manager.readable(kept).all()
+    assert b"being written" in manager
+    assert quotas.slots_of("a") == 18
+    manager.complete_load(slots)
+    quotas.filled("a", manager.prepare_store([b"last"]))
+    assert quotas.slots_of("a") == 16
+    quotas.check_integrity()
+
+
+def hits(engine: PlayedEngine, prompt: list[int], salt: str | None) -> float:
+    """Return how many tokens of a prompt host memory brings; the engine has none."""
+    forget(engine)
+    before = engine.totals["hit_tokens"]
+    engine.serve("asks", prompt, 1, cache_salt=salt)
+    return engine.totals["hit_tokens"] - before
+
+
+def serve_many(engine: PlayedEngine, salt: str | None) -> None:
+    for number, prompt in enumerate(FILLERS):
+        engine.serve(f"filler {number}", prompt, 1, cache_salt=salt)
+    forget(engine)
+
+
+@played
+@pytest.mark.parametrize("share", [0.25, 1])
+def test_a_tenant_that_stores_much_displaces_its_own_blocks(share: float) -> None:
+    """With a share of 1, the default, it displaces those of others."""
+    engine = PlayedEngine(plugin={"max_share_per_salt": share}, slots=32)
+    engine.serve("quiet", PROMPT, 1, cache_salt="quiet")
+    serve_many(engine, "busy")
+    bounded = share < 1
+    assert hits(engine, PROMPT, "quiet") == PROMPT_BLOCKS * BLOCK * bounded
+    assert hits(engine, FILLERS[-1], "busy") > 0, "its latest prompt"
+    assert hits(engine, FILLERS[0], "busy") == 0
+    assert (engine.totals["quota_evictions"] > 0) == bounded
+
+
+@played
+def test_routers_learn_what_a_quota_has_evicted() -> None:
+    engine = PlayedEngine(plugin={"max_share_per_salt": 0.25}, slots=32, events=True)
+    for number, prompt in enumerate(FILLERS):
+        engine.serve(f"filler {number}", prompt, 1)
+    assert engine.totals["quota_evictions"] > 0
+    assert len(engine.blocks_in_memory()) <= 8
+    engine.check_routers()
+
+
+@played
+def test_what_a_tenant_uses_stays_while_its_other_blocks_go() -> None:
+    engine = PlayedEngine(plugin={"max_share_per_salt": 0.5}, slots=32)
+    for number, prompt in enumerate(FILLERS):
+        engine.serve(f"filler {number}", prompt, 1)
+        assert number == 0 or hits(engine, PROMPT, None) == PROMPT_BLOCKS * BLOCK
+        if number == 0:
+            engine.serve("used", PROMPT, 1)
+    assert hits(engine, FILLERS[1], None) == 0
+
+
+@played
+def test_requests_of_several_tenants_in_one_step_count_for_each() -> None:
+    engine = PlayedEngine(plugin={"max_share_per_salt": 0.25}, slots=32)
+    for number in range(4):
+        engine.add(f"a {number}", FILLERS[number], 1, cache_salt="a")
+        engine.add(f"b {number}", OTHER, 1, cache_salt=f"b {number}")
+    engine.run()
+    assert engine.totals["quota_evictions"] > 0
+    for number in range(4):
+        assert hits(engine, OTHER, f"b {number}") > 0
