@@ -45,6 +45,7 @@ STAND_INS = {"vllm", "python"}
 BUILTINS = {"export", "cd", "ask"}
 NOT_RUN = {
     *("kv-offload doctor", "kv-offload status", "kv-offload size", "kv-offload simulate"),
+    "kv-offload pool",
     *("curl", "ps", "cat", "grep"),
     *(".", "make", "pip", "docker"),
 }
