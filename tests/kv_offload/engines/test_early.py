@@ -163,7 +163,9 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(tmp_path, monkeypat
 @pytest.mark.parametrize("path", ["none", "file"])
 def test_a_place_for_pools_that_is_no_folder(tmp_path, path):
     (tmp_path / "file").touch()
-    config = make_vllm_config({"host_pool": "chat", "host_pool_path": str(tmp_path / path)})
+    config = make_vllm_config({})
+    options = config.kv_transfer_config.kv_connector_extra_config
+    options.update({"host_pool": "chat", "host_pool_path": str(tmp_path / path)})
     with pytest.raises(ConfigError, match=r"host_pool_path: .* Mount a memory filesystem there"):
         early.check_settings(config)
 

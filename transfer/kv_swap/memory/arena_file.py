@@ -98,6 +98,7 @@ class ArenaFiles:
             if opened is None and (fd := self._adopt(name, nbytes)) is not None:
                 opened = name, fd
         self._remove_others("" if opened is None else opened[0])
+        is_new = opened is None
         if opened is None:
             name = f"rank-{self._rank}.{self._kind}.{secrets.token_hex(8)}"
             opened = name, self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -110,7 +111,8 @@ class ArenaFiles:
                 fcntl.flock(fd, fcntl.LOCK_SH)  # they lock it too
         except OSError as error:
             os.close(fd)
-            (self.folder / name).unlink(missing_ok=True)
+            if is_new:
+                (self.folder / name).unlink(missing_ok=True)
             raise PinnedMemoryError(
                 f"cannot keep an arena of {nbytes} bytes in {self.folder}: {error.strerror}; mount "
                 f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
