@@ -15,17 +15,15 @@ from typing import Any
 from kv_offload.config.schema import SCHEMA
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
-from kv_offload.tools.output import draw, make_console, make_table
+from kv_offload.tools.output import Report, make_table, printable
 
 
-def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `kv-offload pool`."""
-    parser = subcommands.add_parser(
-        "pool",
-        help="list the host pools of this user, or remove one that no engine uses",
-        description="List the host pools (host_pool) of this user: the memory that each engine "
-        "keeps there, whether it runs, and how many blocks the next one would take over. The exit "
-        "status is 2 for a pool that is not there or cannot be removed, else 0.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload pool`."""
+    parser.description = (
+        "List the host pools (host_pool) of this user: the memory that each engine keeps there, "
+        "whether it runs, and how many blocks the next one would take over. The exit status is 2 "
+        "for a pool that is not there or cannot be removed, else 0."
     )
     parser.add_argument(
         "--path",
@@ -38,7 +36,6 @@ def add_command(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="NAME",
         help="free the memory that engines of this pool left which no longer run",
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.set_defaults(run=_run)
 
 
@@ -58,28 +55,25 @@ class SeatState:
     slots: int
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Report:
     from kv_offload.worker.pool import user_folder
 
     folder = user_folder(arguments.path)
     if arguments.remove is not None:
-        print(_remove(folder, arguments.remove))
-        return 0
+        freed_bytes, page = _remove(folder, arguments.remove)
+        return Report({"freed_bytes": freed_bytes}, page)
     states = [*_read(folder)]
-    if arguments.json:
-        print(json.dumps([dataclasses.asdict(one) for one in states], indent=2))
-    elif not states:
-        print(f"no host pool of user {os.geteuid()} in {arguments.path}")
-    else:
-        table = make_table("pool", "seat", "engine", "memory", "readable slots", "model")
-        for one in states:
-            hours = (time.time() - (one.started or time.time())) / 3600
-            engine = f"started {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
-            readable = f"{one.readable_slots:,} of {one.slots:,}"
-            memory = format_size(one.memory_bytes)
-            table.add_row(one.pool, str(one.seat), engine, memory, readable, one.model)
-        draw(make_console(), table)
-    return 0
+    data = [dataclasses.asdict(one) for one in states]
+    if not states:
+        return Report(data, f"no host pool of user {os.geteuid()} in {arguments.path}")
+    table = make_table("pool", "seat", "engine", "memory", "readable slots", "model")
+    for one in states:
+        hours = (time.time() - (one.started or time.time())) / 3600
+        engine = f"started {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
+        readable = f"{one.readable_slots:,} of {one.slots:,}"
+        memory, model = format_size(one.memory_bytes), printable(one.model)
+        table.add_row(printable(one.pool), str(one.seat), engine, memory, readable, model)
+    return Report(data, table)
 
 
 def _read(folder: Path) -> Iterator[SeatState]:
@@ -128,8 +122,8 @@ def _runs(seat: Path) -> bool:
     return False
 
 
-def _remove(folder: Path, name: str) -> str:
-    """Free the memory of all seats of a pool that no engine has; return what was done."""
+def _remove(folder: Path, name: str) -> tuple[int, str]:
+    """Free the memory of all seats of a pool that no engine has; return how much, and in words."""
     from kv_offload.worker.pool import find_seats, free_seat
 
     pools = {pool.name: pool for pool in _pools(folder)}
@@ -143,4 +137,4 @@ def _remove(folder: Path, name: str) -> str:
     if running and not freed:
         raise ConfigError(f"{running} engines of pool {name!r} run: end them first")
     kept = f"; {running} engines that run keep theirs" if running else ""
-    return f"freed {format_size(freed)} of pool {name!r}{kept}"
+    return freed, f"freed {format_size(freed)} of pool {name!r}{kept}"
