@@ -143,3 +143,5 @@ class WorkerCapacity:
     """By name."""
     slot_bytes: int = 0
     """Size of one slot of the arena."""
+    arena: str = ""
+    """The path of the arena's file, with a `host_pool`."""

@@ -130,6 +130,8 @@ METRICS = (
         slots_in_use="Slots that hold KV or are being written.",
         slots="Slots whose memory is ready on every rank, as of the engine's last step.",
         pool_slots="Slots that the pool has when all of its memory is ready.",
+        adopted_slots="Slots that had KV when this engine started, from one before it in the same "
+        "host_pool.",
         slot_bytes="Bytes of one slot on one rank.",
         block_bytes="Bytes of one block on one rank, more than slot_bytes where pack_kv packs it.",
         running_loads="Loads that some rank has not completed.",

@@ -31,6 +31,7 @@ from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
 from kv_offload.tools.main import COMMANDS, main
+from kv_offload.worker.pool import user_folder
 from tests.kv_offload.tools.status.server import HITS, having, page_server
 from tests.support.published_models import PUBLISHED
 
@@ -45,6 +46,7 @@ STAND_INS = {"vllm", "python"}
 BUILTINS = {"export", "cd", "ask"}
 NOT_RUN = {
     *("kv-offload doctor", "kv-offload status", "kv-offload size", "kv-offload simulate"),
+    "kv-offload pool",
     *("curl", "ps", "cat", "grep"),
     *(".", "make", "pip", "docker"),
 }
@@ -274,7 +276,7 @@ def our_commands() -> Iterator[str]:
 def test_every_command_of_ours_that_a_page_shows_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a server, models, a trace and a disk in place of those of the pages."""
+    """With a server, models, a trace, a disk and a pool in place of those of the pages."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kv-offload.yaml").write_text("cpu_bytes: 1MiB\n")
     (tmp_path / "disk").mkdir()
@@ -283,6 +285,7 @@ def test_every_command_of_ours_that_a_page_shows_runs(
     (tmp_path / "trace").write_text(json.dumps(shape))
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-8B"]))
+    user_folder(Path()).joinpath("chat").mkdir(parents=True)
     ran: dict[str, Any] = {}
     with page_server(HITS) as server:
         stand_ins = {
@@ -291,6 +294,7 @@ def test_every_command_of_ours_that_a_page_shows_runs(
             r"(?<=size )\S+|(?<=--model-config )\S+": "model",
             r"(?<=simulate )\S+": "trace",
             r"(?<=tier )\S+|(?<=--disk )\S+": "disk",
+            r"--remove \S+": "--path . --remove chat",
             r"\[FILE\]|\bFILE|\S+\.yaml": "kv-offload.yaml",
         }
         for shown in sorted({*our_commands()} - NAMES):

@@ -113,13 +113,18 @@ class SlotIndex:
             self._slot_of.add_all(keys[: len(slots)], slots.tolist())
         return slots
 
-    def restore(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """Give these slots to distinct keys; nothing was given out before."""
-        self._key_of = [None] * (int(slots.max()) + 1 if len(slots) else 0)
+    def restore(self, slots: Slots, keys: Sequence[Key], end: int) -> None:
+        """Give out the slots below `end`: `slots`, unused ones, to distinct new keys.
+
+        The others are free.
+        """
+        first = self.given_out
+        self._key_of += [None] * (end - first)
         for slot, key in zip(slots.tolist(), keys, strict=True):
             self._key_of[slot] = key
         self._slot_of.add_all(keys, slots.tolist())
-        self._free = [slot for slot, key in enumerate(self._key_of) if key is None][::-1]
+        free = [slot for slot in range(end - 1, first - 1, -1) if self._key_of[slot] is None]
+        self._free = free + self._free
 
     def keys_of(self, slots: Slots) -> list[Key]:
         """Return the key of each slot; None of one that has none."""

@@ -45,6 +45,8 @@ class CacheManager:
         """Keys evicted since the start; a reset does not count."""
         self.stored_slots = 0
         """Slots whose key has become readable since the start."""
+        self.adopted_slots = 0
+        """Slots that had a key at the start, from a process before this one."""
         self.changes: ChangeLog | None = None
         """Set by whoever follows what is readable."""
         self._index = SlotIndex(num_slots)
@@ -127,12 +129,13 @@ class CacheManager:
         self._policy.keep(idle)
         return slots
 
-    def restore(self, keys: Sequence[Key], slots: Slots) -> None:
-        """Take over what another manager knew: distinct readable keys, least recent first.
+    def restore(self, keys: Sequence[Key], slots: Slots, end: int) -> None:
+        """Take over what another manager knew: distinct new keys that are readable.
 
-        Nothing was stored before, and the slots are usable.
+        The least recently used comes first. All slots below `end` are usable, and `slots` and the
+        others that were not given out are given out now.
         """
-        self._index.restore(slots, keys)
+        self._index.restore(slots, keys, end)
         self._policy.add(slots[::-1], keys[::-1])
         self._policy.release(slots)
 
@@ -296,6 +299,9 @@ class CacheManager:
         self._policy.clear()
         if self.changes is not None:
             self.changes.lost_all()
+
+    def close(self) -> None:
+        """End when the engine shuts down; no method is called afterwards."""
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""

@@ -30,6 +30,7 @@ def check_sizes(traced: TracedConfig) -> None:
 
     What is free now is not looked at. A disk that is not there yet fits. Raises `CapacityError`.
     """
+    _check_pool_size(traced)
     disk = traced.config.disk
     sizes = {"cpu_bytes": traced.config.cpu_bytes}
     if disk is not None:
@@ -56,6 +57,25 @@ def check_sizes(traced: TracedConfig) -> None:
             f"{_describe_request(traced, disk)}, but the filesystem of {place} has "
             f"{describe_bytes(filesystem_bytes)} in all. Ask for less, or name a folder on "
             "another disk"
+        )
+
+
+def _check_pool_size(traced: TracedConfig) -> None:
+    """Refuse host memory that the filesystem of its pool could never have."""
+    config = traced.config
+    if config.host_pool is None:
+        return
+    path = Path(config.host_pool_path)
+    try:
+        filesystem_bytes = shutil.disk_usage(path).total
+    except OSError:
+        return  # the engine says why
+    if config.cpu_bytes * traced.replicas > filesystem_bytes:
+        raise CapacityError(
+            f"{traced.describe_request()} in the host pool, but the filesystem of {path} has "
+            f"{describe_bytes(filesystem_bytes)} in all. Mount it larger (in a container "
+            "--shm-size, in Kubernetes an emptyDir with medium Memory), name another as "
+            "host_pool_path, or lower cpu_bytes"
         )
 
 

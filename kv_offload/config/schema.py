@@ -139,6 +139,18 @@ class OffloadConfig:
             "data-parallel replicas divide",
         ),
     ]
+    host_pool: Annotated[
+        Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")] | None,
+        _says(
+            "Name of a pool of this host: an engine that starts again takes over the host memory "
+            "that the one before it in this pool left, however that ended.",
+            "a name of 1 to 64 letters, digits, dots, underscores and hyphens",
+        ),
+    ] = None
+    host_pool_path: Annotated[
+        FilePath,
+        _path("Folder of a memory filesystem that has the pools.", "the path of a folder"),
+    ] = "/dev/shm"
     eviction_policy: Annotated[
         Literal["auto", "lru"],
         _says("Which blocks leave host memory first when it is full."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, KeyMaker, PrefixMap
@@ -74,7 +75,7 @@ class Core:
     ) -> None:
         self.config, self.engine, self.slots = config, engine, slots
         policy = make_policy(config.eviction_policy, slots.num_slots)
-        self.manager = CacheManager(policy)
+        self.manager = (LastingManager if config.host_pool else CacheManager)(policy)
         self.prefixes = PrefixMap(engine.groups, engine.pool.hash_block_size, engine.make_key)
         self.transfers = TransferTable(self.manager, engine.pool, engine.num_ranks)
         self.statistics = Statistics(self.manager, read_gauges)

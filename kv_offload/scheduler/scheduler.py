@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from kv_offload.cache.lasting import LastingManager
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import AllocatedBlocks, Request, StepOutput
 from kv_offload.messages import (
@@ -298,7 +300,14 @@ class OffloadScheduler:
     # -- host memory ---------------------------------------------------------------------------
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
-        """Take what ranks hold, at the start or later."""
+        """Take what ranks hold, at the start or later. Raises `CapacityError`.
+
+        With a `host_pool` the first call is for all ranks: it takes over what a process before this
+        one left in their arenas.
+        """
+        manager = self.manager
+        if isinstance(manager, LastingManager) and not manager.is_open:
+            manager.open({rank.rank: Path(rank.arena) for rank in capacities})
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
         self.tiers.take_capacities(capacities)
 
@@ -323,6 +332,7 @@ class OffloadScheduler:
         for close in self._tell.close:
             close()
         self.tiers.close()
+        self.manager.close()
 
     def take_announcements(self) -> list[Announcement]:
         """Return what routers are to be told now of host memory; called in every step."""
@@ -348,6 +358,7 @@ class OffloadScheduler:
             "slots": self.manager.usable_slots,
             "slots_in_use": self.manager.slots_in_use,
             "pool_slots": self.manager.num_slots,
+            "adopted_slots": self.manager.adopted_slots,
             "slot_bytes": self._slots.slot_bytes,
             "block_bytes": self._slots.block_bytes,
             "running_loads": transfers.num_loads,

@@ -62,7 +62,7 @@ class DiskTier(Tier):
         files = {str(rank): ranks[rank].file_id for rank in sorted(ranks)}
         self._index = index = self._open_index(files, num_slots)
         self.manager.limit_slots(num_slots)
-        self.manager.restore(index.keys, index.slots)
+        self.manager.restore(index.keys, index.slots, int(index.slots.max(initial=-1)) + 1)
         if index.reason:
             logger.info("kv-offload: the disk begins empty: %s", index.reason)
         else:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kv_swap.cuda.kernel_families import PACKED, can_pack
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.factory import EngineKind, create_engine, numa_node
+from kv_swap.memory.arena_file import ArenaFiles
 from kv_swap.memory.registration import MemoryRoom
+from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.config import OffloadConfig, describe_bytes
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory
 from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.worker.sharing import ALONE, Peers, arena_bytes, open_shared_memory
+from kv_offload.worker.sharing import ALONE, Memfds, Peers, arena_bytes, open_shared_memory
 
 if TYPE_CHECKING:
     import torch
+
+FindFiles = Callable[[Peers, int], ArenaFiles]
+"""Returns the files of arenas of so many slots that these ranks share."""
 
 USEFUL_SLOTS = 1000
 """Fewer hold about one long prompt. It sizes the advice to who gave less than one slot."""
@@ -61,14 +66,17 @@ def allocate(
     caches: KVCaches,
     layers: Sequence[str],
     output_copy_stream: torch.cuda.Stream | None,
-) -> tuple[SwapEngine, Peers]:
-    """Return a transfer engine that owns this rank's arena, and the ranks that share the arena.
+    find_files: FindFiles | None = None,
+) -> tuple[SwapEngine, Peers, str]:
+    """Return a transfer engine that owns this rank's arena, the ranks that share it, and its name.
 
     `peers` have the same KV bytes. They share one arena, or each has its own if one of them cannot
-    share, and `ALONE` is returned. `layers` are in the order in which the engine registered them,
-    and must lie at the same places of a slot on all peers. Waits for the slowest peer. The transfer
-    engine holds the KV tensors. Raises `CapacityError`, and `UnsupportedError` where the device
-    cannot run the copy kernels, or does not pack and should.
+    share, and `ALONE` is returned. With `find_files` the arena is a file, that of a process before
+    this one if it left one with the same slots; otherwise it has no name. `layers` are in the order
+    in which the engine registered them, and must lie at the same places of a slot on all peers.
+    Waits for the slowest peer. The transfer engine holds the KV tensors. Raises `CapacityError`,
+    and `UnsupportedError` where the device cannot run the copy kernels, or does not pack and
+    should.
     """
     layout, device = caches.layout, caches.tensors[0].device
     if config.pack_kv and device.type == "cuda":
@@ -76,15 +84,23 @@ def allocate(
 
         check_packing(torch.cuda.get_device_capability(device))
     num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
-    shared = None
+    name, shared = "", None
     try:
-        if peers.count > 1:
+        if peers.count > 1 or find_files is not None:
             places = [(r.slot_offset_bytes, r.page_bytes, r.packing) for r in layout.regions]
-            nbytes, node = num_slots * layout.slot_bytes, numa_node(kind, device)
-            shared = open_shared_memory(peers, nbytes, (tuple(layers), places), node)
+            node = numa_node(kind, device)
+
+            def open_memory() -> tuple[str, SharedMemory | None]:
+                files = Memfds() if find_files is None else find_files(peers, num_slots)
+                nbytes = num_slots * layout.slot_bytes
+                return open_shared_memory(peers, nbytes, (tuple(layers), places), node, files)
+
+            name, shared = open_memory()
             if shared is None:
                 peers = ALONE
                 num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
+                if find_files is not None:
+                    name, shared = open_memory()
         with shared or contextlib.nullcontext():
             transfer = create_engine(
                 kind,
@@ -100,7 +116,7 @@ def allocate(
         raise CapacityError(str(error)) from error
     except DeviceError as error:
         raise UnsupportedError(str(error)) from error
-    return transfer, peers
+    return transfer, peers, name
 
 
 def _count_slots(config: OffloadConfig, num_ranks: int, peers: Peers, slot_bytes: int) -> int:

@@ -27,12 +27,15 @@ is all that requests, page tables and other processes have to grow in."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) -> str | None:
+def check_available(
+    traced: TracedConfig, gather: Callable[[Any], list[Any]], kept_bytes: int = 0
+) -> str | None:
     """Refuse a replica whose share and the headroom are more than is available on this host now.
 
-    All ranks of the replica call it before any of them takes memory. `gather` returns what each
-    gives, and waits for all. The share of a replica that spans hosts is divided by ranks. Returns a
-    warning if the share is more than `LARGE_PART` of what is available. Raises `CapacityError`.
+    Of its share it has `kept_bytes` already, from a process before it. All ranks of the replica
+    call it before any of them takes memory. `gather` returns what each gives, and waits for all.
+    The share of a replica that spans hosts is divided by ranks. Returns a warning if the share is
+    more than `LARGE_PART` of what is available. Raises `CapacityError`.
     """
     this_host = read_boot()
     reports = gather((this_host, read_available_memory()))
@@ -40,14 +43,15 @@ def check_available(traced: TracedConfig, gather: Callable[[Any], list[Any]]) ->
     least = min(here, key=lambda memory: memory.size_bytes)
     share_bytes = traced.config.host_bytes * len(here) // len(reports)
     headroom = headroom_bytes(traced.host)
-    if share_bytes + headroom > least.size_bytes:
+    new_bytes = max(0, share_bytes - kept_bytes)
+    if new_bytes + headroom > least.size_bytes:
         part = f", {describe_bytes(share_bytes)} of it here" if len(here) < len(reports) else ""
         raise CapacityError(
             f"{traced.describe_request()}{part}, but only {describe_bytes(least.size_bytes)} are "
             f"available now ({least.source}), of which {format_size(headroom)} must stay free. "
             f"Lower cpu_bytes, end what else takes memory, or give the process more."
         )
-    part = share_bytes / least.size_bytes
+    part = new_bytes / least.size_bytes
     if part <= LARGE_PART:
         return None
     return (

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.arena_file import ArenaFiles
 from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.messages import StoreJob
@@ -58,22 +59,42 @@ def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:
     return cpu_bytes * sharing_ranks // num_ranks
 
 
+class Memfds:
+    """Makes memory that ends with its processes."""
+
+    def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
+        """Make memory, and return the name under which peers attach."""
+        # Unique on the host: an engine's id may be the user's, and the same for several engines.
+        name = secrets.token_hex(16)
+        return name, SharedMemory.create(name, nbytes, num_peers)
+
+    def attach(self, name: str, nbytes: int) -> SharedMemory:
+        """Return the memory that a peer has created."""
+        return SharedMemory.attach(name, nbytes, ATTACH_SECONDS)
+
+
 def open_shared_memory(
-    peers: Peers, nbytes: int, layout: Any, numa_node: int | None
-) -> SharedMemory | None:
-    """Return memory that all peers can map, or None on all of them if one of them cannot.
+    peers: Peers,
+    nbytes: int,
+    layout: Any,
+    numa_node: int | None,
+    source: Memfds | ArenaFiles,
+) -> tuple[str, SharedMemory | None]:
+    """Return memory that all peers can map, and its name; None on all of them if one cannot.
 
     `layout` says what is where in a slot; peers must say the same. The memory's pages come in equal
     parts from the peers' NUMA nodes, where those are given: all devices read all of it. Waits for
-    the slowest peer. The caller closes the handle.
+    the slowest peer. The caller closes the handle. Raises `PinnedMemoryError` if a single rank
+    cannot have any.
     """
     memory: SharedMemory | None = None
-    # Unique on the host: an engine's id may be the user's, and the same for several engines.
-    name, problem = secrets.token_hex(16), ""
+    name, problem = "", ""
     if peers.index == 0:
         try:
-            memory = SharedMemory.create(name, nbytes, peers.count - 1)
+            name, memory = source.create(nbytes, peers.count - 1)
         except (PinnedMemoryError, OSError) as error:
+            if peers.count == 1:
+                raise
             problem = str(error)
     offers = peers.gather((name, memory is not None, layout))
     name, offered, first_layout = offers[0]
@@ -81,15 +102,15 @@ def open_shared_memory(
         problem = f"its slots hold {layout}, those of rank 0 hold {first_layout}"
     elif peers.index > 0 and offered:
         try:
-            memory = SharedMemory.attach(name, nbytes, ATTACH_SECONDS)
+            memory = source.attach(name, nbytes)
         except (PinnedMemoryError, OSError) as error:
             problem = str(error)
     if memory is not None and numa_node is not None:
         # Before any peer gives pages to any part, which none does before all have answered.
         memory.prefer_node(numa_node, peers.index, peers.count)
     problems = {rank: text for rank, text in enumerate(peers.gather(problem)) if text}
-    if not problems:
-        return memory
+    if memory is not None and not problems:
+        return name, memory
     if memory is not None:
         memory.close()
     if peers.index == 0:
@@ -99,4 +120,4 @@ def open_shared_memory(
             peers.count,
             "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()),
         )
-    return None
+    return "", None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kv_swap.engine import Direction, SwapEngine
@@ -21,12 +22,13 @@ from kv_offload.messages import (
     WorkerCapacity,
 )
 from kv_offload.metrics import OffloadStats
-from kv_offload.worker.allocation import allocate, transfer_kind
+from kv_offload.worker.allocation import FindFiles, allocate, transfer_kind
 from kv_offload.worker.copies import Loads, Stores
 from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
+from kv_offload.worker.pool import Seat
 from kv_offload.worker.remote import Remote
 from kv_offload.worker.sharing import ALONE, Peers
 from kv_offload.worker.waves import LayerWaves
@@ -59,6 +61,7 @@ class OffloadWorker:
         num_ranks: int,
         peers: Peers = ALONE,
         tiers: Mapping[str, Disk | Remote] = NO_TIERS,
+        seat: Seat | None = None,
     ) -> None:
         self.rank = rank
         self.num_slots = 0
@@ -71,6 +74,8 @@ class OffloadWorker:
         self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
         self._moves = Moves(self._jobs)
         self._tiers = tiers
+        self._seat = seat
+        self._arena = ""
         # The steps whose loads were taken in, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
@@ -94,9 +99,17 @@ class OffloadWorker:
         kind = transfer_kind(self._config, caches.tensors[0].device.type)
         stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
         config, num_ranks, peers = self._config, self._num_ranks, self._stores.peers
-        transfer, self._stores.peers = allocate(
-            config, num_ranks, peers, kind, caches, tuple(kv_caches), stream
+        find_files: FindFiles | None = None
+        if self._seat is not None:
+            pages = self._rank_engine.describe_pages(kv_caches)
+            find_files = partial(
+                self._seat.arena_files, self.rank, num_ranks, pages, reserve=kind == "host"
+            )
+        transfer, self._stores.peers, name = allocate(
+            config, num_ranks, peers, kind, caches, tuple(kv_caches), stream, find_files
         )
+        if self._seat is not None:
+            self._arena = str(self._seat.folder / name)
         self._jobs.transfer = transfer
         self._stores.sampler = TileSampler(layout) if layout.num_tiles else None
         self.num_slots = transfer.num_slots
@@ -152,6 +165,8 @@ class OffloadWorker:
         if self.transfer is not None:
             self.transfer.close(DRAIN_SECONDS)
             self._jobs.transfer = None
+        if self._seat is not None:
+            self._seat.leave()
 
     @property
     def transfer(self) -> SwapEngine | None:
@@ -178,7 +193,7 @@ class OffloadWorker:
         """Return what this rank holds and how much of it is ready."""
         ready, tiers = self._jobs.ready_slots, self._moves.capacities()
         slot_bytes = 0 if self.transfer is None else self.transfer.layout.slot_bytes
-        return WorkerCapacity(self.rank, self.num_slots, ready, tiers, slot_bytes)
+        return WorkerCapacity(self.rank, self.num_slots, ready, tiers, slot_bytes, self._arena)
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -20,6 +21,7 @@ from kv_offload.config import (
     RemoteConfig,
     trace_config,
 )
+from kv_offload.config.checks import check_sizes
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.config.unknown_keys import _NOT_NEEDED, _OTHERS_KEYS, _RENAMED
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
@@ -592,7 +594,8 @@ def test_describe_is_one_line_with_every_key_as_it_was_written(write):
     traced = trace_config({"config_file": file, "cpu_bytes": "12.5%"}, {}, host=HOST)
     assert traced.config.record_trace_bytes == GIB
     assert traced.describe() == (
-        "cpu_bytes=12.5% (8 GiB), eviction_policy=auto, store_blocks=all, "
+        "cpu_bytes=12.5% (8 GiB), host_pool=null, host_pool_path=/dev/shm, eviction_policy=auto, "
+        "store_blocks=all, "
         "transfer_engine=auto, pack_kv=false, max_pinned_share=1, max_share_per_salt=1.0, "
         "max_retained_share=0.25, max_retained_share_per_salt=0.25, "
         "load_or_recompute=measured, keep_on_sleep=no, on_load_failure=recompute, "
@@ -644,3 +647,20 @@ def test_the_documented_errors_are_real(write, tmp_path):
     for error, content in zip(errors, contents, strict=True):
         message = refusal({"config_file": write(content, name="kv-offload.yaml")})
         assert message.replace(str(tmp_path), "/srv") == error
+
+
+def test_a_pool_that_its_filesystem_could_never_hold_is_refused(tmp_path) -> None:
+    room = shutil.disk_usage(tmp_path).total
+    host = HostMemory(4 * room, "a test")
+    keys = {"host_pool": "chat", "host_pool_path": str(tmp_path), "cpu_bytes": room + 1}
+    traced = trace_config(keys, {}, host=host)
+    with pytest.raises(CapacityError, match="in the host pool, but the filesystem of"):
+        check_sizes(traced)
+    check_sizes(trace_config({**keys, "cpu_bytes": room}, {}, host=host))
+    check_sizes(trace_config({**keys, "host_pool_path": "/none"}, {}, host=host))
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "..", "x" * 65, "a b"])
+def test_names_that_are_no_folder_of_a_pool_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="host_pool"):
+        trace_config({"host_pool": name}, {}, host=HOST)

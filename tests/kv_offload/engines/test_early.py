@@ -148,7 +148,8 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(tmp_path, monkeypat
     options = config.kv_transfer_config.kv_connector_extra_config
     early.check_settings(config)
     store = {"remote": {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": 0}}
-    for tier in (disk(tmp_path / "kv"), store):
+    pool = {"host_pool": "chat", "host_pool_path": str(tmp_path)}
+    for tier in (disk(tmp_path / "kv"), store, pool):
         with monkeypatch.context() as changed:
             for name, value in tier.items():
                 changed.setitem(options, name, value)
@@ -157,6 +158,16 @@ def test_keys_of_blocks_that_mean_nothing_to_another_process(tmp_path, monkeypat
             changed.setenv("PYTHONHASHSEED", "0")
             with_package(changed, "mooncake", installed=True)
             early.check_settings(config)
+
+
+@pytest.mark.parametrize("path", ["none", "file"])
+def test_a_place_for_pools_that_is_no_folder(tmp_path, path):
+    (tmp_path / "file").touch()
+    config = make_vllm_config({})
+    options = config.kv_transfer_config.kv_connector_extra_config
+    options.update({"host_pool": "chat", "host_pool_path": str(tmp_path / path)})
+    with pytest.raises(ConfigError, match=r"host_pool_path: .* Mount a memory filesystem there"):
+        early.check_settings(config)
 
 
 def test_a_store_without_its_package(monkeypatch):

@@ -53,7 +53,7 @@ def test_a_file_gives_values_sources_and_the_argument(tmp_path, command, monkeyp
     lines = output.splitlines()
     assert lines[0] == f"# Effective configuration; file: '{file}'"
     assert lines[1] == "cpu_bytes: 1048576  # file, 0x100000 is 1 MiB"
-    assert lines[2] == "eviction_policy: lru  # file"
+    assert lines[4] == "eviction_policy: lru  # file"
     assert {"store_blocks: all  # default", "keep_on_sleep: yes  # file"} <= set(lines)
     assert f"  path: {tmp_path}/kv  # file" in lines
     assert "  bytes: 2000000  # file, 2MB is 1.91 MiB" in lines

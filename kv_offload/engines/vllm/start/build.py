@@ -16,7 +16,7 @@ from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
-from kv_offload.engines.vllm.start import disk, log, members, ranks, remote, support, trace
+from kv_offload.engines.vllm.start import disk, log, members, pool, ranks, remote, support, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
@@ -60,6 +60,7 @@ class Engine:
         config = self.traced.config
         self.disk = disk.find_disk(config, vllm_config, kv_cache_config)
         self.remote = remote.find_remote(config, vllm_config, kv_cache_config)
+        self.pool = pool.find_pool(config, vllm_config, kv_cache_config)
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
@@ -122,8 +123,11 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
 
 def build_worker(engine: Engine) -> OffloadWorker:
     """Build a rank's half. No rank takes memory before all have looked how much there is."""
-    warning = check_available(engine.traced, ranks.gather_over_ranks)
-    parallel = engine.vllm_config.parallel_config
+    parallel, seat = engine.vllm_config.parallel_config, None
+    if engine.pool is not None:
+        seat = engine.pool.take_seat(parallel.rank, ranks.gather_over_ranks)
+    kept_bytes = 0 if seat is None else seat.kept_bytes
+    warning = check_available(engine.traced, ranks.gather_over_ranks, kept_bytes)
     if warning and parallel.rank == 0:
         log.logger.warning("kv-offload: %s", warning)
     shares = engine.sharing_ranks > 1
@@ -143,4 +147,5 @@ def build_worker(engine: Engine) -> OffloadWorker:
             for name, tier in (("disk", engine.disk), ("remote", engine.remote))
             if tier is not None
         },
+        seat,
     )

@@ -1,0 +1,43 @@
+"""The host pool that an engine is built with."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kv_offload.config import OffloadConfig
+from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
+from kv_offload.errors import ConfigError
+from kv_offload.worker.pool import Pool, pool_folder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def find_pool(
+    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Pool | None:
+    """Return the pool that the configuration names; None without.
+
+    Raises `ConfigError` as `check_pool` does.
+    """
+    check_pool(config, vllm_config)
+    if config.host_pool is None:
+        return None
+    return Pool(pool_folder(config), describe_contents(vllm_config, kv_cache_config))
+
+
+def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
+    """Raise `ConfigError` where another process could not know what the keys of blocks mean.
+
+    Also where the folder that has the pools is not there, or may not be written.
+    """
+    if config.host_pool is None:
+        return
+    check_contents(vllm_config, "host_pool", keep_on_reset=False)
+    if not os.access(config.host_pool_path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"host_pool_path: {config.host_pool_path!r}: there is no such folder, or this user may "
+            "not write there. Mount a memory filesystem there, or name another"
+        )

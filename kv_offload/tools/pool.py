@@ -1,0 +1,140 @@
+"""`kv-offload pool`: the host pools of this user, and their removal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_offload.config.schema import SCHEMA
+from kv_offload.config.sizes import format_size
+from kv_offload.errors import ConfigError
+from kv_offload.tools.output import Report, make_table, printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of `kv-offload pool`."""
+    parser.description = (
+        "List the host pools (host_pool) of this user: the memory that each engine keeps there, "
+        "whether it runs, and how many blocks the next one would take over. The exit status is 2 "
+        "for a pool that is not there or cannot be removed, else 0."
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path(SCHEMA["host_pool_path"].default),
+        help="the host_pool_path of the engines (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--remove",
+        metavar="NAME",
+        help="free the memory that engines of this pool left which no longer run",
+    )
+    parser.set_defaults(run=_run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatState:
+    """What one engine has, or left, in a pool."""
+
+    pool: str
+    seat: int
+    pid: int | None
+    """The process of the engine's first rank, in its own container; None if it does not run."""
+    started: float | None
+    """When the engine started that runs, or ran last, in seconds since 1970."""
+    model: str
+    memory_bytes: int
+    readable_slots: int
+    slots: int
+
+
+def _run(arguments: argparse.Namespace) -> Report:
+    from kv_offload.worker.pool import user_folder
+
+    folder = user_folder(arguments.path)
+    if arguments.remove is not None:
+        freed_bytes, page = _remove(folder, arguments.remove)
+        return Report({"freed_bytes": freed_bytes}, page)
+    states = [*_read(folder)]
+    data = [dataclasses.asdict(one) for one in states]
+    if not states:
+        return Report(data, f"no host pool of user {os.geteuid()} in {arguments.path}")
+    table = make_table("pool", "seat", "engine", "memory", "readable slots", "model")
+    for one in states:
+        hours = (time.time() - (one.started or time.time())) / 3600
+        engine = f"started {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
+        readable = f"{one.readable_slots:,} of {one.slots:,}"
+        memory, model = format_size(one.memory_bytes), printable(one.model)
+        table.add_row(printable(one.pool), str(one.seat), engine, memory, readable, model)
+    return Report(data, table)
+
+
+def _read(folder: Path) -> Iterator[SeatState]:
+    from kv_offload.cache.directory import read_directory
+    from kv_offload.worker.pool import Seat, find_seats, seat_number
+
+    for seat in (seat for pool in _pools(folder) for seat in find_seats(pool)):
+        about = _about(seat)
+        _, readable, slots = read_directory(seat) or ((), (), 0)
+        yield SeatState(
+            pool=seat.parent.name,
+            seat=seat_number(seat),
+            pid=about.get("pid") if _runs(seat) else None,
+            started=about.get("started"),
+            model=str(about.get("contents", {}).get("model", "")),
+            memory_bytes=Seat(seat, {}).kept_bytes,
+            readable_slots=len(readable),
+            slots=slots,
+        )
+
+
+def _pools(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_dir()] if folder.is_dir() else []
+
+
+def _about(seat: Path) -> dict[str, Any]:
+    from kv_offload.worker.pool import ABOUT
+
+    try:
+        about = json.loads((seat / ABOUT).read_text())
+    except (OSError, ValueError):  # an engine ended before it had written it
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _runs(seat: Path) -> bool:
+    """Say whether an engine has a seat. For a moment none can take it."""
+    from kv_swap.memory.arena_file import lock_file
+
+    from kv_offload.worker.pool import LOCK
+
+    lock = lock_file(seat / LOCK)
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def _remove(folder: Path, name: str) -> tuple[int, str]:
+    """Free the memory of all seats of a pool that no engine has; return how much, and in words."""
+    from kv_offload.worker.pool import find_seats, free_seat
+
+    pools = {pool.name: pool for pool in _pools(folder)}
+    if name not in pools:
+        raise ConfigError(f"there is no pool {name!r} in {folder}: `kv-offload pool` lists them")
+    freed, running = 0, 0
+    for seat in find_seats(pools[name]):
+        nbytes = free_seat(seat)
+        running += nbytes is None
+        freed += nbytes or 0
+    if running and not freed:
+        raise ConfigError(f"{running} engines of pool {name!r} run: end them first")
+    kept = f"; {running} engines that run keep theirs" if running else ""
+    return freed, f"freed {format_size(freed)} of pool {name!r}{kept}"

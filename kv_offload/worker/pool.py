@@ -1,0 +1,200 @@
+"""The place of an engine in a `host_pool`: a folder with what it keeps in host memory.
+
+POOL/seat-0/lock               locked by the engine that has the seat, as long as it lives
+POOL/seat-0/about.json         what that engine is, for whoever lists the pool
+POOL/seat-0/rank-0...          the arena of each rank (`kv_swap.memory.arena_file`)
+POOL/seat-0/directory          which key is in which slot (`kv_offload.cache.directory`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.arena_file import (
+    ArenaFiles,
+    find_arenas,
+    lock_file,
+    make_private_folder,
+    rank_of,
+)
+
+from kv_offload.config import OffloadConfig
+from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.worker.capacity import read_boot
+from kv_offload.worker.sharing import Peers
+
+logger = logging.getLogger(__name__)
+
+LOCK, ABOUT, DIRECTORY = "lock", "about.json", "directory"
+
+ORPHAN_SECONDS = 24 * 3600.0
+"""Memory that no engine has used for so long, and that none has, is freed by the next one that
+starts with a pool in the same place."""
+
+LOCK_SECONDS = 1.0
+"""How long an engine waits for a seat that one which just ends may have, before it makes another.
+The kernel gives locks back only after it has taken down the memory of a process."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool of this host, in `folder`.
+
+    `contents` names all that changes the bytes of a block, or what its key means.
+    """
+
+    folder: Path
+    contents: Mapping[str, str]
+
+    def take_seat(self, rank: int, gather: Callable[[Any], list[Any]]) -> Seat:
+        """Take a seat for an engine, of which all ranks call this: one with its contents if it can.
+
+        `gather` returns what each rank gives, and waits for all. Raises `ConfigError`, or
+        `UnsupportedError` for ranks on several hosts.
+        """
+        seat, problem = None, ""
+        if rank == 0:
+            try:
+                seat = self._take()
+            except (PinnedMemoryError, OSError) as error:
+                problem = str(error)
+        places = gather((read_boot(), "" if seat is None else str(seat.folder), problem))
+        for _, _, problem in places:
+            if problem:
+                raise ConfigError(f"host_pool: {problem}")
+        if len({boot for boot, _, _ in places}) > 1:
+            raise UnsupportedError(
+                "host_pool: the ranks of this engine are on several hosts, which share no memory: "
+                "remove the key"
+            )
+        (folder,) = (Path(folder) for _, folder, _ in places if folder)
+        return seat or Seat(folder, self.contents)
+
+    def _take(self) -> Seat:
+        make_private_folder(self.folder.parent)
+        make_private_folder(self.folder)
+        _free_orphans(self.folder)
+        wanted = digest(self.contents)
+        until = time.monotonic() + LOCK_SECONDS
+        while seats := find_seats(self.folder):
+            for seat in sorted(seats, key=lambda seat: not _has(seat, wanted)):
+                if (lock := lock_file(seat / LOCK)) is not None:
+                    return self._begin(seat, lock)
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.05)
+        number = 1 + max(map(seat_number, find_seats(self.folder)), default=-1)
+        while True:
+            seat = self.folder / f"seat-{number}"
+            make_private_folder(seat)
+            if (lock := lock_file(seat / LOCK)) is not None:
+                return self._begin(seat, lock)
+            number += 1
+
+    def _begin(self, seat: Path, lock: int) -> Seat:
+        about = {"pid": os.getpid(), "started": time.time(), "contents": {**self.contents}}
+        new = seat / f"{ABOUT}.new"
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(about, file)
+        new.rename(seat / ABOUT)
+        return Seat(seat, self.contents, lock)
+
+
+@dataclass
+class Seat:
+    """The seat of an engine. The rank that took it has the lock."""
+
+    folder: Path
+    contents: Mapping[str, str]
+    lock: int = -1
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory that a process before this one left here."""
+        return sum(find_arenas(self.folder).values())
+
+    def arena_files(
+        self, rank: int, num_ranks: int, pages: str, peers: Peers, num_slots: int, *, reserve: bool
+    ) -> ArenaFiles:
+        """Return the arenas of a rank, of which `pages` says what is where in a slot."""
+        if self.lock >= 0:
+            for name in find_arenas(self.folder):
+                if rank_of(name) >= num_ranks:  # of an engine with more ranks
+                    (self.folder / name).unlink(missing_ok=True)
+        place = [rank, num_ranks, peers.index, peers.count, pages, num_slots]
+        kind = f"{digest(self.contents)}-{digest(place)}"
+        return ArenaFiles(self.folder, rank, kind, reserve=reserve)
+
+    def leave(self) -> None:
+        """Let another engine take the seat."""
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def pool_folder(config: OffloadConfig) -> Path:
+    """Return the folder of the pool that a configuration names."""
+    assert config.host_pool is not None
+    return user_folder(Path(config.host_pool_path)) / config.host_pool
+
+
+def user_folder(path: Path) -> Path:
+    """Return the folder of this user's pools."""
+    return path / f"kv-offload-{os.geteuid()}"
+
+
+def find_seats(pool: Path) -> list[Path]:
+    """Return the seats of a pool, by number."""
+    seats = [path for path in pool.iterdir() if re.fullmatch(r"seat-\d+", path.name)]
+    return sorted(seats, key=seat_number)
+
+
+def free_seat(seat: Path) -> int | None:
+    """Free the memory of a seat; return how much it was, or None if an engine has the seat."""
+    lock = lock_file(seat / LOCK)
+    if lock is None:
+        return None
+    # The empty seat stays: an engine may be about to lock it.
+    (seat / DIRECTORY).unlink(missing_ok=True)
+    arenas = find_arenas(seat)
+    for name in arenas:
+        (seat / name).unlink(missing_ok=True)
+    os.close(lock)
+    return sum(arenas.values())
+
+
+def _free_orphans(pool: Path) -> None:
+    """Free what engines left long ago in other pools: this one's seats are about to be used."""
+    oldest = time.time() - ORPHAN_SECONDS
+    for other in pool.parent.iterdir():
+        for seat in find_seats(other) if other != pool and other.is_dir() else ():
+            with contextlib.suppress(OSError):
+                if (seat / DIRECTORY).stat().st_mtime < oldest and (freed := free_seat(seat)):
+                    logger.info("kv-offload: freed %d bytes that %s had kept", freed, seat)
+
+
+def seat_number(seat: Path) -> int:
+    """Return the number in the name of a seat."""
+    return int(seat.name.removeprefix("seat-"))
+
+
+def digest(value: Any) -> str:
+    """Return 16 letters that change with a value."""
+    text = json.dumps(value if not isinstance(value, Mapping) else {**value}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _has(seat: Path, contents: str) -> bool:
+    return any(name.split(".")[1].startswith(contents) for name in find_arenas(seat))

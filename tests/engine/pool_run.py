@@ -1,0 +1,82 @@
+"""Run in a process of its own: ranks with a host pool are killed, and start again.
+
+usage: python -m tests.engine.pool_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON [READY]
+
+Core and ranks have processes of their own. With READY it computes prompts and stays, to be killed
+with all of them; without, it hands back what `check` checks of an engine that starts afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM
+
+from tests.engine import rank_calls
+from tests.engine.harness import PATIENCE_SECONDS, all_differ, engine_settings, greedy
+from tests.engine.multiprocess_run import ask, assert_same, plain_answers
+from tests.support.inputs import random_tokens, transfer_config
+from tests.support.latents import cache_prefixes_of_latents
+from tests.support.processes import be_run, shut_down, stay
+from tests.support.totals import figures
+
+PROMPTS = [random_tokens(count, seed=count) for count in (129, 193, 257)]
+BLOCKS = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
+
+
+def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
+    """Check that every rank loaded what it was left; ends with the control."""
+    computed, cached = result["expected"]
+    assert_same(result["restarted"], cached)
+    assert [rank["rank"] for rank in result["ranks"]] == list(range(ranks))
+    assert all(rank["sharing"] == sharing for rank in result["ranks"])
+    assert result["figures"]["adopted_slots"] >= BLOCKS
+    assert all(len(rank["blocks"]) >= BLOCKS for rank in result["loaded"])
+    assert all_differ(result["corrupted"]["tokens"], computed["tokens"])
+
+
+def make_settings(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    cache_prefixes_of_latents()
+    arguments = {name: value for name, value in arguments.items() if name != "plugin"}
+    return engine_settings(Path(models), kind, disable_log_stats=False, **arguments)
+
+
+def compute_and_stay(models: str, kind: str, arguments: dict[str, Any], ready: str) -> None:
+    settings = make_settings(models, kind, arguments)
+    llm = LLM(**settings, kv_transfer_config=transfer_config(arguments["plugin"]))
+    ask(llm, PROMPTS, greedy(8))
+    until = time.monotonic() + PATIENCE_SECONDS
+    while figures(llm).get("stored_slots", 0) < BLOCKS:
+        assert time.monotonic() < until, figures(llm)
+        ask(llm, [random_tokens(3, seed=0)], greedy(1))
+    stay(ready)
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    settings, sampling = make_settings(models, kind, arguments), greedy(8)
+    (expected,) = plain_answers(settings, [PROMPTS], sampling)
+    llm = LLM(**settings, kv_transfer_config=transfer_config(arguments["plugin"]))
+    result: dict[str, Any] = {"expected": expected}
+    result["ranks"] = llm.collective_rpc(rank_calls.watch)
+    result["restarted"] = ask(llm, PROMPTS, sampling)
+    result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
+    result["figures"] = figures(llm)
+    llm.reset_prefix_cache()
+    leaders = [rank["rank"] for rank in result["ranks"][:: result["ranks"][0]["sharing"]]]
+    llm.collective_rpc(rank_calls.roll, args=(leaders, "loaded"))
+    result["corrupted"] = ask(llm, PROMPTS, sampling)
+    shut_down(llm)
+    return result
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 4:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        compute_and_stay(*sys.argv[1:3], json.loads(sys.argv[3]), sys.argv[4])
+    else:
+        be_run(main)

@@ -1,0 +1,135 @@
+"""Whatever an engine does, the next one would find only what is whole and of the weights it has.
+
+vLLM's scheduler and both halves of the connector are real (`PlayedEngine`). After each part of a
+step, and each copy of a rank, the directory is read as the next engine would read it.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
+
+from kv_offload.cache.directory import read_directory
+from kv_offload.engines.vllm.start import ranks
+from tests.support.played_engine import PlayedEngine
+
+PREFIXES = [[seed * 7 + token for token in range(20)] for seed in range(1, 6)]
+
+
+class PooledEngine(PlayedEngine):
+    """A played engine in a pool. Its arenas are not in the pool's files: `copies.arena` is read."""
+
+    def __init__(self, folder: Path, **arguments: Any) -> None:
+        plugin = {"host_pool": "chat", "host_pool_path": str(folder)}
+        given: dict[int, list[Any]] = {}
+
+        def gather(value: Any) -> list[Any]:
+            """Return what the ranks gave that were built before, and this one."""
+            given.setdefault(len(value), []).append(value)
+            return given[len(value)]
+
+        folder.mkdir(exist_ok=True)
+        with mock.patch.object(ranks, "gather_over_ranks", gather):
+            super().__init__(plugin=plugin, **arguments)
+        (self.seat,) = folder.glob("kv-offload-*/chat/seat-0")
+        self.of_first_weights: dict[bytes, Any] = {}
+        self.seen = 0
+
+    def check_directory(self) -> None:
+        """Check each entry on every rank, as if the engine had been killed now."""
+        self._learn_keys()
+        if not self.model.weights:
+            self.of_first_weights.update(self.known)
+        read = read_directory(self.seat)
+        assert read is not None
+        for slot, key in zip(read[0].tolist(), read[1], strict=True):
+            names, group_id = self.of_first_weights[key]
+            for rank, played in enumerate(self.ranks):
+                own = self._names_on(rank, names, group_id)
+                found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
+                self.check_slot(slot, found - group_id, own)
+            self.seen += 1
+
+    def adopt(self, before: PooledEngine) -> None:
+        """Give the arenas the bytes that an engine had which was killed."""
+        for own, others in zip(self.ranks, before.ranks, strict=True):
+            own.copies.arena[:] = others.copies.arena
+        self.known.update(before.known)
+
+
+def act(engine: PooledEngine, chance: random.Random, number: int) -> None:
+    """Do something of what an engine does, its ranks or its users."""
+    choice = chance.random()
+    if choice < 0.12:
+        prefix = chance.choice(PREFIXES)
+        tail = [chance.randrange(50) for _ in range(chance.randrange(1, 6))]
+        engine.add(f"r{number}", prefix[: chance.randrange(4, 21)] + tail)
+    elif choice < 0.32:
+        if engine.under_way < engine.max_steps_under_way:
+            engine.schedule()
+    elif choice < 0.5:
+        if engine.scheduled:
+            engine.execute()
+    elif choice < 0.68:
+        if engine.executed:
+            engine.process()
+    else:
+        copies = chance.choice(engine.ranks).copies
+        if copies.submitted:
+            copies.run(chance.randrange(len(copies.submitted)), fail=chance.random() < 0.1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_at_each_moment_the_directory_is_true(
+    tmp_path: Path, seed: int, num_ranks: int, asynchronous: bool
+) -> None:
+    """New weights come in the middle: what is computed from then on is nowhere to be found."""
+    chance = random.Random(100 * seed + 10 * num_ranks + asynchronous)
+    engine = PooledEngine(
+        tmp_path, slots=12, blocks=30, ranks=num_ranks, async_scheduling=asynchronous
+    )
+    engine.may_fail = True
+    for number in range(400):
+        act(engine, chance, number)
+        engine.check_directory()
+    assert engine.seen > 200
+    assert engine.offload.manager.evictions > 0
+    engine.finish_steps()
+    engine.core.collective_rpc("update_weights")
+    assert engine.reset(reset_running_requests=True, reset_connector=True)
+    for number in range(400, 500):
+        act(engine, chance, number)
+        engine.check_directory()
+    engine.run()
+    assert engine.offload.manager.readable_slots()
+    read = read_directory(engine.seat)
+    assert read is not None
+    assert read[1] == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_next_engine_loads_what_was_left(tmp_path: Path, num_ranks: int) -> None:
+    """The copy of the folder is what `kill -9` leaves: nobody has its locks."""
+    first = PooledEngine(tmp_path / "first", slots=30, ranks=num_ranks)
+    for number, prefix in enumerate(PREFIXES[:3]):
+        first.serve(f"r{number}", prefix)
+    left = len(first.offload.manager.readable_slots())
+    assert left >= 15
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    second = PooledEngine(tmp_path / "second", slots=30, ranks=num_ranks)
+    second.adopt(first)
+    assert second.offload.gauges()["adopted_slots"] == left
+    for number, prefix in enumerate(PREFIXES[:3]):
+        second.serve(f"r{number}", prefix)
+    assert second.totals["hit_tokens"] == 3 * 20
+    second.rest()

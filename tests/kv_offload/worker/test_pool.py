@@ -1,0 +1,126 @@
+"""Which seat of a pool an engine takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload.errors import ConfigError, UnsupportedError
+from kv_offload.worker import pool
+from kv_offload.worker.pool import Pool, Seat
+from kv_offload.worker.sharing import ALONE
+
+MODEL, OTHER = {"model": "a"}, {"model": "b"}
+NBYTES = 8192
+
+
+def alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def start(folder: Path, contents: dict[str, str], ranks: int = 1) -> tuple[Seat, list[str]]:
+    """Start an engine and make its arenas; return their names."""
+    seat = Pool(folder, contents).take_seat(0, alone)
+    names = []
+    for rank in range(ranks):
+        files = seat.arena_files(rank, ranks, "pages", ALONE, 2, reserve=True)
+        name, shared = files.create(NBYTES, 0)
+        shared.close()
+        names.append(name)
+    return seat, names
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv-offload-0" / "chat"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "LOCK_SECONDS", 0.0)
+
+
+def test_an_engine_takes_the_seat_with_its_contents(folder: Path) -> None:
+    first, _ = start(folder, MODEL)
+    second, of_second = start(folder, OTHER)
+    third, _ = start(folder, MODEL)
+    assert [seat.folder.name for seat in (first, second, third)] == ["seat-0", "seat-1", "seat-2"]
+    for seat in (first, second, third):
+        seat.leave()
+    again, names = start(folder, OTHER)
+    assert (again.folder, names) == (second.folder, of_second)
+    assert again.kept_bytes == NBYTES
+    about = json.loads((again.folder / "about.json").read_text())
+    assert (about["pid"], about["contents"]) == (os.getpid(), OTHER)
+    assert (again.folder / "about.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_seat_of_other_contents_is_used_again_before_another_is_made(folder: Path) -> None:
+    first, of_first = start(folder, MODEL)
+    first.leave()
+    second, of_second = start(folder, OTHER)
+    assert second.folder == first.folder
+    assert second.kept_bytes == NBYTES
+    assert of_first != of_second
+
+
+def test_what_ranks_left_that_there_are_no_more_is_removed(folder: Path) -> None:
+    first, of_first = start(folder, MODEL, ranks=3)
+    assert first.kept_bytes == 3 * NBYTES
+    first.leave()
+    second, of_second = start(folder, MODEL)
+    assert second.kept_bytes == NBYTES
+    assert of_second[0] not in of_first  # of 3 ranks each has another part of a block
+
+
+@pytest.mark.parametrize("change", ["rank", "num_ranks", "pages", "num_slots"])
+def test_an_arena_with_another_layout_is_another_kind(folder: Path, change: str) -> None:
+    def name(**more: Any) -> str:
+        facts = {"rank": 0, "num_ranks": 2, "pages": "pages", "num_slots": 2, **more}
+        shared = seat.arena_files(peers=ALONE, reserve=True, **facts).create(NBYTES, 0)
+        shared[1].close()
+        return shared[0]
+
+    seat, _ = start(folder, MODEL)
+    first = name()
+    assert name() == first
+    assert name(**{change: "other" if change == "pages" else 1 if change == "rank" else 3}) != first
+
+
+def test_every_rank_gets_the_seat_that_the_first_has_taken(folder: Path) -> None:
+    """The others learn of it by what all of them give, and so they learn of what went wrong."""
+    seat, _ = start(folder, MODEL)
+    boot = pool.read_boot()
+    other = Pool(folder, MODEL).take_seat(1, lambda own: [(boot, str(seat.folder), ""), own])
+    assert (other.folder, other.lock) == (seat.folder, -1)
+    with pytest.raises(UnsupportedError, match="several hosts"):
+        Pool(folder, MODEL).take_seat(1, lambda own: [("other", str(seat.folder), ""), own])
+    with pytest.raises(ConfigError, match="host_pool: no room"):
+        Pool(folder, MODEL).take_seat(1, lambda own: [(boot, "", "no room"), own])
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host_pool: .*make the folder above it"):
+        Pool(tmp_path / "none" / "kv-offload-0" / "chat", MODEL).take_seat(0, alone)
+
+
+def test_what_was_not_used_for_long_in_another_pool_is_freed(folder: Path) -> None:
+    """Unless an engine has it, however long it rests."""
+    pools = {name: start(folder.with_name(name), MODEL)[0] for name in ("old", "rests", "young")}
+    for name, seat in pools.items():
+        (seat.folder / "directory").touch()
+        if name != "rests":
+            seat.leave()
+        if name != "young":
+            past = time.time() - pool.ORPHAN_SECONDS - 10
+            os.utime(seat.folder / "directory", (past, past))
+    start(folder, MODEL)
+    kept = {name: seat.kept_bytes for name, seat in pools.items()}
+    assert kept == {"old": 0, "rests": NBYTES, "young": NBYTES}
+    again, _ = start(folder.with_name("old"), MODEL)
+    assert again.folder == pools["old"].folder

@@ -1,0 +1,174 @@
+"""Arenas in files of a memory filesystem: they outlive their process, and its successor maps them.
+
+FOLDER/rank-0.KIND.TOKEN     all slots of a rank, from the first byte on
+
+`KIND` stands for all that decides where which bytes are, and `TOKEN` is drawn when a file is made.
+So a name identifies an arena for good: whoever has noted it finds that arena or none.
+
+A file is locked as long as some process has it open *or mapped*: the lock belongs to the open file,
+which the kernel closes after the last mapping of it is gone, however the process ends. So a process
+that gets the lock knows that nobody else writes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.mapping import whole_pages
+from kv_swap.memory.shared import SharedMemory
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only this user may enter, or check that one is so.
+
+    Raises `PinnedMemoryError` for one that another user could have written, and links.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise PinnedMemoryError(
+            f"cannot keep host memory in {path}: {error.strerror}; make the folder above it, for "
+            f"user {os.geteuid()}, or name another"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PinnedMemoryError(
+            f"cannot keep host memory in {path}: it must be a folder with mode 0700 of user "
+            f"{os.geteuid()}, and is {stat.filemode(found.st_mode)} of user {found.st_uid}: remove "
+            f"it, or name another"
+        )
+
+
+def lock_file(path: Path) -> int | None:
+    """Make a file where there is none, and lock it until its descriptor is closed.
+
+    Returns the descriptor; None if another process has the lock. Raises `OSError`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def find_arenas(folder: Path) -> dict[str, int]:
+    """Return the arenas of a folder by name, with the bytes of memory that each has taken."""
+    return {
+        path.name: found.st_blocks * 512
+        for path in sorted(folder.glob("rank-*.*.*"))
+        if stat.S_ISREG((found := path.lstat()).st_mode)
+    }
+
+
+def rank_of(name: str) -> int:
+    """Return the rank in the name of an arena; -1 where there is none."""
+    number = name.partition(".")[0].removeprefix("rank-")
+    return int(number) if number.isdecimal() else -1
+
+
+class ArenaFiles:
+    """The arenas of one rank in a folder of its engine, which no other engine uses now.
+
+    With `reserve` all memory is taken when a file is made: a process that touches memory which the
+    filesystem no longer has is ended by the kernel. Without, it is taken as it is page-locked,
+    where that is an error.
+    """
+
+    def __init__(self, folder: Path, rank: int, kind: str, *, reserve: bool) -> None:
+        self.folder, self._rank, self._kind, self._reserve = folder, rank, kind, reserve
+
+    def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
+        """Open the arena that a predecessor has left, or make one; remove this rank's others.
+
+        Returns its name, under which `num_peers` processes may attach. Raises `PinnedMemoryError`
+        where the filesystem has too little memory.
+        """
+        opened: tuple[str, int] | None = None
+        for name in self._own():
+            if opened is None and (fd := self._adopt(name, nbytes)) is not None:
+                opened = name, fd
+        self._remove_others("" if opened is None else opened[0])
+        is_new = opened is None
+        if opened is None:
+            name = f"rank-{self._rank}.{self._kind}.{secrets.token_hex(8)}"
+            opened = name, self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        name, fd = opened
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, whole_pages(nbytes))
+            self._take_memory(fd, nbytes)
+            if num_peers:
+                fcntl.flock(fd, fcntl.LOCK_SH)  # they lock it too
+        except OSError as error:
+            os.close(fd)
+            if is_new:
+                (self.folder / name).unlink(missing_ok=True)
+            raise PinnedMemoryError(
+                f"cannot keep an arena of {nbytes} bytes in {self.folder}: {error.strerror}; mount "
+                f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
+                f"Memory), remove what nobody uses, or use a smaller pool"
+            ) from error
+        return name, SharedMemory(fd, nbytes, None)
+
+    def attach(self, name: str, nbytes: int) -> SharedMemory:
+        """Open the arena that another rank has created. Raises `PinnedMemoryError`."""
+        fd = self._open(name, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise PinnedMemoryError(f"cannot share {self.folder / name}: {error}") from error
+        self._remove_others(name)
+        return SharedMemory(fd, nbytes, None)
+
+    def _own(self) -> list[str]:
+        return [name for name in find_arenas(self.folder) if rank_of(name) == self._rank]
+
+    def _remove_others(self, kept: str) -> None:
+        """Remove this rank's arenas but one; a process that still has one keeps the memory."""
+        for name in self._own():
+            if name != kept:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _adopt(self, name: str, nbytes: int) -> int | None:
+        """Return a descriptor of an arena with the same slots that no process has; else None."""
+        if not name.startswith(f"rank-{self._rank}.{self._kind}."):
+            return None
+        try:
+            fd = self._open(name, os.O_RDWR)
+        except PinnedMemoryError:
+            return None
+        found = os.fstat(fd)
+        if found.st_uid == os.geteuid() and found.st_size == whole_pages(nbytes):
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+        os.close(fd)
+        return None
+
+    def _take_memory(self, fd: int, nbytes: int) -> None:
+        """Check that the filesystem has the memory that the file lacks, and `reserve` it."""
+        missing = whole_pages(nbytes) - os.fstat(fd).st_blocks * 512
+        room = os.fstatvfs(fd)
+        left = room.f_bavail * room.f_frsize
+        if missing > left:
+            raise OSError(errno.ENOSPC, f"it has {left} bytes left, and {missing} are missing")
+        if self._reserve and missing > 0:
+            os.posix_fallocate(fd, 0, whole_pages(nbytes))
+
+    def _open(self, name: str, flags: int) -> int:
+        path = self.folder / name
+        try:
+            return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise PinnedMemoryError(f"cannot open {path}: {error.strerror}") from error
