@@ -174,7 +174,7 @@ class OffloadConfig:
     max_pinned_share: Annotated[
         float,
         _says(
-            "Share of the free GPU blocks that running stores may keep from reuse.",
+            "Share of the GPU blocks that may be held for stores at a time.",
             "a number from 0.01 to 1; with less, too few blocks are stored at a time",
             ge=0.01,
             le=1,

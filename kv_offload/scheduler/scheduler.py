@@ -130,7 +130,7 @@ class OffloadScheduler:
         end_tokens = min(request.num_computed_tokens, request.num_tokens)
         for tell in self._tell.request_end:
             tell(request, end_tokens)
-        self._stores.request_ends(tracked.cursor, block_ids, end_tokens)
+        self._stores.request_ends(tracked.cursor, end_tokens)
 
     def _end_request(self, tracked: TrackedRequest) -> None:
         self._lookups.arrived(tracked)

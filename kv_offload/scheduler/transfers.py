@@ -126,6 +126,7 @@ class TransferTable:
         self.step_time = StepTime()
         self.next_id = 0
         self._planned: list[Transfer] = []
+        self._planned_loads = 0
         # The store of this step, which is among the planned ones, and its slots in parts.
         self._store: Transfer | None = None
         self._store_slots: list[Slots] = []
@@ -167,6 +168,7 @@ class TransferTable:
         load.blocks, load.slots = blocks, slots
         load.request, load.cursor = request, request.cursor
         load.synchronous, load.whole = synchronous, whole
+        self._planned_loads += 1
         self.load_queue.add(len(slots), time.monotonic())
 
     def plan_tier_copy(
@@ -200,6 +202,7 @@ class TransferTable:
             self._store.slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
             self._store, self._store_slots = None, []
         planned, self._planned = self._planned, []
+        self._planned_loads = 0
         acknowledged, self._acknowledged = tuple(self._acknowledged), set()
         now, stores, loads, moves = time.monotonic(), [], [], []
         for transfer in planned:
@@ -326,8 +329,7 @@ class TransferTable:
     @property
     def num_loads(self) -> int:
         """Loads that were planned and that some rank has not ended."""
-        planned = sum(transfer.kind is Kind.LOAD for transfer in self._planned)
-        return planned + len(self.running(Kind.LOAD))
+        return self._planned_loads + len(self.running(Kind.LOAD))
 
     @property
     def plans_synchronous_load(self) -> bool:
@@ -375,6 +377,7 @@ class TransferTable:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a pin is no reference on its block, or a count is wrong."""
+        assert self._planned_loads == sum(one.kind is Kind.LOAD for one in self._planned)
         pins = Counter(self.pinned())
         assert self.pinned_blocks == pins.total()
         for block, count in pins.items():

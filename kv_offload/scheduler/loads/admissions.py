@@ -16,6 +16,12 @@ from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.request import Hit, Phase, TrackedRequest
 from kv_offload.tiers.lower import LowerTiers
 
+MAX_LOADS = 128
+"""Asynchronous loads under way, from which on a request waits without GPU blocks.
+
+One more would only stand in line, and vLLM goes through all of them for each that it admits: with
+500 of them a step took 0.2 s (November 2026)."""
+
 
 def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
     """Return whether a forward can wait for loads into blocks of these cache groups.
@@ -65,6 +71,8 @@ class Admissions:
             return Match(None, shared_tokens=tracked.shared_tokens)
         hit.decision = chosen = self._decide(tracked, hit)
         asynchronous = chosen.tokens > 0 and not chosen.synchronous
+        if asynchronous and self._transfers.num_loads >= MAX_LOADS:
+            return Match(None, shared_tokens=tracked.shared_tokens)
         return Match(chosen.tokens, asynchronous, tracked.shared_tokens)
 
     def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:

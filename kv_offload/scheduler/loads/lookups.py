@@ -26,11 +26,11 @@ and 2 ms where windows or states are missing. So what is stored of its prefix me
 this much later, at most."""
 
 
-STEP_KEYS = 8192
+STEP_KEYS = 2048
 """Keys looked up in one step, after which requests that were not looked up yet wait for the next.
 
-That is the whole of a prompt of 131,072 tokens in blocks of 16. A key takes 0.25 us in host memory
-and up to 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
+These are blocks of 16 tokens for 32,768 tokens, more than a step computes or a link brings in its
+time. A key takes 0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
 
 
 class LookupBudget:

@@ -1,9 +1,8 @@
 """How much may be stored: loads come first, and neither the link nor GPU blocks may run short.
 
-A store that has to wait costs little: a running request keeps its blocks anyway, and what a
-finished one leaves behind stays in the engine's pool until somebody needs the block. A store that
-is submitted too early costs others: it takes bandwidth from loads, and it pins GPU blocks for as
-long as it stands in line.
+A pin costs nothing while a request holds the block, too; it keeps a block from reuse once the
+request has ended, until its store has. So pins are bounded by how long the link needs for them, and
+every request leaves as many blocks unpinned as the others would lack if it ended now.
 """
 
 from __future__ import annotations
@@ -40,33 +39,35 @@ may follow each other for ever."""
 class StoreBudget:
     """Says how many more slots may be planned to be stored in this step.
 
-    `block_bytes` are those of a block on one rank. Stores pin at most `max_pinned_share` of the GPU
-    blocks that would be free without them, and keep some free if any of `requests` is admitted.
+    `block_bytes` are those of a block on one rank. Stores pin at most `max_pinned_blocks`, and keep
+    some blocks free if any of `requests` is admitted.
     """
 
     def __init__(
         self,
         block_bytes: int,
-        max_pinned_share: float,
+        max_pinned_blocks: int,
         requests: RequestTable,
         step_time: StepTime,
     ) -> None:
         self._block_bytes = block_bytes
-        self._max_pinned_share = max_pinned_share
+        self._max_pinned_blocks = max(1, max_pinned_blocks)
         self._requests = requests
         self._step_time = step_time
         self._bytes_per_second: dict[int, float] = {}  # by rank
         self._load_seconds = 0.0
         self._planned_slots = 0
         self._grown: deque[int] = deque(maxlen=PIN_STEPS)
-        self._reserved_blocks = 0.0
+        self._growth = 0.0
+        self.prompt_growth = 0
+        """GPU blocks that prompts take, of which a part was computed, while a pin lasts."""
 
     def learn(self, bytes_per_second: float, rank: int = 0) -> None:
         """Take how fast the stores of a rank are; a store ends when the slowest rank has it."""
         self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
-        """Begin a step, in which requests that ran before got `grown_blocks` more blocks.
+        """Begin a step, in which answers that ran before got `grown_blocks` more blocks.
 
         The loads under way take `load_seconds` more, as far as one can tell.
         """
@@ -74,33 +75,25 @@ class StoreBudget:
         self._planned_slots = 0
         self._grown.append(grown_blocks)
         # Below half a block there is nothing left to remember.
-        faded = self._reserved_blocks * 63 / 64
-        self._reserved_blocks = max(sum(self._grown), faded if faded > 0.5 else 0.0)
+        faded = self._growth * 63 / 64
+        self._growth = max(sum(self._grown), faded if faded > 0.5 else 0.0)
 
     @property
     def reserved_blocks(self) -> int:
-        """GPU blocks that pins must leave free: what running requests took at most while one lasts.
+        """GPU blocks that running requests may take while a pin lasts, which pins leave free.
 
-        The past is forgotten by and by. Where they find none they are preempted; a request that is
-        only waiting goes on waiting.
+        Answers take what they took at most, which is forgotten by and by; prompts what they lack.
+        Where they find none they are preempted; a request that is only waiting goes on waiting.
         """
-        return math.ceil(self._reserved_blocks) if self._requests.admitted else 0
+        return math.ceil(self._growth) + self.prompt_growth if self._requests.admitted else 0
 
     def count_planned(self, num_slots: int) -> None:
         """Count slots whose stores were planned in this step."""
         self._planned_slots += num_slots
 
-    def slots_left(self, pinned_blocks: int, free_blocks: int) -> int:
-        """Return how many more slots may be planned, by the link and by GPU blocks.
-
-        `max_pinned_share` is of what would be free if no store held anything and the requests whose
-        blocks are pinned had ended. While nothing is pinned it is at least one slot, or a GPU cache
-        with few free blocks would never store anything.
-        """
-        share = int(self._max_pinned_share * (free_blocks + pinned_blocks)) - pinned_blocks
-        if not pinned_blocks:
-            share = max(share, 1)
-        return min(share, free_blocks - self.reserved_blocks, self.link_slots(pinned_blocks))
+    def slots_left(self, pinned_blocks: int) -> int:
+        """Return how many more slots may be planned, by the link and by what may be pinned."""
+        return min(self._max_pinned_blocks - pinned_blocks, self.link_slots(pinned_blocks))
 
     def link_slots(self, slots_in_flight: int) -> int:
         """Return how many more slots the link takes beside those planned before and not ended.

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.slots import Run
 from kv_offload.engine import BlockPool
+from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.stores.candidates import Span
+
+MAX_CHECKS = 4096
+"""Blocks of which a plan looks whether their request alone holds them, while blocks are short."""
 
 
 @dataclass(slots=True)
@@ -49,19 +53,27 @@ class StoreChoice:
         keys: Sequence[SlotKey],
         slots: Sequence[int],
         slots_left: int,
+        lacking_blocks: int = 0,
     ) -> Chosen:
         """Choose at most `slots_left` of the slots of `spans`.
 
         `keys` are those of all spans in order, and `slots` those of the keys in the cache manager,
-        -1 for a key that has none.
+        -1 for a key that has none. Each request leaves at least `lacking_blocks` of its own blocks
+        unpinned: others lack as many, and get them if it ends.
         """
         chosen = Chosen()
         new, blocks, along = chosen.new, chosen.blocks, chosen.along
         pool_blocks, refused = self._pool.blocks, self._refused
         suffixes = self._prefixes.behind_slot_key
-        end = 0
+        end, checks, owner, room = 0, MAX_CHECKS, None, slots_left
         for span in spans:
             cursor, position, first, last = span
+            if lacking_blocks and cursor is not owner:
+                owner, enough = cursor, lacking_blocks + last - first
+                room = -1
+                if enough <= checks:
+                    checks -= enough
+                    room = self._count_own(cursor, enough) - lacking_blocks
             ids, suffix = cursor.block_ids[position], suffixes[position]
             begin, end = end, end + last - first
             offset, before, unknown = first - begin, len(new), -1
@@ -79,16 +91,22 @@ class StoreChoice:
                 block = ids[at + offset]
                 if pool_blocks[block].block_hash != key + suffix:
                     chosen.gone.append((span, at + offset))
-                elif slots_left <= 0:
+                elif slots_left <= 0 or room <= 0:
                     chosen.cut.append((span, at - begin))
                     break
                 else:
                     slots_left -= 1
+                    room -= 1
                     new[key] = None
                     blocks.append(block)
             if len(new) > before:
                 chosen.runs.append((cursor, position, unknown, unknown + len(new) - before))
         return chosen
+
+    def _count_own(self, cursor: StoreCursor, enough: int) -> int:
+        """Count blocks that would be free without this request, up to about `enough`."""
+        blocks = self._pool.blocks
+        return sum(blocks[i].ref_cnt == 1 for ids in cursor.block_ids for i in ids[-enough:])
 
     def count_moved_on(self, chosen: Chosen) -> int:
         """Return how many blocks were lost: not those that the engine never names."""

@@ -14,7 +14,7 @@ from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.engine import RunningRequests, StepOutput
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
-from kv_offload.scheduler.stores.budget import StoreBudget
+from kv_offload.scheduler.stores.budget import PIN_STEPS, StoreBudget
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.leftovers import Leftovers
@@ -60,7 +60,7 @@ class StorePlanner:
         self._tell = core.tell
         self.budget = StoreBudget(
             core.slots.block_bytes,
-            config.max_pinned_share,
+            int(config.max_pinned_share * (len(pool.blocks) - 1)),
             core.requests,
             core.transfers.step_time,
         )
@@ -91,14 +91,16 @@ class StorePlanner:
         self._give_up_late()
         self._candidates.next_step()
         if self.leftovers.slots:
-            self.leftovers.examine(self._slots_left())
+            free_blocks = self._pool.get_num_free_blocks() - self.budget.reserved_blocks
+            self.leftovers.examine(min(self._slots_left(), free_blocks))
         self._grown_blocks = self._follow(output)
         self._pin_chosen()
         self._manager.catch_up()
         self.leftovers.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:
-        """Take in a step; return how many blocks requests have got in it that ran before."""
+        """Take in a step; return how many blocks answers have got in it that ran before."""
+        self.budget.prompt_growth = 0
         unfinished = self._candidates.take_unfinished()
         block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
         self._states = {} if block_state is None else block_state.boundary_state_offloads
@@ -108,8 +110,13 @@ class StorePlanner:
         for new in output.scheduled_new_reqs:
             tracked = self._requests.get(new.req_id)
             if tracked is not None and tracked.cursor is not None:
-                end = new.num_computed_tokens + scheduled[new.req_id]
-                self._begin(tracked, tracked.cursor, new.block_ids, end)
+                self._begin(
+                    tracked,
+                    tracked.cursor,
+                    new.block_ids,
+                    new.num_computed_tokens,
+                    scheduled[new.req_id],
+                )
         return self._follow_running(output.scheduled_cached_reqs, scheduled, unfinished)
 
     def _begin(
@@ -117,9 +124,11 @@ class StorePlanner:
         tracked: TrackedRequest,
         cursor: StoreCursor,
         block_ids: Sequence[Sequence[int]],
-        end_tokens: int,
+        computed: int,
+        scheduled: int,
     ) -> None:
         """Have a request examined that has not run with these blocks before."""
+        self._expect_growth(cursor, computed + scheduled, scheduled)
         loaded = tracked.scheduled(block_ids)
         if self._states:
             self._place_states(cursor)
@@ -127,9 +136,17 @@ class StorePlanner:
             # Known, and used just now. What the GPU had before it may have been evicted.
             self._candidates.examine(cursor, loaded[0])
             self._candidates.skip(cursor, loaded[1])
-        self._candidates.examine(cursor, end_tokens)
+        self._candidates.examine(cursor, computed + scheduled)
         if self.paused and cursor.wishes.keep is not None:
             self._retain_known(cursor)
+
+    def _expect_growth(self, cursor: StoreCursor, end_tokens: int, scheduled: int) -> None:
+        """Count what a prompt takes while a pin lasts, of which a step computes a part."""
+        tokens = min(cursor.request.num_tokens - end_tokens, PIN_STEPS * scheduled)
+        if tokens > 0:
+            self.budget.prompt_growth += sum(
+                -(-tokens // group.block_tokens) for group in self._prefixes.groups
+            )
 
     def _place_states(self, cursor: StoreCursor) -> None:
         """Note where the states are that this step names, which may be in other places."""
@@ -156,13 +173,18 @@ class StorePlanner:
                 continue
             cursor, grown = tracked.cursor, 0
             if request_id in resumed:
-                self._begin(tracked, cursor, new_ids or (), computed[index] + scheduled[request_id])
+                tokens = scheduled[request_id]
+                self._begin(tracked, cursor, new_ids or (), computed[index], tokens)
                 continue
             if new_ids is not None:
                 for position, more in enumerate(new_ids):
                     cursor.block_ids[position] += more
                     grown += len(more)
-                grown_blocks += grown
+                if grown > len(new_ids):
+                    tokens = scheduled[request_id]
+                    self._expect_growth(cursor, computed[index] + tokens, tokens)
+                else:
+                    grown_blocks += grown
             if self._states:
                 self._place_states(cursor)
             if waits and grown == 1 and request_id not in unfinished:
@@ -175,24 +197,19 @@ class StorePlanner:
             self._waiting = {request_id for request_id in left if self._requests.get(request_id)}
         return grown_blocks
 
-    def request_ends(
-        self, cursor: StoreCursor, block_ids: Sequence[Sequence[int]], end_tokens: int
-    ) -> None:
+    def request_ends(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Plan what a request leaves behind, of which `end_tokens` are computed.
 
-        Called just before the engine frees its blocks, `block_ids`.
+        Called just before the engine frees its blocks.
         """
         if not self._candidates.has_more(cursor, end_tokens):
             self._count_unwanted(cursor, end_tokens)
             return
-        # Blocks that it shares with no other request and no store has pinned are free in a moment.
-        blocks = self._pool.blocks
-        own_blocks = sum(blocks[block].ref_cnt == 1 for group in block_ids for block in group)
-        # The remembered ids: of a group that reads a window the engine's have null blocks where it
-        # has moved on, though these blocks may still hold what they held.
+        # The remembered blocks: of a group that reads a window the engine's are null blocks where
+        # it has moved on, though these blocks may still hold what they held.
         self._candidates.next_step()
         self._candidates.examine(cursor, end_tokens)
-        self._pin_chosen(own_blocks)
+        self._pin_chosen()
         self._statistics.count("deferred_slots", self.leftovers.keep(cursor, end_tokens))
 
     def _count_unwanted(self, cursor: StoreCursor, end_tokens: int) -> None:
@@ -250,17 +267,16 @@ class StorePlanner:
             self.pause(paused=True)
             self._paused_by_refusals = True
 
-    def _slots_left(self, soon_free_blocks: int = 0) -> int:
-        """Return how many more slots may be chosen, if `soon_free_blocks` become free in a moment.
+    def _slots_left(self) -> int:
+        """Return how many more slots may be chosen.
 
         0 while a store that was given up has not ended: what is sent now stands behind it.
         """
         if self._transfers.any_unpinned_early:
             return 0
-        free_blocks = self._pool.get_num_free_blocks() + soon_free_blocks
-        return self.budget.slots_left(self._transfers.pinned_blocks, free_blocks)
+        return self.budget.slots_left(self._transfers.pinned_blocks)
 
-    def _pin_chosen(self, soon_free_blocks: int = 0) -> None:
+    def _pin_chosen(self) -> None:
         """Choose from the candidates, take slots for what is new and pin the blocks that got one.
 
         What is known of the same prefixes goes along: it is used again, and must not be evicted for
@@ -271,7 +287,8 @@ class StorePlanner:
             return
         # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
         slots = self._manager.slot_numbers(keys)
-        chosen = self._choice.choose(spans, keys, slots, self._slots_left(soon_free_blocks))
+        lacking = max(0, self.budget.reserved_blocks - self._pool.get_num_free_blocks())
+        chosen = self._choice.choose(spans, keys, slots, self._slots_left(), lacking)
         if chosen.gone:
             self._statistics.skipped("moved_on", self._choice.count_moved_on(chosen))
         for span, passed in chosen.cut:

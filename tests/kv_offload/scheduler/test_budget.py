@@ -26,7 +26,7 @@ class Steps:
         self.now = 0.0
         self.requests: Any = SimpleNamespace(admitted=1)
         self.time = StepTime(lambda: self.now)
-        self.budget = StoreBudget(SLOT_BYTES, 1.0, self.requests, self.time)
+        self.budget = StoreBudget(SLOT_BYTES, 70, self.requests, self.time)
         if speed is not None:
             self.budget.learn(speed)
 
@@ -52,6 +52,13 @@ def test_what_is_in_flight_ends_within_the_horizon():
     assert steps.budget.link_slots(slots + 1) == 0
     steps.budget.learn(1.0)
     assert [steps.budget.link_slots(slots) for slots in (0, 1)] == [1, 0], "one alone always may"
+
+
+def test_no_more_is_pinned_than_may_be_nor_than_the_link_moves():
+    budget = Steps().step()
+    assert [budget.slots_left(pinned) for pinned in (0, 69, 70, 71)] == [70, 1, 0, -1]
+    budget.learn(SPEED / 2)
+    assert budget.slots_left(0) == 50
 
 
 def test_the_speed_is_assumed_until_it_was_measured():
@@ -107,9 +114,12 @@ def test_blocks_are_reserved_for_the_growth_of_running_requests():
     for grown_blocks in (5, 0, 0, 0, 7, 0, 0, 1):
         steps.step(grown_blocks=grown_blocks)
     assert steps.budget.reserved_blocks == 12, "one pin may have seen the 5 and the 7"
+    steps.budget.prompt_growth = 30
+    assert steps.budget.reserved_blocks == 42
     steps.requests.admitted = 0
     assert steps.budget.reserved_blocks == 0
     steps.requests.admitted = 1
+    steps.budget.prompt_growth = 0
     for _ in range(1000):
         steps.step()
     assert steps.budget.reserved_blocks == 0, "that was long ago"

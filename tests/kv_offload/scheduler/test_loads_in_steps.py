@@ -249,3 +249,26 @@ def test_a_resumed_request_is_followed_to_its_new_blocks(replaces_resumed, async
     engine.run()
     assert engine.totals["stored_bytes"] == blocks(43 // BLOCK + 35 // BLOCK)
     engine.check_rest()
+
+
+@both_ways
+def test_requests_wait_without_blocks_where_many_loads_stand_in_line(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """One whose prompt is to be computed does not wait for them."""
+    monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_LOADS", 2)
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    prompts = [[*map(int, f"{number:03b}"), *PROMPT[:14]] for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        engine.serve(f"stored-{number}", prompt, max_tokens=1)
+    forget(engine)
+    for number, prompt in enumerate(prompts):
+        engine.add(f"{number}", prompt)
+    engine.add("new", [1] * 21, max_tokens=1)
+    engine.step(3)
+    loading = engine.offload.gauges()["running_loads"]
+    assert (loading, engine.offload.in_flight.loading) == (2, {"0", "1"})
+    assert engine.answers["new"]
+    engine.run()
+    assert engine.totals["hit_tokens"] == 4 * 16
+    engine.check_rest()

@@ -66,8 +66,8 @@ def test_unpinned_blocks_are_reused_after_all_others_and_the_tail_first():
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_pins_keep_to_their_share_of_the_free_blocks_and_the_rest_follows(share, groups):
-    """Also when the request ends, whose blocks are free in a moment; of one block at least."""
+def test_pins_keep_to_their_share_of_the_gpu_blocks_and_the_rest_follows(share, groups):
+    """Of one block at least."""
     engine = PlayedEngine(
         [CacheGroup(0, 4), CacheGroup(1, 4, window_tokens=64)][:groups],
         blocks=2 + 15 * groups,
@@ -169,11 +169,10 @@ def test_no_store_is_given_up_because_the_engine_made_no_step(now, async_schedul
 
 
 @both_ways
-def test_a_drain_reaches_stores_that_no_rank_has_seen(async_scheduling):
+def test_a_drain_reaches_stores_that_no_rank_has_seen(monkeypatch, async_scheduling):
     """Those of a request that has just ended, and those of a step that is under way."""
-    engine = PlayedEngine(
-        async_scheduling=async_scheduling, blocks=14, plugin={"max_pinned_share": 0.4}
-    )
+    monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 2)
+    engine = PlayedEngine(async_scheduling=async_scheduling, blocks=14)
     engine.add("a", PROMPT, max_tokens=6)
     for _ in range(engine.max_steps_under_way):
         engine.schedule()

@@ -255,3 +255,22 @@ def test_no_request_is_preempted_because_of_stores(
     preempted = sum(request.num_preemptions for request in grow)
     assert (preempted == 0) == reserve
     engine.rest()
+
+
+@both_ways
+def test_blocks_are_reserved_for_the_rest_of_a_prompt_and_for_answers(
+    async_scheduling: bool,
+) -> None:
+    engine = PlayedEngine(
+        max_num_batched_tokens=8, async_scheduling=async_scheduling, max_num_seqs=1
+    )
+    engine.add("a", PROMPT, max_tokens=8)
+    budget = engine.offload._stores.budget
+    reserved = []
+    for _ in range(4):
+        engine.step()
+        reserved.append(budget.reserved_blocks)
+    assert reserved == [4, 2, 0, 0], "13 and 5 tokens of the prompt were left"
+    engine.step(5, copies=True)
+    assert budget.reserved_blocks == 1, "the answer has filled a block"
+    engine.rest()
