@@ -31,7 +31,7 @@ class Request(Protocol):
     """Tokens of steps that have been launched and whose output has not been read."""
     skip_reading_prefix_cache: bool
     kv_transfer_params: Mapping[str, Any] | None
-    """The client's parameters for connectors (`kv_offload.wishes`)."""
+    """The client's parameters for connectors (`kv_offload.hints`)."""
     trace_headers: Mapping[str, str] | None
     """Under which span of its client its own belong; asked for where the engine traces."""
     cache_salt: str | None

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_offload.wishes import MAX_PRIORITY, MAX_RETAIN_SECONDS, Keep, Wishes
+from kv_offload.hints import MAX_PRIORITY, MAX_RETAIN_SECONDS, Keep, RequestHints
 
 KEY = "kv_hint"
 """Where Dynamo puts the envelope in `kv_transfer_params`."""
@@ -46,24 +46,26 @@ def find_envelope(request: Any) -> Any:
     return found
 
 
-def apply_kv_hints(envelope: Any, wishes: Wishes, owner: str | None) -> tuple[Wishes, int, int]:
-    """Add a router's hints to the wishes of a request's client, which count where both say more.
+def apply_kv_hints(
+    envelope: Any, hints: RequestHints, owner: str | None
+) -> tuple[RequestHints, int, int]:
+    """Add what a router says to the hints of the client, which count where both say more.
 
-    `owner` retains the blocks. Returns the wishes, and how many actions were followed and were not.
+    `owner` retains the blocks. Returns the hints, and how many actions were followed and were not.
     """
     actions = _get(envelope, "actions")
     if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
-        return wishes, 0, 1
+        return hints, 0, 1
     followed = 0
     for action in actions[:MAX_ACTIONS]:
-        hinted = _apply(action, wishes, owner)
+        hinted = _apply(action, hints, owner)
         if hinted is not None:
-            wishes, followed = hinted, followed + 1
-    return wishes, followed, len(actions) - followed
+            hints, followed = hinted, followed + 1
+    return hints, followed, len(actions) - followed
 
 
-def _apply(action: Any, wishes: Wishes, owner: str | None) -> Wishes | None:
-    """Return the wishes with one action followed; None if it cannot be."""
+def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints | None:
+    """Return the hints with one action followed; None if it cannot be."""
     kind, version = _get(action, "action_type"), _get(action, "action_version")
     payload = _get(action, "payload")
     is_known = isinstance(version, str) and version.partition(".")[0] == VERSION
@@ -75,9 +77,9 @@ def _apply(action: Any, wishes: Wishes, owner: str | None) -> Wishes | None:
     if payload.get("execute_at", "request_completion") != "request_completion":
         return None
     if kind in ALWAYS_DONE:
-        return wishes
+        return hints
     if kind in ENDS:
-        return dataclasses.replace(wishes, store=wishes.store and wishes.keep is not None)
+        return dataclasses.replace(hints, store=hints.store and hints.keep is not None)
     if kind != "kv.retain":
         return None
     seconds, priority = payload.get("ttl_seconds"), payload.get("priority", 0)
@@ -88,9 +90,9 @@ def _apply(action: Any, wishes: Wishes, owner: str | None) -> Wishes | None:
     if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
         return None
     keep = Keep(owner, float(seconds), min(priority, MAX_PRIORITY))
-    if wishes.keep is not None or not wishes.store:
+    if hints.keep is not None or not hints.store:
         return None
-    return dataclasses.replace(wishes, keep=keep)
+    return dataclasses.replace(hints, keep=keep)
 
 
 def _get(part: Any, name: str) -> Any:

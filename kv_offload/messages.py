@@ -95,7 +95,7 @@ class RankReport:
 
     Of a store that is `OK` these are the blocks that do not fit packed slots. A move that was never
     begun has failed without them."""
-    cut_short: int | None = None
+    aborted_step: int | None = None
     """The `admissions` of the last step that an error of the engine cut short: it is unknown which
     blocks it computed."""
     load_bytes_per_second: float | None = None

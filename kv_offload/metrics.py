@@ -89,9 +89,9 @@ METRICS = (
         "loaded.",
         hook_errors="Errors within the plugin that the engine survived.",
         **{f"skipped_{reason}": text for reason, text in SKIP_REASONS.items()},
-        requests_with_wishes="Requests that said in kv_transfer_params what to store, load or "
+        requests_with_hints="Requests that said in kv_transfer_params what to store, load or "
         "retain.",
-        ignored_wishes="Requests whose wishes could not be read; they were served as if they had "
+        ignored_hints="Requests whose hints could not be read; they were served as if they had "
         "none.",
         followed_kv_hints="Actions of routers' KV hints that were followed.",
         ignored_kv_hints="Actions of routers' KV hints that are malformed, or for others.",

@@ -26,7 +26,7 @@ PLUGIN_GROUP = "vllm.general_plugins"
 # -- imports -----------------------------------------------------------------------------------
 
 LEAVES = frozenset(
-    {"", "config", "engine", "errors", "medians", "messages", "metrics", "kv_hints", "wishes"}
+    {"", "config", "engine", "errors", "measurement", "messages", "metrics", "kv_hints", "hints"}
 )
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
@@ -42,8 +42,8 @@ ALLOWED = {
     # The leaves among themselves.
     **dict.fromkeys(LEAVES, frozenset[str]()),
     "config": frozenset({"errors"}),
-    "wishes": frozenset({"config", "errors"}),
-    "kv_hints": frozenset({"wishes"}),
+    "hints": frozenset({"config", "errors"}),
+    "kv_hints": frozenset({"hints"}),
 }
 """Which room of `kv_offload` may import which, `TYPE_CHECKING` imports aside."""
 

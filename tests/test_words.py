@@ -24,6 +24,7 @@ FEW = 20
 
 LEFT = re.compile(
     r"\b(mends|left_over|front_end|distrust_stores|take_lost|take_risen|worth_keeping|"
+    r"cut_short|wishes|leftovers|OtherSizes|TracedConfig|behind_\w+|"
     r"RunningOperations|of late|in the mean|anew|lately|learnt)\b",
     re.IGNORECASE,
 )

@@ -66,10 +66,10 @@ class SlotIndex:
         """Return the slot of each key, -1 for a key that has none."""
         return [*chain.from_iterable(self._look_up(keys))]
 
-    def slots_behind(self, runs: Runs) -> list[int]:
+    def parent_slots(self, runs: Runs) -> list[int]:
         """Return the slot of the key before each run; -1 if it has none."""
         get = self._slot_of.get
-        return [-1 if run.behind is None else get(run.behind) for run in runs]
+        return [-1 if run.parent is None else get(run.parent) for run in runs]
 
     def find(self, keys: Sequence[Key]) -> Slots:
         """Do as `slot_numbers`, but return an array: faster for many keys."""

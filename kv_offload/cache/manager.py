@@ -230,10 +230,10 @@ class CacheManager:
         """
         free = self._index.usable_slots - self._index.slots_in_use
         policy = self._policy
-        behind: Sequence[int] = ()
+        parents: Sequence[int] = ()
         if policy.reads_runs:
-            behind = self._index.slots_behind(runs)
-        worth = policy.admit(keys, runs, free, behind)
+            parents = self._index.parent_slots(runs)
+        worth = policy.admit(keys, runs, free, parents)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]
         return self.prepare_store(keys, along), worth

@@ -115,8 +115,8 @@ class MiniSim:
                 else:
                     new[keys[at]] = None
             if len(new) > before:
-                behind = keys[end - 1] if end else None
-                runs.append(Run(len(new) - before, prompt_tokens, behind=behind))
+                parent = keys[end - 1] if end else None
+                runs.append(Run(len(new) - before, prompt_tokens, parent=parent))
         if used:
             manager.use(distinct(np.array(used, np.int32))[::-1])
         if new or along:

@@ -101,7 +101,7 @@ class PrefixMap:
         self.groups = tuple(groups)
         self._hash_block_tokens = hash_block_tokens
         self._suffix = {g.group_id: _group_suffix(make_key, g.group_id) for g in self.groups}
-        self.behind_slot_key = tuple(
+        self.pool_key_suffix = tuple(
             b"" if group.group_id else self._suffix[0] for group in self.groups
         )
         """By group: what follows a slot's key in the engine's key of the same block."""

@@ -22,7 +22,7 @@ from kv_offload.cache.leases import Lease, LeaseHeap
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import Slots
-from kv_offload.wishes import Keep
+from kv_offload.hints import Keep
 
 MIN_STALE = 64
 """A lease forgets the slots that it has lost where they outnumber those it has, and this."""

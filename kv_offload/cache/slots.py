@@ -27,7 +27,7 @@ class Run(NamedTuple):
     prompt_tokens: int
     must: bool = False
     """True if they are to be stored whatever they are worth."""
-    behind: Key | None = None
+    parent: Key | None = None
     """The key before them in the prompt; None where there is none, or they can do without it."""
 
 

@@ -5,7 +5,7 @@ Every room may import this one. `host_memory` alone reads the size of memory, `s
 
 from kv_offload.config.schema import SCHEMA, SECTIONS, DiskConfig, OffloadConfig, RemoteConfig
 from kv_offload.config.sizes import describe_bytes
-from kv_offload.config.trace import DEFAULT, EXTRA_CONFIG, FILE_KEY, TracedConfig, trace_config
+from kv_offload.config.trace import DEFAULT, EXTRA_CONFIG, FILE_KEY, ResolvedConfig, trace_config
 
 __all__ = [
     "DEFAULT",
@@ -16,7 +16,7 @@ __all__ = [
     "DiskConfig",
     "OffloadConfig",
     "RemoteConfig",
-    "TracedConfig",
+    "ResolvedConfig",
     "describe_bytes",
     "trace_config",
 ]

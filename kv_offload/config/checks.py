@@ -18,14 +18,14 @@ from pathlib import Path
 from kv_offload.config.disk_folder import find_ranks, find_replicas
 from kv_offload.config.schema import DiskConfig
 from kv_offload.config.sizes import SMALLEST_BYTES, TOO_LITTLE, describe_bytes, format_size
-from kv_offload.config.trace import TracedConfig
+from kv_offload.config.trace import ResolvedConfig
 from kv_offload.errors import CapacityError, ConfigError
 
 ANSWER_SECONDS = 5.0
 """A start waits for a network filesystem for so long."""
 
 
-def check_sizes(traced: TracedConfig) -> None:
+def check_sizes(traced: ResolvedConfig) -> None:
     """Refuse host memory or a disk without room for blocks, and a disk larger than its filesystem.
 
     What is free now is not looked at. A disk that is not there yet fits. Raises `CapacityError`.
@@ -60,7 +60,7 @@ def check_sizes(traced: TracedConfig) -> None:
         )
 
 
-def _check_pool_size(traced: TracedConfig) -> None:
+def _check_pool_size(traced: ResolvedConfig) -> None:
     """Refuse host memory that the filesystem of its pool could never have."""
     config = traced.config
     if config.host_pool is None:
@@ -154,7 +154,7 @@ def read_room(path: Path) -> DiskRoom:
     return DiskRoom(shutil.disk_usage(place).free, taken_bytes)
 
 
-def check_disk(traced: TracedConfig) -> None:
+def check_disk(traced: ResolvedConfig) -> None:
     """Refuse a disk whose folder cannot be made or written, or that has too little room now.
 
     Does nothing without a disk. Raises `ConfigError` or `CapacityError`.
@@ -206,7 +206,7 @@ def check_regular(found: os.stat_result) -> os.stat_result:
     return found
 
 
-def _describe_request(traced: TracedConfig, disk: DiskConfig) -> str:
+def _describe_request(traced: ResolvedConfig, disk: DiskConfig) -> str:
     given = traced.given["disk.bytes"]
     text = f"{given.source}: disk.bytes: {given.shown}: asks for {describe_bytes(disk.bytes)}"
     if traced.replicas > 1:

@@ -60,7 +60,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TracedConfig:
+class ResolvedConfig:
     """A configuration, its file, and what was given for every key, or for a section without."""
 
     config: OffloadConfig
@@ -103,7 +103,7 @@ def trace_config(
     file: str | None = None,
     host: HostMemory | None = None,
     replicas: int = 1,
-) -> TracedConfig:
+) -> ResolvedConfig:
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
     The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
@@ -148,7 +148,7 @@ def trace_config(
         for name, one in given.items()
         if name not in SECTIONS
     }
-    traced = TracedConfig(_nested(effective), read.path, given, host, replicas, warnings)
+    traced = ResolvedConfig(_nested(effective), read.path, given, host, replicas, warnings)
     with problems:
         _check_shares(traced.config, given)
     problems.raise_all()

@@ -13,8 +13,8 @@ from kv_offload.cache.retention import Retention
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.events.announcer import Announcer
+from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
 from kv_offload.scheduler.observers import Observers, Subscribers
-from kv_offload.scheduler.other_sizes import OtherSizes
 from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import RequestTable
 from kv_offload.scheduler.spans import Spans
@@ -95,10 +95,10 @@ class Core:
             tell.add_announcer(Announcer(self.manager, prefixes, observers.describe))
         if observers.report_span is not None:
             tell.add_spans(Spans(observers.report_span))
-        if OtherSizes.can_estimate(prefixes):
+        if MissRatioCurve.can_estimate(prefixes):
             num_slots, statistics = self.slots.num_slots, self.statistics
             tell.add_other_sizes(
-                OtherSizes(self.config, prefixes, num_slots, statistics, with_tier=has_tier)
+                MissRatioCurve(self.config, prefixes, num_slots, statistics, with_tier=has_tier)
             )
         if observers.recorder is not None:
             hash_block_tokens = self.engine.pool.hash_block_size

@@ -59,8 +59,8 @@ class PendingEffects:
         """
         self._lost_loads += loads
         for rank in report.ranks.values():
-            if rank.cut_short is not None:
-                self._step_is_lost |= rank.cut_short > self._requests.admissions_at_reset
+            if rank.aborted_step is not None:
+                self._step_is_lost |= rank.aborted_step > self._requests.admissions_at_reset
         return bool(self._lost_loads) or self._step_is_lost
 
     # -- steps ---------------------------------------------------------------------------------

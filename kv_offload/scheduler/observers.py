@@ -15,7 +15,7 @@ from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
 from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import Hit, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
@@ -126,7 +126,7 @@ class Subscribers:
         self.work.append(lambda _: statistics.count("trace_errors", recorder.take_errors()))
         self.close.append(partial(recorder.close, CLOSE_SECONDS))
 
-    def add_other_sizes(self, estimates: OtherSizes) -> None:
+    def add_other_sizes(self, estimates: MissRatioCurve) -> None:
         """Estimate what caches of other sizes would have had."""
 
         def admitted(tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:

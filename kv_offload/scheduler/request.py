@@ -23,10 +23,10 @@ from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.errors import RequestError
+from kv_offload.hints import NO_HINTS, RequestHints, read_hints
 from kv_offload.kv_hints import apply_kv_hints, find_envelope
 from kv_offload.scheduler.loads.decision import Decision
 from kv_offload.scheduler.statistics import Statistics
-from kv_offload.wishes import NO_WISHES, Wishes, read_wishes
 
 if TYPE_CHECKING:
     from kv_offload.tiers.promoter import Wait
@@ -98,7 +98,7 @@ class StoreCursor:
     """By cache group, the first slot whose store has been neither planned nor skipped."""
     admission: int
     """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
-    wishes: Wishes = NO_WISHES
+    hints: RequestHints = NO_HINTS
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -107,7 +107,7 @@ class TrackedRequest:
 
     request: Request
     phase: Phase = Phase.WAITING
-    wishes: Wishes = NO_WISHES
+    hints: RequestHints = NO_HINTS
 
     # Waiting.
     hit: Hit | None = None
@@ -150,7 +150,7 @@ class TrackedRequest:
     @property
     def may_load(self) -> bool:
         """True if it wants what is in host memory, and can use it."""
-        wants = self.wishes.load and not self.request.skip_reading_prefix_cache
+        wants = self.hints.load and not self.request.skip_reading_prefix_cache
         return wants and not self.load_failed and not self.brought
 
     @property
@@ -189,7 +189,7 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """The requests that have not ended, by their ids. Their wishes are read once, and counted."""
+    """The requests that have not ended, by their ids. Their hints are read once, and counted."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -210,36 +210,36 @@ class RequestTable:
         """Return the record of a request, made at the first call."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = TrackedRequest(request, wishes=self._read_wishes(request))
+            tracked = TrackedRequest(request, hints=self._read_hints(request))
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _read_wishes(self, request: Request) -> Wishes:
-        """Return what a request wishes; nothing where that is wrong and no front end refused it."""
-        wishes, envelope = self._read_params(request), find_envelope(request)
+    def _read_hints(self, request: Request) -> RequestHints:
+        """Return what a request hints; nothing where that is wrong and no front end refused it."""
+        hints, envelope = self._read_params(request), find_envelope(request)
         if envelope is not None:
-            wishes, followed, ignored = apply_kv_hints(envelope, wishes, request.cache_salt)
+            hints, followed, ignored = apply_kv_hints(envelope, hints, request.cache_salt)
             self._statistics.count("followed_kv_hints", followed)
             self._statistics.count("ignored_kv_hints", ignored)
-        return wishes
+        return hints
 
-    def _read_params(self, request: Request) -> Wishes:
+    def _read_params(self, request: Request) -> RequestHints:
         if not request.kv_transfer_params:
-            return NO_WISHES
+            return NO_HINTS
         try:
-            wishes = read_wishes(request.kv_transfer_params, request.cache_salt)
+            hints = read_hints(request.kv_transfer_params, request.cache_salt)
         except RequestError as error:
-            self._statistics.count("ignored_wishes", 1)
+            self._statistics.count("ignored_hints", 1)
             if not self._warned:  # a client may send thousands
                 self._warned = True
                 logger.warning(
                     "%s. The request came past the check of vLLM's front end and was served as if "
-                    "it had no wishes; others like it are only counted (ignored_wishes)",
+                    "it had no hints; others like it are only counted (ignored_hints)",
                     error,
                 )
-            return NO_WISHES
-        self._statistics.count("requests_with_wishes", wishes is not NO_WISHES)
-        return wishes
+            return NO_HINTS
+        self._statistics.count("requests_with_hints", hints is not NO_HINTS)
+        return hints
 
     def admit(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
         """Give a waiting request its blocks, by cache group; nothing of them has been stored."""
@@ -252,7 +252,7 @@ class RequestTable:
             ids,
             [0] * len(ids),
             self.admissions,
-            tracked.wishes,
+            tracked.hints,
         )
         tracked.load_wait = tracked.tier_wait = tracked.loaded = None
 

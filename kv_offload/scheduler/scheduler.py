@@ -190,7 +190,7 @@ class OffloadScheduler:
         readable yet: a store ends in a later step than the forward whose KV it copies.
         """
         ended, lost = self._transfers.apply_reports(report.ranks)
-        if any(rank.cut_short is not None for rank in report.ranks.values()):
+        if any(rank.aborted_step is not None for rank in report.ranks.values()):
             self.watch.forget()
         if self._effects.lost(lost, report):
             self._transfers.invalidate_pending_stores(ended)
@@ -293,7 +293,7 @@ class OffloadScheduler:
         idle, transfers = not self._requests.admitted, self._transfers
         if any(has_work(idle) for has_work in self._tell.has_work):
             return True
-        if transfers.pinned_blocks or self._stores.leftovers.slots:
+        if transfers.pinned_blocks or self._stores.backlog.slots:
             return True
         return transfers.awaits_synchronous_load or self.tiers.has_pending_work
 
@@ -365,7 +365,7 @@ class OffloadScheduler:
             "running_stores": len(transfers.running(Kind.STORE)),
             "oldest_copy_seconds": transfers.oldest_age_seconds(Kind.STORE, Kind.LOAD),
             "pinned_blocks": transfers.pinned_blocks,
-            "waiting_slots": self._stores.leftovers.slots,
+            "waiting_slots": self._stores.backlog.slots,
             "retained_slots": self._retention.slots,
             "stores_paused": float(self._stores.paused),
             **self.watch.gauges(),

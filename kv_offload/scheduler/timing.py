@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_offload.engine import StepOutput
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
 
 MAX_STEP_SECONDS = 1.0
 """A longer time between two steps is a pause, not a step."""

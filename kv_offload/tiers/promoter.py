@@ -199,7 +199,7 @@ class Promoter:
         what is being read or loaded.
         """
         prefixes, hashes, start = self._prefixes, tracked.request.block_hashes, wait.start_tokens
-        end = tracked.wishes.load_limit(start, wait.num_tokens)
+        end = tracked.hints.load_limit(start, wait.num_tokens)
         first = self._on_its_way(tracked, start, end).full_tokens
         self._drop_answered()
         asked_end = prefixes.end_within(self._asked, hashes, first, end)

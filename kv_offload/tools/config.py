@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import Any
 
-from kv_offload.config import DEFAULT, EXTRA_CONFIG, FILE_KEY, SCHEMA, TracedConfig, trace_config
+from kv_offload.config import DEFAULT, EXTRA_CONFIG, FILE_KEY, SCHEMA, ResolvedConfig, trace_config
 from kv_offload.config.checks import check_sizes
 from kv_offload.config.schema import as_yaml
 from kv_offload.config.sizes import format_size
@@ -62,13 +62,13 @@ def _run(arguments: argparse.Namespace) -> Report:
     return Report(data, argument if arguments.argument else _describe(traced, argument))
 
 
-def _effective(traced: TracedConfig, name: str) -> Any:
+def _effective(traced: ResolvedConfig, name: str) -> Any:
     """Return the value of a key, such as `disk.path`, as the engine uses it."""
     section, _, key = name.rpartition(".")
     return getattr(getattr(traced.config, section) if section else traced.config, key)
 
 
-def _describe(traced: TracedConfig, argument: str) -> str:
+def _describe(traced: ResolvedConfig, argument: str) -> str:
     """Return every effective value with its source, then the argument, quoted for a shell."""
     origin = "none" if traced.file is None else repr(str(traced.file))
     lines = [f"# Effective configuration; file: {origin}"]
@@ -88,7 +88,7 @@ def _describe(traced: TracedConfig, argument: str) -> str:
     return "\n".join(lines)
 
 
-def _vllm_argument(traced: TracedConfig) -> str:
+def _vllm_argument(traced: ResolvedConfig) -> str:
     """Return the value of `--kv-transfer-config` that gives this configuration to vLLM, as JSON."""
     transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     if traced.file is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kv_offload.config import TracedConfig, describe_bytes
+from kv_offload.config import ResolvedConfig, describe_bytes
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError
@@ -28,7 +28,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_available(
-    traced: TracedConfig, gather: Callable[[Any], list[Any]], kept_bytes: int = 0
+    traced: ResolvedConfig, gather: Callable[[Any], list[Any]], kept_bytes: int = 0
 ) -> str | None:
     """Refuse a replica whose share and the headroom are more than is available on this host now.
 
@@ -61,7 +61,7 @@ def check_available(
     )
 
 
-def describe_share(traced: TracedConfig) -> str:
+def describe_share(traced: ResolvedConfig) -> str:
     """Return how much a replica takes, of what, and how many do so, for the log."""
     share_bytes, total = traced.config.host_bytes, traced.host
     percent = 100 * share_bytes / total.size_bytes
@@ -75,7 +75,7 @@ def describe_share(traced: TracedConfig) -> str:
     return f"{text}; the {traced.replicas} replicas here take {all_bytes}"
 
 
-def warn_of_hidden_replicas(traced: TracedConfig) -> None:
+def warn_of_hidden_replicas(traced: ResolvedConfig) -> None:
     """Say that a percentage was not divided, because the number of replicas is not known."""
     written = traced.given["cpu_bytes"].written
     if "%" in written:

@@ -95,15 +95,15 @@ class Loads:
         self.fail()
         self._to_start = deque(jobs)
 
-    def start(self, *, behind_compute: bool) -> None:
-        """Start the loads of this step that have not started; see `SwapJob.behind_compute`."""
+    def start(self, *, after_compute: bool) -> None:
+        """Start the loads of this step that have not started; see `SwapJob.after_compute`."""
         while self._to_start:
             job = self._to_start.popleft()
             if job.incomplete:
                 self._fail(job)
                 continue
             self._running[job.job_id] = job
-            swap = SwapJob(job.job_id, Direction.LOAD, job.pairs, behind_compute=behind_compute)
+            swap = SwapJob(job.job_id, Direction.LOAD, job.pairs, after_compute=after_compute)
             error = self._jobs.start(swap)
             if error is not None:
                 self._jobs.log.error("%s", error)

@@ -79,10 +79,10 @@ class ForwardLoads:
         if aborted is not None:
             self._end(aborted)
 
-    def start(self, *, behind_compute: bool) -> None:
+    def start(self, *, after_compute: bool) -> None:
         """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`.
 
-        See `SwapJob.behind_compute`.
+        See `SwapJob.after_compute`.
         """
         loads = self._awaited
         if loads is None or loads.started:
@@ -102,7 +102,7 @@ class ForwardLoads:
                 _all_pairs(loads.jobs),
                 before_compute=True,
                 in_waves=loads.in_waves,
-                behind_compute=behind_compute,
+                after_compute=after_compute,
             )
         )
         if loads.error is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kv_swap.engine import Completion, Direction, SwapJob
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS, RecentMedian
 
 MEASURED_BYTES = 8 << 20
 """A job of fewer bytes says more about its start than about the speed of the link."""

@@ -79,7 +79,7 @@ class OffloadWorker:
         # The steps whose loads were taken in, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
-        self._cut_short: int | None = None
+        self._aborted_step: int | None = None
         # The last report to the scheduler.
         self._reported_ready_slots = self._reported_weight_loads = 0
         self._count_weight_loads: Callable[[], int] = lambda: 0
@@ -201,14 +201,14 @@ class OffloadWorker:
         """Take in a step's plan. Nothing of it has started; nothing of the step before follows."""
         if self._started_for is metadata:
             return
-        self._end_cut_short()
+        self._end_aborted_step()
         self._started_for = metadata
         self._jobs.take_plan(metadata)
         self._moves.start(metadata.moves)
         self._loads.take(job for job in metadata.loads if not job.synchronous)
         self._forward_loads.take([job for job in metadata.loads if job.synchronous])
 
-    def _end_cut_short(self) -> None:
+    def _end_aborted_step(self) -> None:
         """End the step before, if the engine never did: an error of its own cut it short.
 
         What it was to compute may be missing, so it is not stored. The engine goes on only where
@@ -219,7 +219,7 @@ class OffloadWorker:
             return
         self._ended_for = step
         self._stores.fail(step.stores)
-        self._cut_short = step.admissions
+        self._aborted_step = step.admissions
         self._jobs.log.error("an error of the engine cut a step short; nothing of it is kept")
 
     def submit_stores(self) -> None:
@@ -237,9 +237,9 @@ class OffloadWorker:
         """
         self.begin_step(metadata)
         self.submit_stores()
-        behind_compute = not (first and self._rank_engine.gives_idle_blocks)
-        self._forward_loads.start(behind_compute=behind_compute)
-        self._loads.start(behind_compute=behind_compute)
+        after_compute = not (first and self._rank_engine.gives_idle_blocks)
+        self._forward_loads.start(after_compute=after_compute)
+        self._loads.start(after_compute=after_compute)
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
         """Start this step's copies if they were not, and have its forward wait for what it reads.
@@ -293,17 +293,17 @@ class OffloadWorker:
                 self._forward_loads.ended(done)
         self._moves.poll()
 
-    def ended(self, cut_short: int | None = None) -> OffloadWorkerMetadata:
+    def ended(self, aborted_step: int | None = None) -> OffloadWorkerMetadata:
         """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""
         jobs = self._jobs
-        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), cut_short)
+        report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), aborted_step)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """Return what this step reports; None where nothing has happened."""
         jobs, ready, weights = self._jobs, self._jobs.ready_slots, self._count_weight_loads()
         news = (  # in the order of the fields of `RankReport`
-            self._cut_short,
+            self._aborted_step,
             jobs.speeds.take_load_speed(),
             jobs.speeds.take_store_speed(),
             self._moves.take_speeds(),
@@ -312,7 +312,7 @@ class OffloadWorker:
         )
         if not jobs.ended and news.count(None) == len(news):
             return None  # as in most steps
-        self._cut_short = None
+        self._aborted_step = None
         self._reported_ready_slots, self._reported_weight_loads = ready, weights
         report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), *news)
         return OffloadWorkerMetadata({self.rank: report})
@@ -322,8 +322,8 @@ class OffloadWorker:
 
         The engine takes in the tokens that were computed with what was lost.
         """
-        cut_short, self._cut_short = self._cut_short, None
-        return self.ended(cut_short)
+        aborted_step, self._aborted_step = self._aborted_step, None
+        return self.ended(aborted_step)
 
     def take_stats(self, errors: int = 0) -> OffloadStats | None:
         """Return the metrics counted since the last call, and `errors` of hooks; None if none."""

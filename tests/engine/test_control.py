@@ -110,16 +110,16 @@ def test_nothing_is_stored_in_a_pause(server):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("hints", "message"),
     [
         ({"retain_seconds": -5}, "retain_seconds: -5 is not allowed. Give a number above 0"),
         ({"stored": True}, "kv_transfer_params.kv_offload.stored: unknown key. Remove it"),
     ],
 )
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
-def test_wrong_wishes_are_refused_for_that_request_alone(server, wishes, message, endpoint):
+def test_wrong_hints_are_refused_for_that_request_alone(server, hints, message, endpoint):
     body = chat(3, 30) if endpoint == "chat/completions" else {"prompt": text(3)}
-    params = {"kv_transfer_params": {"kv_offload": wishes, "remote_host": "of another connector"}}
+    params = {"kv_transfer_params": {"kv_offload": hints, "remote_host": "of another connector"}}
     code, answer = refused(server, f"/v1/{endpoint}", KEY, model="small", **body, **params)
     assert code == 400
     assert message in answer

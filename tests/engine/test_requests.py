@@ -21,8 +21,8 @@ PRESSURE = [random_tokens(300, seed=100 + number) for number in range(16)]
 """More blocks than the host memory of these tests has slots."""
 
 
-def says(**wishes: Any) -> dict[str, Any]:
-    return {"extra_args": {"kv_transfer_params": {"kv_offload": wishes}}}
+def says(**hints: Any) -> dict[str, Any]:
+    return {"extra_args": {"kv_transfer_params": {"kv_offload": hints}}}
 
 
 def test_retained_prompts_are_right_under_pressure(model_folder):

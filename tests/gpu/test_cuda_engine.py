@@ -276,7 +276,7 @@ def test_load_waits_for_compute(ordered, monkeypatch):
 def test_loads_come_after_the_zeroing_of_their_blocks(before_compute, fenced, monkeypatch):
     """With a control, in which the block is zeroed after it was loaded."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
-    job = SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, behind_compute=False)
+    job = SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, after_compute=False)
     slots.fill_(7)
     cache.storage.zero_()
     engine.zero_blocks([3])  # torch makes its pools now

@@ -106,7 +106,7 @@ def test_a_load_starts_while_a_long_store_waits_for_compute():
         gate.hold()
         engine.submit(SwapJob(1, STORE, pairs[:2000]))
         time.sleep(0.05)
-        engine.submit(SwapJob(2, LOAD, pairs[2000:], behind_compute=False))
+        engine.submit(SwapJob(2, LOAD, pairs[2000:], after_compute=False))
         deadline = time.monotonic() + 20
         ended = []
         while not ended and time.monotonic() < deadline:

@@ -94,7 +94,7 @@ NEEDED = ("answered", "blocks loaded", "failed load", "told routers", "unpackabl
 """What a variant proves nothing without; on a slow machine it goes on for as long."""
 MOST_EXTRA_SEEDS = 20
 
-WISHES: tuple[dict[str, Any], ...] = (
+HINTS: tuple[dict[str, Any], ...] = (
     {"store": False},
     {"load": False},
     {"max_load_tokens": 8},
@@ -260,7 +260,7 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         priority=st.integers(0, 2),
         skip_reading_prefix_cache=st.sampled_from((False,) * 9 + (True,)),
-        wishes=st.sampled_from(({},) * 9 + WISHES),
+        hints=st.sampled_from(({},) * 9 + HINTS),
     )
     def add(
         self,
@@ -268,11 +268,11 @@ class Interleavings(RuleBasedStateMachine):
         tokens: int,
         tail: list[int],
         max_tokens: int,
-        wishes: dict[str, Any] | None = None,
+        hints: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        if wishes:
-            arguments["extra_args"] = {"kv_transfer_params": {"kv_offload": wishes}}
+        if hints:
+            arguments["extra_args"] = {"kv_transfer_params": {"kv_offload": hints}}
         request_id = f"r{len(self.requests)}"
         self.requests[request_id] = self.engine.add(
             request_id, [*text[:tokens], *tail], max_tokens, **arguments

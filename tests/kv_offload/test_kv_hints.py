@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kv_offload.hints import NO_HINTS, Keep, RequestHints
 from kv_offload.kv_hints import MAX_ACTIONS, apply_kv_hints, find_envelope
-from kv_offload.wishes import NO_WISHES, Keep, Wishes
 
 
 def action(kind: str, version: str = "1.0", **payload: Any) -> dict[str, Any]:
@@ -24,24 +24,27 @@ DYNAMO = {"execute_at": "request_completion", "include_current_request": True}
 
 
 @pytest.mark.parametrize(
-    ("hint", "wishes"),
+    ("hint", "hints"),
     [
-        (action("kv.retain", ttl_seconds=2.5, priority=3), Wishes(keep=Keep("me", 2.5, 3))),
+        (action("kv.retain", ttl_seconds=2.5, priority=3), RequestHints(keep=Keep("me", 2.5, 3))),
         (
             action("kv.retain", ttl_seconds=60, priority=99, block_hashes=["11"], **DYNAMO),
-            Wishes(keep=Keep("me", 60.0, 9)),
+            RequestHints(keep=Keep("me", 60.0, 9)),
         ),
-        (action("kv.retain", "1.7", ttl_seconds=1), Wishes(keep=Keep("me", 1.0, 0))),
-        (action("kv.evict", block_hashes=["11", "18446744073709551615"], **DYNAMO), Wishes(False)),
-        (action("kv.deref"), Wishes(False)),
-        (action("kv.prefetch"), NO_WISHES),
-        (action("kv.demote", session_id="agent-42"), NO_WISHES),
+        (action("kv.retain", "1.7", ttl_seconds=1), RequestHints(keep=Keep("me", 1.0, 0))),
+        (
+            action("kv.evict", block_hashes=["11", "18446744073709551615"], **DYNAMO),
+            RequestHints(False),
+        ),
+        (action("kv.deref"), RequestHints(False)),
+        (action("kv.prefetch"), NO_HINTS),
+        (action("kv.demote", session_id="agent-42"), NO_HINTS),
     ],
 )
-def test_what_is_followed(hint, wishes):
-    assert apply_kv_hints(envelope(hint), NO_WISHES, "me") == (wishes, 1, 0)
+def test_what_is_followed(hint, hints):
+    assert apply_kv_hints(envelope(hint), NO_HINTS, "me") == (hints, 1, 0)
     typed = SimpleNamespace(actions=[SimpleNamespace(**hint)])
-    assert apply_kv_hints(typed, NO_WISHES, "me") == (wishes, 1, 0), "vLLM's own structs"
+    assert apply_kv_hints(typed, NO_HINTS, "me") == (hints, 1, 0), "vLLM's own structs"
 
 
 @pytest.mark.parametrize(
@@ -63,27 +66,27 @@ def test_what_is_followed(hint, wishes):
     ],
 )
 def test_what_is_not_followed_changes_nothing_and_hides_nothing(hint):
-    assert apply_kv_hints(envelope(hint), NO_WISHES, None) == (NO_WISHES, 0, 1)
-    found = apply_kv_hints(envelope(hint, action("kv.evict")), NO_WISHES, None)
-    assert found == (Wishes(store=False), 1, 1)
+    assert apply_kv_hints(envelope(hint), NO_HINTS, None) == (NO_HINTS, 0, 1)
+    found = apply_kv_hints(envelope(hint, action("kv.evict")), NO_HINTS, None)
+    assert found == (RequestHints(store=False), 1, 1)
 
 
 @pytest.mark.parametrize("bad", [{}, {"actions": None}, {"actions": "kv.evict"}, "nonsense", 3, []])
 def test_an_envelope_without_actions_changes_nothing(bad):
-    assert apply_kv_hints(bad, NO_WISHES, None) == (NO_WISHES, 0, 1)
+    assert apply_kv_hints(bad, NO_HINTS, None) == (NO_HINTS, 0, 1)
 
 
 def test_the_number_of_actions_is_bounded():
     many = [action("kv.prefetch")] * 1000 + [action("kv.evict")]
-    found = apply_kv_hints(envelope(*many), NO_WISHES, None)
-    assert found == (NO_WISHES, MAX_ACTIONS, 1001 - MAX_ACTIONS)
+    found = apply_kv_hints(envelope(*many), NO_HINTS, None)
+    assert found == (NO_HINTS, MAX_ACTIONS, 1001 - MAX_ACTIONS)
 
 
 def test_what_the_client_asked_for_counts():
-    asked = Wishes(keep=Keep("me", 5.0, 1))
+    asked = RequestHints(keep=Keep("me", 5.0, 1))
     for hint in (action("kv.retain", ttl_seconds=60), action("kv.evict")):
         assert apply_kv_hints(envelope(hint), asked, "me")[0] == asked
-    unwanted = Wishes(store=False)
+    unwanted = RequestHints(store=False)
     found = apply_kv_hints(envelope(action("kv.retain", ttl_seconds=60)), unwanted, "me")
     assert found == (unwanted, 0, 1)
 

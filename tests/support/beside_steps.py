@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_offload.medians import MIN_MEASUREMENTS
+from kv_offload.measurement import MIN_MEASUREMENTS
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 from tests.support.configurations import make_request
 from tests.support.played_engine import PlayedEngine

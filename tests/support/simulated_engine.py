@@ -59,7 +59,7 @@ class Copies:
 
     def submit(self, job: SwapJob) -> None:
         stored = job.direction is Direction.STORE
-        start = self.computed if stored or job.behind_compute else 0.0
+        start = self.computed if stored or job.after_compute else 0.0
         begin = max(self._clock.now + LAUNCH_SECONDS, self._free[job.direction], start)
         nbytes = len(job.pairs) * self._block_bytes
         end = begin + nbytes / LINK_BYTES_PER_SECOND

@@ -216,7 +216,7 @@ class SwapContract:
 
     def test_a_store_that_does_not_wait_for_compute_is_refused(self, bed: Bed) -> None:
         with pytest.raises(JobError, match="job 77: a store reads what compute wrote"):
-            bed.submit(77, STORE, (0, 0), behind_compute=False)
+            bed.submit(77, STORE, (0, 0), after_compute=False)
 
     def test_an_arena_that_does_not_fit_is_refused(self, beds: Beds) -> None:
         with pytest.raises(LayoutError, match="slots of the arena have 48 bytes, a block has "):

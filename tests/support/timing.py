@@ -70,12 +70,12 @@ class Lagging(Timing):
 
         def submit_in_order(job: SwapJob) -> None:
             fenced = self._late is not None and self._late is self._fence
-            if fenced or (job.before_compute and job.behind_compute):
+            if fenced or (job.before_compute and job.after_compute):
                 self.compute()  # `submit` copies what is before compute
             submit(job)
             if job.direction is Direction.LOAD:
                 self.loaded.append(job)
-            if not job.behind_compute:
+            if not job.after_compute:
                 if not job.before_compute:
                     copies.run(-1)
                 if self._late is not None:

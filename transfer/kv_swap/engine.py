@@ -39,7 +39,7 @@ class SwapJob:
     `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena.
     The engine does not keep it after `submit`. For loads only: with `before_compute` the copies do
     not queue after other loads, and compute waits for them in `SwapEngine.await_loads`, or with
-    `in_waves` wave by wave in `await_wave`. Without `behind_compute` a load may start while compute
+    `in_waves` wave by wave in `await_wave`. Without `after_compute` a load may start while compute
     still runs that was queued before it; the caller knows that none of it touches the blocks.
     """
 
@@ -48,7 +48,7 @@ class SwapJob:
     pairs: NDArray[np.int32]
     before_compute: bool = False
     in_waves: bool = False
-    behind_compute: bool = True
+    after_compute: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class SwapEngine(ABC):
 
     Ordering. A job comes after everything that was queued on the compute stream when it was
     submitted; a store also after what was queued on the output-copy stream, where one was given. A
-    load that is not `behind_compute` comes after what was queued at the last `fence_loads` or
+    load that is not `after_compute` comes after what was queued at the last `fence_loads` or
     `zero_blocks`. Nothing else is ordered: the caller must not have a block or slot written by one
     job while another that uses it is in flight. Loads wait for one slice of a store at most.
 
@@ -168,7 +168,7 @@ class SwapEngine(ABC):
     def fence_loads(self) -> None:
         """Have every load that is submitted later come after all compute that is queued now.
 
-        Also one without `behind_compute`. Raises `CopyError`; then nothing is ordered.
+        Also one without `after_compute`. Raises `CopyError`; then nothing is ordered.
         """
 
     @abstractmethod
@@ -256,7 +256,7 @@ class SwapEngine(ABC):
                 f"job {job.job_id}: pairs must be a non-empty int32 array of shape (n, 2), "
                 f"got {pairs.dtype} of shape {pairs.shape}"
             )
-        if job.direction is Direction.STORE and not job.behind_compute:
+        if job.direction is Direction.STORE and not job.after_compute:
             raise JobError(f"job {job.job_id}: a store reads what compute wrote, so it comes after")
         limits = (self.layout.num_blocks, self.ready_slots)
         # Few NumPy calls, on indices of NumPy's own type: every copy waits for this. As unsigned

@@ -6,7 +6,7 @@ than what would leave for it, until many keys come that nobody has seen before. 
 worth is learned from the traffic (`density`): by how often it was used, how long ago, and how long
 the prompt was that first had it. Keys that have no slot are watched as well (`history`), so what is
 learned does not depend on what was kept. Slots of one class and age are in a bucket, and the worst
-buckets give the victims (`ranking`), no block before the one behind it (`prefixes`).
+buckets give the victims (`ranking`), no block before its child (`prefixes`).
 
 A step pays for a few array operations. Everything that can wait is noted and taken in in a step
 without an access, or when too much has been noted. After an epoch of accesses the buckets are
@@ -98,18 +98,18 @@ class AutoPolicy(EvictionPolicy):
     # -- accesses ------------------------------------------------------------------------------
 
     def admit(
-        self, keys: Sequence[Key], runs: Runs, free: int, behind: Sequence[int]
+        self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]
     ) -> NDArray[np.bool_]:
         if not len(keys):
             return np.ones(0, bool)
         self._advance()
         sizes, tokens, must, *_ = zip(*runs, strict=True)
-        classes, before = LENGTH_EDGES.searchsorted(tokens, side="right"), np.array(behind)
+        classes, before = LENGTH_EDGES.searchsorted(tokens, side="right"), np.array(parents)
         if len(runs) < len(keys):
             counts = np.array(sizes)
             classes = classes.repeat(counts)
             before = np.full(len(keys), _FOLLOWS)
-            before[np.cumsum(counts) - counts] = behind
+            before[np.cumsum(counts) - counts] = parents
         hashes = hash_keys(keys)
         known = self._history.take(hashes)
         if known.any():
@@ -334,7 +334,7 @@ class AutoPolicy(EvictionPolicy):
 
 
 def _cut_runs(worth: NDArray[np.bool_], counts: NDArray[np.int64]) -> None:
-    """Have nothing of a run be worth a slot behind the first key that is not."""
+    """Have nothing of a run be worth a slot after the first key that is not."""
     places = np.arange(len(worth))
     last_declined = np.maximum.accumulate(np.where(worth, -1, places))
     first_of_run = np.repeat(np.cumsum(counts) - counts, counts)

@@ -50,14 +50,14 @@ class EvictionPolicy(ABC):
         """
 
     def admit(
-        self, keys: Sequence[Key], runs: Runs, free: int, behind: Sequence[int]
+        self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]
     ) -> NDArray[np.bool_]:
         """Say which keys without a slot are worth one; that is an access to all of them.
 
-        Where the policy `reads_runs`, `behind` names the slot of the key that each run is behind,
+        Where the policy `reads_runs`, `parents` names the slot of the block before each run,
         -1 where it has none. Otherwise there may be no runs.
 
-        Of a run, whatever is behind a key that is not worth a slot is not worth one either; of one
+        Of a run, nothing after a key that is not worth a slot is worth one either; of one
         that `must` be stored all are. The keys that are worth one are those that `add` and
         `replace` are called for next, in order: `add` for the first `free` of them.
         """

@@ -1,12 +1,12 @@
-"""Which block stands behind which: a block is of use only while all before it are kept.
+"""Parents and children of blocks: a block is of use only while all before it are kept.
 
-So a block is not evicted before the one behind it. What the traffic teaches of their classes does
+So a block is not evicted before its child. What the traffic teaches of their classes does
 not see to that: the head of a prompt may be of a class that is worth less than its tail's, and
 without the head the tail only takes room.
 
-Of several blocks behind one the last that was stored counts. The others came with earlier accesses.
+Of several children the last that was stored counts. The others came with earlier accesses.
 
-What has to stay is listed, in runs of blocks that follow each other. Once the block behind a run is
+What has to stay is listed, in runs of blocks that follow each other. Once the child of a run is
 about to leave, the whole run can leave after it. Otherwise better blocks would have to, or new ones
 be declined, while the heads of prompts whose tails have gone wait for the next ranking: with 250
 slots that cost 4 of 91 points of the hits of agents who call themselves in bursts (November 2026).
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
 FIRST = -1
-"""Stands for the slot before a block that has none before it."""
+"""Stands for the slot of the parent of a block that has none."""
 
 ROUNDS = 8
 """How often a tail is followed over stretches of a list whose slots do not follow each other. If
@@ -30,7 +30,7 @@ this is too few, a head leaves before its tail, as it would have without this mo
 
 
 class PrefixOrder:
-    """By slot: the slot of the block before it, and of the last that was stored behind it.
+    """By slot: the slot of its parent, and of the child that was stored last.
 
     A link counts as long as both sides name each other. A slot that gets another key names others,
     so nobody has to take links apart.
@@ -40,8 +40,8 @@ class PrefixOrder:
         """`bucket_of` is 0 for slots without a key, shape `(capacity,)`, and others write it."""
         self._bucket_of = bucket_of
         # Numbers of slots from 1 on, 0 for none: zeros take no memory until they are written.
-        self._before = np.zeros(len(bucket_of), np.int32)
-        self._behind = np.zeros(len(bucket_of) + 1, np.int32)  # the last is of FIRST, and not read
+        self._parent = np.zeros(len(bucket_of), np.int32)
+        self._child = np.zeros(len(bucket_of) + 1, np.int32)  # the last is of FIRST, and not read
         self._place = np.zeros(len(bucket_of), np.int32)  # only within `split`
         # By slot: the bucket as whose slot it is about to leave, and its place in the list from 1.
         self._leaves_from = np.zeros(len(bucket_of), np.int64)
@@ -52,14 +52,14 @@ class PrefixOrder:
         self._run_end = np.empty(len(bucket_of), np.int32)
         self._num_listed = 0
 
-    def link(self, slots: Slots, before: NDArray[np.int64]) -> None:
-        """Take note of the slot before each of `slots`, which are about to get new keys.
+    def link(self, slots: Slots, parents: NDArray[np.int64]) -> None:
+        """Take note of the parent of each of `slots`, which are about to get new keys.
 
-        No slot is named that has lost its key, so no block is behind itself.
+        No slot is named that has lost its key, so no block is its own parent.
         """
-        self._behind[slots] = 0
-        self._before[slots] = before + 1
-        self._behind[before] = slots + 1
+        self._child[slots] = 0
+        self._parent[slots] = parents + 1
+        self._child[parents] = slots + 1
 
     def begin(self, waiting: Iterable[Slots]) -> None:
         """Forget what has to stay, and that these are about to leave."""
@@ -75,9 +75,9 @@ class PrefixOrder:
         different buckets are of one prompt.
         """
         self._leaves_from[slots] = self._bucket_of[slots]
-        heads = self._before[slots] - 1
+        heads = self._parent[slots] - 1
         first = self._listed_at[heads] - 1
-        first = first[(heads >= 0) & (self._behind[heads] == slots + 1) & (first >= 0)]
+        first = first[(heads >= 0) & (self._child[heads] == slots + 1) & (first >= 0)]
         if not len(first):
             return NO_SLOTS
         # All places of the runs from there on, run by run.
@@ -85,10 +85,10 @@ class PrefixOrder:
         starts = np.cumsum(lengths) - lengths
         places = np.arange(lengths.sum()) + np.repeat(first - starts, lengths)
         listed = self._listed[places]
-        # A run ends before what was used since, or got another block behind it.
+        # A run ends before what was used since, or got another child.
         ends = self._bucket_of[listed] != self._listed_from[places]
         ends |= self._listed_at[listed] != places + 1
-        relinked = self._behind[listed[1:]] != listed[:-1] + 1
+        relinked = self._child[listed[1:]] != listed[:-1] + 1
         relinked[starts[1:] - 1] = False
         ends[1:] |= relinked
         ended = np.cumsum(ends)
@@ -109,7 +109,7 @@ class PrefixOrder:
         self._listed[first:end] = slots
         self._listed_from[first:end] = self._bucket_of[slots]
         self._listed_at[slots] = np.arange(first + 1, end + 1)
-        follows = self._behind[slots[1:]] == slots[:-1] + 1
+        follows = self._child[slots[1:]] == slots[:-1] + 1
         ends = np.append(np.flatnonzero(~follows) + 1, len(slots))
         self._run_end[first:end] = first + np.repeat(ends, np.diff(ends, prepend=0))
 
@@ -118,18 +118,18 @@ class PrefixOrder:
 
         The slots are of one bucket. The others are listed.
         """
-        behind = self._behind[slots] - 1
-        blocked = (behind >= 0) & (self._before[behind] == slots + 1)
-        buckets = self._bucket_of[behind]
-        blocked &= (buckets > 0) & (buckets != self._leaves_from[behind])
+        child = self._child[slots] - 1
+        blocked = (child >= 0) & (self._parent[child] == slots + 1)
+        buckets = self._bucket_of[child]
+        blocked &= (buckets > 0) & (buckets != self._leaves_from[child])
         if not blocked.any():
             return slots, slots[:0]
-        # Where the block behind leaves earlier in this list, it decides for those before it.
+        # Where the child leaves earlier in this list, it decides for those before it.
         places = np.arange(len(slots), dtype=np.int32)
         self._place[slots] = places
-        place = np.where(blocked, self._place[behind], 0)
+        place = np.where(blocked, self._place[child], 0)
         place[place >= len(slots)] = 0
-        listed = blocked & (slots[place] == behind) & (place < places)
+        listed = blocked & (slots[place] == child) & (place < places)
         blocked &= ~listed
         stretch = np.maximum.accumulate(np.where(listed & (place == places - 1), 0, places))
         for _ in range(ROUNDS):

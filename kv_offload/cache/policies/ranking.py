@@ -34,7 +34,7 @@ class Ranking:
     entries are added, so that there are about two entries a slot.
 
     Between two calls of `rank` the order of the buckets stays, and the slots of the worst wait in a
-    queue. What has to stay for what is behind it (`prefixes`) comes into the queue after that, and
+    queue. What has to stay for its child (`prefixes`) comes into the queue after that, and
     only once it is wanted: a prompt that grew turn by turn is a chain of a hundred small parts.
     """
 

@@ -153,8 +153,8 @@ class Admissions:
             slots = self._manager.prepare_load(keys)
         except MissingKeyError:
             slots = NO_SLOTS
-        if tracked.wishes.keep is not None:
-            self._retention.keep(slots, tracked.wishes.keep)
+        if tracked.hints.keep is not None:
+            self._retention.keep(slots, tracked.hints.keep)
         tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)
         self._transfers.plan_load(
             tracked,

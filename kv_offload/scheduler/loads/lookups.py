@@ -141,7 +141,7 @@ class Lookups:
         """Return up to which token a load of this request may bring."""
         num_tokens = tracked.request.num_tokens
         limit = num_tokens if self._prefixes.serves_whole_requests else num_tokens - 1
-        return tracked.wishes.load_limit(start_tokens, limit)
+        return tracked.hints.load_limit(start_tokens, limit)
 
     def waits_for_load(self, tracked: TrackedRequest) -> bool:
         """Return whether the load that a request was seen to wait for is still awaited; in O(1)."""

@@ -5,5 +5,5 @@
 - `choice`: which of these blocks are worth storing.
 - `budget`: how many may be stored now.
 - `refusals`: which blocks did not fit packed slots, and whether there are too many.
-- `leftovers`: what ended requests left behind, to be stored later.
+- `backlog`: what ended requests left behind, to be stored later.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.request import RequestTable
 from kv_offload.scheduler.timing import StepTime
 

@@ -145,7 +145,7 @@ class StoreCandidates:
 
     def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return up to where tokens are to be stored."""
-        if self.paused or not cursor.wishes.store:
+        if self.paused or not cursor.hints.store:
             return 0
         prompt_only = self._prompt_only
         return min(end_tokens, cursor.request.num_prompt_tokens) if prompt_only else end_tokens

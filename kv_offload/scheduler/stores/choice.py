@@ -64,7 +64,7 @@ class StoreChoice:
         chosen = Chosen()
         new, blocks, along = chosen.new, chosen.blocks, chosen.along
         pool_blocks, refused = self._pool.blocks, self._refused
-        suffixes = self._prefixes.behind_slot_key
+        suffixes = self._prefixes.pool_key_suffix
         end, checks, owner, room = 0, MAX_CHECKS, None, slots_left
         for span in spans:
             cursor, position, first, last = span
@@ -120,13 +120,13 @@ class StoreChoice:
         )
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
-        """Return the runs of new keys; those that a request wishes to retain must be stored."""
+        """Return the runs of new keys; those that a request hints to retain must be stored."""
         key_before = self._prefixes.key_before
         return [
             Run(
                 last - first,
                 cursor.request.num_prompt_tokens,
-                cursor.wishes.keep is not None,
+                cursor.hints.keep is not None,
                 key_before(cursor.request.block_hashes, position, first),
             )
             for cursor, position, first, last in chosen.runs

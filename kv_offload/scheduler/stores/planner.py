@@ -14,10 +14,10 @@ from kv_offload.cache.slots import NO_SLOTS
 from kv_offload.engine import RunningRequests, StepOutput
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
+from kv_offload.scheduler.stores.backlog import StoreBacklog
 from kv_offload.scheduler.stores.budget import PIN_STEPS, StoreBudget
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
-from kv_offload.scheduler.stores.leftovers import Leftovers
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class StorePlanner:
             pool,
             self._refusals.keys,
         )
-        self.leftovers = Leftovers(self._candidates, core.statistics)
+        self.backlog = StoreBacklog(self._candidates, core.statistics)
         self._grown_blocks = 0
         self._paused_by_refusals = False
         """True if too many blocks did not fit packed slots: then new weights end the pause, too."""
@@ -90,13 +90,13 @@ class StorePlanner:
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=self._grown_blocks)
         self._give_up_late()
         self._candidates.next_step()
-        if self.leftovers.slots:
+        if self.backlog.slots:
             free_blocks = self._pool.get_num_free_blocks() - self.budget.reserved_blocks
-            self.leftovers.examine(min(self._slots_left(), free_blocks))
+            self.backlog.examine(min(self._slots_left(), free_blocks))
         self._grown_blocks = self._follow(output)
         self._pin_chosen()
         self._manager.catch_up()
-        self.leftovers.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
+        self.backlog.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:
         """Take in a step; return how many blocks answers have got in it that ran before."""
@@ -137,7 +137,7 @@ class StorePlanner:
             self._candidates.examine(cursor, loaded[0])
             self._candidates.skip(cursor, loaded[1])
         self._candidates.examine(cursor, computed + scheduled)
-        if self.paused and cursor.wishes.keep is not None:
+        if self.paused and cursor.hints.keep is not None:
             self._retain_known(cursor)
 
     def _expect_growth(self, cursor: StoreCursor, end_tokens: int, scheduled: int) -> None:
@@ -210,10 +210,10 @@ class StorePlanner:
         self._candidates.next_step()
         self._candidates.examine(cursor, end_tokens)
         self._pin_chosen()
-        self._statistics.count("deferred_slots", self.leftovers.keep(cursor, end_tokens))
+        self._statistics.count("deferred_slots", self.backlog.keep(cursor, end_tokens))
 
     def _count_unwanted(self, cursor: StoreCursor, end_tokens: int) -> None:
-        if not cursor.wishes.store or self.paused:
+        if not cursor.hints.store or self.paused:
             left = self._candidates.count_left(cursor, end_tokens)
             self._statistics.skipped("paused" if self.paused else "not_wanted", left)
 
@@ -230,7 +230,7 @@ class StorePlanner:
         self._candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.begin_anew()
         if paused:
-            self.leftovers.drop()
+            self.backlog.drop()
 
     def forget(self, *, weights_changed: bool) -> None:
         """Drop what waits, and what is known of refused blocks, as host memory is emptied.
@@ -238,7 +238,7 @@ class StorePlanner:
         The same prefix may have another KV from now on. Other weights may pack well, so a pause
         because of refused blocks ends with the old ones. One of an operator goes on.
         """
-        self.leftovers.drop()
+        self.backlog.drop()
         self._refusals.forget_keys()
         if not weights_changed:
             return
@@ -295,7 +295,7 @@ class StorePlanner:
             self._candidates.put_back(span, passed)
         if chosen.new or chosen.along:
             self._store(chosen, spans, keys)
-        if any(cursor.wishes.keep is not None for cursor, _, _, _ in spans):
+        if any(cursor.hints.keep is not None for cursor, _, _, _ in spans):
             self._retain(spans, keys)
 
     def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
@@ -320,18 +320,18 @@ class StorePlanner:
         at = 0
         for cursor, _, first, last in spans:
             end = at + last - first
-            if cursor.wishes.keep is not None:
+            if cursor.hints.keep is not None:
                 slots = self._manager.find(keys[at:end])
-                self._retention.keep(slots[slots >= 0], cursor.wishes.keep)
+                self._retention.keep(slots[slots >= 0], cursor.hints.keep)
             at = end
 
     def _retain_known(self, cursor: StoreCursor) -> None:
         """Retain what host memory has of a request, of which nothing is examined in a pause."""
-        assert cursor.wishes.keep is not None
+        assert cursor.hints.keep is not None
         hashes = cursor.request.block_hashes
         for group in self._prefixes.groups:
             slots = self._manager.find(self._prefixes.slot_keys(hashes, group, 0, len(hashes)))
-            self._retention.keep(slots[slots >= 0], cursor.wishes.keep)
+            self._retention.keep(slots[slots >= 0], cursor.hints.keep)
 
     def _give_up_late(self) -> None:
         """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from kv_swap.errors import TierError
 from kv_swap.tiers.probe import DiskRates, find_filesystem, measure
 
-from kv_offload.config import TracedConfig
+from kv_offload.config import ResolvedConfig
 from kv_offload.config.checks import check_disk as check_room
 from kv_offload.config.checks import find_place, read_room
 from kv_offload.config.sizes import format_size
@@ -37,7 +37,7 @@ UNFIT = {
 """By type of filesystem, why it is a bad place, and what to do."""
 
 
-def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> Iterator[Check]:
+def check_disk(path: Path, traced: ResolvedConfig | None, *, measures: bool) -> Iterator[Check]:
     """Yield what the folder of a disk is, whether `disk.bytes` fit, and how fast it is."""
     name = "disk"
     try:
@@ -71,7 +71,7 @@ def check_disk(path: Path, traced: TracedConfig | None, *, measures: bool) -> It
     )
 
 
-def _check_space(path: Path, traced: TracedConfig | None) -> Check:
+def _check_space(path: Path, traced: ResolvedConfig | None) -> Check:
     """Compare what all replicas take with what is free, and what they have already."""
     name = "disk space"
     try:

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kv_offload.config import TracedConfig, checks, trace_config
+from kv_offload.config import ResolvedConfig, checks, trace_config
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
@@ -16,7 +16,7 @@ from kv_offload.worker.capacity import check_available, describe_share
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedConfig | None]:
+def read_configuration(file: str | None, replicas: int) -> tuple[Check, ResolvedConfig | None]:
     """Read a configuration as an engine does, and check that its size fits the machine."""
     name = "configuration"
     try:
@@ -32,7 +32,7 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, TracedCo
     return judged(name, f"{found}{each}", "", unread, fits=not unread, otherwise="warning"), traced
 
 
-def check_recording(traced: TracedConfig | None) -> Iterator[Check]:
+def check_recording(traced: ResolvedConfig | None) -> Iterator[Check]:
     """Yield whether the engine could make the file of `record_trace`, if there is one."""
     if traced is None or traced.config.record_trace is None:
         return
@@ -45,7 +45,7 @@ def check_recording(traced: TracedConfig | None) -> Iterator[Check]:
         yield Check("recording", "ok", f"{path} can be made")
 
 
-def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Check]:
+def check_memory(traced: ResolvedConfig | None, *, has_gpu: bool) -> Iterator[Check]:
     """Yield what bounds the memory of a configuration; `None` for one that could not be read."""
     if traced is None:
         yield not_checked("free memory", "the configuration is wrong")
@@ -59,7 +59,7 @@ def check_memory(traced: TracedConfig | None, *, has_gpu: bool) -> Iterator[Chec
     yield check_huge_pages()
 
 
-def check_free(traced: TracedConfig) -> Check:
+def check_free(traced: ResolvedConfig) -> Check:
     """Compare what the replicas take with what is available now."""
     name = "free memory"
     try:
@@ -84,7 +84,7 @@ def check_free(traced: TracedConfig) -> Check:
     return judged(name, found, needed, warning or "", fits=warning is None, otherwise="warning")
 
 
-def check_lockable(traced: TracedConfig, limit_bytes: int, *, has_gpu: bool) -> Check:
+def check_lockable(traced: ResolvedConfig, limit_bytes: int, *, has_gpu: bool) -> Check:
     """Compare `ulimit -l` with the memory that one engine page-locks."""
     name, size_bytes = "lockable memory", traced.config.cpu_bytes
     unlimited = limit_bytes == resource.RLIM_INFINITY

@@ -209,7 +209,7 @@ def test_behind_a_block_that_is_declined_nothing_of_its_request_is_stored():
 
 
 def test_what_must_be_stored_is_stored():
-    """As what a request wishes to retain."""
+    """As what a request hints to retain."""
     _, manager = full_cache(once=0.0, twice=10.0)
     keys = [b"x", b"y", b"z"]
     slots, worth = manager.offer(keys, [Run(1, 100), Run(2, 100, must=True)])
@@ -380,7 +380,7 @@ def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth():
         for prompt in prompts:
             manager.complete_load(manager.prepare_load(prompt[:1]))
     for prompt in prompts:
-        slots, _ = manager.offer(prompt[1:], [Run(3, 100, behind=prompt[0])])
+        slots, _ = manager.offer(prompt[1:], [Run(3, 100, parent=prompt[0])])
         manager.complete_store(slots)
     let_density_lead(policy)
     policy._density.worth[:, -LENGTHS:] = 0.0
@@ -411,20 +411,20 @@ def test_as_many_slots_are_given_as_nobody_holds_whatever_stands_behind_what():
     """Prompts of one tree, in a cache for a few blocks; loads and stores end at any time."""
     rng = random.Random(0)
     tree = [b"root"]
-    behind: dict[bytes, bytes | None] = {b"root": None}
+    parents: dict[bytes, bytes | None] = {b"root": None}
     manager = CacheManager(AutoPolicy(8))
     loads: list[Slots] = []
     given = 0
     for _ in range(1500):
         if rng.random() < 0.5:
-            tree.append(b"%d" % len(behind))
-            behind[tree[-1]] = rng.choice(tree[-9:-1])
+            tree.append(b"%d" % len(parents))
+            parents[tree[-1]] = rng.choice(tree[-9:-1])
         key = rng.choice(tree[-8:])
         if manager.readable([key]).all():
             loads.append(manager.prepare_load([key]))
         else:
             free = manager.num_slots - len({*np.concatenate([NO_SLOTS, *loads]).tolist()})
-            run = Run(1, 100, must=True, behind=behind[key])
+            run = Run(1, 100, must=True, parent=parents[key])
             slots, _ = manager.offer([key], [run])
             assert len(slots) == min(1, free)
             given += len(slots)
@@ -528,7 +528,7 @@ def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more():
     manager.complete_store(manager.offer(prompt[:4], [Run(4, 100)])[0])
     for _ in range(4):
         manager.complete_load(manager.prepare_load(prompt[:4]))
-    manager.complete_store(manager.offer(prompt[4:], [Run(4, 100, behind=prompt[3])])[0])
+    manager.complete_store(manager.offer(prompt[4:], [Run(4, 100, parent=prompt[3])])[0])
     best = [b"best %d" % block for block in range(4)]
     manager.complete_store(manager.offer(best, [Run(4, 100)])[0])
     manager.complete_load(manager.prepare_load(best))
@@ -550,8 +550,8 @@ def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(monkey
     prompt = [b"prompt %d" % block for block in range(100)]
     for at, key in enumerate(prompt):
         tokens = 5000 if at == 99 else 100 if at % 2 else 2000
-        behind = prompt[at - 1] if at else None
-        manager.complete_store(manager.offer([key], [Run(1, tokens, behind=behind)])[0])
+        parent = prompt[at - 1] if at else None
+        manager.complete_store(manager.offer([key], [Run(1, tokens, parent=parent)])[0])
     let_density_lead(policy)
     policy._density.worth[:, :LENGTHS] = np.arange(1, 1 + LENGTHS)
     policy._rank_anew()
@@ -576,8 +576,8 @@ def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail():
     prompt = [b"a", b"b", b"c", b"d"]
     for at, key in enumerate(prompt):
         tokens = 5000 if at == 3 else 100 if at % 2 else 2000
-        behind = prompt[at - 1] if at else None
-        manager.complete_store(manager.offer([key], [Run(1, tokens, behind=behind)])[0])
+        parent = prompt[at - 1] if at else None
+        manager.complete_store(manager.offer([key], [Run(1, tokens, parent=parent)])[0])
     manager.complete_store(manager.offer([b"x", b"y"], [Run(2, 50_000)])[0])
     let_density_lead(policy)
     policy._density.worth[:, :LENGTHS] = np.arange(1, 1 + LENGTHS)
@@ -595,7 +595,7 @@ def test_a_block_does_not_wait_for_itself_where_its_head_left_for_it():
     manager = CacheManager(AutoPolicy(2))
     manager.complete_store(manager.offer([b"head"], [Run(1, 100)])[0])
     manager.complete_store(manager.offer([b"other"], [Run(1, 100)])[0])
-    slots, _ = manager.offer([b"a"], [Run(1, 100, behind=b"head")])
+    slots, _ = manager.offer([b"a"], [Run(1, 100, parent=b"head")])
     assert not manager.readable([b"head"]).any()
     manager.complete_store(slots)
     for at in range(4):

@@ -13,7 +13,7 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.retention import RELEASED_PER_STEP, Retention
 from kv_offload.cache.slots import NO_SLOTS, Slots
-from kv_offload.wishes import Keep
+from kv_offload.hints import Keep
 
 
 class Bed:
@@ -121,7 +121,7 @@ def test_a_higher_priority_displaces_a_lower_one_of_the_same_owner_first():
 
 
 @pytest.mark.parametrize("seconds", [10, 600])
-def test_of_two_wishes_the_priority_counts_then_the_end(seconds):
+def test_of_two_hints_the_priority_counts_then_the_end(seconds):
     bed = Bed()
     slots = bed.store(2)
     bed.keep(slots, seconds=60)
@@ -144,7 +144,7 @@ def test_slots_that_are_being_stored_are_retained_once_they_are():
     bed.manager.complete_store(slots[2:], ok=False)
     bed.retention.stored(slots[2:])
     assert bed.pass_time(0) == 2
-    assert bed.pass_time(60) == 1, "the stronger of two wishes"
+    assert bed.pass_time(60) == 1, "the stronger of two hints"
     again = bed.store(1)
     assert again == slots[2:]
     bed.retention.stored(again)

@@ -128,7 +128,7 @@ def test_other_devices_ask_for_nothing(monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 def test_a_member_leaves_the_order_to_the_others():
-    """vLLM's own connector asks for another, and two wishes would end the start."""
+    """vLLM's own connector asks for another, and two hints would end the start."""
 
     def around(options: dict[str, Any]) -> dict[str, Any]:
         ours = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.stores.budget import (
     HORIZON_STEPS,
     MIN_HORIZON_SECONDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND
 from kv_offload.scheduler.loads.costs import (
     ASSUMED_DECODE_SECONDS,
     START_SECONDS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kv_offload.medians import MIN_MEASUREMENTS
+from kv_offload.measurement import MIN_MEASUREMENTS
 from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import MARGIN, MAX_COMPUTE_RATIO
 from kv_offload.scheduler.request import Phase, TrackedRequest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_offload.medians import MIN_MEASUREMENTS
+from kv_offload.measurement import MIN_MEASUREMENTS
 from tests.support.beside_steps import report, teach
 from tests.support.played_cases import BLOCK, FULL, WINDOW, both_ways, forget
 from tests.support.played_engine import PlayedEngine

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kv_offload.medians import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND, MIN_MEASUREMENTS
 from kv_offload.scheduler.timing import CopyRate, LoadQueue, PrefillRate
 
 # -- loads -------------------------------------------------------------------------------------

@@ -288,15 +288,15 @@ def test_after_a_step_that_was_cut_short_the_requests_with_blocks_end():
     """Not those that were admitted after a reset, and none of them twice."""
     engine = PlayedEngine(max_num_batched_tokens=64)
     engine.add("runs", PROMPT)
-    cut_short = engine.step().kv_connector_metadata.admissions
+    aborted_step = engine.step().kv_connector_metadata.admissions
     engine.add("waits", OTHER)
-    report(engine, {}, cut_short=cut_short)
+    report(engine, {}, aborted_step=aborted_step)
     assert (engine.offload.take_effects().tainted, engine.offload.take_effects().tainted) == (
         {"runs"},
         None,
     )
     assert engine.reset(reset_running_requests=True)
-    report(engine, {}, cut_short=cut_short)
+    report(engine, {}, aborted_step=aborted_step)
     assert engine.offload.take_effects().tainted is None
-    report(engine, {}, cut_short=engine.step().kv_connector_metadata.admissions)
+    report(engine, {}, aborted_step=engine.step().kv_connector_metadata.admissions)
     assert engine.offload.take_effects().tainted == {"runs", "waits"}

@@ -131,7 +131,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(async_scheduling, gro
 def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch):
     """Under asynchronous scheduling a step may schedule nothing and yet a request is about to end.
 
-    What it frees lets the others' leftovers be stored.
+    What it frees lets the others' backlog be stored.
     """
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
     reserved = property(lambda _: 100 if engine.offload.in_flight.num_requests else 0)

@@ -786,17 +786,17 @@ def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(now, engin
 
 
 @pytest.mark.parametrize(
-    ("wishes", "read"), [({"load": False}, 0), ({"max_load_tokens": 9}, 2)], ids=["none", "some"]
+    ("hints", "read"), [({"load": False}, 0), ({"max_load_tokens": 9}, 2)], ids=["none", "some"]
 )
-def test_no_more_is_read_than_a_request_wishes_to_load(engine, wishes, read):
-    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": {"kv_offload": wishes}})
+def test_no_more_is_read_than_a_request_wishes_to_load(engine, hints, read):
+    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": {"kv_offload": hints}})
     assert engine.totals["promoted_slots"] == read
     assert engine.totals["hit_tokens"] == 4 * read
 
 
 def test_what_was_read_is_retained(engine):
-    wishes = {"kv_offload": {"retain_seconds": 600}}
-    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": wishes})
+    hints = {"kv_offload": {"retain_seconds": 600}}
+    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": hints})
     assert engine.offload.gauges()["retained_slots"] == FULL_BLOCKS
     engine.offload.resets.reset_cache()
     assert engine.offload.gauges()["retained_slots"] == 0
@@ -806,8 +806,8 @@ def test_what_was_read_is_retained(engine):
 def test_what_a_request_did_not_wait_for_is_retained_once_it_was_read(now, engine, ends_well):
     """It is computed meanwhile. Where the read fails, what gets the slots next is not retained."""
     engine.disk.stuck = True
-    wishes = {"kv_offload": {"retain_seconds": 600}}
-    engine.add("a", PROMPT, 2, extra_args={"kv_transfer_params": wishes})
+    hints = {"kv_offload": {"retain_seconds": 600}}
+    engine.add("a", PROMPT, 2, extra_args={"kv_transfer_params": hints})
     engine.step(3)
     now[0] += promoter.MAX_WAIT_SECONDS
     engine.run(40) if engine.scheduler.running else engine.step(8)

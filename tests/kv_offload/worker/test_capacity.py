@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config import ResolvedConfig, trace_config
 from kv_offload.config.host_memory import HostMemory, headroom_bytes
 from kv_offload.errors import CapacityError
 from kv_offload.worker.capacity import check_available, describe_share, warn_of_hidden_replicas
@@ -15,11 +15,11 @@ HOST = HostMemory(256 * GIB, "/proc/meminfo")
 HEADROOM = headroom_bytes(HOST)
 
 
-def asking(cpu_bytes: Any, replicas: int = 1) -> TracedConfig:
+def asking(cpu_bytes: Any, replicas: int = 1) -> ResolvedConfig:
     return trace_config({"cpu_bytes": cpu_bytes}, {}, host=HOST, replicas=replicas)
 
 
-def check(traced: TracedConfig, size_bytes: int) -> str | None:
+def check(traced: ResolvedConfig, size_bytes: int) -> str | None:
     """Check the only rank of a replica; return the warning."""
     return Ranks(("a", size_bytes)).check(0, traced)
 
@@ -67,7 +67,7 @@ class Ranks:
         self._told = [(host, HostMemory(size_bytes, source)) for host, size_bytes in told]
         self.calls = 0
 
-    def check(self, rank: int, traced: TracedConfig) -> str | None:
+    def check(self, rank: int, traced: ResolvedConfig) -> str | None:
         host, memory = self._told[rank]
         with (
             mock.patch("kv_offload.worker.capacity.read_available_memory", return_value=memory),

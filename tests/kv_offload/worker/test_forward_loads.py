@@ -69,9 +69,9 @@ def test_a_layer_has_its_bytes_after_its_call(layers, monkeypatch):
     assert layers.jobs() == {1: OK}
 
 
-@pytest.mark.parametrize("cut_short", [False, True])
+@pytest.mark.parametrize("aborted_step", [False, True])
 @pytest.mark.parametrize("polled", ["before", "after", "late"])
-def test_a_load_of_which_a_layer_did_not_call_is_lost(layers, cut_short, polled):
+def test_a_load_of_which_a_layer_did_not_call_is_lost(layers, aborted_step, polled):
     """Whenever its copies are found to have ended, and however well they did."""
     metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
     layers.call("layer.0")
@@ -79,7 +79,7 @@ def test_a_load_of_which_a_layer_did_not_call_is_lost(layers, cut_short, polled)
         assert layers.transfer.wait(120)
         layers.half.poll()
         assert layers.half.ended().ranks[0].jobs == {}, "the other layer may still read it early"
-    if cut_short:
+    if aborted_step:
         metadata = layers.begin()
     layers.half.prepare_store_kv(metadata)
     assert all(layers.holds(4)), "nothing may write the block once the step has ended"

@@ -68,14 +68,14 @@ def test_what_cannot_wait_is_told_where_a_report_raises(rank, monkeypatch):
         with pytest.raises(RuntimeError, match="injected"):
             rank.half.take_report()
     losses = rank.half.take_losses()
-    assert losses == OffloadWorkerMetadata({0: RankReport({0: Outcome.LOST}, cut_short=7)})
+    assert losses == OffloadWorkerMetadata({0: RankReport({0: Outcome.LOST}, aborted_step=7)})
     assert rank.report() == RankReport({0: Outcome.LOST}), "a step is told once to be cut short"
 
 
 def test_a_step_that_was_cut_short_is_told_once_and_stores_nothing(rank):
     rank.begin(store(0, (1, 2)), loads=[load(1, "a", (3, 4))], admissions=7)
     rank.step()
-    report = RankReport({0: Outcome.FAILED, 1: Outcome.OK}, cut_short=7)
+    report = RankReport({0: Outcome.FAILED, 1: Outcome.OK}, aborted_step=7)
     assert rank.report() == report
     rank.step()
     assert rank.half.take_report() is None

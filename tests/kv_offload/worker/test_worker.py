@@ -66,7 +66,7 @@ def test_a_load_runs_ahead_of_compute_only_as_the_first_of_a_step_into_idle_bloc
     job = load(0, "a", (5, 2), synchronous=synchronous_load)
     rank.half.start_copies(rank.plan(loads=[job]), first=first)
     ((swap,),) = [call.args for call in submit.call_args_list]
-    assert swap.behind_compute == (not (idle and first))
+    assert swap.after_compute == (not (idle and first))
 
 
 def test_a_fence_that_is_refused_is_told(rank, monkeypatch, caplog):

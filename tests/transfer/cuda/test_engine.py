@@ -125,15 +125,15 @@ def test_a_store_waits_for_the_output_copy_stream_and_a_load_does_not(cuda):
 
 
 @both_paths
-@pytest.mark.parametrize("behind_compute", [False, True])
-def test_a_load_is_behind_compute_unless_it_need_not_be(cuda, behind_compute, copies_with):
+@pytest.mark.parametrize("after_compute", [False, True])
+def test_a_load_is_behind_compute_unless_it_need_not_be(cuda, after_compute, copies_with):
     engine = Engine(copies_with=copies_with)
     read: list[list[int]] = []
     cuda.queue(lambda: read.append(engine.block(3)))
-    engine.submit(LOAD, (3, 5), behind_compute=behind_compute)
+    engine.submit(LOAD, (3, 5), after_compute=after_compute)
     cuda.run_copies()
     cuda.run()
-    assert read == [[1 if behind_compute else 7] * LAYERS]
+    assert read == [[1 if after_compute else 7] * LAYERS]
     assert engine.block(3) == [7] * LAYERS
 
 
@@ -164,7 +164,7 @@ def test_a_load_that_does_not_wait_for_compute_is_timed_from_the_end_of_those_be
     engine = Engine(copies_with=copies_with)
     for first in (0, 3):
         pairs = ((block, block) for block in range(first, first + 3))
-        engine.submit(LOAD, *pairs, behind_compute=False)
+        engine.submit(LOAD, *pairs, after_compute=False)
     ended: list[Completion] = []
     while len(ended) < 2:
         cuda.run()
@@ -191,7 +191,7 @@ def test_loads_come_after(cuda, what, before_compute):
         cuda.failing = {"zeroing"}
         with pytest.raises(CopyError, match="zeroing 1 blocks of 192 bytes failed: zeroing: "):
             engine.copies.zero_blocks([3])
-    engine.submit(LOAD, (3, 5), behind_compute=False, before_compute=before_compute)
+    engine.submit(LOAD, (3, 5), after_compute=False, before_compute=before_compute)
     cuda.run_copies()
     cuda.run()
     assert engine.block(3) == [7] * LAYERS
@@ -272,7 +272,7 @@ def test_compute_reads_each_wave_when_it_was_awaited(cuda, monkeypatch):
 def test_the_table_of_waves_is_there_before_the_first_launch(cuda):
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
-    how = {"before_compute": True, "in_waves": True, "behind_compute": False}
+    how = {"before_compute": True, "in_waves": True, "after_compute": False}
     engine.submit(LOAD, (3, 5), **how)
     cuda.run_copies()
     assert engine.block(3) == [7] * LAYERS

@@ -1,4 +1,4 @@
-"""Jobs of one direction over one copy path: cut into slices, an event behind each.
+"""Jobs of one direction over one copy path: cut into slices, an event after each.
 
 The paths are the swap kernels (`swap.py`) and the copy engine (`gated.py`).
 
@@ -61,7 +61,7 @@ def join_waves(wave_bytes: Sequence[int]) -> list[WaveRange]:
 class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
 
-    A lane cuts a job with `slices`, hands them to `queue` in order, and records an event behind
+    A lane cuts a job with `slices`, hands them to `queue` in order, and records an event after
     each. At most `max_in_flight` slices are in flight. `call` names in errors what failed.
     """
 
@@ -166,14 +166,14 @@ class Lane:
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after what is queued on the compute stream now, if it is `behind_compute`.
+        """Order the job after what is queued on the compute stream now, if it is `after_compute`.
 
         And after what was at the last `wait_for_compute`. Then queue what may be.
         """
         events, started, failure = list(self._fences.values()), None, None
         self._fences.clear()
         try:
-            if job.behind_compute:
+            if job.after_compute:
                 # First: what the device does about it goes on while the slice is made.
                 marks = self.stream.mark()
                 started = marks[0]
@@ -333,7 +333,7 @@ class Lane:
             running.following = next(running.rest, None)
         except Exception as error:  # noqa: BLE001 - whatever it is, it fails the job alone
             self._fail(running, self.path.call, error)
-        # Also behind a slice that failed: part of it may run.
+        # Also after a slice that failed: part of it may run.
         try:
             self.stream.record(event)
         except RuntimeError as error:

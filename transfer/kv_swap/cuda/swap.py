@@ -48,7 +48,7 @@ SLICE_BYTES = 256 << 20
 launch the link idles for microseconds: slices of 16 MiB would cost a percent of it."""
 
 RING_ENTRIES = 128
-"""Launches queued at once: behind about 1,000 operations of a stream CUDA makes the caller wait."""
+"""Launches queued at once: after about 1,000 operations of a stream CUDA makes the caller wait."""
 
 
 def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
@@ -222,7 +222,7 @@ class KernelPath(CopyPath):
 
     `kernels` move a layout's blocks of `block_bytes` together, each with its own of `wave_tables`.
     Until a slice has ended, its kernels read its list in the ring and the tables of tiles, and one
-    that packs writes the statuses behind the list. Nothing else writes there meanwhile; the
+    that packs writes the statuses after the list. Nothing else writes there meanwhile; the
     statuses are read before the entry of the ring is used again.
     """
 

@@ -47,7 +47,7 @@ def cut_tiles(
 
     A row is an address in block 0, the block stride, the offset in the slot, and the bytes of the
     segment with those of its tile in the upper half. Tiles with fewer than n segments are padded
-    with segments of 0 bytes. Returns also the first tile of each wave, and behind the last one the
+    with segments of 0 bytes. Returns also the first tile of each wave, and after the last one the
     number of tiles.
     """
     tiles: list[list[tuple[int, int, int, int]]] = []

@@ -175,7 +175,7 @@ class Pieces:
             self.ready_bytes = self.range(ready)[1]
             ready += 1
 
-    def unlock_behind_gap(self) -> None:
+    def unlock_after_gap(self) -> None:
         """Unregister the pieces after `ready_bytes`, and give their pages back."""
         ready = -(-self.ready_bytes // self._piece_bytes)
         if self._unregister([piece for piece in self._registered if piece >= ready]):

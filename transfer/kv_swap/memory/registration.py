@@ -300,7 +300,7 @@ class Registration:
         """End the background work, on its last thread: undo what no slot can use, and report."""
         atexit.unregister(self._stop)
         if self._failures:
-            self._pieces.unlock_behind_gap()
+            self._pieces.unlock_after_gap()
             logger.error("%s", self._describe_failure())
         elif self.ready_bytes == self._mapping.nbytes:
             where, seconds = self._mapping.describe(), time.monotonic() - self._started

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kv_offload.config import TracedConfig
+    from kv_offload.config import ResolvedConfig
     from kv_offload.engines.vllm.events import EventMaker
     from kv_offload.engines.vllm.start.build import SchedulerMaker
 
@@ -54,7 +54,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _slot_bytes: int
     _make_scheduler: SchedulerMaker
     _events: EventMaker
-    _traced: TracedConfig
+    _traced: ResolvedConfig
     _first_hits: FirstHits
     _pool_is_logged = False
     _engine_state: EngineState | None = None

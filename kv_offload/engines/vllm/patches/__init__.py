@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from kv_offload.engines.vllm.patches.hints import CHECK_HINTS
 from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
@@ -15,14 +16,13 @@ from kv_offload.engines.vllm.patches.vllm_workarounds import (
     unname_uncomputed,
 )
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
-from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
 from kv_offload.engines.vllm.start.command_line import check_settings
 
 EXECUTE_MODEL = Patch("model runner.execute_model", tell_first, "rank")
 LOAD_WEIGHTS = Patch("model.load_weights", tell_first, "rank")
 PATCHES = (
     Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", check_settings, "process"),
-    CHECK_WISHES,
+    CHECK_HINTS,
     Patch("vllm.v1.engine.core:EngineCore.reset_prefix_cache", reset_after_drain),
     Patch("vllm.v1.engine.core:EngineCore.collective_rpc", watch_call),
     Patch(

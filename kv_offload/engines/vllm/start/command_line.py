@@ -46,9 +46,9 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     ranks.note_local_replicas(config, supervised_replicas(sys.argv))
     early.check_settings(config)
     if members.asks_for_us(config.kv_transfer_config):
-        from kv_offload.engines.vllm.patches.wishes import CHECK_WISHES
+        from kv_offload.engines.vllm.patches.hints import CHECK_HINTS
 
-        CHECK_WISHES.install_on_class()
+        CHECK_HINTS.install_on_class()
     else:
         connector = config.kv_transfer_config.kv_connector
         logger.info("kv-offload: not in use: the connector of this engine is %s", connector)

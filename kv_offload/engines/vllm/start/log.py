@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-from kv_offload.config import TracedConfig
+from kv_offload.config import ResolvedConfig
 from kv_offload.engines.vllm.start import members
 from kv_offload.engines.vllm.versions import role_accepts_embeddings
 from kv_offload.worker.capacity import describe_share, warn_of_hidden_replicas
@@ -28,7 +28,7 @@ FIRST_REQUESTS = 1000
 
 
 def log_warnings(
-    traced: TracedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
+    traced: ResolvedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> None:
     """Warn of what in the user's settings is not read, or changes more than the plugin."""
     warnings = [*traced.warnings, *members.unread(vllm_config, enclosing)]
@@ -43,7 +43,7 @@ def log_warnings(
         logger.warning("kv-offload: %s", warning)
 
 
-def log_configuration(traced: TracedConfig, *, hidden_replicas: bool) -> None:
+def log_configuration(traced: ResolvedConfig, *, hidden_replicas: bool) -> None:
     """Log what the configuration gives, in one line; all of it for debugging."""
     logger.info("kv-offload: %s", textwrap.shorten(traced.describe_given(), LINE_LETTERS))
     logger.debug("kv-offload: %s", traced.describe())
@@ -52,7 +52,7 @@ def log_configuration(traced: TracedConfig, *, hidden_replicas: bool) -> None:
 
 
 def log_pool(
-    traced: TracedConfig,
+    traced: ResolvedConfig,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     num_slots: int,

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from kv_offload.config import TracedConfig, trace_config
+from kv_offload.config import ResolvedConfig, trace_config
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.errors import CapacityError
 from kv_offload.tools.doctor import memory
@@ -20,7 +20,7 @@ GIB = 1 << 30
 HOST = HostMemory(64 * GIB, "/proc/meminfo")
 
 
-def traced(size: str, replicas: int = 1) -> TracedConfig:
+def traced(size: str, replicas: int = 1) -> ResolvedConfig:
     return trace_config({"cpu_bytes": size}, {}, host=HOST, replicas=replicas)
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kv_offload.medians import RecentMedian
+from kv_offload.measurement import RecentMedian
 
 
 def test_a_last_value_that_is_clearly_above_the_median():

@@ -7,10 +7,10 @@ from typing import Any
 
 from kv_offload.engines.vllm.patches.patch import Patch
 from kv_offload.errors import RequestError
-from kv_offload.wishes import check_depth, read_wishes
+from kv_offload.hints import check_depth, read_hints
 
 
-def check_wishes(
+def check_hints(
     original: Callable[..., Any],
     self: Any,
     request_id: str,
@@ -30,12 +30,12 @@ def check_wishes(
     transfer = extra.get("kv_transfer_params")
     try:
         check_depth(transfer)
-        read_wishes(transfer)
+        read_hints(transfer)
     except RequestError as error:
         raise VLLMValidationError(str(error)) from error
     return original(self, request_id, prompt, params, *args, **kwargs)
 
 
-CHECK_WISHES = Patch(
-    "vllm.v1.engine.input_processor:InputProcessor.process_inputs", check_wishes, "front end"
+CHECK_HINTS = Patch(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs", check_hints, "front end"
 )

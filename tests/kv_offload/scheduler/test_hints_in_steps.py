@@ -46,15 +46,15 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-def says(**wishes: Any) -> dict[str, Any]:
-    """Return what a request's sampling parameters carry of its wishes."""
-    return {"extra_args": {"kv_transfer_params": {"kv_offload": wishes}}}
+def says(**hints: Any) -> dict[str, Any]:
+    """Return what a request's sampling parameters carry of its hints."""
+    return {"extra_args": {"kv_transfer_params": {"kv_offload": hints}}}
 
 
 def serve(
-    engine: PlayedEngine, name: str, prompt: list[int], *, salt: str | None = None, **wishes: Any
+    engine: PlayedEngine, name: str, prompt: list[int], *, salt: str | None = None, **hints: Any
 ) -> None:
-    engine.serve(name, prompt, 1, cache_salt=salt, **says(**wishes))
+    engine.serve(name, prompt, 1, cache_salt=salt, **says(**hints))
     engine.check_pins()
 
 
@@ -95,7 +95,7 @@ def test_a_request_that_must_not_be_stored_leaves_nothing(groups):
     assert engine.totals["stored_bytes"] == 0
     named = {1: 5, 2: 10}[len(groups)] if groups[-1] is not STATE else 5
     assert engine.totals["skipped_not_wanted"] == named
-    assert engine.totals["requests_with_wishes"] == 1
+    assert engine.totals["requests_with_hints"] == 1
     forget(engine)
     engine.serve("open", PROMPT, 1)
     assert engine.offload.manager.slots_in_use > 0
@@ -132,7 +132,7 @@ def test_a_request_loads_no_more_than_it_wishes(groups, most, loaded):
     engine.rest()
 
 
-def test_wishes_that_came_past_the_front_end_are_ignored_and_counted(monkeypatch):
+def test_hints_that_came_past_the_front_end_are_ignored_and_counted(monkeypatch):
     warned: list[str] = []
     monkeypatch.setattr(
         "kv_offload.scheduler.request.logger.warning", lambda text, *a: warned.append(text % a)
@@ -140,8 +140,8 @@ def test_wishes_that_came_past_the_front_end_are_ignored_and_counted(monkeypatch
     engine = PlayedEngine()
     for number in range(3):
         serve(engine, f"wrong {number}", PROMPT, store="no", retain_seconds=5)
-    assert engine.totals["ignored_wishes"] == 3
-    assert engine.totals["requests_with_wishes"] == 0
+    assert engine.totals["ignored_hints"] == 3
+    assert engine.totals["requests_with_hints"] == 0
     (message,) = warned
     assert "kv_offload.store: 'no' is not allowed. Give true or false" in message
     assert hits(engine) == 20
@@ -152,7 +152,7 @@ def test_what_other_connectors_are_told_is_left_alone():
     engine = PlayedEngine()
     params = {"kv_transfer_params": {"do_remote_prefill": False, "remote_host": 7}}
     engine.serve("a", PROMPT, 1, extra_args=params)
-    assert engine.totals["ignored_wishes"] == engine.totals["requests_with_wishes"] == 0
+    assert engine.totals["ignored_hints"] == engine.totals["requests_with_hints"] == 0
     assert hits(engine) == 20
 
 

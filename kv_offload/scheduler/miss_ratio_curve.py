@@ -62,7 +62,7 @@ class _Notes:
     found_tokens: int = 0
 
 
-class OtherSizes:
+class MissRatioCurve:
     """Follows requests, and counts the tokens that caches of other sizes would have had.
 
     Only for models with one cache group that reads all tokens: of others nothing is estimated,

@@ -14,19 +14,19 @@ from kv_offload.cache.mini_sim import MiniSim, SampledRequest
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.metrics import OTHER_SIZES
-from kv_offload.scheduler import other_sizes
-from kv_offload.scheduler.other_sizes import OtherSizes
+from kv_offload.scheduler import miss_ratio_curve
+from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
 from kv_offload.scheduler.statistics import Statistics
 
 BLOCK_TOKENS = 16
 
 
-def make_estimate(policy: str, slots: int) -> tuple[OtherSizes, Statistics]:
+def make_estimate(policy: str, slots: int) -> tuple[MissRatioCurve, Statistics]:
     """Return the estimates beside host memory of so many slots, and what they count in."""
     statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
     config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all")
     prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    return OtherSizes(config, prefixes, slots, statistics), statistics
+    return MissRatioCurve(config, prefixes, slots, statistics), statistics
 
 
 def make_request(keys: list[Any], tokens: int) -> Any:
@@ -48,7 +48,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[MiniSim]:
     return found
 
 
-def rest(estimate: OtherSizes) -> None:
+def rest(estimate: MissRatioCurve) -> None:
     """Make steps of an idle engine until all is worked through."""
     estimate.work(idle=True)
     while estimate.has_turns:
@@ -71,7 +71,7 @@ def conversations(requests: int, source: random.Random) -> Iterator[list[bytes]]
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_estimates_are_within_few_points_of_replays(policy, monkeypatch):
-    monkeypatch.setattr(other_sizes, "MINIATURE_SLOTS", 2048)
+    monkeypatch.setattr(miss_ratio_curve, "MINIATURE_SLOTS", 2048)
     slots = 1024  # half of the blocks are sampled
     replays = {size: MiniSim(policy, int(slots * factor)) for size, factor in OTHER_SIZES.items()}
     hits = dict.fromkeys(OTHER_SIZES, 0)
@@ -114,7 +114,7 @@ def test_a_step_serves_one_size_and_none_where_a_request_begins(served):
             counts.append(len(served) - before)
         return counts
 
-    enough = other_sizes.PART_KEYS
+    enough = miss_ratio_curve.PART_KEYS
     assert steps(enough - 1, begins=True) == [0] * (enough - 1)
     assert steps(5, begins=False) == [0] * 5, "too little for a turn"
     assert steps(1, begins=True) == [0]
@@ -150,19 +150,19 @@ def test_a_long_prompt_makes_no_step_long(idle, served):
 def test_what_was_looked_up_counts_after_so_many_requests_also_without_a_sample():
     estimate, _ = make_estimate("lru", 64)
     request = make_request([], BLOCK_TOKENS - 1)
-    for _ in range(other_sizes.MAX_NOTED_REQUESTS):
+    for _ in range(miss_ratio_curve.MAX_NOTED_REQUESTS):
         assert estimate._looked_up == 0
         estimate.admitted(request, 0, 0)
         estimate.work(idle=False)
     for _ in OTHER_SIZES:
         estimate.work(idle=False)
-    assert estimate._looked_up == other_sizes.MAX_NOTED_REQUESTS * (BLOCK_TOKENS - 1)
+    assert estimate._looked_up == miss_ratio_curve.MAX_NOTED_REQUESTS * (BLOCK_TOKENS - 1)
 
 
 def test_what_was_noted_before_a_reset_counts_for_all_sizes():
     """Host memory is emptied while requests run, when one of the sizes has had its turn."""
     estimate, statistics = make_estimate("lru", 64)
-    hashes = [bytes([block]) for block in range(other_sizes.PART_KEYS)]
+    hashes = [bytes([block]) for block in range(miss_ratio_curve.PART_KEYS)]
     tokens = len(hashes) * BLOCK_TOKENS
     request = make_request(hashes, tokens)
     for _ in range(10):

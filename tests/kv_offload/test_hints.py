@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kv_offload.errors import RequestError
-from kv_offload.wishes import MAX_DEPTH, NO_WISHES, Keep, Wishes, check_depth, read_wishes
+from kv_offload.hints import MAX_DEPTH, NO_HINTS, Keep, RequestHints, check_depth, read_hints
 
 
 @pytest.mark.parametrize(
@@ -15,17 +15,17 @@ from kv_offload.wishes import MAX_DEPTH, NO_WISHES, Keep, Wishes, check_depth, r
     [None, {}, {"do_remote_prefill": True}, [1], {"kv_offload": {}}],
     ids=["none", "empty", "another connector's", "no object", "nothing said"],
 )
-def test_requests_without_wishes(params):
-    assert read_wishes(params) == NO_WISHES
+def test_requests_without_hints(params):
+    assert read_hints(params) == NO_HINTS
 
 
 def test_all_that_may_be_said():
     params = {"kv_offload": {"max_load_tokens": 4096, "retain_seconds": 1.5, "priority": 2}}
-    assert read_wishes(params, "tenant") == Wishes(
+    assert read_hints(params, "tenant") == RequestHints(
         max_load_tokens=4096, keep=Keep("tenant", 1.5, 2)
     )
-    assert read_wishes({"kv_offload": {"store": False, "load": False}}) == Wishes(False, False)
-    longest = read_wishes({"kv_offload": {"retain_seconds": 86400}, "remote_host": "x"})
+    assert read_hints({"kv_offload": {"store": False, "load": False}}) == RequestHints(False, False)
+    longest = read_hints({"kv_offload": {"retain_seconds": 86400}, "remote_host": "x"})
     assert longest.keep == Keep(None, 86400)
 
 
@@ -53,7 +53,7 @@ def test_all_that_may_be_said():
 )
 def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(given, message):
     with pytest.raises(RequestError) as caught:
-        read_wishes({"kv_offload": given})
+        read_hints({"kv_offload": given})
     assert str(caught.value).startswith("kv-offload: kv_transfer_params.")
     assert message in str(caught.value)
 

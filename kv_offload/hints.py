@@ -15,7 +15,7 @@ from kv_offload.config.file import show
 from kv_offload.errors import RequestError
 
 KEY = "kv_offload"
-"""Where a request's wishes stand in its `kv_transfer_params`."""
+"""Where a request's hints stand in its `kv_transfer_params`."""
 
 MAX_DEPTH = 32
 """Levels of objects and lists in `kv_transfer_params`; connectors use three. At 470 the core of
@@ -42,7 +42,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestHints:
     """The hints of one request; the defaults hint at nothing."""
 
     store: bool = True
@@ -57,16 +57,16 @@ class Wishes:
         return min(limit_tokens, start_tokens + self.max_load_tokens)
 
 
-NO_WISHES = Wishes()
+NO_HINTS = RequestHints()
 
 
-def read_wishes(params: Any, owner: str | None = None) -> Wishes:
+def read_hints(params: Any, owner: str | None = None) -> RequestHints:
     """Read a request's `kv_transfer_params`.
 
     Raises `RequestError` for a key that is unknown, and for a value out of its limits.
     """
     if not isinstance(params, Mapping) or KEY not in params:
-        return NO_WISHES
+        return NO_HINTS
     given = params[KEY]
     if not isinstance(given, Mapping):
         raise RequestError(
@@ -87,7 +87,7 @@ def read_wishes(params: Any, owner: str | None = None) -> Wishes:
     _check_together(given)
     seconds = given.get("retain_seconds")
     keep = None if seconds is None else Keep(owner, float(seconds), given.get("priority", 0))
-    return Wishes(
+    return RequestHints(
         given.get("store", True), given.get("load", True), given.get("max_load_tokens"), keep
     )
 
@@ -130,7 +130,7 @@ def _is_allowed(name: str, value: Any) -> bool:
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
-    """Raise `RequestError` where two wishes contradict each other."""
+    """Raise `RequestError` where two hints contradict each other."""
     for name, contradicts in (("max_load_tokens", "load"), ("retain_seconds", "store")):
         if name in given and given.get(contradicts) is False:
             raise RequestError(

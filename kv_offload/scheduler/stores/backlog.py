@@ -33,8 +33,8 @@ class Leftover:
         return self.slots
 
 
-class Leftovers:
-    """Leftovers from the oldest to the newest."""
+class StoreBacklog:
+    """StoreBacklog from the oldest to the newest."""
 
     def __init__(self, candidates: StoreCandidates, statistics: Statistics) -> None:
         self._candidates = candidates
@@ -60,7 +60,7 @@ class Leftovers:
         return leftover.slots
 
     def examine(self, slots_left: int) -> None:
-        """Have leftovers examined, the oldest first, of at most so many slots.
+        """Have backlog examined, the oldest first, of at most so many slots.
 
         Called before the running requests are examined: those keep their blocks.
         """
@@ -76,7 +76,7 @@ class Leftovers:
         candidates.examinable += withheld
 
     def forget_chosen(self, *, resting: bool) -> None:
-        """Forget what was chosen from the leftovers that were examined.
+        """Forget what was chosen from the backlog that were examined.
 
         `resting` says that the engine computes, loads and stores nothing, so that no GPU block will
         become free by itself. What could not be planned then never will be: it is dropped and
