@@ -17,7 +17,7 @@ from kv_offload.tools.output import run_quietly, write
 COMMANDS = {
     "config": ("config", "check a configuration and print it with the argument for vLLM"),
     "doctor": ("doctor.command", "check this machine, its versions and a configuration"),
-    "pool": ("pool", "list the host pools of this user, or free one that no engine uses"),
+    "pool": ("pool", "list host pools, or free one that no engine uses"),
     "simulate": ("simulate", "estimate hits of host memory from a recorded trace"),
     "size": ("sizing.command", "show how much host memory a model's tokens take"),
     "status": ("status.command", "show or check the metrics of a running server"),

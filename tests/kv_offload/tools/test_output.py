@@ -19,7 +19,7 @@ from tests.support.commands import COMMAND, PYTHON, Terminal, run_in_shell
 from tests.support.published_models import PUBLISHED
 
 COMMANDS = ["config", "doctor", "size", "status"]
-ALL_COMMANDS = {*COMMANDS, "simulate", "tier"}
+ALL_COMMANDS = {*COMMANDS, "pool", "simulate", "tier"}
 ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
