@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import signal
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kv_offload.config.sizes import format_size
 from kv_offload.errors import ServerError
 from kv_offload.metrics import PREFIX
 
@@ -23,6 +26,13 @@ MAX_VALUE = 2.0**63
 """No counter, number of bytes or time is as large, or below 0."""
 TIMEOUT_SECONDS = 10.0
 """For the connection, and for each silence of the server."""
+ANSWER_SECONDS = 30.0
+"""From the connection to the end of the answer, however slowly a server sends it."""
+MAX_PAGE_BYTES = 16 << 20
+"""Limit of an answer. A page has about 100 KiB for each engine of the server."""
+MAX_ENGINES = 256
+"""Limit of a page. `MAX_PAGE_BYTES` has room for 160 engines that give all of their metrics."""
+
 NO_ENGINE = (
     "{address} has no metrics of vLLM: it is another server, or vLLM was started with "
     "--disable-log-stats; give the address of vLLM's API server, started without that argument"
@@ -74,13 +84,14 @@ def metrics_url(address: str) -> str:
 def read(url: str) -> Reading:
     """Get a metrics page and read it.
 
-    Raises `ServerError`
+    Blocks for `ANSWER_SECONDS` at most. Only the main thread may call it. Raises `ServerError`
     where there is no page of ours; the message says what may be the reason.
     """
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
-        with opener.open(url, timeout=TIMEOUT_SECONDS) as response:
-            answer, led_to = response.read(), response.url
+        with _limited(ANSWER_SECONDS), opener.open(url, timeout=TIMEOUT_SECONDS) as response:
+            answer = _read_answer(response)
+            led_to = response.url
     except urllib.error.HTTPError as error:
         error.close()
         raise ServerError(
@@ -95,8 +106,51 @@ def read(url: str) -> Reading:
             "(http or https, the host, the port: vLLM's is 8000 if --port names no other), and "
             "that the server has started (it answers when the model is loaded)"
         ) from error
+    if len(answer) > MAX_PAGE_BYTES:
+        raise ServerError(
+            f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
+            "metrics: it is no page of vLLM's; give the address of vLLM's API server"
+        )
     address = url if led_to == url else f"{url}, which leads to {short(led_to)},"
     return parse(answer.decode(errors="replace"), address)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the block once it has taken so long.
+
+    A timeout of the socket is for one silence, so a server that sends a letter at a time would be
+    waited for without end: in the status line, the headers, a redirection or a proxy's answer.
+    """
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"the answer has not ended in {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    # Again and again: Python drops an exception that meets a destructor.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _read_answer(response: http.client.HTTPResponse) -> bytes:
+    """Return an answer, or more than `MAX_PAGE_BYTES` of it.
+
+    Raises `OSError` or `HTTPException` for one that is cut off: a part of a page would be taken for
+    all of it, and of a number.
+    """
+    answer, expected = bytearray(), response.length
+    while len(answer) <= MAX_PAGE_BYTES and len(answer) != expected:
+        part = response.read1(1 << 16)
+        if not part:
+            break
+        answer += part
+    if expected is not None and len(answer) < min(expected, MAX_PAGE_BYTES):
+        raise http.client.IncompleteRead(bytes(answer), expected - len(answer))
+    return bytes(answer)
 
 
 def _describe_proxy(url: str) -> str:
@@ -144,6 +198,11 @@ def parse(page: str, address: str) -> Reading:
     engines = [engine for engine, names in values.items() if any(map(_is_ours, names))]
     if not engines:
         raise ServerError(NO_PLUGIN.format(address=address))
+    if len(engines) > MAX_ENGINES:
+        raise ServerError(
+            f"{address} has metrics of {len(engines):,} engines, and a server has {MAX_ENGINES} at "
+            "most: give the address of one API server of vLLM, not of what gathers many"
+        )
     engines.sort(key=_by_number)
     return Reading(time.monotonic(), tuple(engines), ", ".join(sorted(models)), values, buckets)
 

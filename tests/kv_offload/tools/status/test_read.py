@@ -6,13 +6,14 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from kv_offload.errors import ServerError
 from kv_offload.metrics import METRICS, PREFIX
-from kv_offload.tools.status.read import metrics_url, parse, read
+from kv_offload.tools.status.read import MAX_ENGINES, MAX_PAGE_BYTES, metrics_url, parse, read
 from tests.kv_offload.tools.status.server import HITS, hits_with, page_server
 
 FOUND = "HTTP/1.1 302 Found\r\nLocation:"
@@ -165,6 +166,49 @@ def test_a_part_of_a_page_is_not_taken_for_all_of_it(header, sent):
     with (
         answering(f"HTTP/1.1 200 OK\r\n{header}", lambda c: c.sendall(sent.encode())) as address,
         pytest.raises(ServerError, match="IncompleteRead"),
+    ):
+        read(metrics_url(address))
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["", "HTTP/1.1 200 OK\r\nX: ", "HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"],
+    ids=["status line", "header", "page"],
+)
+def test_an_answer_that_comes_bit_by_bit_is_not_waited_for_without_end(monkeypatch, head):
+    monkeypatch.setattr("kv_offload.tools.status.read.ANSWER_SECONDS", 0.2)
+
+    def trickle(connection: socket.socket) -> None:
+        for _ in range(3000):
+            connection.sendall(b"#")
+            time.sleep(0.01)
+
+    with (
+        answering(head, trickle, ends_head=False) as address,
+        pytest.raises(ServerError, match=r"the answer has not ended in 0\.2 s"),
+    ):
+        read(metrics_url(address))
+
+
+def test_a_page_of_more_engines_than_a_server_has_is_refused():
+    page = "".join(f'{PREFIX}slots{{engine="{engine}"}} 1\n' for engine in range(MAX_ENGINES + 1))
+    with pytest.raises(ServerError, match=r"metrics of 257 engines, and a server has 256 at most"):
+        parse(page, "here")
+
+
+@pytest.mark.parametrize("header", ["", "\r\nTransfer-Encoding: chunked"], ids=["bare", "chunked"])
+def test_an_answer_without_end_is_refused_at_the_limit(header):
+    part = b"vllm:endless 1\n" * 4096
+    piece = b"%x\r\n%b\r\n" % (len(part), part) if header else part
+
+    def stream(connection: socket.socket) -> None:
+        for _ in range(MAX_PAGE_BYTES // len(part) + 2):
+            connection.sendall(piece)
+        connection.recv(1)  # a reader that wants more than the limit gets nothing
+
+    with (
+        answering(f"HTTP/1.1 200 OK{header}", stream) as address,
+        pytest.raises(ServerError, match=r"more than 16 MiB, the limit .*; give the address"),
     ):
         read(metrics_url(address))
 
