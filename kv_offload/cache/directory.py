@@ -108,10 +108,12 @@ class Directory:
     def retire(self) -> None:
         """Have no process find anything here, nor what this one publishes from now on.
 
-        Its sums are of a generation that the header no longer names. One other byte is enough.
-        Effective when it returns, however the process ends.
+        The header gets a generation that no sum is of, and this process another one: what it has
+        not read yet does not fit either. One other byte is enough. Effective when it returns,
+        however the process ends.
         """
         self._header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
+        self._generation = secrets.token_bytes(GENERATION_BYTES)
 
     def close(self) -> None:
         """Let another process have it."""

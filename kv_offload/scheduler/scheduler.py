@@ -240,6 +240,10 @@ class OffloadScheduler:
         self._retention.stored(store.slots)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
+        # First: slots that become usable may hold blocks of the weights before.
+        self.resets.weights_were_loaded(
+            {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
+        )
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
         self.watch.load_rate.hear(told)
         self.tiers.learn(report)
@@ -248,8 +252,6 @@ class OffloadScheduler:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
             if news.ready_slots is not None:
                 self._use_ready_slots({rank: news.ready_slots})
-            if news.weight_loads is not None:
-                self.resets.weights_were_loaded({rank: news.weight_loads})
 
     def take_effects(self, *, between_steps: bool = False) -> Effects:
         """Return what the engine must do, each thing once; called before it takes in an output.

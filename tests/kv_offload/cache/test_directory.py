@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kv_offload.cache.directory import DIRECTORY, ENTRY_BYTES, HEADER_BYTES, KEY_BYTES, Directory
+from kv_offload.cache.lasting import LastingManager
+from kv_offload.cache.policies import make_policy
 
 FILES = {0: "rank-0.kind.1", 1: "rank-1.kind.2"}
 OLD, NEW = b"old" * 12, b"a new key" * 4
@@ -96,6 +98,23 @@ def test_after_it_was_retired_no_process_finds_what_it_had_or_gets(tmp_path: Pat
     following.publish(SLOT, [NEW])
     following.close()
     assert found(Directory(tmp_path, FILES, 4)) == {2: NEW}
+
+
+def test_slots_that_become_usable_after_a_reset_have_nothing_from_before(tmp_path: Path) -> None:
+    """Page-locking in the background may end after new weights came."""
+    arenas = {0: tmp_path / "rank-0.kind.1"}
+    left = Directory(tmp_path, {0: arenas[0].name}, 8)
+    left.publish(np.arange(8, dtype=np.int32), [b"key %d" % number for number in range(8)])
+    left.close()
+    manager = LastingManager(make_policy("lru", 8))
+    manager.limit_slots(0)
+    manager.open(arenas)
+    manager.limit_slots(2)
+    assert len(manager.readable_slots()) == 2
+    manager.reset()
+    manager.limit_slots(8)
+    assert manager.readable_slots() == {}
+    assert manager.adopted_slots == 2
 
 
 def test_a_key_that_does_not_fit_is_named_nowhere(tmp_path: Path) -> None:
