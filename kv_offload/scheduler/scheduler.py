@@ -10,6 +10,7 @@ from typing import Any
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import AllocatedBlocks, Request, StepOutput
+from kv_offload.errors import UnsupportedError
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
@@ -305,11 +306,18 @@ class OffloadScheduler:
         """Take what ranks hold, at the start or later. Raises `CapacityError`.
 
         With a `host_pool` the first call is for all ranks: it takes over what a process before this
-        one left in their arenas.
+        one left in their arenas. Raises `UnsupportedError` if it is not: a slot would be whole on
+        some ranks only.
         """
         manager = self.manager
         if isinstance(manager, LastingManager) and not manager.is_open:
-            manager.open({rank.rank: Path(rank.arena) for rank in capacities})
+            arenas = {rank.rank: Path(rank.arena) for rank in capacities}
+            if len(arenas) != self._engine.num_ranks:
+                raise UnsupportedError(
+                    f"host_pool: of {self._engine.num_ranks} ranks only {sorted(arenas)} have told "
+                    "which memory they have, and blocks are kept by all of them: remove the key"
+                )
+            manager.open(arenas)
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
         self.tiers.take_capacities(capacities)
 
