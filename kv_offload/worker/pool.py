@@ -133,7 +133,7 @@ class Seat:
             for name in find_arenas(self.folder):
                 if rank_of(name) >= num_ranks:  # of an engine with more ranks
                     (self.folder / name).unlink(missing_ok=True)
-        place = [rank, num_ranks, peers.index, peers.count, pages, num_slots]
+        place = [rank, num_ranks, peers.index, peers.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
         return ArenaFiles(self.folder, rank, kind, reserve=reserve)
 

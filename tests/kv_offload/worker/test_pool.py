@@ -92,6 +92,17 @@ def test_an_arena_with_another_layout_is_another_kind(folder: Path, change: str)
     assert name(**{change: "other" if change == "pages" else 1 if change == "rank" else 3}) != first
 
 
+def test_an_arena_from_before_a_reboot_is_another_kind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, of_first = start(folder, MODEL)
+    first.leave()
+    monkeypatch.setattr(pool, "read_boot", lambda: "another")
+    second, of_second = start(folder, MODEL)
+    assert second.folder == first.folder
+    assert of_second != of_first
+
+
 def test_every_rank_gets_the_seat_that_the_first_has_taken(folder: Path) -> None:
     """The others learn of it by what all of them give, and so they learn of what went wrong."""
     seat, _ = start(folder, MODEL)
