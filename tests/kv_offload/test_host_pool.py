@@ -18,9 +18,11 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.directory import read_directory
+from kv_offload.config.host_memory import HostMemory
 from kv_offload.engines.vllm.start import ranks
-from kv_offload.errors import UnsupportedError
+from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import WorkerCapacity
+from kv_offload.worker import capacity
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_rank import PlayedExecutor
 
@@ -147,6 +149,17 @@ def test_the_next_engine_loads_what_was_left(memory_folder: Path, num_ranks: int
         second.serve(f"r{number}", prefix)
     assert second.totals["hit_tokens"] == 3 * 20
     second.rest()
+
+
+def test_a_start_that_is_refused_leaves_its_seat(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(capacity, "read_available_memory", lambda: HostMemory(0, "a test"))
+        with pytest.raises(CapacityError, match="available now"):
+            PooledEngine(memory_folder, slots=30)
+    PooledEngine(memory_folder, slots=30)
+    assert len([*memory_folder.glob("kv-offload-*/chat/seat-*")]) == 1
 
 
 def test_ranks_that_the_handshake_leaves_out_are_asked(memory_folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kv_offload.cache import directory
 from kv_offload.cache.directory import DIRECTORY, ENTRY_BYTES, HEADER_BYTES, KEY_BYTES, Directory
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.policies import make_policy
@@ -148,6 +149,19 @@ def test_what_a_process_writes_that_still_has_it_reaches_no_other(tmp_path: Path
     assert not second.is_continued
     first.publish(SLOT - 1, [NEW])
     assert found(second) == {}
+
+
+def test_a_directory_that_is_about_to_be_closed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of an engine that shuts down give their seat back before its scheduler has ended."""
+    first = Directory(tmp_path, FILES, 4)
+    first.publish(SLOT, [OLD])
+    monkeypatch.setattr(directory, "LOCK_SECONDS", 600.0)
+    monkeypatch.setattr(directory.time, "sleep", lambda _: first.close())
+    second = Directory(tmp_path, FILES, 4)
+    assert second.is_continued
+    assert found(second) == {2: OLD}
 
 
 @pytest.mark.parametrize("damage", [b"", b"?" * 7, b"\0" * (HEADER_BYTES + 4 * ENTRY_BYTES)])

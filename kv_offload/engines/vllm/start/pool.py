@@ -51,8 +51,8 @@ def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     filesystem = find_filesystem(Path(config.host_pool_path))
     if filesystem != MEMORY:
         raise ConfigError(
-            f"host_pool_path: {config.host_pool_path!r} is on {filesystem}, and must be on {MEMORY}: "
-            "a disk gets the pages in any order, so blocks could be wrong after a power failure. "
+            f"host_pool_path: {config.host_pool_path!r} is on {filesystem}, and must be on "
+            f"{MEMORY}: a disk gets pages in any order, so blocks may be wrong after a power loss. "
             "Mount a tmpfs there (in Kubernetes an emptyDir with medium Memory), or name another "
             "folder, such as /dev/shm"
         )
