@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +52,13 @@ def pytest_collection_finish() -> None:
     """Keep modules out of the garbage collections that tests ask for: vLLM's take 0.3 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder for host pools: they must be in memory, where `tmp_path` need not be."""
+    with tempfile.TemporaryDirectory(prefix="kv-offload-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

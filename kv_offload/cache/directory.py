@@ -43,6 +43,9 @@ KEY_BYTES = 47
 TOUCH_SECONDS = 60.0
 """The file's time says how long ago it was last used, by so much too long at most."""
 
+LOCK_SECONDS = 1.0
+"""How long an engine waits for the directory of its arenas, before it makes a new one."""
+
 NAMES_BYTES = 32 << 10
 HEADER = np.dtype(
     [
@@ -108,10 +111,12 @@ class Directory:
     def retire(self) -> None:
         """Have no process find anything here, nor what this one publishes from now on.
 
-        Its sums are of a generation that the header no longer names. One other byte is enough.
-        Effective when it returns, however the process ends.
+        The header gets a generation that no sum is of, and this process another one: what it has
+        not read yet does not fit either. One other byte is enough. Effective when it returns,
+        however the process ends.
         """
         self._header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
+        self._generation = secrets.token_bytes(GENERATION_BYTES)
 
     def close(self) -> None:
         """Let another process have it."""
@@ -181,16 +186,30 @@ def _take_over(
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = os.fstat(fd)
         if found.st_uid == os.geteuid() and found.st_size == _file_bytes(num_slots):
             memory = mmap.mmap(fd, found.st_size)
             if _is_of(_views(memory, num_slots)[0], files, num_slots):
+                _lock(fd)
                 return fd, memory
     except OSError:
         pass  # a process has it: that of an engine which has lost its ranks, and ends
     os.close(fd)
     return None
+
+
+def _lock(fd: int) -> None:
+    """Lock a directory, if need be once an engine that ends has closed it: its ranks end before."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def _is_of(header: NDArray[np.void], files: Mapping[int, str], num_slots: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import AllocatedBlocks, Request, StepOutput
+from kv_offload.errors import UnsupportedError
 from kv_offload.messages import (
     OffloadMetadata,
     OffloadWorkerMetadata,
@@ -240,6 +241,10 @@ class OffloadScheduler:
         self._retention.stored(store.slots)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
+        # First: slots that become usable may hold blocks of the weights before.
+        self.resets.weights_were_loaded(
+            {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
+        )
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
         self.watch.load_rate.hear(told)
         self.tiers.learn(report)
@@ -248,8 +253,6 @@ class OffloadScheduler:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
             if news.ready_slots is not None:
                 self._use_ready_slots({rank: news.ready_slots})
-            if news.weight_loads is not None:
-                self.resets.weights_were_loaded({rank: news.weight_loads})
 
     def take_effects(self, *, between_steps: bool = False) -> Effects:
         """Return what the engine must do, each thing once; called before it takes in an output.
@@ -303,11 +306,18 @@ class OffloadScheduler:
         """Take what ranks hold, at the start or later. Raises `CapacityError`.
 
         With a `host_pool` the first call is for all ranks: it takes over what a process before this
-        one left in their arenas.
+        one left in their arenas. Raises `UnsupportedError` if it is not: a slot would be whole on
+        some ranks only.
         """
         manager = self.manager
         if isinstance(manager, LastingManager) and not manager.is_open:
-            manager.open({rank.rank: Path(rank.arena) for rank in capacities})
+            arenas = {rank.rank: Path(rank.arena) for rank in capacities}
+            if len(arenas) != self._engine.num_ranks:
+                raise UnsupportedError(
+                    f"host_pool: of {self._engine.num_ranks} ranks only {sorted(arenas)} have told "
+                    "which memory they have, and blocks are kept by all of them: remove the key"
+                )
+            manager.open(arenas)
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
         self.tiers.take_capacities(capacities)
 

@@ -77,8 +77,10 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def _read(folder: Path) -> Iterator[SeatState]:
+    from kv_swap.memory.arena_file import find_arenas
+
     from kv_offload.cache.directory import read_directory
-    from kv_offload.worker.pool import Seat, find_seats, seat_number
+    from kv_offload.worker.pool import find_seats, seat_number
 
     for seat in (seat for pool in _pools(folder) for seat in find_seats(pool)):
         about = _about(seat)
@@ -89,7 +91,7 @@ def _read(folder: Path) -> Iterator[SeatState]:
             pid=about.get("pid") if _runs(seat) else None,
             started=about.get("started"),
             model=str(about.get("contents", {}).get("model", "")),
-            memory_bytes=Seat(seat, {}).kept_bytes,
+            memory_bytes=sum(find_arenas(seat).values()),
             readable_slots=len(readable),
             slots=slots,
         )

@@ -24,9 +24,9 @@ from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.arena_file import (
     ArenaFiles,
     find_arenas,
+    find_free_bytes,
     lock_file,
     make_private_folder,
-    rank_of,
 )
 
 from kv_offload.config import OffloadConfig
@@ -43,8 +43,9 @@ ORPHAN_SECONDS = 24 * 3600.0
 starts with a pool in the same place."""
 
 LOCK_SECONDS = 1.0
-"""How long an engine waits for a seat that one which just ends may have, before it makes another.
-The kernel gives locks back only after it has taken down the memory of a process."""
+"""How long an engine waits for a seat that one which just ends may have, before it takes another,
+where there are contents of its own, or makes one. The kernel gives locks back only after it has
+taken down the memory of a process."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,20 @@ class Pool:
                 seat = self._take()
             except (PinnedMemoryError, OSError) as error:
                 problem = str(error)
-        places = gather((read_boot(), "" if seat is None else str(seat.folder), problem))
+        own = None if seat is None else (seat.folder, seat.kept_bytes)
+        places = gather((read_boot(), own, problem))
         for _, _, problem in places:
             if problem:
                 raise ConfigError(f"host_pool: {problem}")
         if len({boot for boot, _, _ in places}) > 1:
+            if seat is not None:
+                seat.leave()
             raise UnsupportedError(
                 "host_pool: the ranks of this engine are on several hosts, which share no memory: "
                 "remove the key"
             )
-        (folder,) = (Path(folder) for _, folder, _ in places if folder)
-        return seat or Seat(folder, self.contents)
+        ((folder, kept_bytes),) = (taken for _, taken, _ in places if taken is not None)
+        return seat or Seat(folder, self.contents, kept_bytes)
 
     def _take(self) -> Seat:
         make_private_folder(self.folder.parent)
@@ -88,10 +92,13 @@ class Pool:
         wanted = digest(self.contents)
         until = time.monotonic() + LOCK_SECONDS
         while seats := find_seats(self.folder):
-            for seat in sorted(seats, key=lambda seat: not _has(seat, wanted)):
+            is_over = time.monotonic() >= until
+            own = [seat for seat in seats if _has(seat, wanted)]
+            others = [seat for seat in seats if seat not in own] if is_over or not own else []
+            for seat in own + others:
                 if (lock := lock_file(seat / LOCK)) is not None:
                     return self._begin(seat, lock)
-            if time.monotonic() >= until:
+            if is_over:
                 break
             time.sleep(0.05)
         number = 1 + max(map(seat_number, find_seats(self.folder)), default=-1)
@@ -103,13 +110,17 @@ class Pool:
             number += 1
 
     def _begin(self, seat: Path, lock: int) -> Seat:
+        """Make a seat ready for all ranks: none takes memory before others' is given back."""
+        for name in find_arenas(seat):
+            if not _is_of(name, digest(self.contents)):
+                (seat / name).unlink(missing_ok=True)
         about = {"pid": os.getpid(), "started": time.time(), "contents": {**self.contents}}
         new = seat / f"{ABOUT}.new"
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(about, file)
         new.rename(seat / ABOUT)
-        return Seat(seat, self.contents, lock)
+        return Seat(seat, self.contents, find_free_bytes(seat), lock)
 
 
 @dataclass
@@ -118,22 +129,15 @@ class Seat:
 
     folder: Path
     contents: Mapping[str, str]
+    kept_bytes: int
+    """The memory that a process before this one left here, and no process has."""
     lock: int = -1
-
-    @property
-    def kept_bytes(self) -> int:
-        """The memory that a process before this one left here."""
-        return sum(find_arenas(self.folder).values())
 
     def arena_files(
         self, rank: int, num_ranks: int, pages: str, peers: Peers, num_slots: int, *, reserve: bool
     ) -> ArenaFiles:
         """Return the arenas of a rank, of which `pages` says what is where in a slot."""
-        if self.lock >= 0:
-            for name in find_arenas(self.folder):
-                if rank_of(name) >= num_ranks:  # of an engine with more ranks
-                    (self.folder / name).unlink(missing_ok=True)
-        place = [rank, num_ranks, peers.index, peers.count, pages, num_slots]
+        place = [rank, num_ranks, peers.index, peers.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
         return ArenaFiles(self.folder, rank, kind, reserve=reserve)
 
@@ -179,10 +183,21 @@ def _free_orphans(pool: Path) -> None:
     """Free what engines left long ago in other pools: this one's seats are about to be used."""
     oldest = time.time() - ORPHAN_SECONDS
     for other in pool.parent.iterdir():
-        for seat in find_seats(other) if other != pool and other.is_dir() else ():
+        seats: list[Path] = []
+        with contextlib.suppress(OSError):
+            seats = find_seats(other) if other != pool and other.is_dir() else []
+        for seat in seats:
             with contextlib.suppress(OSError):
-                if (seat / DIRECTORY).stat().st_mtime < oldest and (freed := free_seat(seat)):
+                if _last_used(seat) < oldest and (freed := free_seat(seat)):
                     logger.info("kv-offload: freed %d bytes that %s had kept", freed, seat)
+
+
+def _last_used(seat: Path) -> float:
+    """Return the time at which an engine used a seat, or began to. Raises `OSError` if none did."""
+    times = [(seat / ABOUT).stat().st_mtime]
+    with contextlib.suppress(FileNotFoundError):  # that engine has not come so far
+        times.append((seat / DIRECTORY).stat().st_mtime)
+    return max(times)
 
 
 def seat_number(seat: Path) -> int:
@@ -197,4 +212,8 @@ def digest(value: Any) -> str:
 
 
 def _has(seat: Path, contents: str) -> bool:
-    return any(name.split(".")[1].startswith(contents) for name in find_arenas(seat))
+    return any(_is_of(name, contents) for name in find_arenas(seat))
+
+
+def _is_of(arena: str, contents: str) -> bool:
+    return arena.split(".")[1].startswith(contents)

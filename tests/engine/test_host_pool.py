@@ -40,21 +40,21 @@ def compute_and_stay(models: str, folder: str, ready: str) -> None:
 
 
 @pytest.fixture
-def left(model_folder: Path, tmp_path: Path) -> int:
+def left(model_folder: Path, memory_folder: Path) -> int:
     """A pool of which an engine was killed; how many slots were readable."""
-    words = ("tests.engine.test_host_pool", model_folder, tmp_path)
-    with staying(*words, folder=tmp_path, forks=True) as (_, said):
+    words = ("tests.engine.test_host_pool", model_folder, memory_folder)
+    with staying(*words, folder=memory_folder, forks=True) as (_, said):
         readable = int(said)
     assert readable >= FULL_BLOCKS
     return readable
 
 
 def test_an_engine_serves_what_one_that_was_killed_left(
-    model_folder: Path, tmp_path: Path, left: int
+    model_folder: Path, memory_folder: Path, left: int
 ) -> None:
     """Ends with the control: other bytes than were left must be noticed."""
     expected = plain_answers(model_folder, PROMPTS)
-    with offloading(model_folder, plugin=pool(tmp_path)) as ours:
+    with offloading(model_folder, plugin=pool(memory_folder)) as ours:
         assert ours.offload.gauges()["adopted_slots"] >= 0.95 * left
         ours.offload.check_integrity()
         assert ours.generate(PROMPTS[:1]) == expected[:1]
@@ -67,29 +67,29 @@ def test_an_engine_serves_what_one_that_was_killed_left(
 
 
 def test_another_namespace_or_layout_adopts_nothing_and_leaves_the_pool_as_large(
-    model_folder: Path, tmp_path: Path, left: int
+    model_folder: Path, memory_folder: Path, left: int
 ) -> None:
     expected = plain_answers(model_folder, PROMPTS)
     others: list[dict[str, Any]] = [
-        {"plugin": pool(tmp_path, "other")},
-        {"plugin": pool(tmp_path, cpu_bytes="48MiB")},
-        {"plugin": pool(tmp_path), "seed": 1, "max_model_len": 1024},
+        {"plugin": pool(memory_folder, "other")},
+        {"plugin": pool(memory_folder, cpu_bytes="48MiB")},
+        {"plugin": pool(memory_folder), "seed": 1, "max_model_len": 1024},
     ]
     for arguments in others:
         with offloading(model_folder, **arguments) as ours:
             assert ours.offload.gauges()["adopted_slots"] == 0
             assert ours.generate(PROMPTS) == expected
             assert ours.blocks_loaded() == 0
-    assert len([*tmp_path.glob("kv-offload-*/chat/seat-*")]) == 1
-    assert len([*tmp_path.glob("kv-offload-*/chat/seat-*/rank-*")]) == 1
+    assert len([*memory_folder.glob("kv-offload-*/chat/seat-*")]) == 1
+    assert len([*memory_folder.glob("kv-offload-*/chat/seat-*/rank-*")]) == 1
 
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_after_a_reset_or_new_weights_nothing_is_adopted(
-    model_folder: Path, tmp_path: Path, left: int, weights: bool
+    model_folder: Path, memory_folder: Path, left: int, weights: bool
 ) -> None:
     """Also not what was computed since: another process has the weights of its own start."""
-    with offloading(model_folder, plugin=pool(tmp_path)) as ours:
+    with offloading(model_folder, plugin=pool(memory_folder)) as ours:
         assert ours.offload.gauges()["adopted_slots"] >= 0.95 * left
         if weights:
             ours.offload.resets.weights_change()
@@ -98,7 +98,7 @@ def test_after_a_reset_or_new_weights_nothing_is_adopted(
         ours.generate(PROMPTS)
         ours.settle()
         assert len(ours.offload.manager.readable_slots()) >= FULL_BLOCKS
-    with offloading(model_folder, plugin=pool(tmp_path)) as ours:
+    with offloading(model_folder, plugin=pool(memory_folder)) as ours:
         assert ours.offload.gauges()["adopted_slots"] == 0
 
 
@@ -106,25 +106,25 @@ def test_after_a_reset_or_new_weights_nothing_is_adopted(
     ("kind", "more", "sharing"), [("qwen3", {}, 1), ("deepseek_v2", LATENT, 2)]
 )
 def test_ranks_serve_what_ranks_that_were_killed_left(
-    model_folder: Path, tmp_path: Path, kind: str, more: dict[str, Any], sharing: int
+    model_folder: Path, memory_folder: Path, kind: str, more: dict[str, Any], sharing: int
 ) -> None:
     """Ranks of latent attention share one arena. Ends with the control: blocks change places."""
-    plugin = pool(tmp_path, cpu_bytes="8MiB", load_or_recompute="always_load")
+    plugin = pool(memory_folder, cpu_bytes="8MiB", load_or_recompute="always_load")
     arguments = {"tensor_parallel_size": 2, "plugin": plugin, **more}
     words = ("tests.engine.pool_run", model_folder, kind, json.dumps(arguments))
-    with staying(*words, folder=tmp_path, forks=True) as (process, _):
+    with staying(*words, folder=memory_folder, forks=True) as (process, _):
         assert process.poll() is None
     run = run_module("tests.engine.pool_run", model_folder, kind, arguments, forks=True)
     pool_run.check(run, ranks=2, sharing=sharing)
 
 
 def test_a_pool_that_others_could_have_written_is_refused(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, memory_folder: Path
 ) -> None:
-    with offloading(model_folder, plugin=pool(tmp_path)):
-        (folder,) = tmp_path.glob("kv-offload-*")
+    with offloading(model_folder, plugin=pool(memory_folder)):
+        (folder,) = memory_folder.glob("kv-offload-*")
     folder.chmod(0o755)
-    said = refusal(model_folder, ConfigError, plugin=pool(tmp_path))
+    said = refusal(model_folder, ConfigError, plugin=pool(memory_folder))
     assert "host_pool" in said
     assert "0700" in said
 

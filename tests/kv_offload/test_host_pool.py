@@ -18,8 +18,13 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.directory import read_directory
+from kv_offload.config.host_memory import HostMemory
 from kv_offload.engines.vllm.start import ranks
+from kv_offload.errors import CapacityError, UnsupportedError
+from kv_offload.messages import WorkerCapacity
+from kv_offload.worker import capacity
 from tests.support.played_engine import PlayedEngine
+from tests.support.played_rank import PlayedExecutor
 
 PREFIXES = [[seed * 7 + token for token in range(20)] for seed in range(1, 6)]
 
@@ -65,6 +70,17 @@ class PooledEngine(PlayedEngine):
         self.known.update(before.known)
 
 
+class PooledEngineOfMergedRanks(PooledEngine):
+    """Its ranks have one place in vLLM's handshake, as those of prefill context parallelism do."""
+
+    @property
+    def model_executor(self) -> PlayedExecutor:
+        executor = super().model_executor
+        last = executor.get_kv_connector_handshake_metadata()[-1]
+        executor.get_kv_connector_handshake_metadata = lambda: [last]
+        return executor
+
+
 def act(engine: PooledEngine, chance: random.Random, number: int) -> None:
     """Do something of what an engine does, its ranks or its users."""
     choice = chance.random()
@@ -91,12 +107,12 @@ def act(engine: PooledEngine, chance: random.Random, number: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_at_each_moment_the_directory_is_true(
-    tmp_path: Path, seed: int, num_ranks: int, asynchronous: bool
+    memory_folder: Path, seed: int, num_ranks: int, asynchronous: bool
 ) -> None:
     """New weights come in the middle: what is computed from then on is nowhere to be found."""
     chance = random.Random(100 * seed + 10 * num_ranks + asynchronous)
     engine = PooledEngine(
-        tmp_path, slots=12, blocks=30, ranks=num_ranks, async_scheduling=asynchronous
+        memory_folder, slots=12, blocks=30, ranks=num_ranks, async_scheduling=asynchronous
     )
     engine.may_fail = True
     for number in range(400):
@@ -118,18 +134,47 @@ def test_at_each_moment_the_directory_is_true(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_next_engine_loads_what_was_left(tmp_path: Path, num_ranks: int) -> None:
+def test_the_next_engine_loads_what_was_left(memory_folder: Path, num_ranks: int) -> None:
     """The copy of the folder is what `kill -9` leaves: nobody has its locks."""
-    first = PooledEngine(tmp_path / "first", slots=30, ranks=num_ranks)
+    first = PooledEngine(memory_folder / "first", slots=30, ranks=num_ranks)
     for number, prefix in enumerate(PREFIXES[:3]):
         first.serve(f"r{number}", prefix)
     left = len(first.offload.manager.readable_slots())
     assert left >= 15
-    shutil.copytree(tmp_path / "first", tmp_path / "second")
-    second = PooledEngine(tmp_path / "second", slots=30, ranks=num_ranks)
+    shutil.copytree(memory_folder / "first", memory_folder / "second")
+    second = PooledEngine(memory_folder / "second", slots=30, ranks=num_ranks)
     second.adopt(first)
     assert second.offload.gauges()["adopted_slots"] == left
     for number, prefix in enumerate(PREFIXES[:3]):
         second.serve(f"r{number}", prefix)
     assert second.totals["hit_tokens"] == 3 * 20
     second.rest()
+
+
+def test_a_start_that_is_refused_leaves_its_seat(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(capacity, "read_available_memory", lambda: HostMemory(0, "a test"))
+        with pytest.raises(CapacityError, match="available now"):
+            PooledEngine(memory_folder, slots=30)
+    PooledEngine(memory_folder, slots=30)
+    assert len([*memory_folder.glob("kv-offload-*/chat/seat-*")]) == 1
+
+
+def test_ranks_that_the_handshake_leaves_out_are_asked(memory_folder: Path) -> None:
+    engine = PooledEngineOfMergedRanks(memory_folder, slots=30, ranks=2)
+    header = (engine.seat / "directory").read_bytes()[:1000]
+    for rank in range(2):
+        assert b"rank-%d." % rank in header
+    engine.serve("r", PREFIXES[0])
+    engine.offload.manager.check_integrity()
+    assert engine.offload.manager.readable_slots()
+
+
+def test_a_pool_is_not_opened_for_some_of_the_ranks(memory_folder: Path) -> None:
+    engine = PooledEngine(memory_folder, slots=30, ranks=2, handshake=False)
+    arena = str(engine.seat / "rank-1.kind.token")
+    with pytest.raises(UnsupportedError, match=r"of 2 ranks only \[1\] have told"):
+        engine.offload.take_capacities([WorkerCapacity(1, 30, 30, arena=arena)])
+    assert not (engine.seat / "directory").exists()

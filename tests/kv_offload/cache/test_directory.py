@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kv_offload.cache import directory
 from kv_offload.cache.directory import DIRECTORY, ENTRY_BYTES, HEADER_BYTES, KEY_BYTES, Directory
+from kv_offload.cache.lasting import LastingManager
+from kv_offload.cache.policies import make_policy
 
 FILES = {0: "rank-0.kind.1", 1: "rank-1.kind.2"}
 OLD, NEW = b"old" * 12, b"a new key" * 4
@@ -98,6 +101,23 @@ def test_after_it_was_retired_no_process_finds_what_it_had_or_gets(tmp_path: Pat
     assert found(Directory(tmp_path, FILES, 4)) == {2: NEW}
 
 
+def test_slots_that_become_usable_after_a_reset_have_nothing_from_before(tmp_path: Path) -> None:
+    """Page-locking in the background may end after new weights came."""
+    arenas = {0: tmp_path / "rank-0.kind.1"}
+    left = Directory(tmp_path, {0: arenas[0].name}, 8)
+    left.publish(np.arange(8, dtype=np.int32), [b"key %d" % number for number in range(8)])
+    left.close()
+    manager = LastingManager(make_policy("lru", 8))
+    manager.limit_slots(0)
+    manager.open(arenas)
+    manager.limit_slots(2)
+    assert len(manager.readable_slots()) == 2
+    manager.reset()
+    manager.limit_slots(8)
+    assert manager.readable_slots() == {}
+    assert manager.adopted_slots == 2
+
+
 def test_a_key_that_does_not_fit_is_named_nowhere(tmp_path: Path) -> None:
     directory = Directory(tmp_path, FILES, 4)
     directory.publish(np.array([0, 1], np.int32), [b"k" * (KEY_BYTES + 1), OLD])
@@ -129,6 +149,19 @@ def test_what_a_process_writes_that_still_has_it_reaches_no_other(tmp_path: Path
     assert not second.is_continued
     first.publish(SLOT - 1, [NEW])
     assert found(second) == {}
+
+
+def test_a_directory_that_is_about_to_be_closed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of an engine that shuts down give their seat back before its scheduler has ended."""
+    first = Directory(tmp_path, FILES, 4)
+    first.publish(SLOT, [OLD])
+    monkeypatch.setattr(directory, "LOCK_SECONDS", 600.0)
+    monkeypatch.setattr(directory.time, "sleep", lambda _: first.close())
+    second = Directory(tmp_path, FILES, 4)
+    assert second.is_continued
+    assert found(second) == {2: OLD}
 
 
 @pytest.mark.parametrize("damage", [b"", b"?" * 7, b"\0" * (HEADER_BYTES + 4 * ENTRY_BYTES)])

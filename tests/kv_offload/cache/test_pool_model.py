@@ -1,10 +1,12 @@
 """The protocol of a pool as a small state machine, of which every state is visited.
 
-A scheduler and a rank of one engine share a slot of two words and its entry in the directory. All
-interleavings of their steps are tried, with new weights and a reset at any moment, and in each
-state that this reaches the engine may end: then the next one must find no key whose bytes are not
-all there, and none of other weights than those of a start. That it finds one in some state is the
-control that the machine moves, and each mutant of the protocol must be caught.
+A scheduler and a rank of one engine share a slot of two words and its entry in the directory. The
+engine before has left another slot, which becomes usable at any moment. All interleavings of their
+steps are tried, with new weights and a reset at any moment, and in each state that this reaches the
+engine may end: then the next one must find no key whose bytes are not all there, and none of other
+weights than those of a start. This one has nothing of the engine before once it knows of new
+weights. That a key is found in some state is the control that the machine moves, and each mutant of
+the protocol must be caught.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class State(NamedTuple):
     """The weights with which the rank computes now."""
     noticed: int = 0
     """The weights of which the scheduler knows."""
+    later: str = "left"
+    """The slot of the engine before: `left` until it is usable, then `adopted` or `empty`."""
 
 
 def steps(s: State, mutant: str) -> Iterator[State]:
@@ -69,12 +73,18 @@ def steps(s: State, mutant: str) -> Iterator[State]:
         yield s._replace(entry=(s.publishing, s.publishing, s.generation), publishing="", plan="")
     if s.noticed < s.weights:
         # One step for the directory: the sums no longer fit as soon as one byte has changed.
+        later = "empty" if s.later == "adopted" else s.later
+        after = s._replace(noticed=s.weights, forgotten=True, later=later)
         if mutant == "a reset only forgets":
-            yield s._replace(noticed=s.weights, forgotten=True)
+            yield after
         elif mutant == "a reset begins a generation":
-            yield s._replace(noticed=s.weights, forgotten=True, header=1, generation=1)
+            yield after._replace(header=1, generation=1)
+        elif mutant == "a reset keeps its own generation":
+            yield after._replace(header=1)
         else:
-            yield s._replace(noticed=s.weights, forgotten=True, header=1)
+            yield after._replace(header=1, generation=2)
+    if s.later == "left":
+        yield s._replace(later="empty" if s.generation else "adopted")
     # The rank.
     if s.plan and s.written < len(s.words):
         words = list(s.words)
@@ -110,6 +120,8 @@ def violations(mutant: str = "") -> tuple[int, set[str]]:
                 wrong.add("torn")
             if any(weights for _, weights in state.words):
                 wrong.add("of other weights")
+        if state.noticed and state.later == "adopted":
+            wrong.add("adopted after a reset")
         for following in steps(state, mutant):
             if following not in seen:
                 seen.add(following)
@@ -132,6 +144,7 @@ def test_whenever_an_engine_ends_the_next_one_finds_only_whole_blocks_of_its_own
         ("reports too early", "torn"),
         ("a reset only forgets", "of other weights"),
         ("a reset begins a generation", "of other weights"),
+        ("a reset keeps its own generation", "adopted after a reset"),
         ("reports stores first", "of other weights"),
     ],
 )

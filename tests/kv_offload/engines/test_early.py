@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_swap.tiers.probe import find_filesystem
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.ray.ray_env import get_env_vars_to_copy
@@ -141,14 +142,14 @@ def test_sizes_that_hold_no_block_and_disks_without_room(tmp_path, monkeypatch):
             early.check_settings(config)
 
 
-def test_keys_of_blocks_that_mean_nothing_to_another_process(tmp_path, monkeypatch):
+def test_keys_of_blocks_that_mean_nothing_to_another_process(tmp_path, memory_folder, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = make_vllm_config({})
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     options = config.kv_transfer_config.kv_connector_extra_config
     early.check_settings(config)
     store = {"remote": {"kind": "mooncake", "address": "10.0.0.5:50051", "bytes": 0}}
-    pool = {"host_pool": "chat", "host_pool_path": str(tmp_path)}
+    pool = {"host_pool": "chat", "host_pool_path": str(memory_folder)}
     for tier in (disk(tmp_path / "kv"), store, pool):
         with monkeypatch.context() as changed:
             for name, value in tier.items():
@@ -167,6 +168,18 @@ def test_a_place_for_pools_that_is_no_folder(tmp_path, path):
     options = config.kv_transfer_config.kv_connector_extra_config
     options.update({"host_pool": "chat", "host_pool_path": str(tmp_path / path)})
     with pytest.raises(ConfigError, match=r"host_pool_path: .* Mount a memory filesystem there"):
+        early.check_settings(config)
+
+
+def test_a_place_for_pools_that_is_not_in_memory(tmp_path):
+    """On a disk, pages that were written later may survive a power failure without the earlier."""
+    kind = find_filesystem(tmp_path)
+    if kind == "tmpfs":
+        pytest.skip("the folder of this test is in memory")
+    config = make_vllm_config({})
+    options = config.kv_transfer_config.kv_connector_extra_config
+    options.update({"host_pool": "chat", "host_pool_path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' is on {kind}, and must be on tmpfs"):
         early.check_settings(config)
 
 

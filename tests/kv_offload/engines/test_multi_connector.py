@@ -244,7 +244,7 @@ def test_ranks_are_asked_what_they_hold(ranks):
 
 
 def test_ranks_that_nobody_can_ask():
-    with pytest.raises(UnsupportedError, match="use KVOffloadConnector without MultiConnector"):
+    with pytest.raises(UnsupportedError, match="use KVOffloadConnector without these"):
         ask_ranks(lambda _worker: None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_offload.messages import Outcome
+from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 from kv_offload.scheduler.effects import Effects
 from tests.support.beside_steps import held_tokens, report
 from tests.support.hooks import raise_once
@@ -29,6 +29,20 @@ def copy_stores(engine: PlayedEngine, request_id: str, prompt: Sequence[int]) ->
     engine.step()
     engine.run_copies()
     return int(job.job_id)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_new_weights_are_known_before_slots_become_usable(rank):
+    """Whichever rank tells of them: with a host pool these slots have blocks of the old weights."""
+    engine = PlayedEngine(ranks=2, locked_slots=10)
+    manager = engine.offload.manager
+    loads = {rank: 1}
+    news = {r: RankReport({}, ready_slots=30, weight_loads=loads.get(r)) for r in (0, 1)}
+    usable_then = []
+    reset = manager.reset
+    manager.reset = lambda: (usable_then.append(manager.usable_slots), reset())
+    engine.offload.take_report(OffloadWorkerMetadata(news))
+    assert (usable_then, manager.usable_slots) == ([10], 30)
 
 
 # -- ends --------------------------------------------------------------------------------------

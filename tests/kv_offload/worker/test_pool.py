@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap.memory.arena_file import find_arenas
 
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker import pool
@@ -35,6 +36,10 @@ def start(folder: Path, contents: dict[str, str], ranks: int = 1) -> tuple[Seat,
     return seat, names
 
 
+def memory_of(seat: Seat) -> int:
+    return sum(find_arenas(seat.folder).values())
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv-offload-0" / "chat"
@@ -54,7 +59,7 @@ def test_an_engine_takes_the_seat_with_its_contents(folder: Path) -> None:
         seat.leave()
     again, names = start(folder, OTHER)
     assert (again.folder, names) == (second.folder, of_second)
-    assert again.kept_bytes == NBYTES
+    assert again.kept_bytes == memory_of(again) == NBYTES
     about = json.loads((again.folder / "about.json").read_text())
     assert (about["pid"], about["contents"]) == (os.getpid(), OTHER)
     assert (again.folder / "about.json").stat().st_mode & 0o777 == 0o600
@@ -65,17 +70,64 @@ def test_a_seat_of_other_contents_is_used_again_before_another_is_made(folder: P
     first.leave()
     second, of_second = start(folder, OTHER)
     assert second.folder == first.folder
-    assert second.kept_bytes == NBYTES
+    assert (second.kept_bytes, memory_of(second)) == (0, NBYTES)
     assert of_first != of_second
 
 
-def test_what_ranks_left_that_there_are_no_more_is_removed(folder: Path) -> None:
-    first, of_first = start(folder, MODEL, ranks=3)
-    assert first.kept_bytes == 3 * NBYTES
+def test_what_ranks_left_of_other_contents_is_gone_before_any_rank_takes_memory(
+    folder: Path,
+) -> None:
+    """Else a rank that is early could find no room beside the larger arena of another."""
+    first, _ = start(folder, {"tensor_parallel_size": "1"}, ranks=1)
     first.leave()
-    second, of_second = start(folder, MODEL)
-    assert second.kept_bytes == NBYTES
-    assert of_second[0] not in of_first  # of 3 ranks each has another part of a block
+    left = []
+
+    def gather(own: Any) -> list[Any]:
+        left.append(memory_of(first))
+        return [own]
+
+    assert memory_of(first) == NBYTES
+    second = Pool(folder, {"tensor_parallel_size": "2"}).take_seat(0, gather)
+    assert second.folder == first.folder
+    assert left == [0]
+
+
+@pytest.mark.parametrize("num_peers", [0, 1])
+def test_memory_that_a_process_still_has_is_not_counted_as_kept(
+    folder: Path, num_peers: int
+) -> None:
+    """The next engine cannot adopt it, and takes as much again; ranks may have shared it."""
+    seat = Pool(folder, MODEL).take_seat(0, alone)
+    files = seat.arena_files(0, 1, "pages", ALONE, 2, reserve=True)
+    _, shared = files.create(NBYTES, num_peers)
+    seat.leave()
+    second = Pool(folder, MODEL).take_seat(0, alone)
+    assert (second.kept_bytes, memory_of(second)) == (0, NBYTES)
+    second.leave()
+    shared.close()
+    assert Pool(folder, MODEL).take_seat(0, alone).kept_bytes == NBYTES
+
+
+def test_the_seat_of_an_engine_that_just_ends_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A free seat without anything of its own would be taken, and all that was kept be lost."""
+    first, of_first = start(folder, MODEL)
+    second, _ = start(folder, OTHER)
+    second.leave()
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        first.leave()
+
+    monkeypatch.setattr(pool, "LOCK_SECONDS", 600.0)
+    monkeypatch.setattr(pool.time, "sleep", sleep)
+    again, names = start(folder, MODEL)
+    assert (again.folder, names) == (first.folder, of_first)
+    assert len(waits) == 1
+    monkeypatch.setattr(pool, "LOCK_SECONDS", 0.0)
+    assert start(folder, MODEL)[0].folder == second.folder  # it does not end
 
 
 @pytest.mark.parametrize("change", ["rank", "num_ranks", "pages", "num_slots"])
@@ -92,16 +144,27 @@ def test_an_arena_with_another_layout_is_another_kind(folder: Path, change: str)
     assert name(**{change: "other" if change == "pages" else 1 if change == "rank" else 3}) != first
 
 
+def test_an_arena_from_before_a_reboot_is_another_kind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, of_first = start(folder, MODEL)
+    first.leave()
+    monkeypatch.setattr(pool, "read_boot", lambda: "another")
+    second, of_second = start(folder, MODEL)
+    assert second.folder == first.folder
+    assert of_second != of_first
+
+
 def test_every_rank_gets_the_seat_that_the_first_has_taken(folder: Path) -> None:
     """The others learn of it by what all of them give, and so they learn of what went wrong."""
     seat, _ = start(folder, MODEL)
     boot = pool.read_boot()
-    other = Pool(folder, MODEL).take_seat(1, lambda own: [(boot, str(seat.folder), ""), own])
-    assert (other.folder, other.lock) == (seat.folder, -1)
+    other = Pool(folder, MODEL).take_seat(1, lambda own: [(boot, (seat.folder, 5), ""), own])
+    assert (other.folder, other.kept_bytes, other.lock) == (seat.folder, 5, -1)
     with pytest.raises(UnsupportedError, match="several hosts"):
-        Pool(folder, MODEL).take_seat(1, lambda own: [("other", str(seat.folder), ""), own])
+        Pool(folder, MODEL).take_seat(1, lambda own: [("other", (seat.folder, 5), ""), own])
     with pytest.raises(ConfigError, match="host_pool: no room"):
-        Pool(folder, MODEL).take_seat(1, lambda own: [(boot, "", "no room"), own])
+        Pool(folder, MODEL).take_seat(1, lambda own: [(boot, None, "no room"), own])
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -109,18 +172,37 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         Pool(tmp_path / "none" / "kv-offload-0" / "chat", MODEL).take_seat(0, alone)
 
 
-def test_what_was_not_used_for_long_in_another_pool_is_freed(folder: Path) -> None:
-    """Unless an engine has it, however long it rests."""
-    pools = {name: start(folder.with_name(name), MODEL)[0] for name in ("old", "rests", "young")}
+def test_what_was_not_used_for_long_in_another_pool_is_freed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless an engine has it, however long it rests. Some ended before they had a directory.
+
+    What cannot be read is passed over.
+    """
+    names = ("bare", "new", "old", "rests", "young")
+    pools = {name: start(folder.with_name(name), MODEL)[0] for name in names}
+    past = time.time() - pool.ORPHAN_SECONDS - 10
     for name, seat in pools.items():
-        (seat.folder / "directory").touch()
         if name != "rests":
             seat.leave()
+        if name != "bare":
+            (seat.folder / "directory").touch()
         if name != "young":
-            past = time.time() - pool.ORPHAN_SECONDS - 10
-            os.utime(seat.folder / "directory", (past, past))
+            for path in seat.folder.iterdir():
+                os.utime(path, (past, past))
+        if name == "new":
+            (seat.folder / "about.json").touch()
+    unreadable, find_seats = folder.with_name("a"), pool.find_seats
+    unreadable.mkdir()
+
+    def find(pool: Path) -> list[Path]:
+        if pool == unreadable:
+            raise PermissionError(pool)
+        return find_seats(pool)
+
+    monkeypatch.setattr(pool, "find_seats", find)
     start(folder, MODEL)
-    kept = {name: seat.kept_bytes for name, seat in pools.items()}
-    assert kept == {"old": 0, "rests": NBYTES, "young": NBYTES}
+    kept = {name: memory_of(seat) for name, seat in pools.items()}
+    assert kept == {"bare": 0, "new": NBYTES, "old": 0, "rests": NBYTES, "young": NBYTES}
     again, _ = start(folder.with_name("old"), MODEL)
     assert again.folder == pools["old"].folder

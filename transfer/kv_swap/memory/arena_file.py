@@ -70,6 +70,20 @@ def find_arenas(folder: Path) -> dict[str, int]:
     }
 
 
+def find_free_bytes(folder: Path) -> int:
+    """Return the bytes of memory of a folder's arenas that no process has.
+
+    Locks each for a moment, in which nobody can adopt it.
+    """
+    free_bytes = 0
+    for name, nbytes in find_arenas(folder).items():
+        with contextlib.suppress(OSError):
+            if (lock := lock_file(folder / name)) is not None:
+                os.close(lock)
+                free_bytes += nbytes
+    return free_bytes
+
+
 def rank_of(name: str) -> int:
     """Return the rank in the name of an arena; -1 where there is none."""
     number = name.partition(".")[0].removeprefix("rank-")

@@ -70,10 +70,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
 
-        Called at the start, and from vLLM 0.33 also whenever the engine core wakes up.
+        With prefill context parallelism vLLM passes on only some: several ranks have one place in
+        `metadata`. Called at the start, and from vLLM 0.33 also whenever the engine core wakes up.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
-        if self._is_member:
+        world_size = self._vllm_config.parallel_config.world_size
+        if self._is_member or 0 < len(capacities) < world_size:
             capacities = ask_ranks(rank_capacity)
         if capacities:
             # The smallest rank's. Of packed slots only ranks know how large they are.

@@ -127,7 +127,12 @@ def build_worker(engine: Engine) -> OffloadWorker:
     if engine.pool is not None:
         seat = engine.pool.take_seat(parallel.rank, ranks.gather_over_ranks)
     kept_bytes = 0 if seat is None else seat.kept_bytes
-    warning = check_available(engine.traced, ranks.gather_over_ranks, kept_bytes)
+    try:
+        warning = check_available(engine.traced, ranks.gather_over_ranks, kept_bytes)
+    except BaseException:
+        if seat is not None:
+            seat.leave()
+        raise
     if warning and parallel.rank == 0:
         log.logger.warning("kv-offload: %s", warning)
     shares = engine.sharing_ranks > 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kv_swap.tiers.probe import find_filesystem
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
@@ -13,6 +16,10 @@ from kv_offload.worker.pool import Pool, pool_folder
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+MEMORY = "tmpfs"
+"""The one filesystem that pools are in. A ramfs does not say how much room it has, and files of a
+hugetlbfs cannot be written."""
 
 
 def find_pool(
@@ -31,7 +38,7 @@ def find_pool(
 def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` where another process could not know what the keys of blocks mean.
 
-    Also where the folder that has the pools is not there, or may not be written.
+    Also where the folder that has the pools is not there, may not be written, or is not in memory.
     """
     if config.host_pool is None:
         return
@@ -40,4 +47,12 @@ def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
         raise ConfigError(
             f"host_pool_path: {config.host_pool_path!r}: there is no such folder, or this user may "
             "not write there. Mount a memory filesystem there, or name another"
+        )
+    filesystem = find_filesystem(Path(config.host_pool_path))
+    if filesystem != MEMORY:
+        raise ConfigError(
+            f"host_pool_path: {config.host_pool_path!r} is on {filesystem}, and must be on "
+            f"{MEMORY}: a disk gets pages in any order, so blocks may be wrong after a power loss. "
+            "Mount a tmpfs there (in Kubernetes an emptyDir with medium Memory), or name another "
+            "folder, such as /dev/shm"
         )

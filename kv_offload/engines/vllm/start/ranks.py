@@ -40,8 +40,9 @@ def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
             answers: list[Any] = core.model_executor.collective_rpc(method)
             return answers
     raise UnsupportedError(
-        "inside a MultiConnector the ranks are asked through vLLM's engine core, which is not on "
-        "the call stack in this vLLM: use KVOffloadConnector without MultiConnector"
+        "inside a MultiConnector and with prefill context parallelism the ranks are asked through "
+        "vLLM's engine core, which is not on the call stack in this vLLM: use KVOffloadConnector "
+        "without these"
     )
 
 
