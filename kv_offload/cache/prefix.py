@@ -70,6 +70,16 @@ class CacheGroup:
         partial = self.window_tokens is not None or self.chunk_tokens is not None
         return not (partial or self.holds_state or self.is_scratch)
 
+    def held_blocks(self, num_blocks: int) -> int:
+        """Return how many blocks of a table of so many a running request holds for sure, at most.
+
+        The engine takes back those that a window has left, and keeps two of states.
+        """
+        if self.reads_all:
+            return num_blocks
+        tokens = self.window_tokens or self.chunk_tokens or self.block_tokens
+        return min(num_blocks, -(-tokens // self.block_tokens) + 1)
+
     def first_needed_token(self, end_tokens: int) -> int:
         """Return the first token whose KV a query at `end_tokens` reads; `end_tokens` if none."""
         if self.holds_state:

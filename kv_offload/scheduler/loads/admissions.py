@@ -12,8 +12,9 @@ from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads import decision
 from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import Decision
-from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, Lookups
 from kv_offload.scheduler.request import Hit, Phase, TrackedRequest
+from kv_offload.scheduler.transfers import Kind
 from kv_offload.tiers.lower import LowerTiers
 
 MAX_LOADS = 128
@@ -62,6 +63,9 @@ class Admissions:
 
     def match(self, tracked: TrackedRequest, start: int) -> Match:
         """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
+        hit, late = tracked.hit, self._transfers.oldest_age_seconds(Kind.LOAD) > MAX_WAIT_SECONDS
+        if hit is not None and hit.start_tokens == start and self._lacks_place(hit) and not late:
+            return Match(None, shared_tokens=tracked.shared_tokens)  # as decided before
         tracked.looked_up()
         self._lookups.arrived(tracked)
         if not tracked.may_load:
@@ -69,11 +73,21 @@ class Admissions:
         hit = self._lookups.find(tracked, start, self._tiers)
         if hit is None:
             return Match(None, shared_tokens=tracked.shared_tokens)
-        hit.decision = chosen = self._decide(tracked, hit)
-        asynchronous = chosen.tokens > 0 and not chosen.synchronous
-        if asynchronous and self._transfers.num_loads >= MAX_LOADS:
-            return Match(None, shared_tokens=tracked.shared_tokens)
-        return Match(chosen.tokens, asynchronous, tracked.shared_tokens)
+        hit.decision = self._decide(tracked, hit)
+        if self._lacks_place(hit):
+            if not late:
+                return Match(None, shared_tokens=tracked.shared_tokens)
+            # Those before it hang, and a prompt can be computed.
+            hit.decision = Decision(0, hit.end_tokens, synchronous=False)
+        tokens, _, synchronous = hit.decision
+        return Match(tokens, tokens > 0 and not synchronous, tracked.shared_tokens)
+
+    def _lacks_place(self, hit: Hit) -> bool:
+        """Return whether an asynchronous load was decided on, and too many are under way."""
+        chosen = hit.decision
+        if chosen is None or not chosen.tokens or chosen.synchronous:
+            return False
+        return self._transfers.num_loads >= MAX_LOADS
 
     def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:
         start, end, num_tokens = hit.start_tokens, hit.end_tokens, hit.num_tokens

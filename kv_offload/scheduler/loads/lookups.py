@@ -92,6 +92,8 @@ class Lookups:
         block, for `OFFER_SECONDS`.
         """
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
+        # What is looked up below must not keep this look-up from being made.
+        is_spent = self.budget.is_spent
         if self.waits_for_load(tracked) or below.waits(tracked, start_tokens):
             return None
         if start_tokens % prefixes.alignment_tokens:
@@ -108,7 +110,7 @@ class Lookups:
         if patient and (owner := self.loads_beginning_of(tracked, start_tokens)) is not None:
             self._wait(tracked, owner)
             return None
-        if self.budget.is_spent:
+        if is_spent:
             return None
         hashes = tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)

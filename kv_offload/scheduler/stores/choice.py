@@ -71,8 +71,9 @@ class StoreChoice:
             if lacking_blocks and cursor is not owner:
                 owner, enough = cursor, lacking_blocks + last - first
                 room = -1
-                if enough <= checks:
-                    checks -= enough
+                looked_at = sum(min(enough, len(ids)) for ids in cursor.block_ids)
+                if lacking_blocks < looked_at <= checks:
+                    checks -= looked_at
                     room = self._count_own(cursor, enough) - lacking_blocks
             ids, suffix = cursor.block_ids[position], suffixes[position]
             begin, end = end, end + last - first
@@ -104,9 +105,15 @@ class StoreChoice:
         return chosen
 
     def _count_own(self, cursor: StoreCursor, enough: int) -> int:
-        """Count blocks that would be free without this request, up to about `enough`."""
-        blocks = self._pool.blocks
-        return sum(blocks[i].ref_cnt == 1 for ids in cursor.block_ids for i in ids[-enough:])
+        """Count blocks that would be free without this request, up to about `enough` a group.
+
+        Blocks that a window has left, or that a state has moved from, may be another request's.
+        """
+        blocks, null, own = self._pool.blocks, self._pool.null_block.block_id, 0
+        for group, ids in zip(self._prefixes.groups, cursor.block_ids, strict=True):
+            held = min(enough, group.held_blocks(len(ids)))
+            own += sum(i != null and blocks[i].ref_cnt == 1 for i in ids[-held:])
+        return own
 
     def count_moved_on(self, chosen: Chosen) -> int:
         """Return how many blocks were lost: not those that the engine never names."""

@@ -143,10 +143,15 @@ class StorePlanner:
     def _expect_growth(self, cursor: StoreCursor, end_tokens: int, scheduled: int) -> None:
         """Count what a prompt takes while a pin lasts, of which a step computes a part."""
         tokens = min(cursor.request.num_tokens - end_tokens, PIN_STEPS * scheduled)
-        if tokens > 0:
-            self.budget.prompt_growth += sum(
-                -(-tokens // group.block_tokens) for group in self._prefixes.groups
+        if tokens <= 0:
+            return
+        for group in self._prefixes.groups:
+            blocks, step_blocks = (
+                -(-tokens // group.block_tokens),
+                -(-scheduled // group.block_tokens),
             )
+            # A window's blocks of a step are taken before those that it has left are given back.
+            self.budget.prompt_growth += min(blocks, group.held_blocks(blocks) + step_blocks)
 
     def _place_states(self, cursor: StoreCursor) -> None:
         """Note where the states are that this step names, which may be in other places."""

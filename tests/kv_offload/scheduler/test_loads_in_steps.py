@@ -272,3 +272,24 @@ def test_requests_wait_without_blocks_where_many_loads_stand_in_line(
     engine.run()
     assert engine.totals["hit_tokens"] == 4 * 16
     engine.check_rest()
+
+
+@both_ways
+def test_where_as_many_loads_hang_as_may_be_under_way_prompts_are_computed(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_LOADS", 1)
+    engine = PlayedEngine(async_scheduling=async_scheduling)
+    prompts = [[number, *PROMPT[:15]] for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        engine.serve(f"stored-{number}", prompt, max_tokens=1)
+    forget(engine)
+    for number, prompt in enumerate(prompts):
+        engine.add(f"{number}", prompt, max_tokens=1)
+    engine.step(3)
+    assert not engine.answers.keys() & {"0", "1", "2"}, "one loads, the others wait for it"
+    monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_WAIT_SECONDS", -1.0)
+    engine.step(4)
+    assert engine.answers.keys() & {"0", "1", "2"} == {"1", "2"}
+    engine.run()
+    engine.check_rest()

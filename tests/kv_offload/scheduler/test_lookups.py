@@ -425,6 +425,18 @@ def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next():
     assert asked.match("b") == 8
 
 
+def test_what_is_looked_up_below_does_not_take_the_place_of_a_look_up(monkeypatch):
+    """A tier may spend all that a step has, in every step in which it looks."""
+    asked = Asked(kept=6)
+
+    def waits(*_):
+        asked.offload._lookups.budget.spend(STEP_KEYS)
+        return False
+
+    monkeypatch.setattr(type(asked.offload.tiers), "waits", waits)
+    assert asked.match("a") == 24
+
+
 def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same():
     asked = Asked(kept=2)
     asked.offload._lookups.budget.spend(STEP_KEYS)
