@@ -10,7 +10,7 @@ from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.tiers.promoter import Promoter
 
 WINDOW = 16
-"""Queued requests that one step looks at. A remote store is asked for that many side by side."""
+"""Queued requests that one step looks at. A remote store is asked for one at a time."""
 
 MAX_AHEAD_SHARE = 4
 """One of so many slots of host memory, at most, is filled for requests that are still queued. More
@@ -54,6 +54,8 @@ class Prefetcher:
         """Begin to read for a request; False if it is to be looked at again in the next step."""
         if tracked.phase is not Phase.WAITING or not tracked.may_load:
             return True
+        if tracked.tier_wait is None and self._promoter.is_asking:
+            return False  # a store answers in order: the engine's next question is to be the second
         room = self._host.usable_slots // MAX_AHEAD_SHARE - sum(self._ahead.values())
         if room <= 0 or self._budget.is_spent:
             return False

@@ -20,7 +20,7 @@ from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
-from kv_offload.tiers.remote import Question
+from kv_offload.tiers.remote import KNOWN_SECONDS, Question
 
 JOB_BYTES = 64 << 20
 """Bytes per promotion job and rank: the part of a prompt that arrives in time can be loaded."""
@@ -65,8 +65,9 @@ class Wait:
     - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
     - `patience_seconds`: how long the engine lets it wait for what is read for it.
     - `until`: when it is computed at the latest; None before it waits for a read.
-    - `asked`: whether the tiers that must be asked what they have of it were; `questions` are those
-      that may not have been answered, those of others too.
+    - `asked`: whether the tiers that must be asked what they have of it were, and, where it is ahead,
+      none was left out or late; `questions` are those that may not have been answered, those of
+      others too.
     - `moves`: what is read for it; may have ended.
     """
 
@@ -121,6 +122,12 @@ class Promoter:
         """Slots that are being filled."""
         return sum(tier.reading_slots for tier in self._tiers.values())
 
+    @property
+    def is_asking(self) -> bool:
+        """True while a tier is asked something, and the answer is waited for."""
+        self._drop_answered()
+        return bool(self._questions)
+
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Return whether a request is to wait, and the engine to ask again.
 
@@ -146,7 +153,9 @@ class Promoter:
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
         wait = tracked.tier_wait
         if wait is not None:
-            wait.is_ahead &= is_ahead
+            if wait.is_ahead and not is_ahead:
+                wait.is_ahead = False
+                wait.asked &= now - wait.looked < KNOWN_SECONDS  # else that is forgotten
             is_reading = self._is_reading(wait)
             self._begin_patience(wait, now)
             if wait.is_stale:
@@ -158,7 +167,7 @@ class Promoter:
             if is_reading or self._is_asking(wait):
                 return True
             same = (start_tokens, num_tokens) == (wait.start_tokens, wait.num_tokens)
-            if same and not wait.is_stale and now - wait.looked < OFFER_SECONDS:
+            if same and wait.asked and not wait.is_stale and now - wait.looked < OFFER_SECONDS:
                 return False
             if wait.is_stale and self._lookups.loads_beginning_of(tracked, start_tokens):
                 return False  # what was read is being loaded already, for another request
@@ -173,7 +182,8 @@ class Promoter:
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         if not wait.asked:
-            wait.asked = True
+            # What is left out ahead is asked when the engine looks it up.
+            wait.asked = not is_ahead or len(self._readable_tiers) == len(self._tiers)
             for tier in self._readable_tiers:
                 if tier.is_shared:
                     self._ask(tier, tracked, wait)
@@ -237,7 +247,9 @@ class Promoter:
             return False
         if any(question.is_open() for question in wait.questions):
             return True
-        self._statistics.count("late_lookups", any(q.is_late for q in wait.questions))
+        is_late = any(question.is_late for question in wait.questions)
+        wait.asked &= not (is_late and wait.is_ahead)
+        self._statistics.count("late_lookups", is_late)
         wait.questions.clear()
         wait.is_stale = True
         self._drop_answered()
