@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import SlotKey
+from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.engine import Request
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.costs import LoadCosts
@@ -65,7 +66,7 @@ class Wait:
     - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
     - `patience_seconds`: how long the engine lets it wait for what is read for it.
     - `until`: when it is computed at the latest; None before it waits for a read.
-    - `asked`: whether the tiers that must be asked what they have of it were, and, where it is ahead,
+    - `asked`: whether the tiers that must be asked what they have of it were, and, if that was ahead,
       none was left out or late; `questions` are those that may not have been answered, those of
       others too.
     - `moves`: what is read for it; may have ended.
@@ -351,9 +352,14 @@ class Promoter:
         read.parts = [(at, move) for move, at in parts.items()]
         if not self._is_worth_it(read, Counter(sources)):
             return None
-        promoted = self._promote(missing, sources, host_slots[self._host.readable(keys)])
-        for tell in self._tell.promotions:
-            tell(request, start, end, [move for move, _ in promoted])
+        along = distinct(host_slots[self._host.readable(keys)])
+        promoted = self._promote(missing, sources, along)
+        self._host.prepare_copy(along)  # a quota evicts none of what this reads the rest of
+        try:
+            for tell in self._tell.promotions:
+                tell(request, start, end, [move for move, _ in promoted])
+        finally:
+            self._host.complete_load(along)
         first_tokens = first_tokens[absent]
         read.parts += [(int(first_tokens[rows].min()), move) for move, rows in promoted]
         begun = sum(len(rows) for _, rows in promoted)

@@ -209,3 +209,29 @@ def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make):
     engine.change_weights()
     engine.offload.resets.weights_change()
     assert engine.offload.gauges()["tier_slots_in_use"] == 0
+
+
+def test_a_quota_leaves_the_beginning_of_a_prompt_whose_rest_is_read(tmp_path):
+    """Else each read of the rest would have the beginning read again, and so on."""
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    plugin = {"disk": disk, "max_share_per_salt": 0.25}
+    engine = PlayedEngine(plugin=plugin, blocks=100, async_scheduling=True)
+
+    def serve(name, prompt):
+        engine.serve(name, prompt, 1)
+        assert engine.scheduler.reset_prefix_cache()
+
+    prompt = [*[1, 0, 0] * 18, 1, 0, 1]  # 14 blocks, where a tenant has 16
+    serve("a", prompt)
+    engine.offload.manager.reset()
+    for tell in engine.offload._tell.emptied:
+        tell()
+    serve("its beginning", prompt[: 7 * 4 + 1])
+    serve("other", [0] * 37)
+    engine.totals.clear()
+    serve("b", prompt)
+    assert engine.totals["quota_evictions"] > 0
+    assert engine.totals["promoted_slots"] == 7
+    assert engine.totals["hit_tokens"] == 14 * 4
+    engine.rest()
+    engine.connector.shutdown()
