@@ -35,7 +35,8 @@ LOOK_KEYS = 32
 begins with some 250 of them at most."""
 
 MAX_PROMOTING_SHARE = 2
-"""One of so many slots of host memory, at most, is being filled from below at a time."""
+"""One of so many slots of host memory, at most, is being filled from below at a time, beside what a
+tier that hangs may never fill."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +67,9 @@ class Wait:
     - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
     - `patience_seconds`: how long the engine lets it wait for what is read for it.
     - `until`: when it is computed at the latest; None before it waits for a read.
-    - `asked`: whether the tiers that must be asked what they have of it were, and, if that was ahead,
-      none was left out or late; `questions` are those that may not have been answered, those of
-      others too.
+    - `asked`: whether the tiers that must be asked what they have of it were; if that was ahead, also
+      that none was left out or late. `questions` are those that may not have been answered, those
+      of others too.
     - `moves`: what is read for it; may have ended.
     """
 
@@ -294,7 +295,7 @@ class Promoter:
             if end <= start:
                 return nothing
             read = self._reads[prefixes.chain_key(hashes, end)]
-            if read.start_tokens > start:
+            if read.start_tokens > start or not all(self._ends(move) for _, move in read.parts):
                 return nothing
         if prefixes.serves_whole_requests:
             read_end = end
@@ -306,6 +307,10 @@ class Promoter:
             return nothing  # host memory was emptied since
         parts = [(first, move) for first, move in read.parts if first < read_end]
         return Read(start, read_end, end, min(read.host_tokens, read_end), parts)
+
+    def _ends(self, move: Transfer) -> bool:
+        """Return whether a read has ended, or can be expected to."""
+        return move not in self._running or not self._tiers[move.tier].is_stuck
 
     def _has_more(self, hashes: Sequence[bytes], end: int, limit: int) -> bool:
         """Return whether a prefix may go beyond `end`, in groups that read all."""
@@ -398,7 +403,8 @@ class Promoter:
         for tier in self._readable_tiers:
             readable |= unknown & tier.readable(keys)
         for place in np.flatnonzero(~readable & ~unknown).tolist():
-            readable[place] = keys[place] in self._coming
+            move = self._coming.get(keys[place])
+            readable[place] = move is not None and self._ends(move)
         return readable
 
     def _locate(self, keys: list[SlotKey]) -> list[Tier]:
@@ -441,7 +447,8 @@ class Promoter:
 
         Each comes from its tier in `sources`. Returns the moves, and which of the keys each reads.
         """
-        room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
+        filling = sum(tier.reading_slots for tier in self._tiers.values() if not tier.is_stuck)
+        room = self._host.usable_slots // MAX_PROMOTING_SHARE - filling
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
         begun: list[tuple[Transfer, NDArray[np.intp]]] = []
