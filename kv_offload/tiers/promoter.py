@@ -67,8 +67,8 @@ class Wait:
     - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
     - `patience_seconds`: how long the engine lets it wait for what is read for it.
     - `until`: when it is computed at the latest; None before it waits for a read.
-    - `asked`: whether the tiers that must be asked what they have of it were; if that was ahead, also
-      that none was left out or late. `questions` are those that may not have been answered, those
+    - `asked`: whether the tiers that must be asked what they have of it were; if ahead, also that
+      none was left out or late. `questions` are those that may not have been answered, those
       of others too.
     - `moves`: what is read for it; may have ended.
     """
@@ -138,18 +138,18 @@ class Promoter:
         """
         return self._waits(tracked, start_tokens, is_ahead=False)
 
-    def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> int | None:
+    def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> list[Transfer] | None:
         """Begin to read what a queued request needs, before the engine looks it up.
 
-        Returns how many slots are read for it; None if it must be called again to know.
+        Returns what is read for it, also for others; None if it must be called again to know.
         """
         wait = tracked.tier_wait
         if wait is not None and not wait.is_ahead:
-            return 0
+            return []
         waits, wait = self._waits(tracked, start_tokens, is_ahead=True), tracked.tier_wait
         if waits and (wait is None or wait.questions):
             return None
-        return 0 if wait is None else sum(len(move.slots) for move in wait.moves)
+        return [] if wait is None else [*wait.moves]
 
     def _waits(self, tracked: TrackedRequest, start_tokens: int, *, is_ahead: bool) -> bool:
         now, num_tokens = time.monotonic(), tracked.request.num_tokens

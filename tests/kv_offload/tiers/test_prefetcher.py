@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_offload.scheduler.loads import lookups
 from kv_offload.tiers import prefetcher, promoter
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
 from kv_offload.tiers.remote import KNOWN_SECONDS, PATIENCE_SECONDS, RecentKeys, RemoteTier
@@ -250,3 +251,47 @@ def test_one_question_is_asked_ahead_at_a_time(remote):
     directory.answer()
     remote.step(4, copies=True)
     assert len(directory.asked) > asked + 2
+
+
+def test_a_long_prefix_on_the_gpu_keeps_no_request_from_being_looked_up(monkeypatch, make):
+    """Neither the one that has it nor the next: to find its end takes no keys of the step."""
+    engine = make(blocks=80)
+    engine.abort("busy")
+    engine.add("b", PROMPTS[1], 1)
+    engine.run()
+    engine.offload.manager.reset()
+    engine.add("busy", [9] * 5, 60)
+    engine.step(4, copies=True)
+    engine.totals.clear()
+    monkeypatch.setattr(lookups, "STEP_KEYS", FULL_BLOCKS)
+    engine.step(2, copies=True)
+    engine.add("long", [*PROMPTS[1], 1, 1, 1, 1], 1)
+    engine.add("c", PROMPTS[2], 1)
+    engine.step(6, copies=True)
+    assert engine.totals["prefetched_slots"] == FULL_BLOCKS
+    assert engine.read >= FULL_BLOCKS
+
+
+def test_what_requests_share_counts_once(make):
+    """Six times the same blocks leave room for others."""
+    engine = make()
+    engine.tier.stuck = True
+    for number in range(6):
+        engine.add(f"same {number}", PROMPTS[3], 1)
+    engine.add("other", PROMPTS[4], 1)
+    engine.step(10, copies=True)
+    assert engine.totals["prefetched_slots"] == 2 * FULL_BLOCKS
+    assert engine.offload.tiers.promoter.running_slots == 2 * FULL_BLOCKS
+    engine.tier.stuck = False
+
+
+def test_nothing_is_kept_of_requests_that_were_aborted(make):
+    engine = make()
+    engine.add("a", PROMPTS[0], 2)
+    engine.step(4, copies=True)
+    prefetching = engine.offload.tiers._prefetcher
+    assert prefetching._ahead
+    engine.abort("a")
+    engine.step(1, copies=True)
+    assert not prefetching._ahead
+    assert not prefetching._queue
