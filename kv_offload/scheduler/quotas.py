@@ -1,8 +1,10 @@
 """A bound on what one tenant takes of host memory: requests of one `cache_salt`, or without one.
 
-A tenant above its share loses its own least recently used blocks at once, the last ones of a prompt
-first. The slots that become free take what is stored next, so that costs the others nothing: they
-lose no more than what one step stores. Blocks that a copy or a request retains are kept, and count.
+A tenant above its share loses its own least recently used blocks at once: of what one step has
+stored, the last ones of a prompt first. But a prompt that is stored over many steps, and is longer
+than the share, loses its beginning first, and is not hit. The slots that become free take what is
+stored next, so that costs the others nothing: they lose no more than what one step stores. Blocks
+that a copy or a request retains are kept, and count.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from kv_offload.scheduler.stores.candidates import Span
 
 SMALL_BATCH = 64
 """Batches below this many slots take what comes next, too: decodes store one slot at a time."""
+
+MAX_LOOKS = 16
+"""Batches that one call looks at. Where all are held the next calls look at the others."""
 
 Owner = str | None
 Batch = tuple[int, Slots]
@@ -124,7 +129,7 @@ class Quotas:
     def _evict(self, share: Share, surplus: int) -> None:
         """Forget up to `surplus` blocks of an owner."""
         evicted = 0
-        for _ in range(len(share.batches)):
+        for _ in range(min(MAX_LOOKS, len(share.batches))):
             if evicted >= surplus:
                 break
             number, named = share.batches.popleft()

@@ -108,18 +108,19 @@ class RemoteDirectory:
     def _look_along(self, names: Sequence[bytes]) -> list[bool]:
         """Find up to which name of a chain the store has all, by a few probes.
 
-        What is before a name that is there is taken to be there: it was written before. If it was
-        removed since, a read of it brings nothing. A thousand names take two rounds of questions.
+        What is before a name that is there is taken to be there: it was written before. The first
+        one is asked for, as a store may remove it first. If others were removed since, a read of
+        them brings nothing. A thousand names take two rounds of questions.
         """
         probes = self._client.probes
         assert probes is not None
         first, last = 0, len(names)  # those before `first` are there, `last` is not
         while first < last:
-            count = min(probes, last - first)
-            rows = [first + (last - first) * (number + 1) // count - 1 for number in range(count)]
+            count = min(probes, last - first) - 1
+            rows = [first + (last - 1 - first) * at // max(1, count) for at in range(count + 1)]
             there = self._look([names[row] for row in rows])
-            known = there.index(False) if False in there else count
-            if known < count:
+            known = there.index(False) if False in there else len(rows)
+            if known < len(rows):
                 last = rows[known]
             if known:
                 first = rows[known - 1] + 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.promoter import Promoter
 
 WINDOW = 16
-"""Queued requests that one step looks at. A remote store is asked for that many side by side."""
+"""Queued requests that one step looks at. A remote store is asked for one at a time."""
 
 MAX_AHEAD_SHARE = 4
 """One of so many slots of host memory, at most, is filled for requests that are still queued. More
@@ -31,8 +34,10 @@ class Prefetcher:
         self._statistics = core.statistics
         self._promoter, self._budget = promoter, lookups.budget
         self._queue: deque[TrackedRequest] = deque()
-        self._ahead: dict[TrackedRequest, int] = {}
-        """Queued requests, and how many slots were read for them."""
+        self._room = 0
+        """Slots that this step may still read ahead."""
+        self._ahead: dict[TrackedRequest, list[Transfer]] = {}
+        """Queued requests, and what was read for them; some share it."""
 
     def arrived(self, tracked: TrackedRequest) -> None:
         """Consider a request that the engine has just queued."""
@@ -43,37 +48,49 @@ class Prefetcher:
 
         To be called after the engine has scheduled: what it could run it has looked up itself.
         """
+        if self._ahead:
+            waiting = Phase.WAITING
+            self._ahead = {one: moves for one, moves in self._ahead.items() if one.phase is waiting}
         if not self._queue:
             return  # as in most steps
-        self._ahead = {one: n for one, n in self._ahead.items() if one.phase is Phase.WAITING}
+        ahead = {move for moves in self._ahead.values() for move in moves}
+        self._room = self._host.usable_slots // MAX_AHEAD_SHARE - _count_slots(ahead)
         window = [self._queue.popleft() for _ in range(min(WINDOW, len(self._queue)))]
-        left = [tracked for tracked in window if not self._is_done(tracked)]
+        left = [tracked for tracked in window if not self._is_done(tracked, ahead)]
         self._queue.extendleft(reversed(left))
 
-    def _is_done(self, tracked: TrackedRequest) -> bool:
+    def _is_done(self, tracked: TrackedRequest, ahead: set[Transfer]) -> bool:
         """Begin to read for a request; False if it is to be looked at again in the next step."""
         if tracked.phase is not Phase.WAITING or not tracked.may_load:
             return True
-        room = self._host.usable_slots // MAX_AHEAD_SHARE - sum(self._ahead.values())
-        if room <= 0 or self._budget.is_spent:
+        wait = tracked.tier_wait
+        if wait is None and self._promoter.is_asking:
+            return False  # a store answers in order: the engine's next question is to be the second
+        if self._room <= 0 or self._budget.is_spent:
             return False
-        slots = self._promoter.prefetch(tracked, self._gpu_tokens(tracked))
-        if slots:
-            self._ahead[tracked] = slots
+        start_tokens = self._gpu_tokens(tracked) if wait is None else wait.start_tokens
+        moves = self._promoter.prefetch(tracked, start_tokens)
+        if moves:
+            self._ahead[tracked] = moves
+            slots = _count_slots({*moves} - ahead)
+            ahead.update(moves)
+            self._room -= slots
             self._statistics.count("prefetched_slots", slots)
-        return slots is not None
+        return moves is not None
 
     def _gpu_tokens(self, tracked: TrackedRequest) -> int:
         """Return how many tokens the engine's own cache has, where that is easily known; or 0.
 
-        What it has of the others is read for nothing, unless it is evicted meanwhile.
+        What it has of the others is read for nothing, unless it is evicted meanwhile. Takes
+        O(log tokens): the engine evicts the end of a prompt first.
         """
         groups = self._prefixes.groups
         if len(groups) > 1 or groups[0].block_tokens != self._pool.hash_block_size:
             return 0
-        hashes, ids = tracked.request.block_hashes, [groups[0].group_id]
-        cached = 0
-        while cached < len(hashes) and self._pool.get_cached_block(hashes[cached], ids):
-            cached += 1
-        self._budget.spend(cached)
+        hashes, ids, pool = tracked.request.block_hashes, [groups[0].group_id], self._pool
+        cached = bisect_left(hashes, True, key=lambda key: not pool.get_cached_block(key, ids))
         return cached * groups[0].block_tokens
+
+
+def _count_slots(moves: Iterable[Transfer]) -> int:
+    return sum(len(move.slots) for move in moves)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import SlotKey
+from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.engine import Request
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.costs import LoadCosts
@@ -20,7 +21,7 @@ from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
-from kv_offload.tiers.remote import Question
+from kv_offload.tiers.remote import KNOWN_SECONDS, Question
 
 JOB_BYTES = 64 << 20
 """Bytes per promotion job and rank: the part of a prompt that arrives in time can be loaded."""
@@ -34,7 +35,8 @@ LOOK_KEYS = 32
 begins with some 250 of them at most."""
 
 MAX_PROMOTING_SHARE = 2
-"""One of so many slots of host memory, at most, is being filled from below at a time."""
+"""One of so many slots of host memory, at most, is being filled from below at a time, beside what a
+tier that hangs may never fill."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +67,9 @@ class Wait:
     - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
     - `patience_seconds`: how long the engine lets it wait for what is read for it.
     - `until`: when it is computed at the latest; None before it waits for a read.
-    - `asked`: whether the tiers that must be asked what they have of it were; `questions` are those
-      that may not have been answered, those of others too.
+    - `asked`: whether the tiers that must be asked what they have of it were; if ahead, also that
+      none was left out or late. `questions` are those that may not have been answered, those
+      of others too.
     - `moves`: what is read for it; may have ended.
     """
 
@@ -121,6 +124,12 @@ class Promoter:
         """Slots that are being filled."""
         return sum(tier.reading_slots for tier in self._tiers.values())
 
+    @property
+    def is_asking(self) -> bool:
+        """True while a tier is asked something, and the answer is waited for."""
+        self._drop_answered()
+        return bool(self._questions)
+
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Return whether a request is to wait, and the engine to ask again.
 
@@ -129,24 +138,26 @@ class Promoter:
         """
         return self._waits(tracked, start_tokens, is_ahead=False)
 
-    def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> int | None:
+    def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> list[Transfer] | None:
         """Begin to read what a queued request needs, before the engine looks it up.
 
-        Returns how many slots are read for it; None if it must be called again to know.
+        Returns what is read for it, also for others; None if it must be called again to know.
         """
         wait = tracked.tier_wait
         if wait is not None and not wait.is_ahead:
-            return 0
+            return []
         waits, wait = self._waits(tracked, start_tokens, is_ahead=True), tracked.tier_wait
         if waits and (wait is None or wait.questions):
             return None
-        return 0 if wait is None else sum(len(move.slots) for move in wait.moves)
+        return [] if wait is None else [*wait.moves]
 
     def _waits(self, tracked: TrackedRequest, start_tokens: int, *, is_ahead: bool) -> bool:
         now, num_tokens = time.monotonic(), tracked.request.num_tokens
         wait = tracked.tier_wait
         if wait is not None:
-            wait.is_ahead &= is_ahead
+            if wait.is_ahead and not is_ahead:
+                wait.is_ahead = False
+                wait.asked &= now - wait.looked < KNOWN_SECONDS  # else that is forgotten
             is_reading = self._is_reading(wait)
             self._begin_patience(wait, now)
             if wait.is_stale:
@@ -158,7 +169,7 @@ class Promoter:
             if is_reading or self._is_asking(wait):
                 return True
             same = (start_tokens, num_tokens) == (wait.start_tokens, wait.num_tokens)
-            if same and not wait.is_stale and now - wait.looked < OFFER_SECONDS:
+            if same and wait.asked and not wait.is_stale and now - wait.looked < OFFER_SECONDS:
                 return False
             if wait.is_stale and self._lookups.loads_beginning_of(tracked, start_tokens):
                 return False  # what was read is being loaded already, for another request
@@ -173,7 +184,8 @@ class Promoter:
         elif not same:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         if not wait.asked:
-            wait.asked = True
+            # What is left out ahead is asked when the engine looks it up.
+            wait.asked = not is_ahead or len(self._readable_tiers) == len(self._tiers)
             for tier in self._readable_tiers:
                 if tier.is_shared:
                     self._ask(tier, tracked, wait)
@@ -237,7 +249,9 @@ class Promoter:
             return False
         if any(question.is_open() for question in wait.questions):
             return True
-        self._statistics.count("late_lookups", any(q.is_late for q in wait.questions))
+        is_late = any(question.is_late for question in wait.questions)
+        wait.asked &= not (is_late and wait.is_ahead)
+        self._statistics.count("late_lookups", is_late)
         wait.questions.clear()
         wait.is_stale = True
         self._drop_answered()
@@ -281,7 +295,7 @@ class Promoter:
             if end <= start:
                 return nothing
             read = self._reads[prefixes.chain_key(hashes, end)]
-            if read.start_tokens > start:
+            if read.start_tokens > start or not all(self._ends(move) for _, move in read.parts):
                 return nothing
         if prefixes.serves_whole_requests:
             read_end = end
@@ -293,6 +307,10 @@ class Promoter:
             return nothing  # host memory was emptied since
         parts = [(first, move) for first, move in read.parts if first < read_end]
         return Read(start, read_end, end, min(read.host_tokens, read_end), parts)
+
+    def _ends(self, move: Transfer) -> bool:
+        """Return whether a read has ended, or can be expected to."""
+        return move not in self._running or not self._tiers[move.tier].is_stuck
 
     def _has_more(self, hashes: Sequence[bytes], end: int, limit: int) -> bool:
         """Return whether a prefix may go beyond `end`, in groups that read all."""
@@ -339,9 +357,14 @@ class Promoter:
         read.parts = [(at, move) for move, at in parts.items()]
         if not self._is_worth_it(read, Counter(sources)):
             return None
-        promoted = self._promote(missing, sources, host_slots[self._host.readable(keys)])
-        for tell in self._tell.promotions:
-            tell(request, start, end, [move for move, _ in promoted])
+        along = distinct(host_slots[self._host.readable(keys)])
+        promoted = self._promote(missing, sources, along)
+        self._host.prepare_copy(along)  # a quota evicts none of what this reads the rest of
+        try:
+            for tell in self._tell.promotions:
+                tell(request, start, end, [move for move, _ in promoted])
+        finally:
+            self._host.complete_load(along)
         first_tokens = first_tokens[absent]
         read.parts += [(int(first_tokens[rows].min()), move) for move, rows in promoted]
         begun = sum(len(rows) for _, rows in promoted)
@@ -380,7 +403,8 @@ class Promoter:
         for tier in self._readable_tiers:
             readable |= unknown & tier.readable(keys)
         for place in np.flatnonzero(~readable & ~unknown).tolist():
-            readable[place] = keys[place] in self._coming
+            move = self._coming.get(keys[place])
+            readable[place] = move is not None and self._ends(move)
         return readable
 
     def _locate(self, keys: list[SlotKey]) -> list[Tier]:
@@ -423,7 +447,8 @@ class Promoter:
 
         Each comes from its tier in `sources`. Returns the moves, and which of the keys each reads.
         """
-        room = self._host.usable_slots // MAX_PROMOTING_SHARE - self.running_slots
+        filling = sum(tier.reading_slots for tier in self._tiers.values() if not tier.is_stuck)
+        room = self._host.usable_slots // MAX_PROMOTING_SHARE - filling
         keys = keys[: max(0, room)]
         slots = self._host.prepare_store(keys, along) if keys else along[:0]
         begun: list[tuple[Transfer, NDArray[np.intp]]] = []

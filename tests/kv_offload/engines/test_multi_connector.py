@@ -145,6 +145,29 @@ def test_what_the_other_member_brings_is_not_read_from_the_disk(tmp_path, config
     engine.connector.shutdown()
 
 
+def test_what_the_other_member_brings_is_not_read_ahead(tmp_path):
+    """While the engine has it queued it has not asked the other member yet."""
+    disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
+    config = functools.partial(multi_config, first=False)
+    engine = PlayedEngine(transfer_config=config, plugin=disk, max_num_seqs=1)
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    engine.offload.manager.reset()
+    engine.add("busy", OTHER, 60)
+    engine.step(3, copies=True)
+    engine.totals.clear()
+    ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
+    engine.step(3, copies=True)
+    assert engine.totals["promoted_slots"] == 0
+    engine.add("from the disk", PROMPT)
+    engine.step(4, copies=True)
+    assert engine.totals["prefetched_slots"] == 5
+    engine.abort("busy")
+    engine.rest()
+    engine.connector.shutdown()
+
+
 def test_what_was_brought_once_is_looked_up_after_a_preemption():
     """The other member has handed it over, and has nothing more."""
     engine = PlayedEngine(transfer_config=functools.partial(multi_config, first=False))

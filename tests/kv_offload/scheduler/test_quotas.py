@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
-from kv_offload.scheduler.quotas import Quotas
+from kv_offload.scheduler.quotas import MAX_LOOKS, Quotas
 from tests.support.played_cases import BLOCK, OTHER, PROMPT, forget
 from tests.support.played_engine import PlayedEngine
 
@@ -83,6 +83,40 @@ def test_what_is_held_or_being_written_is_kept_and_counts() -> None:
     manager.complete_load(slots)
     quotas.filled("a", manager.prepare_store([b"last"]))
     assert quotas.slots_of("a") == 16
+    quotas.check_integrity()
+
+
+def test_a_step_looks_at_few_slots_of_a_tenant_that_holds_all(monkeypatch):
+    """They are evicted nevertheless, by the next calls, once they are held no longer."""
+    manager = CacheManager(make_policy("lru", 16_384))
+    manager.limit_slots(16_384)
+    quotas = Quotas(manager, 0.5, lambda name, amount: None)
+    stored = []
+
+    def store(number):
+        keys = [f"{len(stored)} {index}".encode() for index in range(number)]
+        stored.append(manager.prepare_store(keys))
+        quotas.filled("a", stored[-1])
+        manager.complete_store(stored[-1])
+        return stored[-1]
+
+    held = [store(64) for _ in range(128)]
+    for slots in held:
+        manager.prepare_copy(slots)
+    looked = []
+    idle = manager.idle
+    monkeypatch.setattr(manager, "idle", lambda slots: looked.append(len(slots)) or idle(slots))
+    store(1)
+    assert 0 < sum(looked) <= MAX_LOOKS * 64
+    assert quotas.slots_of("a") == 8192 + 1
+    manager.complete_load(held[-1])
+    for _ in range(128 // MAX_LOOKS):
+        store(1)
+    assert quotas.slots_of("a") <= 8192 + 1
+    for slots in held[:-1]:
+        manager.complete_load(slots)
+    store(1)
+    assert quotas.slots_of("a") == 8192
     quotas.check_integrity()
 
 

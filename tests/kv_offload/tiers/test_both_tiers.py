@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.tiers import base
+from kv_offload.tiers import base, promoter
 from kv_offload.tiers.remote import RecentKeys
 from tests.support.manual_tier import REMOTE, ManualDirectory, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
@@ -209,3 +209,70 @@ def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make):
     engine.change_weights()
     engine.offload.resets.weights_change()
     assert engine.offload.gauges()["tier_slots_in_use"] == 0
+
+
+def test_a_quota_leaves_the_beginning_of_a_prompt_whose_rest_is_read(tmp_path):
+    """Else each read of the rest would have the beginning read again, and so on."""
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    plugin = {"disk": disk, "max_share_per_salt": 0.25}
+    engine = PlayedEngine(plugin=plugin, blocks=100, async_scheduling=True)
+
+    def serve(name, prompt):
+        engine.serve(name, prompt, 1)
+        assert engine.scheduler.reset_prefix_cache()
+
+    prompt = [*[1, 0, 0] * 18, 1, 0, 1]  # 14 blocks, where a tenant has 16
+    serve("a", prompt)
+    engine.offload.manager.reset()
+    for tell in engine.offload._tell.emptied:
+        tell()
+    serve("its beginning", prompt[: 7 * 4 + 1])
+    serve("other", [0] * 37)
+    engine.totals.clear()
+    serve("b", prompt)
+    assert engine.totals["quota_evictions"] > 0
+    assert engine.totals["promoted_slots"] == 7
+    assert engine.totals["hit_tokens"] == 14 * 4
+    engine.rest()
+    engine.connector.shutdown()
+
+
+def hang(engine, now, *prompts):
+    """Have the remote store hang in reads of these prompts for so long that it is left alone."""
+    engine.remote.stuck = True
+    for number, prompt in enumerate(prompts):
+        engine.add(f"hangs {number}", prompt, 1)
+    engine.step(3, copies=True)
+    assert engine.remote.submitted
+    for _ in range(round(2 * base.STUCK_SECONDS) + 4):
+        now[0] += 0.5
+        engine.step(1, copies=True)
+    assert engine.offload.gauges()["remote_usable"] == 0
+
+
+@pytest.mark.parametrize("more", [[], [1, 1, 1, 1]])
+def test_a_prefix_that_a_hanging_store_reads_is_waited_for_no_more(make, now, more):
+    """It was a wait of seconds for each request that has it, until the store was back."""
+    first, second = make(), make()
+    first.answer("a")
+    hang(second, now, PROMPT)
+    assert second.scheduler.reset_prefix_cache()
+    second.add("b", [*PROMPT, *more], 2)
+    second.step(5, copies=True)
+    assert len(second.answers["b"]) == 2, "the clock stands"
+    assert second.totals["late_promotions"] == 1, "of the first request"
+
+
+def test_a_store_that_hangs_leaves_the_disk_room_to_read(make, now):
+    first, second = make(blocks=100), make(blocks=100)
+    prompts = [[*([number] * 3 + [1]) * 16, 1] for number in range(2)]
+    second.answer("own")
+    for number, prompt in enumerate(prompts):
+        first.answer(f"a {number}", prompt)
+    second.forget()
+    hang(second, now, *prompts)
+    filling = second.offload.tiers.promoter.running_slots
+    assert filling == second.offload.manager.usable_slots // promoter.MAX_PROMOTING_SHARE
+    second.answer("b")
+    assert second.read[0] == FULL_BLOCKS
+    assert second.totals["hit_tokens"] == ALL_TOKENS

@@ -89,9 +89,10 @@ def test_of_a_chain_a_store_is_asked_for_a_few_names(length, probes):
         directory.close(20)
 
 
-def test_a_chain_whose_beginning_is_gone_is_not_there():
+@pytest.mark.parametrize("gone", [1, 2, 50])
+def test_a_chain_whose_beginning_is_gone_is_not_there(gone):
     names = [f"{number}".encode() for number in range(100)]
-    client = Asked(*keys("0", *names[50:]))
+    client = Asked(*keys("0", *names[gone:]))
     client.probes = 32
     directory = RemoteDirectory(client, ["0"], object_keys)
     assert not any(answered(directory.ask(names, are_chained=True)) or [True])

@@ -10,7 +10,10 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_offload.scheduler.loads import lookups
 from kv_offload.tiers import prefetcher, promoter
+from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
+from kv_offload.tiers.remote import KNOWN_SECONDS, PATIENCE_SECONDS, RecentKeys, RemoteTier
 from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
@@ -155,3 +158,140 @@ def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make):
     engine.tier.stuck = False
     engine.step(2, copies=True)
     assert engine.offload.tiers.promoter.running_slots == 0
+
+
+@pytest.fixture
+def remote(now):
+    """An engine whose remote store has to be asked for what it has."""
+    with manual_remote():
+        engine = QueueEngine(REMOTE)
+        tier_of(engine)._known = RecentKeys()
+        yield engine
+        engine.abort("busy")
+        engine.run()
+        engine.rest()
+        engine.connector.shutdown()
+
+
+def tier_of(engine: QueueEngine) -> RemoteTier:
+    found = engine.offload.tiers.tiers["remote"]
+    assert isinstance(found, RemoteTier)
+    return found
+
+
+def test_what_was_answered_late_is_asked_again_at_the_requests_turn(remote, now):
+    directory = tier_of(remote)._directory
+    directory.stuck = True
+    remote.add("a", PROMPTS[0], 2)
+    remote.step(2, copies=True)
+    now[0] += PATIENCE_SECONDS + 0.05
+    remote.step(1, copies=True)
+    assert remote.totals["late_lookups"] == 1
+    directory.stuck = False
+    directory.answer()
+    now[0] += FIRST_PAUSE_SECONDS
+    remote.step(2, copies=True)
+    tier_of(remote)._known = RecentKeys()
+    remote.abort("busy")
+    remote.run()
+    assert remote.totals["hit_tokens"] == ALL_TOKENS
+
+
+def test_what_could_not_be_asked_ahead_is_asked_at_the_requests_turn(now, tmp_path):
+    """While the store was left alone the disk alone was looked at."""
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    with manual_remote():
+        engine = QueueEngine({"disk": disk, **REMOTE})
+        tier_of(engine)._known = RecentKeys()
+        engine.offload.tiers.tiers["disk"].forget_all()
+        tier_of(engine).read_failed()
+        engine.add("a", PROMPTS[0], 2)
+        engine.step(4, copies=True)
+        now[0] += FIRST_PAUSE_SECONDS
+        engine.abort("busy")
+        engine.run()
+        assert engine.totals["hit_tokens"] == ALL_TOKENS
+        engine.rest()
+        engine.connector.shutdown()
+
+
+def test_what_is_forgotten_while_a_request_is_queued_is_asked_again(remote, now):
+    remote.add("a", PROMPTS[0], 2)
+    remote.step(6, copies=True)
+    assert remote.read == FULL_BLOCKS
+    now[0] += KNOWN_SECONDS
+    tier_of(remote)._known = RecentKeys()
+    remote.offload.manager.reset()  # stands for evictions meanwhile
+    remote.abort("busy")
+    remote.run()
+    assert remote.totals["hit_tokens"] == ALL_TOKENS
+
+
+def test_what_a_store_lacks_is_asked_once_in_the_queue_and_not_again(remote, now):
+    asked = len(tier_of(remote)._directory.asked)
+    remote.add("a", [7, *PROMPTS[0]], 2)
+    remote.step(4, copies=True)
+    now[0] += KNOWN_SECONDS / 2
+    remote.abort("busy")
+    remote.run()
+    assert "a" in remote.ended
+    assert len(tier_of(remote)._directory.asked) == asked + 1
+
+
+def test_one_question_is_asked_ahead_at_a_time(remote):
+    """A store answers in order, and the question of a request that could run comes after it."""
+    directory = tier_of(remote)._directory
+    asked = len(directory.asked)
+    directory.stuck = True
+    for number, prompt in enumerate(PROMPTS):
+        remote.add(str(number), prompt, 1)
+    remote.step(4, copies=True)
+    assert len(directory.asked) == asked + 1
+    directory.stuck = False
+    directory.answer()
+    remote.step(4, copies=True)
+    assert len(directory.asked) > asked + 2
+
+
+def test_a_long_prefix_on_the_gpu_keeps_no_request_from_being_looked_up(monkeypatch, make):
+    """Neither the one that has it nor the next: to find its end takes no keys of the step."""
+    engine = make(blocks=80)
+    engine.abort("busy")
+    engine.add("b", PROMPTS[1], 1)
+    engine.run()
+    engine.offload.manager.reset()
+    engine.add("busy", [9] * 5, 60)
+    engine.step(4, copies=True)
+    engine.totals.clear()
+    monkeypatch.setattr(lookups, "STEP_KEYS", FULL_BLOCKS)
+    engine.step(2, copies=True)
+    engine.add("long", [*PROMPTS[1], 1, 1, 1, 1], 1)
+    engine.add("c", PROMPTS[2], 1)
+    engine.step(6, copies=True)
+    assert engine.totals["prefetched_slots"] == FULL_BLOCKS
+    assert engine.read >= FULL_BLOCKS
+
+
+def test_what_requests_share_counts_once(make):
+    """Six times the same blocks leave room for others."""
+    engine = make()
+    engine.tier.stuck = True
+    for number in range(6):
+        engine.add(f"same {number}", PROMPTS[3], 1)
+    engine.add("other", PROMPTS[4], 1)
+    engine.step(10, copies=True)
+    assert engine.totals["prefetched_slots"] == 2 * FULL_BLOCKS
+    assert engine.offload.tiers.promoter.running_slots == 2 * FULL_BLOCKS
+    engine.tier.stuck = False
+
+
+def test_nothing_is_kept_of_requests_that_were_aborted(make):
+    engine = make()
+    engine.add("a", PROMPTS[0], 2)
+    engine.step(4, copies=True)
+    prefetching = engine.offload.tiers._prefetcher
+    assert prefetching._ahead
+    engine.abort("a")
+    engine.step(1, copies=True)
+    assert not prefetching._ahead
+    assert not prefetching._queue

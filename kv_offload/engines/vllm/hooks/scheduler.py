@@ -104,6 +104,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @survives(lambda self, request: None)  # it is looked up later, as ever
     def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params or {}
+        if self._is_member and params.get("do_remote_prefill"):
+            return  # another member brings its tokens: lower tiers are not read for it ahead
         self.offload_scheduler.arrived(request)
 
     @survives(lambda self, request, _: (0, False))
