@@ -17,6 +17,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from kv_offload.engines.vllm.locate import connectors_in, worker_of_process
 from kv_offload.tools.tier.read import read_folder
@@ -406,4 +407,5 @@ def refusal(models: Path, error: type[Exception], kind: str = "qwen3", **argumen
     with pytest.raises(error) as caught, engine(models, kind, **arguments):
         pass
     ensure_kv_transfer_shutdown()  # of a rank that was ready before
+    cleanup_dist_env_and_memory()  # or the next engine finds the groups of ranks of this one
     return str(caught.value)

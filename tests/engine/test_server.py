@@ -97,6 +97,6 @@ def test_kv_offload_status_shows_the_server(server, capsys):
     assert page.startswith(f"kv-offload at {server}/metrics: small, engine 0\n")
     hits = f"{metric(server, f'{PREFIX}hit_tokens_total'):,.0f}"
     assert re.search(rf"loaded: the hit rate +{hits} +\d+\.\d %", page)
-    assert re.search(r"in use: [\d.]+ KiB of 64 MiB on one rank +\d+ slots", page)
-    assert re.search(r"a load takes [\d.]+ ms, 99 %:", page)
+    assert re.search(r"Host memory, 64 MiB a rank +[\d.]+ KiB +\d+\.\d %", page)
+    assert re.search(r"time of a load: median, 99 % +[\d.]+ ms +[\d.]+ ms", page)
     assert "none since the start" in page

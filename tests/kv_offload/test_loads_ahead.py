@@ -72,7 +72,7 @@ def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int]
     store(engine, PROMPT)
     store(engine, PROMPT[4:], "second")
     owner = engine.add("owner", OTHER, max_tokens=20)
-    busy(engine, 8)
+    busy(engine, 7)  # at 8 a block is full, and a reset waits for the step that its store follows
     engine.schedule_all()
     engine.execute()
     owned = set(tables(engine, owner)[0])
