@@ -250,5 +250,6 @@ class Peer(Program):
     def __exit__(self, *error: object) -> None:
         """End it in order: what is killed counts as there until the master misses it."""
         if self._process is not None:
+            self.go_on()  # a test that failed may have left it stopped
             self._process.communicate(timeout=120)
             self._process = None
