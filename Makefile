@@ -17,7 +17,7 @@
 #     make test-all ENGINES=0.32.0 TESTS=tests/engine
 
 PYTHON ?= python3
-ENGINES ?= 0.32.0 0.31.0
+ENGINES ?= 0.32.0
 TESTS ?= tests
 ARGUMENTS ?=
 
