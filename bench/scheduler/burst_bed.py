@@ -38,7 +38,7 @@ class FullDirectory:
         self.is_done, self.answered = True, 0.0
         self.found: Sequence[bool] = ()
 
-    def ask(self, names: Sequence[bytes]) -> FullDirectory:
+    def ask(self, names: Sequence[bytes], *, are_chained: bool) -> FullDirectory:
         answer = FullDirectory()
         answer.found = [int.from_bytes(name[-32:-8], "big") < TAILS for name in names]
         return answer
