@@ -1,6 +1,6 @@
 # make demo    the plugin on a real engine: prompts computed once, then loaded from host memory
 # make test    the tests that need no GPU, on vLLM's CPU engine, 5 minutes on two cores; slowest last
-# make test-all  also the slow ones, long soaks, another version of vLLM, and the benches once
+# make test-all  also the slow ones, long soaks, other versions of vLLM if ENGINES names any, and the benches once
 # make breaks  takes protections out of the product one by one: the tests must notice each
 # make gpu-test  every test that needs a GPU, on a host that has CUDA, CuPy and vLLM
 # make check   ruff and mypy
