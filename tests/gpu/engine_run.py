@@ -120,7 +120,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
-    with engine(Path(models), kind, **settings) as plain:
+    # A process can have its sleep mode once.
+    without_sleep = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
+    with engine(Path(models), kind, **without_sleep) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
         drafts.take()

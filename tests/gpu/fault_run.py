@@ -153,7 +153,9 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     chance = random.Random(3)
     decision.is_synchronous = lambda _costs: chance.random() < 0.6
-    with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
+    with engine(
+        Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, synchronous_loads=True, **settings
+    ) as ours:
         result["asynchronous"] = ours.core.batch_queue is not None
         result["copies_with"] = ours.rank.transfer.copies_with
 

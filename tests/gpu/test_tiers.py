@@ -1,4 +1,4 @@
-"""Engines on a GPU with a disk or a store: what one has computed another one loads."""
+"""Engines on a GPU with a disk, a store or a host pool: one loads what another has computed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def variables(request: pytest.FixtureRequest) -> dict[str, str]:
     }
 
 
-def check(result: dict[str, Any]) -> None:
-    """Check that all but a twentieth of what was below was served, and that it was needed."""
+def check(result: dict[str, Any], *, promoted: int = BLOCKS) -> None:
+    """Check that all but a twentieth of what was left was served, and that it was needed."""
     totals = result["totals"]
     print(totals)
     assert result["answers"] == result["expected"]
-    assert totals["promoted_slots"] >= 0.95 * BLOCKS, totals
+    assert totals.get("promoted_slots", 0) >= 0.95 * promoted, totals
     assert result["loaded_blocks"] >= 0.95 * BLOCKS, totals
     wrong, right = result["corrupted"], result["expected"]
     assert all(w != r for w, r in zip(wrong, right, strict=True))
@@ -46,6 +46,17 @@ def test_a_disk_serves_an_engine_that_was_started_again_after_kill_9(tmp_path, v
     with staying(*words, folder=tmp_path, **variables) as (process, _):
         assert process.poll() is None
     check(run_module(RUN, "serve", tmp_path, plugin, timeout_seconds=300, **variables))
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_engine_takes_over_the_host_pool_of_one_that_was_killed(
+    tmp_path, variables, memory_folder
+):
+    plugin = {"host_pool": "chat", "host_pool_path": str(memory_folder), **ALWAYS}
+    words = (RUN, "write", tmp_path, json.dumps(plugin))
+    with staying(*words, folder=tmp_path, **variables) as (process, _):
+        assert process.poll() is None
+    check(run_module(RUN, "serve", tmp_path, plugin, timeout_seconds=300, **variables), promoted=0)
 
 
 @pytest.mark.filterwarnings("default")
