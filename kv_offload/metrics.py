@@ -62,21 +62,19 @@ METRICS = (
         "counter",
         lookup_tokens="Tokens of prompts looked up in host memory, after the GPU's own hits.",
         hit_tokens="Tokens loaded from host memory instead of being computed.",
-        recomputed_tokens="Tokens that host memory had but that were computed, because that was "
-        "sooner.",
+        recomputed_tokens="Tokens that host memory had but that were faster to compute.",
         hit_tokens_at_half="Estimate: tokens that host memory would have had at half its size.",
-        hit_tokens_at_same="Tokens that host memory had, loaded or not. With a disk: an estimate "
-        "of those that it would have had without the disk.",
+        hit_tokens_at_same="Tokens that host memory had, loaded or not; with a lower tier an "
+        "estimate.",
         hit_tokens_at_twice="Estimate: tokens that host memory would have had at twice its size.",
         hit_tokens_at_four_times="Estimate: tokens that host memory would have had at four times "
         "its size.",
         stored_slots="Slots that became readable: stored, or read from below, on every rank.",
-        quota_evictions="Slots that were emptied because their tenant had more than "
-        "max_share_per_salt of host memory.",
+        quota_evictions="Slots emptied because their tenant had more than max_share_per_salt.",
         evictions="Slots whose content was replaced by another block's.",
         stored_bytes="Bytes of blocks copied to host memory, over all ranks.",
         stored_seconds="Time from submitting stores to their end, over all ranks.",
-        sampled_tiles="Tiles of packed slots looked at after their store, one in 251 (pack_kv).",
+        sampled_tiles="Tiles of packed slots that were sampled, one in 251 (pack_kv).",
         sampled_escapes="Escapes in sampled_tiles; 38 to 45 of them fit a tile.",
         sampled_raw_tiles="Raw tiles among sampled_tiles: with more escapes than fit.",
         loaded_bytes="Bytes of blocks copied from host memory, over all ranks.",
@@ -89,27 +87,21 @@ METRICS = (
         "loaded.",
         hook_errors="Errors within the plugin that the engine survived.",
         **{f"skipped_{reason}": text for reason, text in SKIP_REASONS.items()},
-        requests_with_hints="Requests that said in kv_transfer_params what to store, load or "
-        "retain.",
-        ignored_hints="Requests whose hints could not be read; they were served as if they had "
-        "none.",
+        requests_with_hints="Requests with hints in kv_transfer_params.",
+        ignored_hints="Requests whose hints could not be read, and were ignored.",
         followed_kv_hints="Actions of routers' KV hints that were followed.",
         ignored_kv_hints="Actions of routers' KV hints that are malformed, or for others.",
-        unretained_slots="Slots that a request asked to retain, without room in the share of host "
-        "memory that may be.",
-        displaced_slots="Retained slots that were let go of before their time for requests of a "
-        "higher priority.",
-        deferred_slots="Slots that could not be stored yet when their request ended. They wait in "
-        "the queue that waiting_slots shows.",
+        unretained_slots="Slots to be retained for which there was no room in the share.",
+        displaced_slots="Retained slots that gave way to requests of a higher priority.",
+        deferred_slots="Slots that were not stored yet when their request ended; see "
+        "waiting_slots.",
         demoted_slots="Slots written from host memory to lower tiers, on every rank.",
         promoted_slots="Slots read from lower tiers into host memory, on every rank.",
-        prefetched_slots="The part of promoted_slots that was read for requests which were queued.",
+        prefetched_slots="The part of promoted_slots that was read for queued requests.",
         lost_tier_slots="Slots that could not be written to a lower tier or read from it; "
         "their tokens are computed.",
-        late_lookups="Requests that were served without the remote store because it did not say "
-        "in time which of their blocks it has.",
-        late_promotions="Requests that were computed because reading from lower tiers took too "
-        "long.",
+        late_lookups="Requests served without the remote store because its lookup took too long.",
+        late_promotions="Requests computed because reading from lower tiers took too long.",
         demoted_bytes="Bytes written to lower tiers, over all ranks.",
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
         promoted_bytes="Bytes read from lower tiers, over all ranks.",
@@ -118,12 +110,10 @@ METRICS = (
         disk_written_bytes="The part of demoted_bytes that went to the disk.",
         remote_read_bytes="The part of promoted_bytes that came from the remote store.",
         remote_written_bytes="The part of demoted_bytes that went to the remote store.",
-        tier_mismatches="Slots read from a lower tier that were not what their name and checksum "
-        "say, over all ranks; they were not used.",
-        tier_errors="Reads and writes of a lower tier that ended with an error, over all ranks; "
-        "the log has it.",
-        trace_errors="Requests that are missing in the file that record_trace names, because they "
-        "could not be written or too many waited.",
+        tier_mismatches="Slots of a lower tier whose name or checksum was wrong, over all ranks; "
+        "they were not used.",
+        tier_errors="Failed reads and writes of a lower tier, over all ranks; the log has them.",
+        trace_errors="Requests that could not be written to the file of record_trace.",
     ),
     *_metrics(
         "gauge",
@@ -142,12 +132,11 @@ METRICS = (
         retained_slots="Slots kept from eviction because requests asked to retain them.",
         stores_paused="1 while stores are paused, by an operator or because too many blocks did "
         "not fit packed slots, else 0.",
-        load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until it was "
+        load_bytes_per_second="Speed of loads that ran alone, of the slowest rank; 0 until "
         "measured.",
         tier_slots="Slots that the disk has.",
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
-        tier_slots_set_aside="Slots of the disk that are not used until the next start, after an "
-        "error; at most 1 %.",
+        tier_slots_set_aside="Slots of the disk left out until the next start, after an error.",
         has_remote="1 with a remote store, 0 without.",
         disk_usable="1 while the disk may be read; 0 after an error, and without one.",
         remote_usable="1 while the remote store may be read; 0 after an error or a late answer, "
@@ -156,11 +145,10 @@ METRICS = (
         demoting_slots="Slots that are being written to lower tiers.",
         oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has "
         "not ended; 0 if there is none.",
-        disk_read_bytes_per_second="Speed of reading from the disk, of the slowest rank, or of "
-        "ranks that share memory together; 0 until it was measured.",
-        remote_read_bytes_per_second="The same of the remote store.",
-        prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until it was "
+        disk_read_bytes_per_second="Read speed of the disk, of the slowest rank; 0 until measured.",
+        remote_read_bytes_per_second="Read speed of the remote store, of the slowest rank; 0 until "
         "measured.",
+        prefill_tokens_per_second="Speed of computing prompts in large steps; 0 until measured.",
     ),
     Metric(
         "load_seconds",
