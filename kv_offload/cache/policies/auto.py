@@ -146,10 +146,10 @@ class AutoPolicy(EvictionPolicy):
             worth: NDArray[np.bool_] = density > leaving
             worth[:free] = True
             return worth
-        each = self._ranking.densities(wanted).tolist()
+        each = self._ranking.densities(wanted)
         if each[-1] == np.inf:  # all that was ranked has left or moved on
             self._rank_anew()
-            each = self._ranking.densities(wanted).tolist()
+            each = self._ranking.densities(wanted)
         worth = np.ones(len(classes), bool)
         taken = 0
         for place, value in enumerate(density[free:].tolist(), start=free):

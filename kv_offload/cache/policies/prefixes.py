@@ -108,10 +108,11 @@ class PrefixOrder:
         self._num_listed = end
         self._listed[first:end] = slots
         self._listed_from[first:end] = self._bucket_of[slots]
-        self._listed_at[slots] = np.arange(first + 1, end + 1)
-        follows = self._child[slots[1:]] == slots[:-1] + 1
-        ends = np.append(np.flatnonzero(~follows) + 1, len(slots))
-        self._run_end[first:end] = first + np.repeat(ends, np.diff(ends, prepend=0))
+        ends = np.arange(first + 1, end + 1, dtype=np.int32)
+        self._listed_at[slots] = ends
+        # A place has the end of the run whose slots follow each other from there on.
+        ends[:-1][self._child[slots[1:]] == slots[:-1] + 1] = end
+        self._run_end[first:end] = np.minimum.accumulate(ends[::-1])[::-1]
 
     def split(self, slots: Slots) -> tuple[Slots, Slots]:
         """Return those that can leave in this order, no head before its tail, and the others.
@@ -131,13 +132,27 @@ class PrefixOrder:
         place[place >= len(slots)] = 0
         listed = blocked & (slots[place] == child) & (place < places)
         blocked &= ~listed
-        stretch = np.maximum.accumulate(np.where(listed & (place == places - 1), 0, places))
-        for _ in range(ROUNDS):
-            blocked = np.maximum.accumulate(np.where(blocked, places, -1)) >= stretch
-            more = listed & blocked[place] & ~blocked
-            if not more.any():
-                break
-            blocked |= more
+        if not blocked.any():  # as mostly: whole prompts are in one list
+            return slots, slots[:0]
+        if listed.any():
+            blocked = _follow(blocked, listed, place, places)
         others = slots[blocked]
         self._list(others)
         return slots[~blocked], others
+
+
+def _follow(
+    blocked: NDArray[np.bool_],
+    listed: NDArray[np.bool_],
+    place: NDArray[np.int32],
+    places: NDArray[np.int32],
+) -> NDArray[np.bool_]:
+    """Add to what is blocked of a list the `listed` before it, whose child is at `place`."""
+    stretch = np.maximum.accumulate(np.where(listed & (place == places - 1), 0, places))
+    for _ in range(ROUNDS):
+        blocked = np.maximum.accumulate(np.where(blocked, places, -1)) >= stretch
+        more = listed & blocked[place] & ~blocked
+        if not more.any():
+            break
+        blocked |= more
+    return blocked

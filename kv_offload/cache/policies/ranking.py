@@ -97,7 +97,7 @@ class Ranking:
 
     def _take(self, bucket: int) -> Slots:
         """Take out what is live of a bucket."""
-        slots = np.concatenate([NO_SLOTS, *self._entries.pop(bucket)])
+        slots = np.concatenate(self._entries.pop(bucket))
         self._num_entries -= len(slots)
         return self._distinct(slots[self.bucket_of[slots] == bucket])
 
@@ -160,9 +160,9 @@ class Ranking:
                 self._open()
                 continue
             opened_from = self._opened_from[:QUEUED_SLOTS]
-            others = np.flatnonzero(opened_from != opened_from[0])
-            end = int(others[0]) if len(others) else len(opened_from)
             bucket = int(opened_from[0])
+            others = opened_from != bucket
+            end = int(others.argmax()) or len(opened_from)  # the first is of the bucket
             slots, blocked = self.prefixes.split(self._opened[:end])
             self._opened, self._opened_from = self._opened[end:], self._opened_from[end:]
             if len(blocked):
@@ -176,14 +176,13 @@ class Ranking:
         end = self._at + 1
         if first // CLASSES >= self._recent_from:
             end = bisect_left(self._order, (first // CLASSES + 1) * CLASSES, self._at)
-        taken = {
-            bucket: self._take(bucket)
-            for bucket in self._order[self._at : end]
-            if bucket in self._entries
-        }
+        taken = [bucket for bucket in self._order[self._at : end] if bucket in self._entries]
         self._at = end
-        slots = np.concatenate([NO_SLOTS, *taken.values()])
-        buckets = np.repeat(np.array([*taken], np.int64), [len(part) for part in taken.values()])
+        if not taken:
+            return
+        parts = [self._take(bucket) for bucket in taken]
+        slots = np.concatenate(parts)
+        buckets = np.repeat(taken, [len(part) for part in parts])
         if len(taken) > 1:
             by_access = np.argsort(self._accessed[slots], kind="stable")
             slots, buckets = slots[by_access], buckets[by_access]
@@ -225,12 +224,15 @@ class Ranking:
             return self._queue[0][1]
         return None
 
-    def densities(self, count: int) -> NDArray[np.float64]:
+    def densities(self, count: int) -> list[float]:
         """Return what the next `count` victims are worth; infinity where there are no more."""
         self._fill_queue(count)
-        found = [np.full(len(slots), density) for _, density, slots in self._queue]
-        densities: NDArray[np.float64] = np.concatenate([*found, np.full(count, np.inf)])[:count]
-        return densities
+        found: list[float] = []
+        for _, density, slots in self._queue:
+            if len(found) >= count:
+                break
+            found += [density] * len(slots)
+        return (found + [np.inf] * (count - len(found)))[:count]
 
     def pop(self, count: int, held: NDArray[np.bool_], parked: set[int]) -> list[tuple[int, Slots]]:
         """Take out up to `count` idle slots that are worth least, with their buckets.
