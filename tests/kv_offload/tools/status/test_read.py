@@ -44,7 +44,7 @@ def test_what_is_no_address_is_refused_with_an_example(address):
     assert repr(address) in str(caught.value)
 
 
-def test_a_recorded_page_has_every_metric():
+def test_every_metric_of_a_page_is_read():
     reading = parse(HITS, "here")
     assert (reading.engines, reading.model) == (("0",), "small")
     for metric in METRICS:
