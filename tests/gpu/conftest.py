@@ -70,3 +70,9 @@ def run_in_every_mode(
         return result
 
     return run
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: a run that a time limit kills prints no summary."""
+    if report.failed and "tests/gpu/" in report.nodeid and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}\n{report.longreprtext}\n{report.capstdout}", flush=True)
