@@ -51,6 +51,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         index_n_heads=64,
         index_head_dim=128,
     ),
+    "DeepSeek-V4-Flash": _dense(
+        *("deepseek_v4", 43, 64, 1, 4096),
+        head_dim=512,
+        sliding_window=128,
+        index_topk=512,
+        index_n_heads=64,
+        index_head_dim=128,
+        compress_ratios=[128, 128, 128, *[4, 128] * 20],
+    ),
     "GLM-5": _dense(
         *("glm_moe_dsa", 78, 64, 64, 6144),
         **(_LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}),

@@ -6,6 +6,7 @@ layers as have every kind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,15 +46,15 @@ def _ring(tokens: int, head_size: int, dtype: torch.dtype, **more: Any) -> Circu
     return CircularBufferSpec(block_size=tokens, **{**shape, **more})
 
 
-def deepseek_v4() -> Specs:
+def deepseek_v4(ratios: Sequence[int] = (1, 4, 128, 4, 128)) -> Specs:
     """Windows, latents of 4 and of 128 tokens, an indexer, and what is still to be compressed."""
     packed = {"cache_dtype_str": "fp8_ds_mla", "alignment": 576, "model_version": "deepseek_v4"}
     specs: Specs = {}
-    for layer, ratio in enumerate((1, 4, 128, 4, 128)):
+    for layer, ratio in enumerate(ratios):
         specs[f"{layer}.swa"] = _latent_window(
             *(64, 512, torch.uint8, 128), state_content_bytes=584, **packed
         )
-        if ratio == 1:
+        if ratio <= 1:
             continue
         specs[f"{layer}.kv"] = _latent(
             *(256, 512, torch.uint8), tokens_per_state=ratio, state_content_bytes=584, **packed

@@ -18,7 +18,15 @@ from kv_offload.errors import ConfigError
 from kv_offload.tools.arguments import add_count
 from kv_offload.tools.output import COLUMNS, Report, as_fields
 from kv_offload.tools.sizing.model import Model, read_model
-from kv_offload.tools.sizing.slots import CACHE_DTYPES, ENDS, SlotSize, has_scales, slot_size
+from kv_offload.tools.sizing.slots import (
+    CACHE_DTYPES,
+    ENDS,
+    NUMBER_BITS,
+    PACKED_LATENT_BYTES,
+    SlotSize,
+    scale_bytes,
+    slot_size,
+)
 
 GIB = 1 << 30
 NAMES = {"full": "full attention", "window": "windows", "chunk": "chunks", "state": "states"}
@@ -130,7 +138,7 @@ def _packed(size: SlotSize, cpu_bytes: int) -> str:
 
 
 def _prompt(size: SlotSize) -> str:
-    as_tokens = -(-size.prompt_bytes // size.token_bytes)
+    as_tokens = -(-size.prompt_bytes * size.block_tokens // size.block_bytes)
     if size.keeps_ends_only:
         return f"{size.prompt_bytes:,} at most, its last {as_tokens:,} tokens"
     return f"{size.prompt_bytes:,} more for {_ends(size)}, as {as_tokens:,} tokens take"
@@ -142,6 +150,12 @@ def _ends(size: SlotSize) -> str:
 
 
 def _describe_layers(model: Model) -> str:
+    if model.ratios:
+        kept = " and ".join(
+            f"{model.ratios.count(ratio)} with a latent of every {ratio} tokens"
+            for ratio in sorted({*model.ratios} - {0})
+        )
+        return f"{len(model.ratios)} layers with windows of {model.window_tokens} tokens, {kept}"
     shape = "one latent head" if model.latent else f"{model.kv_heads} KV heads"
     kinds = " and ".join(
         f"{count} layers with {KINDS[kind].format(model.window_tokens)}"
@@ -151,16 +165,22 @@ def _describe_layers(model: Model) -> str:
 
 
 def _formula(size: SlotSize) -> str:
-    model, number_bytes = size.model, CACHE_DTYPES[size.cache_dtype]
+    model = size.model
+    if model.ratios:
+        return f"{size.slot_bytes:,} bytes of a block / {size.block_tokens} tokens"
     layers = f"{size.block_slots * size.group_layers} layers"
-    text = f"{layers} x {model.head_size}"
-    if not model.latent:
-        heads = max(model.kv_heads, size.tensor_parallel_size)
-        text = f"2 x {layers} x {heads} KV heads x {model.head_size}"
-    text += f" x {number_bytes} {'byte' if number_bytes == 1 else 'bytes'}"
+    if size.cache_dtype in PACKED_LATENT_BYTES:
+        text = f"{layers} x {size.layer_bytes} bytes"
+    else:
+        text = f"{layers} x {model.head_size}"
+        if not model.latent:
+            heads = max(model.kv_heads, size.tensor_parallel_size)
+            text = f"2 x {layers} x {heads} KV heads x {model.head_size}"
+        number_bytes = NUMBER_BITS[size.cache_dtype] / 8
+        text += f" x {number_bytes:g} {'byte' if number_bytes == 1 else 'bytes'}"
     if model.index_bytes:
         text += f" + {model.indexes} layers x {model.index_bytes} bytes of the index"
-    return f"{text} + scales" if has_scales(size.cache_dtype) else text
+    return f"{text} + scales" if scale_bytes(size.cache_dtype, model.head_size) else text
 
 
 def _fitting(size: SlotSize, cpu_bytes: int, *, packed: bool = False) -> str:
@@ -178,7 +198,12 @@ def _notes(size: SlotSize) -> Iterator[str]:
             "The file does not say all, and this Python has no transformers that knows the "
             f"defaults of {size.model.model_type}. Assumed: {'; '.join(size.model.assumed)}."
         )
-    if len(size.groups) > 1:
+    if size.model.ratios:
+        yield (
+            f"Windows, and tokens that are not compressed yet, take {size.end_slots} slots where a "
+            "prompt ends, whose blocks are smaller than a slot."
+        )
+    elif len(size.groups) > 1:
         padding = sum(size.groups.values()) * size.group_layers - sum(size.model.layers.values())
         kinds = " and ".join(f"{count} with {NAMES[kind]}" for kind, count in size.groups.items())
         yield (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kv_offload.config.file import show
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.tools.sizing.fields import Fields, read_fields
 from kv_offload.tools.sizing.layers import (
@@ -17,6 +18,9 @@ from kv_offload.tools.sizing.layers import (
     count_layers,
     read_state,
 )
+
+COMPRESSED = "deepseek_v4"
+"""The `model_type` whose latents cover several tokens."""
 
 LATENT = INDEXED | {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"}
 """Values of `model_type` for which vLLM keeps one latent KV head."""
@@ -71,6 +75,10 @@ class Model:
     """Bytes of a token in one of them."""
     state: State | None = None
     """The state of a layer that has one."""
+    ratios: tuple[int, ...] = ()
+    """Tokens that a latent covers, by layer; 0 without latents. Empty if nothing is compressed."""
+    index_size: int = 0
+    """Numbers of an index of a compressed model."""
 
 
 def read_model(model: str | Path) -> Model:
@@ -80,6 +88,8 @@ def read_model(model: str | Path) -> Model:
     `UnsupportedError` for parts of a cache whose size the file does not tell.
     """
     fields = read_fields(model)
+    if fields.model_type == COMPRESSED:
+        return _read_compressed(fields)
     _refuse_other_caches(fields)
     latent = fields.values.get("kv_lora_rank") is not None
     if latent and fields.model_type not in LATENT:
@@ -102,6 +112,35 @@ def read_model(model: str | Path) -> Model:
         indexes=count_indexes(fields, layers["full"]) if index_size else 0,
         index_bytes=index_size + index_size // INDEX_SCALE_NUMBERS * 4,
         state=read_state(fields) if "state" in layers else None,
+    )
+
+
+def _read_compressed(fields: Fields) -> Model:
+    count, ratios = fields.number("num_hidden_layers"), fields.values.get("compress_ratios")
+    if ratios is None:  # as transformers names them
+        rates, types = fields.values.get("compress_rates"), fields.values.get("layer_types")
+        if isinstance(rates, dict) and isinstance(types, list):
+            ratios = [rates.get(kind, 0) for kind in types]
+    if not isinstance(ratios, list) or len(ratios) < count:
+        raise ConfigError(
+            f"{fields.file}: {COMPRESSED} needs compress_ratios, a number for each of its {count} "
+            f"layers, and has {show(ratios)}"
+        )
+    kept = tuple(0 if ratio == 1 else ratio for ratio in ratios[:count])
+    if strange := [ratio for ratio in kept if ratio not in (0, 4, 128)]:
+        raise fields.unsupported(f"has latents that cover {show(strange[0])} tokens")
+    if 4 not in kept:
+        raise fields.unsupported("has no layer whose latents cover 4 tokens")
+    return Model(
+        model_type=COMPRESSED,
+        layers={"window": count},
+        window_tokens=fields.number("sliding_window"),
+        kv_heads=1,
+        head_size=fields.number("head_dim"),
+        latent=True,
+        cache_is_quantized=fields.cache_is_quantized,
+        ratios=kept,
+        index_size=fields.number("index_head_dim"),
     )
 
 

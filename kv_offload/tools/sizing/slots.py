@@ -8,23 +8,31 @@ from dataclasses import dataclass
 from kv_swap.packing.format import packed_slot_bytes
 
 from kv_offload.errors import ConfigError
+from kv_offload.tools.sizing.compressed import BLOCK_TOKENS, compressed_slots
 from kv_offload.tools.sizing.model import Model
 
-CACHE_DTYPES = {
-    **dict.fromkeys(("auto", "bfloat16", "float16"), 2),
-    "float32": 4,
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"), 1),
-    "int8_per_token_head": 1,
+NUMBER_BITS = {
+    **dict.fromkeys(("auto", "bfloat16", "float16"), 16),
+    "float32": 32,
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"), 8),
+    "int8_per_token_head": 8,
+    **dict.fromkeys(("int4_per_token_head", "nvfp4", "nvfp4_4over6"), 4),
 }
-"""Values of vLLM's `--kv-cache-dtype` that the plugin serves, and the bytes of a number.
+"""Bits of a number, by vLLM's `--kv-cache-dtype`.
 
 `auto` is the type in which the model computes: 16 bits, unless `--dtype float32` is given."""
 
+PACKED_LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Bytes of a token of one layer with DeepSeek's latents of 512 and 64 numbers, with scales."""
+
+PACKED_LATENT_SIZE = 512 + 64
+
+CACHE_DTYPES = (*NUMBER_BITS, *PACKED_LATENT_BYTES)
+"""Cache types whose size is known here. `turboquant_*` leaves some layers out, and others are for
+AMD's GPUs."""
+
 ENDS = ("window", "state")
 """Kinds of layers of which only the end of a prompt is kept."""
-
-SCALE_BYTES = 4
-"""Bytes of a key's scale, and of a value's, with the types `..._per_token_head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,10 @@ class SlotSize:
     """Bytes that one layer of attention on one rank keeps for one token, less its index."""
     state_bytes: int
     """Bytes of the state of one layer on one rank; 0 where no layer has one."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot, as the log of the start tells them for blocks of as many tokens."""
-        index_bytes = self.model.indexes * self.model.index_bytes
-        return (self.group_layers * self.layer_bytes + index_bytes) * self.block_tokens
+    slot_bytes: int
+    """Bytes of a slot, which the log of a start shows for blocks of as many tokens."""
+    end_slots: int
+    """Slots of a rank that windows and states take where one prompt ends, at most."""
 
     @property
     def page_bytes(self) -> int:
@@ -63,7 +69,8 @@ class SlotSize:
     @property
     def may_pack(self) -> bool:
         """True if `pack_kv` packs pages that are large enough. The model computes in bfloat16."""
-        return self.cache_dtype in ("auto", "bfloat16") and not self.state_bytes
+        is_bfloat16 = self.cache_dtype in ("auto", "bfloat16")
+        return is_bfloat16 and not self.state_bytes and not self.model.ratios
 
     @property
     def packed_slot_bytes(self) -> int:
@@ -102,9 +109,7 @@ class SlotSize:
     @property
     def prompt_bytes(self) -> int:
         """Bytes of windows and states where one prompt ends, over all ranks, at most."""
-        window_blocks = -(-(self.model.window_tokens - 1) // self.block_tokens)
-        windows = self.groups.get("window", 0) * window_blocks
-        return (windows + self.groups.get("state", 0)) * self.slot_bytes * self.arenas
+        return self.end_slots * self.slot_bytes * self.arenas
 
     def blocks_in(self, cpu_bytes: int, *, packed: bool = False) -> int:
         """Return how many blocks of `block_tokens` fit into `cpu_bytes` of all ranks together."""
@@ -120,20 +125,22 @@ def slot_size(
     Raises `ConfigError` for a type of cache that does not fit the model, and where its KV heads or
     states cannot be split over the ranks.
     """
+    if model.ratios:
+        return _compressed_size(model, tensor_parallel_size, cache_dtype)
     _check_cache_dtype(model, cache_dtype)
     groups, group_layers = cut_into_groups(model.layers)
     vectors = 1 if model.latent else 2 * _heads_per_rank(model.kv_heads, tensor_parallel_size)
-    vector_bytes = model.head_size * CACHE_DTYPES[cache_dtype]
-    if has_scales(cache_dtype):
-        vector_bytes += SCALE_BYTES
-    layer_bytes = vectors * vector_bytes
+    layer_bytes = vectors * vector_bytes(cache_dtype, model.head_size)
     state_bytes = 0
     if model.state is not None:
         # The cache's type is that of attention alone. A model of 32 bits keeps states of 32 bits.
-        of_model = CACHE_DTYPES["float32" if cache_dtype == "float32" else "auto"]
-        state_bytes = model.state.rank_bytes(tensor_parallel_size, of_model)
+        state_bytes = model.state.rank_bytes(
+            tensor_parallel_size, 4 if cache_dtype == "float32" else 2
+        )
         # As `_align_hybrid_block_size` in vLLM does it.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
+    window_blocks = -(-(model.window_tokens - 1) // block_tokens)
+    index_bytes = model.indexes * model.index_bytes
     return SlotSize(
         model=model,
         tensor_parallel_size=tensor_parallel_size,
@@ -143,26 +150,69 @@ def slot_size(
         group_layers=group_layers,
         layer_bytes=layer_bytes,
         state_bytes=state_bytes,
+        slot_bytes=(group_layers * layer_bytes + index_bytes) * block_tokens,
+        end_slots=groups.get("window", 0) * window_blocks + groups.get("state", 0),
     )
 
 
-def has_scales(cache_dtype: str) -> bool:
-    """Return whether each key and each value has a scale of its own."""
-    return cache_dtype.endswith("_per_token_head")
+def _compressed_size(model: Model, tensor_parallel_size: int, cache_dtype: str) -> SlotSize:
+    if cache_dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
+        raise ConfigError(
+            f"--kv-cache-dtype is {cache_dtype!r}, whose size is not known for {model.model_type}: "
+            "give fp8_ds_mla, its default, or start the engine: its log says how many bytes a slot "
+            "takes"
+        )
+    slot_bytes, end_slots = compressed_slots(
+        model.ratios, model.head_size, model.index_size, model.window_tokens
+    )
+    return SlotSize(
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        cache_dtype="fp8_ds_mla",
+        block_tokens=BLOCK_TOKENS,
+        groups={"full": 1, "window": 1},
+        group_layers=len(model.ratios),
+        layer_bytes=0,
+        state_bytes=0,
+        slot_bytes=slot_bytes,
+        end_slots=end_slots,
+    )
+
+
+def vector_bytes(cache_dtype: str, size: int) -> int:
+    """Return the bytes of a key, a value or a latent of so many numbers, with its scales."""
+    if cache_dtype in PACKED_LATENT_BYTES:
+        return PACKED_LATENT_BYTES[cache_dtype]
+    return size * NUMBER_BITS[cache_dtype] // 8 + scale_bytes(cache_dtype, size)
+
+
+def scale_bytes(cache_dtype: str, size: int) -> int:
+    """Return the bytes of the scales that are stored with a vector of so many numbers."""
+    if cache_dtype.startswith("nvfp4"):
+        return size // 16
+    return 4 if cache_dtype.endswith("_per_token_head") else 0
 
 
 def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
+    if cache_dtype in PACKED_LATENT_BYTES and (
+        not model.latent or model.head_size != PACKED_LATENT_SIZE
+    ):
+        raise ConfigError(
+            f"--kv-cache-dtype is {cache_dtype!r}, which is for latents of {PACKED_LATENT_SIZE} "
+            "numbers: give another"
+        )
     if cache_dtype == "auto" and model.cache_is_quantized:
         raise ConfigError(
             "--kv-cache-dtype is auto, and the checkpoint has a type of its own for the cache "
             "(kv_cache in its quantization): name it, for example --kv-cache-dtype fp8"
         )
-    if model.index_bytes and CACHE_DTYPES[cache_dtype] == 1:
+    if model.index_bytes and NUMBER_BITS.get(cache_dtype) == 8:
         raise ConfigError(
             f"--kv-cache-dtype is {cache_dtype!r}: what sparse attention keeps then depends on the "
-            "GPU. Give bfloat16, or start the engine: its log says how many bytes a slot takes"
+            "GPU. Give fp8_ds_mla or bfloat16, or start the engine: its log says how many bytes a "
+            "slot takes"
         )
-    if model.latent and has_scales(cache_dtype):
+    if model.latent and scale_bytes(cache_dtype, model.head_size):
         raise ConfigError(
             f"--kv-cache-dtype is {cache_dtype!r}, which vLLM does not have for latent attention: "
             "give another"

@@ -12,18 +12,26 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import CacheConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.models import config as model_settings
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
 from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
+from vllm.v1.kv_cache_interface import (
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
+from kv_offload.engines.vllm.model.groups import cache_groups
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.tools.sizing.model import Model, read_model
 from kv_offload.tools.sizing.slots import CACHE_DTYPES as SIZES
-from kv_offload.tools.sizing.slots import slot_size
+from kv_offload.tools.sizing.slots import slot_size, vector_bytes
 from tests.support.configurations import make_vllm_config
 from tests.support.planning import (
     SCALED,
@@ -32,10 +40,11 @@ from tests.support.planning import (
     get_kv_cache_groups,
 )
 from tests.support.published_models import PUBLISHED
+from tests.support.published_specs import deepseek_v4
 
-ODD = {"nemotron", "nemotron_h"}
-"""Kinds of models whose defaults say nothing of KV heads, which vLLM takes for no number, and those
-of whose layers vLLM counts some that keep nothing."""
+ODD = {"nemotron", "nemotron_h", "deepseek_v4"}
+"""Kinds of models whose defaults have no number of KV heads, those of whose layers vLLM counts some
+that keep nothing, and compressed latents, which vLLM does not call latent."""
 
 
 def slot_bytes(layers: dict[str, int], cache_dtype: str) -> tuple[int, int]:
@@ -64,16 +73,66 @@ def test_groups_and_slots_are_those_of_vllm(vllm_config, full, windows):
     assert slot_bytes(layers, "auto") == (bytes_per_block(planned), len(groups))
 
 
-PACKED = re.compile(r"int4_.+|.+_ds_mla|nvfp4.*|(turbo|ultra)quant_.+|octave_.+|fp8_inc")
-"""Types of which the attention backend alone knows how many bytes a token takes."""
+UNKNOWN = re.compile(r"(turbo|ultra)quant_.+|octave_.+|fp8_inc")
+"""Types that leave some layers out, or are for the devices of others."""
+
+INT4 = {"kv_quant_mode": KVQuantMode.INT4_PER_TOKEN_HEAD, "dtype": torch.uint8}
 
 
 def test_every_served_type_of_cache_has_a_size_and_scales_are_those_of_vllm():
-    packed = {name for name in CACHE_DTYPES if PACKED.fullmatch(name)}
-    assert set(SIZES) == CACHE_DTYPES - packed
-    for name, settings in SCALED.items():
+    unknown = {name for name in CACHE_DTYPES if UNKNOWN.fullmatch(name)}
+    assert set(SIZES) == CACHE_DTYPES - unknown
+    for name, settings in {**SCALED, "int4_per_token_head": INT4}.items():
         spec = attention_spec(16, **settings)
         assert slot_bytes({"full": 1}, name)[0] == spec.page_size_bytes, name
+    for name in ("nvfp4", "nvfp4_4over6"):
+        assert vector_bytes(name, 128) == nvfp4_kv_cache_full_dim(128)
+
+
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_packed_latents_have_the_size_of_vllm(vllm_config, name):
+    layer = SimpleNamespace(
+        kv_cache_dtype=name,
+        head_size=576,
+        sliding_window=None,
+        topk_buffer_width=None,
+        indexer=None,
+        non_causal_multi_token_decode=False,
+    )
+    spec = MLAAttention.get_kv_cache_spec(layer, vllm_config)
+    assert vector_bytes(name, 576) * spec.block_size == spec.page_size_bytes
+
+
+@pytest.mark.parametrize(
+    "ratios",
+    [
+        PUBLISHED["DeepSeek-V4-Flash"]["compress_ratios"],
+        [0, 0, *[4, 128] * 20, 4],
+        [0, *[4, 128] * 6],
+        [4, 128, 4, 4],
+        [0, 0, 0, 4],
+    ],
+    ids=len,
+)
+def test_compressed_latents_are_planned_as_by_vllm(vllm_config, tmp_path, ratios):
+    vllm_config.cache_config.kv_cache_layout = "BLHNC"
+    vllm_config.cache_config.block_size = 256
+    vllm_config.cache_config.num_gpu_blocks_override = 7
+    groups = get_kv_cache_groups(vllm_config, deepseek_v4(ratios))
+    planned = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
+    published = {
+        **PUBLISHED["DeepSeek-V4-Flash"],
+        "num_hidden_layers": len(ratios),
+        "compress_ratios": ratios,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    size = slot_size(
+        read_model(tmp_path), tensor_parallel_size=8, cache_dtype="auto", block_tokens=16
+    )
+    assert (size.slot_bytes, size.arenas) == (bytes_per_block(planned), 1)
+    ends = [group for group in cache_groups(planned) if group.window_tokens]
+    assert size.end_slots == sum(-(-(g.window_tokens - 1) // g.block_tokens) for g in ends)
+    assert [g.block_tokens for g in cache_groups(planned) if not g.window_tokens] == [256]
 
 
 QWEN35 = {

@@ -73,6 +73,11 @@ REFUSED = [
     ({"block_configs": [{}]}, "has layers of different shapes"),
     ({"num_kv_shared_layers": 10}, "has layers that read the cache of others"),
     ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "has latent attention in a form that is"),
+    ({"model_type": "deepseek_v4", "compress_ratios": [8] * 32}, "has latents that cover 8 tokens"),
+    (
+        {"model_type": "deepseek_v4", "compress_ratios": [0] * 32},
+        "has no layer whose latents",
+    ),
     ({"v_head_dim": 64}, "has values of another size than keys"),
     (GRANITE | {"layer_types": ["mamba"] * 40}, "has states and no layer with full attention"),
 ]
@@ -113,6 +118,7 @@ BAD = [
     (LLAMA | {"layer_types": [["full_attention"]]}, "layer_types is .* a list of names is needed"),
     (LLAMA | {"hidden_size": 4000, "num_attention_heads": 24}, "hidden_size is 4000"),
     (LLAMA | {"num_key_value_heads": 5}, "not a multiple of the 5 KV heads"),
+    (LLAMA | {"model_type": "deepseek_v4", "compress_ratios": [4]}, "and has \\[4\\]"),
     (LLAMA | {"model_type": "gemma3_text", "sliding_window": 9}, "no layer_types says in which"),
 ]
 

@@ -53,6 +53,10 @@ def size(tmp_path: Path, command: Command) -> Command:
         ("Llama-3.1-8B", "-tp 4", "With --block-size 32 it"),
         ("DeepSeek-V3", "", " bytes per slot, 1.25 times as many slots"),
         ("Qwen3-Next-80B-A3B", "-tp 4", "blocks of 272 tokens"),
+        ("Llama-3.1-8B", "--kv-cache-dtype nvfp4", "8 KV heads x 128 x 0.5 bytes + scales"),
+        ("DeepSeek-V3.2", "--kv-cache-dtype fp8_ds_mla", "48,068 = 61 layers x 656 bytes + 61"),
+        ("DeepSeek-V4-Flash", "-tp 8", "take 22 slots where a prompt ends"),
+        ("DeepSeek-V4-Flash", "-tp 8", "hold equal bytes and keep them once."),
     ],
 )
 def test_what_else_decides(size, name, options, shown):
@@ -135,6 +139,12 @@ def test_a_path_that_leads_nowhere_is_one_message(tmp_path, command, monkeypatch
         ("Granite-4.0-H-Small", "-tp=256", "the states have 128 heads: give a divisor of 128"),
         ("DeepSeek-V3", "--kv-cache-dtype=fp8_per_token_head", "not have for latent attention"),
         ("DeepSeek-V3.2", "--kv-cache-dtype=fp8", "attention keeps then depends on the GPU. Give"),
+        (
+            "DeepSeek-V4-Flash",
+            "--kv-cache-dtype=bfloat16",
+            "is not known for deepseek_v4: give",
+        ),
+        ("Llama-3.1-8B", "--kv-cache-dtype=fp8_ds_mla", "is for latents of 576 numbers"),
     ],
 )
 def test_settings_that_do_not_fit(size, name, option, message):
