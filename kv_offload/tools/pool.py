@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatState:
-    """What one engine has, or left, in a pool."""
+    """The memory that one engine has, or has left, in a pool."""
 
     pool: str
     seat: int

@@ -13,7 +13,7 @@ BLOCK_TOKENS = 256
 """Tokens of a block of latents, the block size of vLLM's backends for this model."""
 
 LATENT_BYTES = 584
-"""Bytes of a latent of the cache type `fp8_ds_mla`: 448 numbers of 8 bits, 64 of 16, and 8 scales."""
+"""Bytes of a latent with `fp8_ds_mla`: 448 numbers of 8 bits, 64 of 16 bits, and 8 scales."""
 
 WINDOW_BLOCK_TOKENS = 64
 PENDING_BLOCK_TOKENS = {4: 4, 128: 8}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_LETTERS = 180
-"""Of a line in the log, less `kv-offload: `."""
+"""Most letters of a line in the log, less `kv-offload: `."""
 
 FIRST_REQUESTS = 1000
 """Ended requests without any hit after which the log says so."""

@@ -27,10 +27,10 @@ from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 10
-"""Of a request with its answer; a longer one has failed."""
+"""Longest time of a request with its answer; after it the request has failed."""
 
 RETRIES = 2
-"""Of an answer such as 503, within `REQUEST_SECONDS` for all."""
+"""Retries after an answer such as 503, within `REQUEST_SECONDS` for all."""
 
 ASKING_THREADS = 32
 """An answer takes 10 to 50 ms."""

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Sweepable(ABC):
-    """What a sweep needs of a store."""
+    """The operations of a store that a sweep needs."""
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
