@@ -121,7 +121,7 @@ SERVE = 'ARGUMENT=$({command} config --argument kv-offload.yaml) && {serve} "$AR
 """The way of README.md."""
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/use/start.md", "docs/use/configuration.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/use/configuration.md"])
 def test_the_pages_start_a_server_in_the_way_that_is_tested(page):
     start = SERVE.format(command="kv-offload", serve="").removesuffix(' "$ARGUMENT"')
     text = (DOCS.parents[2] / page).read_text()

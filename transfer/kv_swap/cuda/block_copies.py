@@ -24,8 +24,10 @@ MOST_COPY_BYTES = 4 << 20
 """Most bytes of one copy, so that every piece of 8 MiB is filled by more than half."""
 
 LEAST_RUN_BYTES = 1 << 20
-"""Least bytes of a run, on average. A copy costs the step's thread 2 to 3 us, as CUDA looks up the registration
-of its host address: with shorter runs 1 GiB would take more than 4 ms of it (H200, 28 Nov 2026)."""
+"""Least bytes of a run, on average.
+
+A copy costs the step's thread 2 to 3 us, as CUDA looks up the registration of its host address:
+with shorter runs 1 GiB would take more than 4 ms of it (H200, 28 Nov 2026)."""
 
 
 @dataclass(frozen=True, slots=True)
