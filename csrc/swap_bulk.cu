@@ -9,7 +9,7 @@
 //
 // Fills run up to kStages - kDrains tiles ahead, kDrains tiles are being drained. That bounds the
 // bytes in flight: what the link needs, and no more, since more backs up the memory system and
-// slows the compute beside it. kv_swap/cuda/kernel_families.py chooses the numbers.
+// slows the compute next to it. kv_swap/cuda/kernel_families.py chooses the numbers.
 
 #include "bulk.cuh"
 #include "swap.cuh"
@@ -77,7 +77,7 @@ class TileCursor {
 // The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
 //
 // Segments are fetched kFetched - 1 tiles ahead. Compute pushes the table out of the L2, and then
-// segments that are fetched one tile ahead arrive after the tile: loads beside decodes moved 32
+// segments that are fetched one tile ahead arrive after the tile: loads next to decodes moved 32
 // GB/s instead of 51. A place is written again only after its segment was taken.
 class SegmentCursor {
  public:

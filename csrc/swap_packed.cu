@@ -66,7 +66,7 @@ struct StoreWork {
 
 // State shared by a group that stores. Each barrier is for the stage or buffer of its index.
 //
-// One lane arrives for its warp, after __syncwarp; every thread that goes on waits for itself.
+// One lane arrives for its warp, after __syncwarp; every thread that continues waits for itself.
 // compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
 // and what follows the wait: tests/gpu/sanitize_run.py leaves the store out there.
 struct StoreGroup {

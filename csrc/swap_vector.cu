@@ -14,7 +14,7 @@ constexpr u32 kThreads = 1024;
 
 // Vectors of 16 bytes that a lane holds at once. With 4 CTAs that is 128 KiB in flight towards the
 // host and 256 KiB from it, the least with which bulk copies filled the link of an H200 (PCIe Gen5
-// x16). More only backs up the memory system and slows the compute beside it.
+// x16). More only backs up the memory system and slows the compute next to it.
 constexpr int kStoreVectors = 2;
 constexpr int kLoadVectors = 4;
 

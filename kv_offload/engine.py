@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Request(Protocol):
-    """A request as it is now: the engine goes on changing it."""
+    """A request as it is now; the engine changes it later."""
 
     request_id: str
     block_hashes: Sequence[bytes]

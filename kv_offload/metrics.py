@@ -155,7 +155,7 @@ METRICS = (
         "histogram",
         "Time from when a load could start to its end, on the first rank; one value for each load.",
         # 0.1 ms, below which a load is all start, to 5 s, when something is wrong. 0.5 ms and
-        # 100 ms are among them: what synchronous loads may take beside others, and alone.
+        # 100 ms are among them: the limits of synchronous loads next to other requests, and alone.
         tuple(step * 10.0**power for power in range(-4, 1) for step in (1, 2.5, 5)),
     ),
     Metric(

@@ -165,9 +165,9 @@ def trace_config(
 def _check_variables(environ: Mapping[str, str], problems: Problems) -> Iterator[str]:
     """Yield a warning for each variable that begins like ours and is not read.
 
-    It may be somebody else's, such as a start script's, so it stops no engine. One that is named
-    after a key does, as a `ConfigError`: whoever sets `KV_OFFLOAD_CPU_BYTES` wants that value, and
-    the engine would take another.
+    It may belong to another program, such as a start script, so it stops no engine. One that is
+    named after a key does, as a `ConfigError`: a user who sets `KV_OFFLOAD_CPU_BYTES` wants that
+    value, and the engine would take another.
     """
     for name, value in sorted(environ.items()):
         is_ours = name.startswith(VARIABLES) and not _NOT_MEANT_FOR_US.fullmatch(name)

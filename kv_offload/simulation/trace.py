@@ -24,7 +24,7 @@ class TraceError(KVOffloadError, ValueError):
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """One request. Equal prefixes have equal `hash_ids`, one for each block of the prompt.
 
-    Raises `ValueError` for a block that is named twice: what lies before it is part of its name.
+    Raises `ValueError` for a block that is named twice: what is before it is part of its name.
     """
 
     timestamp: Annotated[float, Meta(ge=0)]

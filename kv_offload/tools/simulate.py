@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    # No share of this machine's memory: the question is mostly about another machine.
+    # No share of this machine's memory: the question is usually about another machine.
     give = "sizes with units, with commas between them: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
     policies = arguments.policies.split(",")

@@ -172,7 +172,7 @@ class ForwardLoads:
             return
         try:
             self._jobs.require_transfer().load_now(_all_pairs(jobs))
-        except Exception as second:  # noqa: BLE001 - its requests end, the engine goes on
+        except Exception as second:  # noqa: BLE001 - its requests end, the engine continues
             for job in jobs:
                 self._lose(job, f"{error}; and when it was copied at once: {second}")
             return

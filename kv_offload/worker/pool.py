@@ -110,7 +110,7 @@ class Pool:
             number += 1
 
     def _begin(self, seat: Path, lock: int) -> Seat:
-        """Make a seat ready for all ranks: none takes memory before others' is given back."""
+        """Make a seat ready for all ranks: none takes memory before the others' is free."""
         for name in find_arenas(seat):
             if not _is_of(name, digest(self.contents)):
                 (seat / name).unlink(missing_ok=True)

@@ -211,7 +211,7 @@ class OffloadWorker:
     def _end_aborted_step(self) -> None:
         """End the step before, if the engine never did: an error of its own cut it short.
 
-        What it was to compute may be missing, so it is not stored. The engine goes on only where
+        What it was to compute may be missing, so it is not stored. The engine continues only where
         its user caught the error, in the user's own process.
         """
         step = self._started_for

@@ -3,7 +3,7 @@
 Describe the cache (`TensorDescription`, `KVLayout`), make an engine (`create_engine`), give it jobs
 (`SwapJob`) and poll it for completions: `transfer/example.py`. This package knows no inference
 engine. Its rooms are `memory` (host memory for slots), `cuda` and `host` (one engine each), and
-`tiers` (what lies below host memory).
+`tiers` (storage below host memory).
 """
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob

@@ -1,4 +1,4 @@
-"""Where the bytes of a KV block lie: regions (address, page, stride) and the slot that holds them.
+"""The places of a KV block's bytes: regions (address, page, stride) and the slot that holds them.
 
 A block is all bytes that share one block id, over all regions. A slot is those bytes, contiguous,
 in the order of the regions. Where regions are packed, theirs come first and take less, and a pool
@@ -196,7 +196,7 @@ def _packing(region: Region, packings: Mapping[str, Packing]) -> Packing | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of block 0 that lie together; block `b` has its own `b * stride` further on."""
+    """Adjacent bytes of block 0; block `b` has its own `b * stride` further on."""
 
     names: frozenset[str]
     address: int

@@ -34,7 +34,7 @@ def register() -> None:
 
     Also shows our log in vLLM's, and patches what every process needs. vLLM calls this in engines
     that do not ask for the plugin, too. So a vLLM that is not supported, and lacks what is needed
-    here, is an error in its log and goes on: to it our connector has an unknown name.
+    here, is an error in its log, and the engine continues: to it our connector has an unknown name.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

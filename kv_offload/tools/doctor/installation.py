@@ -126,7 +126,7 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
 
 
 def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
-    """Look for the CuPy of torch's CUDA, and no other beside it."""
+    """Look for the CuPy of torch's CUDA, and for a second CuPy."""
     shown = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
     if torch is None:
         return not_checked("CuPy", f"{shown}; which one is needed depends on torch")

@@ -67,7 +67,7 @@ def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
         except TierError:
             if remote.kind != "mooncake":
                 raise
-            # Before the first engine nobody gives memory.
+            # Before the first engine starts, no process gives memory.
             where = "in doctor's own memory, as nobody else gives any"
             rates = measure(asker, make_client(remote, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:

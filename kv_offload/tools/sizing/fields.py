@@ -142,7 +142,7 @@ def _names_a_cache(quantization: Any) -> bool:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the defaults of its model; empty where nobody knows them."""
+    """Return the configuration with the defaults of its model; empty where they are unknown."""
     if not isinstance(given.get("model_type"), str):
         return {}  # nothing to look up, and the import takes seconds
     layers = given.get("num_hidden_layers")

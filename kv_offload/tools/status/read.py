@@ -21,7 +21,7 @@ from kv_offload.metrics import PREFIX
 
 ENGINE_PREFIX = "vllm:"
 OF_VLLM = "vllm:prefix_cache_"
-"""How the names of vLLM's metrics begin that are read beside ours: those of its own cache."""
+"""Prefixes of the metrics of vLLM's own cache, which are read along with ours."""
 MAX_VALUE = 2.0**63
 """No counter, number of bytes or time is as large, or below 0."""
 TIMEOUT_SECONDS = 10.0

@@ -147,7 +147,7 @@ PACKED = KernelFamily(
     packs=True,
     shared_bytes=max(_packed_shape(way).shared_bytes for way in Direction) + _PACKED_STATIC_BYTES,
 )
-"""Bulk copies through shared memory, packed and unpacked there; beside `BULK` for what is raw."""
+"""Bulk copies through shared memory, packed and unpacked there; `BULK` copies what is raw."""
 
 FAMILIES = (BULK, BULK_SMALL, VECTOR)
 """Those that copy raw bytes, the fastest first."""

@@ -174,7 +174,7 @@ class Lane:
         self._fences.clear()
         try:
             if job.after_compute:
-                # First: what the device does about it goes on while the slice is made.
+                # First: the device works on it while the slice is made.
                 marks = self.stream.mark()
                 started = marks[0]
                 events += marks

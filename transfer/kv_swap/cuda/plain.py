@@ -1,4 +1,4 @@
-"""Copies that wait for nobody: what a failed load is made good with, one `cudaMemcpyAsync` each."""
+"""Plain copies, one `cudaMemcpyAsync` each, which repeat a failed load."""
 
 from __future__ import annotations
 

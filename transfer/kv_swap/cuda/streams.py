@@ -97,7 +97,7 @@ class CopyStream:
         return event
 
     def take(self) -> Event:
-        """Return an event that nobody uses; `recycle` it. CUDA may lack memory for one more."""
+        """Return an unused event; `recycle` it. CUDA may lack memory for one more."""
         return self._events.pop() if self._events else self._new_event()
 
     def recycle(self, *events: Event) -> None:

@@ -172,7 +172,7 @@ class WaveTable:
         self._segments_per_tile = table.shape[1]
 
     def tiles(self, waves: WaveRange) -> Tiles:
-        """Return the tiles of waves that follow one another, which lie together."""
+        """Return the tiles of consecutive waves, which are adjacent."""
         first, end = self._firsts[waves.start], self._firsts[waves.stop]
         row_bytes = self._segments_per_tile * _SEGMENT_BYTES
         address = self._memory.ptr + first * row_bytes

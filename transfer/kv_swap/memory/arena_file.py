@@ -7,7 +7,7 @@ So a name identifies an arena for good: whoever has noted it finds that arena or
 
 A file is locked as long as some process has it open *or mapped*: the lock belongs to the open file,
 which the kernel closes after the last mapping of it is gone, however the process ends. So a process
-that gets the lock knows that nobody else writes there.
+that gets the lock knows that no other process writes there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_arenas(folder: Path) -> dict[str, int]:
 def find_free_bytes(folder: Path) -> int:
     """Return the bytes of memory of a folder's arenas that no process has.
 
-    Locks each for a moment, in which nobody can adopt it.
+    Locks each for a moment, in which no process can adopt it.
     """
     free_bytes = 0
     for name, nbytes in find_arenas(folder).items():

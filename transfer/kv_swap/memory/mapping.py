@@ -89,8 +89,8 @@ class Mapping:
 
         Private memory is touched; nothing may have written it, or write it meanwhile. The system
         call that gives pages holds the lock on the process' memory map, and every `mmap` waits. In
-        a virtual machine an `mmap` took 113 ms (median) beside calls of 32 MiB, 5 ms beside calls
-        of 2, and 0.03 ms beside touches. All three gave 0.5 GiB/s (22 Nov 2026).
+        a virtual machine an `mmap` took 113 ms (median) next to calls of 32 MiB, 5 ms next to calls
+        of 2, and 0.03 ms next to touches. All three gave 0.5 GiB/s (22 Nov 2026).
 
         A touch of shared memory that cannot be had would end the process. There it is calls, which
         raise `OSError`, and do nothing where Linux is older than 5.14.

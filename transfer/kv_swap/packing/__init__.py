@@ -2,7 +2,7 @@
 
 `format` has sizes and the header, `columns` says which values share a base, `tiles` packs tiles and
 `slots` whole slots; `samples` counts escapes in packed slots. The kernels of `csrc/swap_packed.cu`
-write the same bytes. What lies here knows no device; it is what the host engine copies with.
+write the same bytes. Nothing here knows a device; the host engine copies with it.
 """
 
 from kv_swap.packing.format import FORMAT_VERSION

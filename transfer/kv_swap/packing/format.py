@@ -14,7 +14,7 @@ even bytes are mantissas, each with the sign of the other value.
 The base of a column is its greatest exponent less 15, and at least 1. The code of an exponent is
 what it is above the base of its column: from the base on 16 exponents have a code. Where one of 32
 groups, 32 * n to 32 * n + 31, has an exponent 0, of zeros and subnormal numbers, the code 0 is that
-exponent for all of them, and the base has none. So channels may be zero beside others.
+exponent for all of them, and the base has none. So some channels may be zero.
 
 A group with an exponent that has no code escapes, and so does one with the codes `ESCAPE_CODES`:
 they are those of every group that escapes. Its 8 exponents are in the escapes. A tile has 8 strips,
@@ -49,7 +49,7 @@ MAIN_BYTES = MANTISSA_BYTES + CODE_BYTES
 PACKED_TILE_BYTES = 12672
 """A multiple of 128: tiles of 12,480 bytes moved 5 % slower (H200, 24 Nov 2026).
 
-That leaves 38 escapes beside the most columns, and 45 beside the fewest. A tile of SmolLM2's KV has
+That leaves 38 escapes with the most columns, and 45 with the fewest. A tile of SmolLM2's KV has
 at most 32, one of Gemma 3's 10. With 3 % of K's channels 128 times as great at most 60 and 54, and
 at most 1 and 5 tiles of a block have too many (bench/results/cpu/packing.json)."""
 
@@ -67,8 +67,8 @@ ESCAPE_CODES = (0, 1, 1, 1, 1, 1, 1, 1)
 
 MAX_COLUMNS = 64
 """More columns leave less room for escapes, and fewer make more of them: of K with outliers as
-above, in rows of 1,024 channels, 0.4 % of tiles had more escapes than fit beside 64 columns, 1.2 %
-beside 128 and 4 % beside 32, in tiles of 12,544 bytes."""
+above, in rows of 1,024 channels, 0.4 % of tiles had more escapes than fit with 64 columns, 1.2 %
+with 128 and 4 % with 32, in tiles of 12,544 bytes."""
 
 HEADER = np.dtype(
     [

@@ -1,4 +1,4 @@
-"""Packs whole slots on the host: where their tiles lie, and which of them get the pool."""
+"""Packs whole slots on the host: the places of their tiles, and which tiles get the pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pages = Mapping[int, NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class PlacedTile:
-    """A tile of a region: where it lies in its page, and where it is packed in a slot."""
+    """A tile of a region: its place in the page, and its packed place in a slot."""
 
     region: int
     page_offset_bytes: int

@@ -12,6 +12,6 @@ workers.py    the threads: jobs in, completions out
 verify.py     looks at records in place, without an engine
 probe.py      what a disk gives without an engine
 
-Which block lies in which slot is not known here. A slot is found by its number, an object of a
+Which block is in which slot is not known here. A slot is found by its number, an object of a
 store by its name, and either is proven by its name.
 """

@@ -23,7 +23,7 @@ from kv_swap.tiers.transfers import NUM_THREADS, Transfers, chunk_slots
 
 
 class DiskTier(TierEngine):
-    """Moves slots between an arena and a file, which it makes, or goes on with.
+    """Moves slots between an arena and a file, which it makes or reuses.
 
     `path` is the file. `arena` is a view of a `HostArena`, uint8 of `(slots, slot_bytes)`, which
     keeps the memory alive. `description` is all that changes what the bytes of a slot mean. The
@@ -60,7 +60,7 @@ class DiskTier(TierEngine):
     def revoke(self, timeout_seconds: float) -> str:
         """See `TierEngine`: the file gets another id on the disk, and keeps its own in memory.
 
-        After a timeout the write goes on, and the next call waits for it.
+        After a timeout the write continues, and the next call waits for it.
         """
         if self._closed:
             return f"{self._path} is closed"

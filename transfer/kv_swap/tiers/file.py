@@ -1,6 +1,6 @@
 """Opens a tier's file: the lock on it, the space that it takes, and direct I/O.
 
-A file goes on only if format, slot size, number of slots and description are what its user wants.
+A file is reused only if format, slot size, number of slots and description are what its user wants.
 Else it is begun afresh: it gets another id, with which none of the records in it agrees. What no
 tier has made, or another user owns, is left alone.
 """
@@ -49,7 +49,7 @@ class OpenFile:
     """A file that is open, locked, and has all its space, for an arena.
 
     `arena` is uint8 of `(slots, slot_bytes)`. `reason` says why the file was begun afresh; it is
-    empty if the file goes on.
+    empty if the file is reused.
     """
 
     fd: int

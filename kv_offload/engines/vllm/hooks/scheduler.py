@@ -60,7 +60,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
     loaded: frozenset[str] = frozenset()
-    """Requests whose asynchronous loads have ended, and vLLM has not been told."""
+    """Requests whose asynchronous loads have ended, and that were not reported to vLLM yet."""
 
     @property
     def requires_kv_delivery(self) -> bool:

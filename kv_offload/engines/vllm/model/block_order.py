@@ -27,7 +27,7 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
     In other orders than vLLM's own, vLLM refuses blocks that an attention kernel splits, and models
     whose pages differ. So it is asked for only where neither can happen: blocks that both backends
-    take as they are, and one kind of attention with nothing beside it.
+    take as they are, and one kind of attention and nothing else.
     """
     from vllm.platforms import current_platform
 

@@ -93,7 +93,7 @@ def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
 
 
 def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> dict[str, Packing]:
-    """Return where the channels of a page lie, for each layer with bfloat16 KV of attention."""
+    """Return the places of a page's channels, for each layer with bfloat16 KV of attention."""
     import torch
 
     specs, num_blocks = layer_specs(kv_cache_config), kv_cache_config.num_blocks

@@ -25,7 +25,7 @@ SUPERVISOR = "--data-parallel-multi-port-external-lb"
 """Starts a server for each replica of a host. These have its command line as their own."""
 LOCAL_SIZE = ("--data-parallel-size-local", "-dpl")
 RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-"""Which variables beside its own vLLM gives to the actors of Ray, by names with commas between."""
+"""Names, with commas between, of further variables that vLLM passes to the actors of Ray."""
 NOTHING = ("", "None")
 """Values of the argument that vLLM takes for none, as a shell may leave it."""
 

@@ -60,7 +60,7 @@ def make_folder(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
     path = Path(config.disk.path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # KV reveals the prompts of users: nobody else may enter.
+        # KV reveals the prompts of users: no other user may enter.
         path.mkdir(0o700, exist_ok=True)
         folder.mkdir(0o700, exist_ok=True)
     except OSError as error:

@@ -111,7 +111,7 @@ def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> It
 
 
 def _misplaced(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> dict[str, str]:
-    """Return the options of ours beside `connectors`, unless the member has the same value."""
+    """Return the plugin's options next to `connectors`, unless the member has the same value."""
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
     return {
         name: f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "

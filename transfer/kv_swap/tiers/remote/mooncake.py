@@ -4,9 +4,9 @@ The process may give memory to the pool, its segment, which others reach at the 
 machine's route to the master. After a restart of the master Mooncake joins again by itself, within
 two seconds; what was in memory is lost.
 
-A transfer that stalls is given up after 60 s, and **goes on**: its bytes may arrive in memory that
-has another block by then. So after a call that long the connection is closed, which ends its
-transfers, before the call returns.
+A transfer that stalls is reported as failed after 60 s, but **continues**: its bytes may arrive in
+memory that has another block by then. So after a call that long the connection is closed, which
+ends its transfers, before the call returns.
 
 Memory is not registered. By TCP Mooncake needs that only of memory that others address, and it
 lets everybody who reaches this process read and write what is registered.

@@ -168,7 +168,7 @@ class S3Client(RemoteClient, Sweepable):
                     self._url,
                     client_options={
                         # Options replace those of the environment. Who names such an endpoint
-                        # wants it, and a signature tells nobody the secret.
+                        # wants it, and a signature does not reveal the secret.
                         "allow_http": endpoint.startswith("http://"),
                         "timeout": timedelta(seconds=REQUEST_SECONDS),
                         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
