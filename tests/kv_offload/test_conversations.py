@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ import pytest
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.loads import decision
 from tests.support import simulated_engine
-from tests.support.conversations import Conversations, Talk
 from tests.support.loads import set_synchronous_loads
 from tests.support.simulated_engine import (
     LINK_BYTES_PER_SECOND,
@@ -22,15 +23,44 @@ from tests.support.simulated_engine import (
 )
 
 BLOCK_TOKENS = 8
-USERS = Conversations(
-    count=40,
-    turns=5,
-    at_once=12,
-    system_tokens=1024,
-    history_tokens=(1000, 4000),
-    new_tokens=700,
-    answer_tokens=(16, 112),
-)
+
+
+@dataclass(frozen=True)
+class Users:
+    """`count` conversations of `turns` questions each, `at_once` of them open at a time.
+
+    Each begins with the same `system_tokens` and a history of its own. Each turn adds `new_tokens`
+    and an answer. Lengths of histories and answers are random; both ends of a range are in it.
+    """
+
+    count: int = 40
+    turns: int = 5
+    at_once: int = 12
+    system_tokens: int = 1024
+    history_tokens: tuple[int, int] = (1000, 4000)
+    new_tokens: int = 700
+    answer_tokens: tuple[int, int] = (16, 112)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest conversation at its end."""
+        turn = self.new_tokens + self.answer_tokens[1]
+        return self.system_tokens + self.history_tokens[1] + self.turns * turn
+
+
+USERS = Users()
+
+
+@dataclass
+class Talk:
+    """What users waited, in seconds."""
+
+    seconds: float
+    """From the first question to the last token."""
+    waits: list[float]
+    """From every question to its first token."""
+    between_tokens: list[float]
+    """From every token to the next one of the same answer."""
 
 
 def clock_of(patch: pytest.MonkeyPatch) -> Clock:
@@ -54,19 +84,51 @@ def limit() -> Talk:
     return limit
 
 
-def converse(engine: SimulatedEngine, users: Conversations, seed: int) -> Talk:
-    """Hold conversations to their end."""
-    talk, clock = Talk(users, seed), engine.clock
-    while not talk.is_over:
-        while turn := talk.ask(clock.now):
-            engine.ask(turn.request_id, turn.prompt, turn.answer_tokens)
-        talk.take(engine.pass_step(), clock.now)
-    return talk
+def converse(engine: SimulatedEngine, users: Users, seed: int) -> Talk:
+    """Hold conversations to their end: of one seed the same questions, whatever is answered.
+
+    Whose turn is when is the same too, but a conversation that still gets an answer is passed over.
+    """
+    random, clock = np.random.default_rng((seed, users.count)), engine.clock
+
+    def draw(length: int) -> Any:
+        return random.integers(10, 31000, length).tolist()
+
+    def lengths(bounds: tuple[int, int], count: int) -> Any:
+        return random.integers(*bounds, count, endpoint=True).tolist()
+
+    system = draw(users.system_tokens)
+    spoken = [system + draw(length) for length in lengths(users.history_tokens, users.count)]
+    questions = [[draw(users.new_tokens) for _ in range(users.turns)] for _ in spoken]
+    order = random.permutation(np.repeat(np.arange(users.count), users.turns)).tolist()
+    answers = [lengths(users.answer_tokens, users.turns) for _ in spoken]
+    whose: dict[str, int] = {}  # of the questions that are not answered yet
+    left: dict[str, int] = {}  # tokens of their answers
+    times: dict[str, list[float]] = {}  # when each question was asked, and when tokens came
+    while order or whose:
+        while len(whose) < users.at_once:
+            place = next((i for i, one in enumerate(order) if one not in whose.values()), None)
+            if place is None:
+                break
+            one, name = order.pop(place), f"turn{seed}-{len(times)}"
+            spoken[one] += questions[one].pop()
+            whose[name], left[name], times[name] = one, answers[one].pop(), [clock.now]
+            engine.ask(name, [*spoken[one]], left[name])
+        for name, tokens in engine.pass_step().items():
+            times[name].append(clock.now)
+            spoken[whose[name]] += tokens
+            left[name] -= len(tokens)
+            if not left[name]:
+                del whose[name]
+    asked, *_ = times.values()
+    return Talk(
+        seconds=max(of_turn[-1] for of_turn in times.values()) - asked[0],
+        waits=[of_turn[1] - of_turn[0] for of_turn in times.values()],
+        between_tokens=[gap for of_turn in times.values() for gap in np.diff(of_turn[1:])],
+    )
 
 
-def hold(
-    clock: Clock, users: Conversations, kind: str, room: float = 1.0
-) -> tuple[Talk, Counter[str]]:
+def hold(clock: Clock, users: Users, kind: str, room: float = 1.0) -> tuple[Talk, Counter[str]]:
     """Return conversations with an engine that knows its rates, and what it counted.
 
     `limit` is an engine with a GPU cache for all conversations and no host memory. `ours` has a
@@ -89,30 +151,6 @@ def hold(
     converse(engine, users, 1)
     engine.totals.clear()
     return converse(engine, users, 2), engine.totals
-
-
-def test_users_ask_the_same_whatever_they_wait_for():
-    """Else two engines are given different work."""
-    few = dataclasses.replace(USERS, count=6, turns=3, at_once=4)
-    asked = []
-    for tokens_a_step in (1, 30):
-        talk, now = Talk(few, 5), 0.0
-        prompts = []
-        while not talk.is_over:
-            while turn := talk.ask(now):
-                prompts.append(turn.prompt)
-            open_turns = [turn for turn in talk.turns if len(turn.answer) < turn.answer_tokens]
-            assert len(open_turns) <= few.at_once
-            assert len({turn.conversation for turn in open_turns}) == len(open_turns)
-            turn, now = open_turns[-1], now + 1
-            answer = [7] * min(tokens_a_step, turn.answer_tokens - len(turn.answer))
-            talk.take({turn.request_id: answer}, now)
-        assert len(talk.turns) == len(talk.waits) == 6 * 3
-        assert sum(talk.waits) > 0
-        asked.append((talk.spoken, sorted(prompts)))
-        longest = max(turn.prompt_tokens + turn.answer_tokens for turn in talk.turns)
-        assert longest == max(map(len, talk.spoken)) <= few.most_tokens
-    assert asked[0] == asked[1]
 
 
 def test_hits_are_computed_when_local_hits_would_be(clock, limit, monkeypatch):
