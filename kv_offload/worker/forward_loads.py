@@ -77,6 +77,8 @@ class ForwardLoads:
         """Take in the loads of a step; end those of a step that was cut short."""
         aborted, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
         if aborted is not None:
+            self.waves.missed()  # its layers were not run
+            aborted.error = aborted.error or CopyError("its step was cut short")
             self._end(aborted)
 
     def start(self, *, after_compute: bool) -> None:
@@ -215,9 +217,7 @@ class ForwardLoads:
     def _end(self, loads: StepLoads) -> None:
         """Have the compute stream wait for all waves; lose the loads if a layer did not call."""
         why: object = loads.error
-        if not loads.started:
-            why = "its step was cut short"
-        elif self.waves.cut is not None:
+        if loads.started and self.waves.cut is not None:
             try:
                 self._jobs.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
             except Exception as error:  # noqa: BLE001 - whatever it is, the load is lost

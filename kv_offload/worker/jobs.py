@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
@@ -84,17 +84,24 @@ class RankJobs:
         self.speeds.starts(job)
         return None
 
-    def poll(self) -> Iterator[Completion]:
-        """Yield the copies that ended since the last call, each counted as it is yielded."""
-        for done in () if self.transfer is None else self.transfer.poll():
-            self.speeds.ended(done)
-            if done.error is not None:
-                self.log.error("%s", done.error)
-            else:
-                name = "stored" if done.direction is Direction.STORE else "loaded"
-                self.stats.count(f"{name}_bytes", done.nbytes)
-                self.stats.count(f"{name}_seconds", done.seconds)
-            yield done
+    def poll(self) -> Sequence[Completion]:
+        """Return the copies that ended since the last call."""
+        return () if self.transfer is None else self.transfer.poll()
+
+    def count(self, done: Completion) -> None:
+        """Count a copy that has ended, and learn from its speed."""
+        self.speeds.ended(done)
+        if done.error is not None:
+            self.log.error("%s", done.error)
+            return
+        name = "stored" if done.direction is Direction.STORE else "loaded"
+        self.stats.count(f"{name}_bytes", done.nbytes)
+        self.stats.count(f"{name}_seconds", done.seconds)
+
+    def not_taken_in(self, job_id: int) -> None:
+        """Fail a job whose end could not be taken in, with the error that is being handled."""
+        self.log.exception("an error of the plugin: job %d counts as failed", job_id)
+        self.end(job_id, Outcome.FAILED)
 
     def load_copied(self, nbytes: int, seconds: float) -> None:
         """Count a load whose copies ended well, once: of all ranks only the first does."""

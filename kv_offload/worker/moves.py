@@ -50,28 +50,33 @@ class Moves:
     def start(self, moves: Iterable[MoveJob]) -> None:
         """Start moves; those of which this rank has no part have ended."""
         for move in moves:
-            own = np.flatnonzero(move.pairs[:, 1] % self._peers.count == self._peers.index)
-            if not len(own):
-                self._jobs.end(move.job_id, Outcome.OK)
-                continue
-            pairs = move.pairs[own]
-            pairs[:, 1] //= self._peers.count
-            rows = own.tolist()
-            direction = TierDirection.PROMOTE if move.promotes else TierDirection.DEMOTE
-            names = [move.names[row] for row in rows]
             try:
-                self._tiers[move.tier].submit(TierJob(move.job_id, direction, pairs, names))
+                self._start(move)
             except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
                 self._jobs.log.error("%s", error)
                 self._jobs.end(move.job_id, Outcome.FAILED)
-                continue
-            self._rows[move.job_id] = rows
+
+    def _start(self, move: MoveJob) -> None:
+        own = np.flatnonzero(move.pairs[:, 1] % self._peers.count == self._peers.index)
+        if not len(own):
+            self._jobs.end(move.job_id, Outcome.OK)
+            return
+        pairs = move.pairs[own]
+        pairs[:, 1] //= self._peers.count
+        rows = own.tolist()
+        direction = TierDirection.PROMOTE if move.promotes else TierDirection.DEMOTE
+        names = [move.names[row] for row in rows]
+        self._tiers[move.tier].submit(TierJob(move.job_id, direction, pairs, names))
+        self._rows[move.job_id] = rows
 
     def poll(self) -> None:
         """Take in what ended since the last call. Never waits."""
         for name, tier in self._tiers.items():
             for done in tier.poll():
-                self._ended(name, done)
+                try:
+                    self._ended(name, done)
+                except Exception:  # noqa: BLE001 - those after it have ended, too
+                    self._jobs.not_taken_in(done.job_id)
 
     def _ended(self, tier: str, done: TierCompletion) -> None:
         rows = self._rows.pop(done.job_id)

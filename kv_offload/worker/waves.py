@@ -23,7 +23,7 @@ from itertools import accumulate
 WEIGHTS = (3, 6, 6, 3, 2)
 """How a load is shared out among its waves. The first and the last wave are small: the first delays
 the forward, and the layers of the last are computed after the load. The waves are few because each
-costs a launch (`kv_swap/cuda/swap.py` joins the first of them where slots are small)."""
+costs a launch (`kv_swap/cuda/lane.py` joins the first of them where slots are small)."""
 
 Forward = tuple[object, Hashable]
 """A forward whose attention layers call the connector: its context in vLLM, and its kind."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kv_swap.engine import Direction, SwapEngine
+from kv_swap.engine import Completion, Direction, SwapEngine
 from kv_swap.errors import CopyError
 from kv_swap.packing.samples import TileSampler
 
@@ -204,9 +204,10 @@ class OffloadWorker:
         self._end_aborted_step()
         self._started_for = metadata
         self._jobs.take_plan(metadata)
-        self._moves.start(metadata.moves)
-        self._loads.take(job for job in metadata.loads if not job.synchronous)
+        # First: a forward would read what is not loaded.
         self._forward_loads.take([job for job in metadata.loads if job.synchronous])
+        self._loads.take(job for job in metadata.loads if not job.synchronous)
+        self._moves.start(metadata.moves)
 
     def _end_aborted_step(self) -> None:
         """End the step before, if the engine never did: an error of its own cut it short.
@@ -287,11 +288,18 @@ class OffloadWorker:
     def poll(self) -> None:
         """Take in what ended since the last call. Never waits."""
         for done in self._jobs.poll():
-            if done.direction is Direction.STORE:
-                self._stores.ended(done)
-            elif not self._loads.ended(done):
-                self._forward_loads.ended(done)
+            try:
+                self._copy_ended(done)
+            except Exception:  # noqa: BLE001 - those after it have ended, too
+                self._jobs.not_taken_in(done.job_id)
         self._moves.poll()
+
+    def _copy_ended(self, done: Completion) -> None:
+        self._jobs.count(done)
+        if done.direction is Direction.STORE:
+            self._stores.ended(done)
+        elif not self._loads.ended(done):
+            self._forward_loads.ended(done)
 
     def ended(self, aborted_step: int | None = None) -> OffloadWorkerMetadata:
         """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -70,6 +71,17 @@ def test_what_cannot_wait_is_told_where_a_report_raises(rank, monkeypatch):
     losses = rank.half.take_losses()
     assert losses == OffloadWorkerMetadata({0: RankReport({0: Outcome.LOST}, aborted_step=7)})
     assert rank.report() == RankReport({0: Outcome.LOST}), "a step is told once to be cut short"
+
+
+def test_an_end_that_cannot_be_taken_in_fails_its_job_and_no_other(rank, monkeypatch, caplog):
+    monkeypatch.setattr(
+        rank.half._jobs, "load_copied", mock.Mock(side_effect=[ValueError("injected"), None])
+    )
+    rank.half.start_kv_transfers(rank.plan(loads=[load(0, "a", (1, 1)), load(1, "b", (2, 2))]))
+    assert rank.transfer.wait(120)
+    rank.half.poll()
+    assert rank.half.ended().ranks[0].jobs == {0: Outcome.FAILED, 1: Outcome.OK}
+    assert "injected" in caplog.text
 
 
 def test_a_step_that_was_cut_short_is_told_once_and_stores_nothing(rank):

@@ -55,6 +55,18 @@ def test_copies_start_before_the_step_is_prepared_and_the_forward_waits_before_i
     assert told == ["store", "first load", "load", "await"]
 
 
+def test_a_plan_that_cannot_be_taken_in_does_not_lose_what_its_forward_reads(rank, monkeypatch):
+    rank.store(store(0, (1, 2)))
+    rank.poison()
+    metadata = rank.plan(loads=[synchronous(1, "a", (5, 2))])
+    moves = mock.Mock(side_effect=RuntimeError("injected"))
+    monkeypatch.setattr(rank.half._moves, "start", moves)
+    with pytest.raises(RuntimeError):
+        rank.half.start_kv_transfers(metadata)
+    rank.half.rescue(metadata)
+    assert all(rank.holds(5))
+
+
 @pytest.mark.parametrize("synchronous_load", [False, True])
 @pytest.mark.parametrize(("idle", "first"), [(True, True), (True, False), (False, True)])
 def test_a_load_runs_ahead_of_compute_only_as_the_first_of_a_step_into_idle_blocks(

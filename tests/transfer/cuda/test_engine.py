@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -197,6 +198,21 @@ def test_loads_come_after(cuda, what, before_compute):
     assert engine.block(3) == [7] * LAYERS
 
 
+def test_what_a_failed_job_was_to_wait_for_the_next_one_waits_for(cuda):
+    engine = Engine()
+    engine.copies.zero_blocks([3])
+    cuda.failing = {"streamWaitEvent"}
+    engine.submit(LOAD, (4, 4), after_compute=False)
+    cuda.failing = set()
+    engine.submit(LOAD, (3, 5), after_compute=False)
+    cuda.run_copies()
+    cuda.run()
+    assert engine.block(3) == [7] * LAYERS
+    first, second = errors(engine.copies.poll())
+    assert "streamWaitEvent" in str(first)
+    assert second is None
+
+
 def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follows(cuda):
     engine = Engine()
     read: list[list[int]] = []
@@ -210,6 +226,32 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
 
 
 # -- loads at once -----------------------------------------------------------------------------
+
+
+def test_nothing_more_of_a_job_is_copied_after_its_load_at_once(cuda, monkeypatch):
+    monkeypatch.setattr(swap, "RING_ENTRIES", 1)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
+    engine = Engine()
+    engine.submit(LOAD, (3, 5), (4, 6), before_compute=True)
+    engine.copies.load_now(np.array([(3, 5), (4, 6)], np.int32))
+    engine.write(4, 9)()
+    for _ in range(4):
+        engine.copies.poll()
+        cuda.run()
+    assert engine.block(4) == [9] * LAYERS
+
+
+def test_a_job_that_cannot_be_cut_leaves_the_engine_as_it_was(cuda):
+    engine = Engine()
+    engine.copies.zero_blocks([3])
+    path = engine.copies._state.lanes[LOAD].path
+    with mock.patch.object(path, "slices", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.submit(LOAD, (3, 5), after_compute=False)
+    assert engine.copies.in_flight == 0
+    engine.submit(LOAD, (3, 5), after_compute=False)
+    cuda.run_copies()
+    cuda.run()
+    assert engine.block(3) == [7] * LAYERS
 
 
 def test_a_load_at_once_is_there_when_it_returns(cuda):

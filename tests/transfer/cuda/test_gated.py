@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from kv_swap.cuda import gate_test, gated, state  # noqa: E402
+from kv_swap.cuda import gate_test, gated, lane, state  # noqa: E402
 from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.gate_test import MOST_PIECES, TURNS, GateReport, Turn, judge  # noqa: E402
@@ -111,7 +112,7 @@ def test_no_more_calls_are_queued_than_fit(cuda, monkeypatch, num_layers, has_ba
     """Else CUDA would make the step wait."""
     monkeypatch.setattr(gated, "PIECE_BYTES", 512 * KIB)
     monkeypatch.setattr(gated, "MOST_CALLS", 3 * 16)
-    monkeypatch.setattr(gated, "FIRST_SLICES", 100)
+    monkeypatch.setattr(gated, "FIRST_PIECES", 1000)
     cuda.has_batches = has_batches
     bed = Bed(256 * KIB, num_layers, 100)
     expected = bed.pages[:, ::-1].copy()
@@ -140,7 +141,8 @@ def slices_queued(cuda: PlayedCuda) -> int:
 def test_a_step_queues_little_until_the_stream_runs_empty(cuda, monkeypatch):
     """Twice as much each time, and little again once there was nothing to do."""
     monkeypatch.setattr(gated, "PIECE_BYTES", 256 * KIB)
-    monkeypatch.setattr(gated, "FIRST_SLICES", 2)
+    monkeypatch.setattr(gated, "FIRST_PIECES", 2 * SLICE_PIECES)
+    monkeypatch.setattr(gated, "PIECES_PER_SECOND", 0)
     blocks = SLICE_PIECES * 40
     bed = Bed(256 * KIB, 1, blocks)
     for _ in range(2):
@@ -160,9 +162,54 @@ def test_a_step_queues_little_until_the_stream_runs_empty(cuda, monkeypatch):
     np.testing.assert_array_equal(bed.pages_in_slots(), bed.pages[:, ::-1])
 
 
+@pytest.fixture
+def steps(cuda, monkeypatch) -> Callable[[float], None]:
+    """Let so many seconds pass, in which all copies that are queued end."""
+    monkeypatch.setattr(gated, "PIECE_BYTES", 256 * KIB)
+    monkeypatch.setattr(lane.time, "perf_counter", lambda: cuda.now / 1000)
+
+    def step(seconds: float) -> None:
+        cuda.run()
+        cuda.now += 1000 * seconds
+
+    return step
+
+
+def test_before_a_long_step_as_much_is_queued_as_the_link_moves_meanwhile(cuda, steps):
+    """The longer of two intervals counts: a step polls at its start and at its end."""
+    bed = Bed(256 * KIB, 1, 400)
+    for seconds in (0.02, 0.0001):
+        steps(seconds)
+        bed.engine.poll()
+    cuda.calls.clear()
+    bed.engine.submit(SwapJob(1, STORE, pairs_of(400)))
+    assert slices_queued(cuda) == 0.02 * gated.PIECES_PER_SECOND / SLICE_PIECES
+
+
+def test_many_small_jobs_end_in_one_step(cuda, steps):
+    """Their pieces count, not their number."""
+    bed = Bed(256 * KIB, 1, gated.FIRST_PIECES)
+    for job_id, pairs in enumerate(np.split(pairs_of(gated.FIRST_PIECES), gated.FIRST_PIECES)):
+        bed.engine.submit(SwapJob(job_id, LOAD, pairs))
+    steps(0.001)
+    assert len(bed.engine.poll()) == gated.FIRST_PIECES
+
+
+def test_the_time_in_which_nothing_of_a_job_was_queued_does_not_count(cuda, steps):
+    bed = Bed(256 * KIB, 1, 80)
+    bed.engine.submit(SwapJob(1, STORE, pairs_of(80)))
+    cuda.run()
+    cuda.now += 1000.0
+    bed.engine.poll()
+    cuda.run()
+    (done,) = bed.engine.poll()
+    assert done.seconds == pytest.approx(0.002), "each part took a millisecond"
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuStreamWriteValue32"])
 def test_a_copy_or_gate_that_fails_in_a_job_fails_it_alone(cuda, monkeypatch, call):
-    monkeypatch.setattr(gated, "FIRST_SLICES", 1)
+    monkeypatch.setattr(gated, "FIRST_PIECES", SLICE_PIECES)
+    monkeypatch.setattr(gated, "PIECES_PER_SECOND", 0)
     bed = Bed(2 * MIB, 1, 40)
     bed.engine.submit(SwapJob(1, STORE, pairs_of(40)[:36]))
     assert bed.engine.poll() == []

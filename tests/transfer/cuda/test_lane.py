@@ -12,7 +12,7 @@ import pytest
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
 from kv_swap.cuda import lane as lane_module  # noqa: E402
-from kv_swap.cuda.lane import CopyPath, Lane  # noqa: E402
+from kv_swap.cuda.lane import CopyPath, Lane, Pace  # noqa: E402
 from kv_swap.cuda.streams import CopyStream  # noqa: E402
 from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError  # noqa: E402
@@ -59,7 +59,7 @@ class Bed:
         self.cuda = cuda
         self.path = Path(cuda, max_in_flight)
         stream = CopyStream(torch.device("cuda", 0), 2 * max_in_flight)
-        self.lane = Lane(Direction.STORE, self.path, stream)
+        self.lane = Lane(Direction.STORE, self.path, stream, Pace())
         self.read: list[int] = []
         """How many slices had ended when compute came to each `look`."""
         cuda.run()

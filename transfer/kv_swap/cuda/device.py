@@ -135,12 +135,6 @@ def _allowed_beside_captures() -> Iterator[None]:
         _exchange_capture_mode(mode)
 
 
-def allow_beside_captures() -> None:
-    """Keep calls of this thread, from now on, from ending a capture on another."""
-    with contextlib.suppress(RuntimeError):
-        _exchange_capture_mode(ctypes.c_int(_CAPTURE_MODE_RELAXED))
-
-
 def _exchange_capture_mode(mode: ctypes.c_int) -> None:
     """Swap this thread's capture mode with `mode`. CuPy has no name for this call."""
     code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

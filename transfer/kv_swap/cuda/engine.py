@@ -41,9 +41,10 @@ class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
     `keep_alive` are the tensors behind `layout`. The compute stream is the one that is current on
-    `device` at each call. Kernels copy unless `copies_with` says otherwise. `seconds` of a
-    completion are the device's: from when the compute stream reached the point of submission, or
-    for a load that does not wait for it, from when earlier loads ended.
+    `device` at each call. `copies_with` says which path copies, else the layout and a self-test.
+    `seconds` of a completion are the device's: from when the compute stream reached the point of
+    submission, or for a load that does not wait for it, from when earlier loads ended; without
+    those in which the rest of a job waited for a poll.
 
     The constructor tests the copy engine or compiles the kernels, allocates all it needs and
     synchronises: before any CUDA graph is captured. Raises `LayoutError` if a slot of the arena
@@ -92,9 +93,9 @@ class CudaSwapEngine(SwapEngine):
         self.check_job(job)
         if self._capturing():
             raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
-        self._undelivered += 1
         lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
         lane.submit(job, len(job.pairs) * self.layout.block_bytes)
+        self._undelivered += 1
 
     def await_loads(self) -> None:
         """See `SwapEngine`. The host waits for what does not fit into the stream's queue."""
@@ -115,6 +116,7 @@ class CudaSwapEngine(SwapEngine):
         compute = self._cuda.current_stream(self._device)
         try:
             # Slices of the failed job must not write once the forward has begun.
+            lane.drop_unqueued()
             lane.stream.stream.synchronize()
             if self.layout.num_tiles:
                 self._load_unpacked(arena, pairs, compute)
@@ -172,6 +174,7 @@ class CudaSwapEngine(SwapEngine):
 
     def poll(self) -> list[Completion]:
         """Return what has ended; queue slices that had to wait. Queries events only."""
+        self._state.pace.polled()
         if not self._undelivered and not self._closed:
             return []
         self._advance()

@@ -9,6 +9,7 @@ piece, 0.1 ms. The link stays full, and no SM is used. The yield is not document
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,12 @@ PIECE_BYTES = 8 << 20
 SLICE_PIECES = 8
 """Pieces of a slice, which ends with an event."""
 
-FIRST_SLICES = 4
-"""Slices queued at once at first: 256 MiB, 5 ms of a full link, cost the step's thread 0.3 to 0.8
+FIRST_PIECES = 32
+"""Pieces queued at once at least: 256 MiB, 5 ms of a full link, cost the step's thread 0.3 to 0.8
 ms (H200, 28 Nov 2026). A step of decodes takes as long."""
+
+PIECES_PER_SECOND = 8000
+"""Pieces queued for each second until the next poll: 67 GB/s, a little more than PCIe Gen5 x16."""
 
 MOST_CALLS = 768
 """Calls of copies and gates queued at once. A stream's queue holds about 1,000, 512 batches with a
@@ -122,13 +126,16 @@ class GatedPath(CopyPath):
         self._direction = direction
         self._gates = Gates(device)
         self._cutter = BlockCutter(layout.regions, arena)
-        calls = SLICE_PIECES * self._gates.calls_of(self._cutter)
-        self.max_in_flight = max(1, MOST_CALLS // calls)
+        self.max_in_flight = max(1, MOST_CALLS // self._gates.calls_of(self._cutter))
 
-    @property
-    def first_in_flight(self) -> int:
-        """A few: to queue 1 GiB takes the step's thread milliseconds."""
-        return min(FIRST_SLICES, self.max_in_flight)
+    def size(self, part: Slice) -> int:
+        """Return the number of pieces."""
+        return len(part[1][1])
+
+    def allowance(self, seconds: float) -> int:
+        """Return no more than keeps the link busy: to queue 1 GiB takes the thread milliseconds."""
+        pieces = max(FIRST_PIECES, math.ceil(seconds * PIECES_PER_SECOND))
+        return min(pieces, self.max_in_flight)
 
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Yield copies and at most `SLICE_PIECES` pieces of them."""

@@ -62,15 +62,19 @@ class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
 
     A lane cuts a job with `slices`, hands them to `queue` in order, and records an event after
-    each. At most `max_in_flight` slices are in flight. `call` names in errors what failed.
+    each. The sizes of those in flight add up to `max_in_flight` at most, or there is only one.
+    `call` names in errors what failed.
     """
 
     call: str
     max_in_flight: int
 
-    @property
-    def first_in_flight(self) -> int:
-        """Slices that are queued at once at first; twice as many whenever the stream ran empty."""
+    def size(self, part: Slice) -> int:
+        """Return the size of a slice, in the unit of `max_in_flight`."""
+        return 1
+
+    def allowance(self, seconds: float) -> int:
+        """Return the sizes that may be queued where the lane is polled again after `seconds`."""
         return self.max_in_flight
 
     def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
@@ -101,8 +105,9 @@ class CopyPath(ABC):
 class _Running:
     """A job on its way: `in_flight` slices are queued, `following` is next, then come `rest`.
 
-    Until it `began`, its stream has to wait for `events`. `seconds` count from `started`, which is
-    one of these; all are the job's until it has ended.
+    Until it `began`, its stream has to wait for `events`. While some are in flight they `started`
+    at one of these; `seconds` are how long it had slices in flight before. All events are the job's
+    until it has ended.
     """
 
     job_id: int
@@ -136,6 +141,24 @@ class _Running:
         return waves is not None and waves.start > wave
 
 
+class Pace:
+    """How long the steps of an engine take. Each polls at its start and at its end."""
+
+    def __init__(self) -> None:
+        self._intervals = (0.0, 0.0)
+        self._polled = time.perf_counter()
+
+    def polled(self) -> None:
+        """Take in a poll."""
+        now = time.perf_counter()
+        self._intervals, self._polled = (self._intervals[1], now - self._polled), now
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the last two intervals between polls."""
+        return max(self._intervals)
+
+
 class Lane:
     """Runs the jobs of one direction on one stream over one path, in order.
 
@@ -143,7 +166,9 @@ class Lane:
     `await_wave` for slices that are not queued yet.
     """
 
-    def __init__(self, direction: Direction, path: CopyPath, stream: CopyStream) -> None:
+    def __init__(
+        self, direction: Direction, path: CopyPath, stream: CopyStream, pace: Pace
+    ) -> None:
         self.path = path
         self.stream = stream
         self._direction = direction
@@ -151,9 +176,14 @@ class Lane:
         # Those of the jobs that may have slices to queue, and what a new job comes after.
         self._unqueued: deque[_Running] = deque()
         self._fences: dict[int, Event] = {}
-        self._slices: deque[tuple[Event, _Running, Refusals | None]] = deque()
-        # The step waits while slices are queued: no more than keep the device busy until it polls.
-        self._most_slices = path.first_in_flight
+        # What a job was to wait for that failed before it began: the next comes after it as well.
+        self._handed_on: list[Event] = []
+        self._slices: deque[tuple[Event, _Running, Refusals | None, int]] = deque()
+        # The sizes of these. The step waits while slices are queued: no more than keep the device
+        # busy until it polls, twice as many whenever that was too little.
+        self._in_flight = 0
+        self._allowed = path.allowance(0.0)
+        self._pace = pace
         # If the job submitted last comes in waves: the event after the last slice of each range of
         # waves, by its first wave. Those of waves that have ended may be in other use:
         # waiting for them does no harm.
@@ -170,8 +200,7 @@ class Lane:
 
         And after what was at the last `wait_for_compute`. Then queue what may be.
         """
-        events, started, failure = list(self._fences.values()), None, None
-        self._fences.clear()
+        events, started, failure = [*self._handed_on, *self._fences.values()], None, None
         try:
             if job.after_compute:
                 # First: the device works on it while the slice is made.
@@ -181,15 +210,18 @@ class Lane:
         except RuntimeError as error:
             failure = error
         rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
+        now, first = time.perf_counter(), next(rest)
+        running = _Running(job.job_id, nbytes, rest, now, first, events, started)
         self._waves.clear()
         self._awaited = None
-        now = time.perf_counter()
-        running = _Running(job.job_id, nbytes, rest, now, next(rest), events, started)
+        self._fences.clear()
+        self._handed_on.clear()
         if failure is not None:
             self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
         self._unqueued.append(running)
-        self._queue()
+        self._collect()
+        self._queue(self._allowance())
 
     def wait_for_compute(self) -> None:
         """Order jobs submitted from now on after what is queued on the compute stream now."""
@@ -226,7 +258,7 @@ class Lane:
     def _queue_until(self, queued: Callable[[], bool]) -> None:
         """Queue slices as earlier ones end. The device has a full queue of copies meanwhile."""
         deadline = time.monotonic() + _ROOM_SECONDS
-        self._queue()
+        self._queue(self.path.max_in_flight)
         while not queued():
             if time.monotonic() > deadline:
                 full = f"{len(self._slices)} slices have not ended for {_ROOM_SECONDS:g} s"
@@ -235,7 +267,12 @@ class Lane:
                 return
             time.sleep(_ROOM_POLL_SECONDS)
             self._collect()
-            self._queue()
+            self._queue(self.path.max_in_flight)
+
+    def drop_unqueued(self) -> None:
+        """Fail the jobs of which slices are not queued: none will be."""
+        for running in self._unqueued:
+            self._fail(running, self.path.call, RuntimeError("its load was made good"))
 
     def _raise_failure(self) -> None:
         # The job submitted last, which is the last here unless it has ended well.
@@ -253,8 +290,8 @@ class Lane:
         """Queue what may be queued now, and return the jobs that have ended."""
         self._collect()
         if self._unqueued and not self._slices:
-            self._most_slices = min(2 * self._most_slices, self.path.max_in_flight)
-        self._queue()
+            self._allowed = min(2 * self._allowed, self.path.max_in_flight)
+        self._queue(self._allowance())
         completions = []
         while self._jobs and self._jobs[0].ended:
             running = self._jobs.popleft()
@@ -273,38 +310,49 @@ class Lane:
                 )
             )
         if not self._jobs:
-            self._most_slices = self.path.first_in_flight
+            self._allowed = self.path.allowance(0.0)
         return completions
+
+    def _allowance(self) -> int:
+        return max(self._allowed, self.path.allowance(self._pace.seconds))
 
     def _collect(self) -> None:
         """Take off the slices that have ended; they end in order."""
         try:
             while self._slices and self._slices[0][0].query():
-                event, running, refusals = self._slices.popleft()
+                event, running, refusals, size = self._slices.popleft()
+                self._in_flight -= size
                 running.in_flight -= 1
                 if refusals is not None:
                     running.refused_rows.extend(refusals())
-                if running.ended and running.started is not None:
-                    running.seconds = running.started.elapsed_time(event) / 1000
+                if not running.in_flight and running.started is not None:
+                    # The job has ended, or its stream is empty until more of it is queued.
+                    running.seconds += running.started.elapsed_time(event) / 1000
+                    running.started = None
                 self.stream.recycle(event)
         except RuntimeError as error:
             # Querying an event fails only when the CUDA context is lost; no copy runs on then.
             lost = "; the CUDA context is lost, end this process and restart the engine"
             self._slices.clear()
+            self._in_flight = 0
             for running in self._jobs:
                 running.in_flight = 0
                 self._fail(running, "querying its event", error, lost)
 
-    def _queue(self) -> None:
+    def _queue(self, allowance: int) -> None:
         """Queue the slices that have room, oldest job first."""
         while self._unqueued:
             running = self._unqueued[0]
             if not running.to_queue:
                 self._unqueued.popleft()
-            elif len(self._slices) < self._most_slices:
+            elif not self._slices or self._in_flight + self._size(running) <= allowance:
                 self._queue_slice(running)
             else:
                 return
+
+    def _size(self, running: _Running) -> int:
+        assert running.following is not None
+        return self.path.size(running.following)
 
     def _queue_slice(self, running: _Running) -> None:
         part = running.following
@@ -316,17 +364,18 @@ class Lane:
             # Nothing would tell when the slice has ended, so it must not be queued.
             self._fail(running, "making an event", error)
             return
-        if not running.began:
-            try:
+        try:
+            if not running.began:
                 self.stream.wait_stream(running.events)
-                if running.started is None:
-                    # It does not wait for compute: it starts when all before it have ended.
-                    running.started = self.stream.record()
-                    running.events.append(running.started)
-            except RuntimeError as error:
-                self._fail(running, "waiting for the compute stream", error)
-                return
-            running.began = True
+                running.began = True
+            if running.started is None:
+                # It does not wait for compute, or goes on: it starts when all before it have ended.
+                running.started = self.stream.record()
+                running.events.append(running.started)
+        except RuntimeError as error:
+            self._fail(running, "waiting for the compute stream", error)
+            return
+        size = self.path.size(part)
         refusals = running.following = None
         try:
             refusals = self.path.queue(part, self.stream.stream)
@@ -342,7 +391,8 @@ class Lane:
         if waves is not None:
             self._waves[waves.start] = event
         running.in_flight += 1
-        self._slices.append((event, running, refusals))
+        self._in_flight += size
+        self._slices.append((event, running, refusals, size))
 
     def _fail(self, running: _Running, call: str, error: Exception, consequence: str = "") -> None:
         if running.error is None:
@@ -350,3 +400,6 @@ class Lane:
                 f"{call} failed with {error}: {self._direction.value} job {running.job_id} of "
                 f"{running.nbytes} bytes{consequence}"
             )
+            if not running.began:
+                follower = next((job for job in self._unqueued if job is not running), None)
+                (self._handed_on if follower is None else follower.events).extend(running.events)

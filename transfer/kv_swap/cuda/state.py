@@ -14,7 +14,7 @@ from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.gate_test import check_gates
 from kv_swap.cuda.gated import GatedPath
 from kv_swap.cuda.kernel_families import choose_family, families_of
-from kv_swap.cuda.lane import CopyPath, Lane
+from kv_swap.cuda.lane import CopyPath, Lane, Pace
 from kv_swap.cuda.streams import CopyStream
 from kv_swap.cuda.swap import KernelPath, SwapKernel
 from kv_swap.cuda.tiles import WaveTable
@@ -30,9 +30,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Held):
-    """Resources of copies in flight. Loads are advanced first: requests wait for them."""
+    """Resources of copies in flight. Asynchronous loads are advanced first: their requests wait."""
 
     copies_with: CopiesWith = "kernels"
+    pace: Pace = field(default_factory=Pace)
     lanes: dict[Direction | Literal["before_compute"], Lane] = field(default_factory=dict)
 
 
@@ -89,27 +90,23 @@ def make_state(
         waves = tables if before_compute else ()
         return KernelPath(direction, kernels, layout.block_bytes, registrar, waves)
 
+    def make_lane(
+        direction: Direction, path: CopyPath, output_copy_stream: torch.cuda.Stream | None
+    ) -> Lane:
+        # As many events for jobs as for slices: a job has one of its own and at least a slice.
+        stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
+        path.warm_up(stream.stream)
+        stream.stream.synchronize()
+        return Lane(direction, path, stream, state.pace)
+
     load, store = path(Direction.LOAD), path(Direction.STORE)
     before_compute = path(Direction.LOAD, before_compute=True)
     state.lanes = {
-        Direction.LOAD: _make_lane(Direction.LOAD, load, device, None),
-        Direction.STORE: _make_lane(Direction.STORE, store, device, output_copy_stream),
-        "before_compute": _make_lane(Direction.LOAD, before_compute, device, None),
+        Direction.LOAD: make_lane(Direction.LOAD, load, None),
+        Direction.STORE: make_lane(Direction.STORE, store, output_copy_stream),
+        "before_compute": make_lane(Direction.LOAD, before_compute, None),
     }
     return state
-
-
-def _make_lane(
-    direction: Direction,
-    path: CopyPath,
-    device: torch.device,
-    output_copy_stream: torch.cuda.Stream | None,
-) -> Lane:
-    # As many events for jobs as for slices: a job has one of its own and at least a slice.
-    stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
-    path.warm_up(stream.stream)
-    stream.stream.synchronize()
-    return Lane(direction, path, stream)
 
 
 def release(state: State) -> None:

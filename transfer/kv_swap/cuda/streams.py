@@ -38,7 +38,13 @@ class CopyStream:
         self._index = device_index(device)
         self._make_event: Any = torch.cuda.Event
         self._output_copy_stream = output_copy_stream
+        others = {self.compute_stream()}
+        if output_copy_stream is not None:
+            others.add(output_copy_stream.cuda_stream)
+        # torch hands out 32 streams in turn, to the engine as well.
         self.stream: Stream = torch.cuda.Stream(device)
+        while self.stream.cuda_stream in others:
+            self.stream = torch.cuda.Stream(device)
         self._handle: int = self.stream.cuda_stream
         self._events = [self._new_event() for _ in range(num_events)]
 
