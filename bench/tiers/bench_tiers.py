@@ -32,6 +32,7 @@ from kv_swap.tiers.remote.folder import FolderClient
 from kv_swap.tiers.remote.keys import object_keys
 from kv_swap.tiers.remote.mooncake import MooncakeClient
 from kv_swap.tiers.remote.s3 import S3Client
+from kv_swap.tiers.remote.sweep import REMOVED_AT_ONCE
 from kv_swap.tiers.remote.tier import RemoteTier
 from numpy.typing import NDArray
 
@@ -219,7 +220,8 @@ def test_rate_of_a_remote(
         def run() -> None:
             for way in TierDirection:
                 took[way].append(finish(tier, way, pairs))
-            asker.remove(keys)
+            for first in range(0, count, REMOVED_AT_ONCE):
+                asker.remove(keys[first : first + REMOVED_AT_ONCE])
 
         run()  # connects, and touches the memory of the pool
         for seconds in took.values():

@@ -69,6 +69,8 @@ class LowerTiers:
             tier = spec.make()
             self.tiers[tier.name] = tier
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
+            if core.announcer is not None and (manager := tier.slots) is not None:
+                core.tell.add_announcer_below(core.announcer, manager, tier.name)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
         self.promoter = Promoter(core, self.tiers, lookups, costs)
