@@ -135,6 +135,22 @@ class Subscribers:
         self.load_end.append(load_ended)
         self.emptied.append(quotas.clear)
 
+    def add_quotas_below(self, above: Quotas, quotas: Quotas, tier: str) -> None:
+        """Bound what one tenant takes of a tier; `above` does so of host memory."""
+
+        def demoted(moves: Sequence[Transfer]) -> None:
+            for move in moves:
+                if move.tier == tier:
+                    quotas.written(above, move.slots, move.tier_slots)
+
+        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
+            for move in moves:
+                if move.tier == tier:
+                    quotas.filled(request.cache_salt, move.tier_slots)
+
+        self.demotions.append(demoted)
+        self.promotions.append(promoted)
+
     def add_spans(self, spans: Spans) -> None:
         """Report lookups and loads to a tracer."""
         self.lookup.append(spans.asked)

@@ -97,7 +97,12 @@ class Tier(ABC):
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
     slots: CacheManager | None = None
-    """Decides what the tier keeps, where that is up to this engine. So routers can be told."""
+    """Decides what the tier keeps, where that is up to this engine. So routers can be told, and
+    tenants have quotas."""
+
+    def evict(self, slots: Slots) -> None:
+        """Forget what is in idle slots of such a tier."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
