@@ -1,10 +1,11 @@
-"""A bound on what one tenant takes of host memory, or a disk: requests of one `cache_salt`, or none.
+"""A bound on what one tenant takes of host memory or a disk.
 
-A tenant above its share loses its own least recently used blocks at once: of what one step has
-stored, the last ones of a prompt first. Of a prompt that is longer than the share only the
-beginning is stored (`StoreCandidates`). The slots that become free take what is stored next, so
-that costs the others nothing: they lose no more than what one step stores. Blocks that a copy or a
-request retains are kept, and count. What an earlier process left on a disk counts once it is read.
+A tenant is the requests of one `cache_salt`, or those without one. Above its share it loses its own
+least recently used blocks at once: of what one step has stored, the last ones of a prompt first. Of
+a prompt that is longer than the share only the beginning is stored (`StoreCandidates`). The slots
+that become free take what is stored next, so that costs the others nothing: they lose no more than
+what one step stores. Blocks that a copy or a request retains are kept, and count. What an earlier
+process left on a disk counts once it is read.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SMALL_OBJECT_BYTES = 512 << 10
-"""At 20 ms for each request, objects of S3 of 64 KiB were read at an eighth of the rate of 2 MiB, of
-256 KiB at a third, of 512 KiB at half (2 cores, `rclone serve s3`, November 2026)."""
+"""At 20 ms for each request, objects of S3 of 64 KiB were read at an eighth of the rate of 2 MiB,
+of 256 KiB at a third, of 512 KiB at half (2 cores, `rclone serve s3`, November 2026)."""
 
 
 def make_client(remote: RemoteConfig, segment_bytes: int) -> RemoteClient:

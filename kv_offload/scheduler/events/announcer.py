@@ -214,23 +214,23 @@ class Announcer:
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
         keys = self._manager.readable_keys(slots)
-        left: dict[int, list[bytes]] = {}  # by an earlier process
+        without_tokens: dict[int, list[bytes]] = {}
         for slot, key in zip(slots.tolist(), keys, strict=True):
             if slot >= len(told):
                 told += [None] * (slot + 1 - len(told))
             if key is None:
                 continue
             record, known = self._records.of(slot, key), told[slot]
-            if record is None:
+            if record is None:  # an earlier process left it
                 record = (key, self._prefixes.position_of(key), None, b"", None)
-            learned = known is not None and known[0] == key and record[3] and not known[3]
-            if known is not None and not learned:
-                if known != record or not self._is_again[slot]:
-                    continue  # told, or it was not told yet that something else is gone
+            if known is not None and known[0] != key:
+                continue  # it was not told yet that something else is gone
+            if known == record and not self._is_again[slot]:
+                continue
             if not record[3]:
                 self._mark_told(slot, record)
                 group = self._prefixes.groups[record[1]]
-                left.setdefault(record[1], []).append(self._prefixes.hash_of(group, key))
+                without_tokens.setdefault(record[1], []).append(self._prefixes.hash_of(group, key))
                 continue
             parent = record[2]
             run = None if parent is None else run_before.pop(parent, None)
@@ -239,7 +239,7 @@ class Announcer:
                 runs.append(run)
             run.append((slot, record))
             run_before[record[0]] = run
-        for position, hashes in left.items():
+        for position, hashes in without_tokens.items():
             group = self._prefixes.groups[position]
             yield BlocksStored(group, hashes, None, [], [], self._tier)
         parents = [run[0][1][2] for run in runs]
