@@ -147,11 +147,17 @@ def finish(tier: TierEngine, direction: TierDirection, pairs: NDArray[np.int32])
 
 
 def median_and_p99(
-    benchmark: Any, rows: Rows, timed: Callable[[], float], name: str, unit: str, **facts: Any
+    benchmark: Any,
+    rows: Rows,
+    timed: Callable[[], float],
+    name: str,
+    unit: str,
+    rounds: int = 300,
+    **facts: Any,
 ) -> None:
     """Note what a call takes; `timed` makes one and returns its seconds."""
     took: list[float] = []
-    benchmark.pedantic(lambda: took.append(timed()), rounds=300 if benchmark.enabled else 1)
+    benchmark.pedantic(lambda: took.append(timed()), rounds=rounds if benchmark.enabled else 1)
     scale = {"microseconds": 1e6, "milliseconds": 1e3}[unit]
     for shown, figure in (("median", 50), ("p99", 99)) if benchmark.enabled else ():
         value = float(np.percentile(took, figure)) * scale
@@ -273,5 +279,5 @@ def test_asking_a_remote(
         return time.perf_counter() - started
 
     name = f"ask for 256 {'chained ' * chained}blocks"
-    median_and_p99(benchmark, remote_rows, ask, name, "milliseconds", place=place)
+    median_and_p99(benchmark, remote_rows, ask, name, "milliseconds", rounds=60, place=place)
     directory.close(10)
