@@ -96,7 +96,7 @@ class Tier(ABC):
         # By kind, the oldest copy under way, and since when no older one is.
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
-    slots: CacheManager | None = None
+    manager: CacheManager | None = None
     """Decides what the tier keeps, where that is up to this engine. So routers can be told, and
     tenants have quotas."""
 

@@ -36,11 +36,12 @@ class DiskTier(Tier):
     """
 
     name = what = "disk"
+    manager: CacheManager
 
     def __init__(self, num_slots: int, open_index: IndexOpener, *, outlives: bool = True) -> None:
         """`outlives` says that a later process may use what the tier has."""
         super().__init__()
-        self.slots = self.manager = CacheManager(make_policy("lru", num_slots))
+        self.manager = CacheManager(make_policy("lru", num_slots))
         self.manager.limit_slots(0)
         self._open_index = open_index
         self._index: DiskIndex | None = None

@@ -71,12 +71,12 @@ class LowerTiers:
             tier = spec.make()
             self.tiers[tier.name] = tier
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
-            if (slots := tier.slots) is not None:
+            if (manager := tier.manager) is not None:
                 if core.announcer is not None:
-                    core.tell.add_announcer_below(core.announcer, slots, tier.name)
+                    core.tell.add_announcer_below(core.announcer, manager, tier.name)
                 if core.quotas is not None:
                     share, count = core.config.max_share_per_salt, core.statistics.count
-                    quotas = self._quotas[tier.name] = Quotas(slots, share, count, tier.evict)
+                    quotas = self._quotas[tier.name] = Quotas(manager, share, count, tier.evict)
                     core.tell.add_quotas_below(core.quotas, quotas, tier.name)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)

@@ -219,7 +219,7 @@ class PlayedEngine:
     def blocks_on_disk(self) -> set[Block]:
         """Return those of the disk, where there is one."""
         disk = self.offload.tiers.tiers.get("disk")
-        manager = None if disk is None else disk.slots
+        manager = None if disk is None else disk.manager
         return self._blocks([] if manager is None else manager.readable_slots())
 
     def _blocks(self, keys: Iterable[bytes]) -> set[Block]:

@@ -213,16 +213,16 @@ class Announcer:
         told = self._told
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
-        keys = self._manager.readable_keys(slots)
+        keys: list[Any] = self._manager.readable_keys(slots)
         without_tokens: dict[int, list[bytes]] = {}
         for slot, key in zip(slots.tolist(), keys, strict=True):
             if slot >= len(told):
                 told += [None] * (slot + 1 - len(told))
             if key is None:
                 continue
-            record, known = self._records.of(slot, key), told[slot]
-            if record is None:  # an earlier process left it
-                record = (key, self._prefixes.position_of(key), None, b"", None)
+            found, known = self._records.of(slot, key), told[slot]
+            # An earlier process left what has no record.
+            record = found or (key, self._prefixes.position_of(key), None, b"", None)
             if known is not None and known[0] != key:
                 continue  # it was not told yet that something else is gone
             if known == record and not self._is_again[slot]:

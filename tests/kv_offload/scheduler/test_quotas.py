@@ -179,10 +179,10 @@ def test_a_tenant_has_a_share_of_the_disk(share: float, disk: dict[str, Any]) ->
     engine.serve("quiet", PROMPT, 1, cache_salt="quiet")
     serve_many(engine, "busy")
     tier = engine.offload.tiers.tiers["disk"]
-    assert tier.slots is not None
-    most = int(share * tier.slots.usable_slots)
+    assert tier.manager is not None
+    most = int(share * tier.manager.usable_slots)
     of_busy = len(engine.blocks_on_disk()) - PROMPT_BLOCKS
-    assert of_busy == most if share < 1 else of_busy > 0.1 * tier.slots.usable_slots
+    assert of_busy == most if share < 1 else of_busy > 0.1 * tier.manager.usable_slots
     engine.offload.manager.reset()
     assert hits(engine, PROMPT, "quiet") == PROMPT_BLOCKS * BLOCK, "from the disk"
     assert hits(engine, FILLERS[-1], "busy") > 0
