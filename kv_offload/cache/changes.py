@@ -24,11 +24,18 @@ class ChangeLog:
 
     def __init__(self) -> None:
         self.changes: deque[Change] = deque()
+        self.restored: set[int] = set()
+        """Slots whose keys another process has left. Whoever takes the changes removes them."""
 
     def became_readable(self, slots: Slots) -> None:
         """Take note that the keys of these slots can be loaded from now on."""
         if len(slots):
             self.changes.append(Change(slots, readable=True))
+
+    def were_restored(self, slots: Slots) -> None:
+        """Take note that these slots have the keys that another process has left there."""
+        self.restored.update(slots.tolist())
+        self.became_readable(slots)
 
     def lost(self, slots: Slots) -> None:
         """Take note that these slots have lost their keys, which may not have been readable."""

@@ -138,6 +138,8 @@ class CacheManager:
         self._index.restore(slots, keys, end)
         self._policy.add(slots[::-1], keys[::-1])
         self._policy.release(slots)
+        if self.changes is not None:
+            self.changes.were_restored(slots)
 
     def readable_keys(self, slots: Slots) -> list[Key]:
         """Return the key of each slot, which was given out; None where none can be loaded."""

@@ -180,6 +180,13 @@ class PrefixMap:
         group_id = self.groups[position].group_id
         return before + self._suffix[group_id] if group_id else before
 
+    def position_of(self, key: SlotKey) -> int:
+        """Return the position in `groups` of the group that a key is of."""
+        for position, group in enumerate(self.groups):
+            if group.group_id and key.endswith(self._suffix[group.group_id]):
+                return position
+        return 0
+
     def hash_of(self, group: CacheGroup, key: SlotKey) -> bytes:
         """Return the engine's hash of the block that a slot key of this group names."""
         suffix = self._suffix[group.group_id]

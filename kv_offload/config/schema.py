@@ -183,7 +183,7 @@ class OffloadConfig:
     max_share_per_salt: Annotated[
         float,
         _says(
-            "Share of host memory that blocks of one cache_salt may take.",
+            "Share of host memory, and of a disk, that blocks of one cache_salt may take.",
             "a number from 0.01 to 1, which bounds nothing; requests without a cache_salt share "
             "one part",
             ge=0.01,

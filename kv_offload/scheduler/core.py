@@ -84,15 +84,19 @@ class Core:
         shares = config.max_retained_share, per_salt
         self.retention = Retention(self.manager, *shares, self.statistics.count)
         self.watch = StepWatch()
+        self.announcer: Announcer | None = None
+        self.quotas: Quotas | None = None
         self.tell = self._subscribers(observers, has_tier=has_tier)
 
     def _subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
         tell, prefixes = Subscribers(), self.prefixes
         if self.config.max_share_per_salt < 1:
             share = self.config.max_share_per_salt
-            tell.add_quotas(Quotas(self.manager, share, self.statistics.count))
+            self.quotas = Quotas(self.manager, share, self.statistics.count)
+            tell.add_quotas(self.quotas)
         if observers.describe is not None:
-            tell.add_announcer(Announcer(self.manager, prefixes, observers.describe))
+            self.announcer = Announcer(self.manager, prefixes, observers.describe)
+            tell.add_announcer(self.announcer)
         if observers.report_span is not None:
             tell.add_spans(Spans(observers.report_span))
         if MissRatioCurve.can_estimate(prefixes):

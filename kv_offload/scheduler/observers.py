@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
@@ -55,6 +56,7 @@ class Subscribers:
     - `stores`: stores are planned; with the spans that were examined, their keys, and the keys that
       got the first of them a slot each.
     - `promotions`: a prefix of a request is read from below, from token to token.
+    - `demotions`: slots are written to a tier.
     - `emptied`: host memory is empty. `engine_reset`: so is the engine's own cache.
     - `work`: the step ends; True where the engine is idle. `has_work`: whether that is needed.
     - `announcements`: return what routers are to be told now.
@@ -68,6 +70,7 @@ class Subscribers:
         self.request_end: list[Callable[[Request, int], None]] = []
         self.stores: list[StoresPlanned] = []
         self.promotions: list[Callable[[Request, int, int, Sequence[Transfer]], None]] = []
+        self.demotions: list[Callable[[Sequence[Transfer]], None]] = []
         self.emptied: list[Callable[[], None]] = []
         self.engine_reset: list[Callable[[], None]] = []
         self.work: list[Callable[[bool], None]] = []
@@ -76,7 +79,7 @@ class Subscribers:
         self.close: list[Callable[[], None]] = []
 
     def add_announcer(self, announcer: Announcer) -> None:
-        """Announce blocks to routers."""
+        """Announce blocks of host memory to routers."""
 
         def planned(
             spans: Sequence[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
@@ -92,6 +95,26 @@ class Subscribers:
 
         self.stores.append(planned)
         self.promotions.append(promoted)
+        self._follow(announcer)
+
+    def add_announcer_below(self, above: Announcer, manager: CacheManager, tier: str) -> None:
+        """Announce blocks of a tier to routers; `above` does those of host memory."""
+        announcer = above.below(manager, tier)
+
+        def demoted(moves: Sequence[Transfer]) -> None:
+            for move in moves:
+                if move.tier == tier:
+                    announcer.remember_write(above, move.keys, move.slots, move.tier_slots)
+
+        self.demotions.append(demoted)
+        self._follow(announcer)
+
+    def _follow(self, announcer: Announcer) -> None:
+        def admitted(tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
+            if hit is not None:
+                announcer.learn(tracked.request, hit.start_tokens + loaded_tokens)
+
+        self.admission.append(admitted)
         self.engine_reset.append(announcer.engine_was_reset)
         self.has_work.append(lambda _idle: announcer.has_more)
         self.announcements.append(announcer.take)
@@ -111,6 +134,22 @@ class Subscribers:
         self.promotions.append(promoted)
         self.load_end.append(load_ended)
         self.emptied.append(quotas.clear)
+
+    def add_quotas_below(self, above: Quotas, quotas: Quotas, tier: str) -> None:
+        """Bound what one tenant takes of a tier; `above` does so of host memory."""
+
+        def demoted(moves: Sequence[Transfer]) -> None:
+            for move in moves:
+                if move.tier == tier:
+                    quotas.written(above, move.slots, move.tier_slots)
+
+        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
+            for move in moves:
+                if move.tier == tier:
+                    quotas.filled(request.cache_salt, move.tier_slots)
+
+        self.demotions.append(demoted)
+        self.promotions.append(promoted)
 
     def add_spans(self, spans: Spans) -> None:
         """Report lookups and loads to a tracer."""

@@ -1,10 +1,11 @@
-"""A bound on what one tenant takes of host memory: requests of one `cache_salt`, or without one.
+"""A bound on what one tenant takes of host memory or a disk.
 
-A tenant above its share loses its own least recently used blocks at once: of what one step has
-stored, the last ones of a prompt first. But a prompt that is stored over many steps, and is longer
-than the share, loses its beginning first, and is not hit. The slots that become free take what is
-stored next, so that costs the others nothing: they lose no more than what one step stores. Blocks
-that a copy or a request retains are kept, and count.
+A tenant is the requests of one `cache_salt`, or those without one. Above its share it loses its own
+least recently used blocks at once: of what one step has stored, the last ones of a prompt first. Of
+a prompt that is longer than the share only the beginning is stored (`StoreCandidates`). The slots
+that become free take what is stored next, so that costs the others nothing: they lose no more than
+what one step stores. Blocks that a copy or a request retains are kept, and count. What an earlier
+process left on a disk counts once it is read.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ class Share:
 class Quotas:
     """Knows who has each slot. All operations take O(1) amortised time a slot.
 
-    `max_share` is a share of the manager's usable slots. `count` adds to a counter.
+    `max_share` is a share of the manager's usable slots. `count` adds to a counter. `forget` evicts
+    blocks in these slots.
     """
 
     def __init__(
-        self, manager: CacheManager, max_share: float, count: Callable[[str, float], None]
+        self,
+        manager: CacheManager,
+        max_share: float,
+        count: Callable[[str, float], None],
+        forget: Callable[[Slots], None] | None = None,
     ) -> None:
         self._manager, self._max_share, self._count = manager, max_share, count
+        self._forget = forget or manager.forget
         # By slot, 0 for none; zeros from the system take no memory until they are written.
         self._share_of = np.zeros(manager.num_slots, np.int64)
         self._batch_of = np.zeros(manager.num_slots, np.int64)
@@ -96,6 +103,19 @@ class Quotas:
         surplus = share.slots - int(self._max_share * self._manager.usable_slots)
         if surplus > 0:
             self._evict(share, surplus)
+
+    def written(self, above: Quotas, slots: Slots, own_slots: Slots) -> None:
+        """Take in that `own_slots` get what `slots` of host memory have, whose quotas are `above`.
+
+        What is nobody's there is nobody's here.
+        """
+        numbers = above._share_of[slots]
+        for number in np.unique(numbers).tolist():
+            part = own_slots[numbers == number]
+            if number:
+                self.filled(above._by_number[number][0], part)
+            else:
+                self._take_away(part)
 
     def used(self, owner: Owner, slots: Slots) -> None:
         """Take in that slots were loaded for an owner."""
@@ -151,7 +171,7 @@ class Quotas:
         """Evict blocks. What the manager has forgotten itself is nobody's any more, either."""
         known = [key is not None for key in self._manager.readable_keys(slots)]
         self._take_away(slots)
-        self._manager.forget(slots[known])
+        self._forget(slots[known])
 
     def _take_away(self, slots: Slots) -> None:
         """Have slots be nobody's."""
@@ -165,7 +185,7 @@ class Quotas:
         self._share_of[slots] = self._batch_of[slots] = 0
 
     def clear(self) -> None:
-        """Have all slots be nobody's, since host memory is empty."""
+        """Have all slots be nobody's, since there is nothing in them."""
         self._share_of[:] = self._batch_of[:] = 0
         self._shares.clear()
         self._by_number.clear()

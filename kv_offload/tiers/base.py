@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.timing import CopyRate
@@ -94,6 +95,14 @@ class Tier(ABC):
         """True if a copy hangs, so that there is no saying when it ends."""
         # By kind, the oldest copy under way, and since when no older one is.
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
+
+    manager: CacheManager | None = None
+    """Decides what the tier keeps, where that is up to this engine. So routers can be told, and
+    tenants have quotas."""
+
+    def evict(self, slots: Slots) -> None:
+        """Forget what is in idle slots of such a tier."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

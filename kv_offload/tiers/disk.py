@@ -36,6 +36,7 @@ class DiskTier(Tier):
     """
 
     name = what = "disk"
+    manager: CacheManager
 
     def __init__(self, num_slots: int, open_index: IndexOpener, *, outlives: bool = True) -> None:
         """`outlives` says that a later process may use what the tier has."""
@@ -134,14 +135,19 @@ class DiskTier(Tier):
         # After a reset nothing is known by these keys, or what was written since.
         known = self.manager.find(move.keys) == move.tier_slots
         if (lost := move.tier_slots[known & failed]).size:
-            self.index.remove(lost)
             # A record that is something else than it should be is no error.
             if move.outcome is Outcome.FAILED:
+                self.index.remove(lost)
                 self._put_aside(lost)
             else:
-                self.manager.forget(lost)
+                self.evict(lost)
         if (good := move.tier_slots[known & ~failed]).size:
             self.index.use(good)
+
+    def evict(self, slots: Slots) -> None:
+        """See `Tier`."""
+        self.index.remove(slots)
+        self.manager.forget(slots)
 
     def _put_aside(self, slots: Slots) -> None:
         """Give slots, whose keys are forgotten, to nobody."""

@@ -12,6 +12,7 @@ from kv_offload.messages import OffloadWorkerMetadata, TierCapacity, WorkerCapac
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
@@ -64,11 +65,19 @@ class LowerTiers:
         self._statistics, self._retention = core.statistics, core.retention
         self.tiers: dict[str, Tier] = {}
         self.demoters: dict[str, Demoter] = {}
+        self._quotas: dict[str, Quotas] = {}
         self._kept_on_reset: set[str] = set()
         for spec in specs:
             tier = spec.make()
             self.tiers[tier.name] = tier
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
+            if (manager := tier.manager) is not None:
+                if core.announcer is not None:
+                    core.tell.add_announcer_below(core.announcer, manager, tier.name)
+                if core.quotas is not None:
+                    share, count = core.config.max_share_per_salt, core.statistics.count
+                    quotas = self._quotas[tier.name] = Quotas(manager, share, count, tier.evict)
+                    core.tell.add_quotas_below(core.quotas, quotas, tier.name)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
         self.promoter = Promoter(core, self.tiers, lookups, costs)
@@ -175,12 +184,13 @@ class LowerTiers:
 
     def clear(self, *, weights_changed: bool) -> bool:
         """Drop all blocks unless they may survive this reset; return whether any were dropped."""
-        dropped = [
-            tier.forget_all()
-            for name, tier in self.tiers.items()
-            if weights_changed or name not in self._kept_on_reset
-        ]
-        return any(dropped)
+        dropped = False
+        for name, tier in self.tiers.items():
+            if weights_changed or name not in self._kept_on_reset:
+                dropped |= tier.forget_all()
+                if name in self._quotas:
+                    self._quotas[name].clear()
+        return dropped
 
     @property
     def is_settled(self) -> bool:
@@ -227,4 +237,6 @@ class LowerTiers:
         """Raise `AssertionError` where the state contradicts itself."""
         for tier in self.tiers.values():
             tier.check_integrity()
+        for quotas in self._quotas.values():
+            quotas.check_integrity()
         self.promoter.check_integrity()

@@ -115,9 +115,9 @@ def counted_by(script: subprocess.Popen[str], blocks: int) -> bool:
 
 
 @contextlib.contextmanager
-def published(models: Path, subscriber: Subscriber) -> Iterator[Engine]:
+def published(models: Path, subscriber: Subscriber, **keys: Any) -> Iterator[Engine]:
     events = KVEventsConfig(True, "zmq", subscriber.endpoint)
-    plugin = {"cpu_bytes": f"{SLOTS * BLOCK_BYTES}B"}
+    plugin = {"cpu_bytes": f"{SLOTS * BLOCK_BYTES}B", **keys}
     with (
         # A pool of some kilobytes, which an engine refuses.
         mock.patch("kv_offload.config.checks.SMALLEST_BYTES", 0),
@@ -169,3 +169,28 @@ def test_a_router_knows_what_is_in_host_memory(model_folder, tmp_path):
         with published(model_folder, subscriber) as another:
             assert another.generate_each(PROMPTS[1:3]) == expected[1:3]
             assert check(subscriber, another) == 12
+
+
+def test_a_router_knows_what_is_on_a_disk_also_after_a_restart(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    subscriber = Subscriber(tmp_path)
+    disk = {"path": str(tmp_path / "disk"), "bytes": f"{4 * SLOTS * BLOCK_BYTES}B"}
+    expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
+
+    def check_disk(running: Engine) -> set[Any]:
+        check(subscriber, running)
+        manager = running.offload.tiers.tiers["disk"].manager
+        assert manager is not None
+        below = {(0, maybe_convert_block_hash(key)) for key in manager.readable_slots()}
+        assert all(router.on_disk == below for router in subscriber.routers)
+        return below
+
+    with published(model_folder, subscriber, disk=disk, eviction_policy="lru") as running:
+        assert running.generate_each(PROMPTS) == expected
+        left = check_disk(running)
+        assert len(left) > SLOTS, "what host memory has evicted, too"
+        assert not any(router.without_tokens for router in subscriber.routers)
+    with published(model_folder, subscriber, disk=disk, eviction_policy="lru") as another:
+        assert another.generate_each(PROMPTS[:1]) == expected[:1]
+        assert check_disk(another) == left
+        assert all(len(left - router.without_tokens) == 6 for router in subscriber.routers)

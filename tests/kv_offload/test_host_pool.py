@@ -178,3 +178,19 @@ def test_a_pool_is_not_opened_for_some_of_the_ranks(memory_folder: Path) -> None
     with pytest.raises(UnsupportedError, match=r"of 2 ranks only \[1\] have told"):
         engine.offload.take_capacities([WorkerCapacity(1, 30, 30, arena=arena)])
     assert not (engine.seat / "directory").exists()
+
+
+def test_what_was_adopted_is_announced_and_with_its_tokens_once_it_is_loaded(memory_folder):
+    before = PooledEngine(memory_folder / "first", slots=30, events=True)
+    for number, prefix in enumerate(PREFIXES):
+        before.serve(f"r{number}", prefix)
+    left = before.blocks_in_memory()
+    shutil.copytree(memory_folder / "first", memory_folder / "second")
+    engine = PooledEngine(memory_folder / "second", slots=30, events=True)
+    engine.adopt(before)
+    (router, _) = engine.routers
+    engine.serve("again", PREFIXES[0])
+    assert engine.totals["hit_tokens"] == 20
+    assert left <= router.in_memory == engine.blocks_in_memory()
+    assert len(left - router.without_tokens) == 5
+    engine.rest()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 from collections import ChainMap, Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -214,10 +214,19 @@ class PlayedEngine:
 
     def blocks_in_memory(self) -> set[Block]:
         """Return the readable blocks of host memory, by cache group and hash."""
+        return self._blocks(self.offload.manager.readable_slots())
+
+    def blocks_on_disk(self) -> set[Block]:
+        """Return those of the disk, where there is one."""
+        disk = self.offload.tiers.tiers.get("disk")
+        manager = None if disk is None else disk.manager
+        return self._blocks([] if manager is None else manager.readable_slots())
+
+    def _blocks(self, keys: Iterable[bytes]) -> set[Block]:
         suffix_bytes = len(make_block_hash_with_group_id(b"", 0))
         found = set()
-        for key in self.offload.manager.readable_slots():
-            _, group_id = self.known[key]
+        for key in keys:
+            _, group_id = self.known.get(key, (None, 0))  # an earlier process knew what it is
             block_hash = key[:-suffix_bytes] if group_id else key
             found.add((group_id, maybe_convert_block_hash(block_hash)))
         return found
@@ -227,12 +236,15 @@ class PlayedEngine:
         if self.routers and not self.offload.has_pending_work and not self.held_back:
             for router in self.routers:
                 assert router.in_memory == self.blocks_in_memory()
+                assert router.on_disk == self.blocks_on_disk()
 
     @property
     def held_back(self) -> list[Any]:
         """What routers are not told before a copy has ended."""
-        take = self.offload._tell.announcements
-        return list(take[0].__self__.held_back) if self.routers else []
+        found: list[Any] = []
+        for take in self.offload._tell.announcements:
+            found += take.__self__.held_back
+        return found
 
     @property
     def connector(self) -> Any:

@@ -36,10 +36,15 @@ def require_s3() -> None:
 
 
 class S3Server:
-    """Serves a folder, whose folders are buckets. A context manager."""
+    """Serves a folder, whose folders are buckets. A context manager.
 
-    def __init__(self, folder: Path) -> None:
+    It sees at once what is written in the folder itself, and lists it for each request. With
+    `lists_once` it does neither: listing took most of the time of small objects.
+    """
+
+    def __init__(self, folder: Path, *, lists_once: bool = False) -> None:
         self.folder, self._held = folder, HeldPort()
+        self._list_seconds = "1h" if lists_once else "1ms"
         self.port = self._held.number
         (folder / BUCKET).mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,8 +72,7 @@ class S3Server:
         assert program is not None
         words = ["serve", "s3", "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "off"]
         words += ["--addr", f"127.0.0.1:{self.port}", "--config", os.devnull, str(self.folder)]
-        # What is written in the folder itself is seen at once.
-        words += ["--dir-cache-time", "1ms", "--poll-interval", "0"]
+        words += ["--dir-cache-time", self._list_seconds, "--poll-interval", "0"]
         self._process = subprocess.Popen(
             [program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -1,4 +1,4 @@
-"""vLLM's KV events about host memory."""
+"""vLLM's KV events about host memory and a disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-MEDIUM = "CPU"
-"""vLLM's own name for host memory; routers may take one that they do not know for the GPU."""
+MEDIA = {"": "CPU", "disk": "STORAGE"}
+"""vLLM's own names, by tier; routers may take one that they do not know for the GPU."""
 
 Said: TypeAlias = tuple[int | None, str | None, tuple[Any, ...] | None]
 """Id and name of the LoRA adapter, and what else is in the block's hash."""
@@ -57,15 +57,8 @@ class EventMaker:
     """Makes vLLM's events of announcements."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        # Fields that all events of a cache group share, by group.
-        self._of_removed: list[dict[str, Any]] = [
-            {"medium": MEDIUM, "group_idx": group_idx, "locality": "LOCAL"}
-            for group_idx in range(len(kv_cache_config.kv_cache_groups))
-        ]
-        self._of_stored = [
-            common | _kind_of(group.kv_cache_spec)
-            for common, group in zip(self._of_removed, kv_cache_config.kv_cache_groups, strict=True)
-        ]
+        # By cache group: what all its events say of its layers.
+        self._kinds = [_kind_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
 
     def make(self, announcements: Iterable[Announcement]) -> list[KVCacheEvent]:
         """Return an event for each announcement, in order."""
@@ -77,22 +70,31 @@ class EventMaker:
     def _stored(self, blocks: BlocksStored) -> BlockStored:
         group, parent = blocks.group, blocks.parent
         said: Sequence[Said] = [one or NOTHING for one in blocks.said]
-        lora_id, lora_name, _ = said[0]
+        lora_id, lora_name, _ = said[0] if said else NOTHING
+        extra_keys = kv_cache_utils.to_event_extra_keys([keys for _, _, keys in said])
         return BlockStored(
             block_hashes=_external(blocks.hashes),
             parent_block_hash=None if parent is None else _external([parent])[0],
             token_ids=blocks.tokens,
-            block_size=group.block_tokens,
+            # vLLM's own events of blocks without tokens have 0, and routers count on that.
+            block_size=group.block_tokens if blocks.tokens else 0,
             lora_id=lora_id,
             lora_name=lora_name,
-            extra_keys=kv_cache_utils.to_event_extra_keys([keys for _, _, keys in said]),
-            **self._of_stored[group.group_id],
+            extra_keys=extra_keys if said else None,
+            **self._kinds[group.group_id],
+            **_place_of(blocks),
         )
 
     def _removed(self, blocks: BlocksRemoved) -> BlockRemoved:
-        return BlockRemoved(
-            block_hashes=_external(blocks.hashes), **self._of_removed[blocks.group.group_id]
-        )
+        return BlockRemoved(block_hashes=_external(blocks.hashes), **_place_of(blocks))
+
+
+def _place_of(blocks: Announcement) -> dict[str, Any]:
+    return {
+        "medium": MEDIA[blocks.tier],
+        "group_idx": blocks.group.group_id,
+        "locality": "LOCAL",
+    }
 
 
 def _kind_of(spec: Any) -> dict[str, Any]:

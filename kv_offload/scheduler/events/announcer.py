@@ -1,4 +1,4 @@
-"""From the changes of host memory to what routers are told of them, some in each step."""
+"""From the changes of host memory, or a disk, to announcements for routers, some in each step."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ class BlocksStored:
 
     `parent` is the hash of the block before the first, None at the beginning of a prompt; `said`
     has for each block what the engine said of it when it was planned.
+
+    Of blocks without `tokens`, which an earlier process has left, nothing but the hashes is known.
+    `tier` names the disk that they are on, and is empty for host memory.
     """
 
     group: CacheGroup
@@ -44,6 +47,7 @@ class BlocksStored:
     parent: bytes | None
     tokens: list[int]
     said: list[Any]
+    tier: str = ""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class BlocksRemoved:
 
     group: CacheGroup
     hashes: list[bytes]
+    tier: str = ""
 
 
 Announcement: TypeAlias = BlocksStored | BlocksRemoved
@@ -64,10 +69,16 @@ class Announcer:
 
     The changes are told in their order. So whoever has heard of all of them knows what is readable,
     and of a prefix its beginning is told first. A block that is gone before its turn is left out.
+
+    A block that an earlier process has left is announced by its hash, and with its tokens once a
+    request has loaded it.
     """
 
-    def __init__(self, manager: CacheManager, prefixes: PrefixMap, describe: Describe) -> None:
+    def __init__(
+        self, manager: CacheManager, prefixes: PrefixMap, describe: Describe, tier: str = ""
+    ) -> None:
         manager.changes = self._log = ChangeLog()
+        self._tier = tier
         self._manager = manager
         self._prefixes = prefixes
         self._records = BlockRecords(manager.num_slots, prefixes, describe)
@@ -103,6 +114,28 @@ class Announcer:
             slots = prefixes.needed_slots(group, start_tokens, end_tokens)
             keys = prefixes.slot_keys(request.block_hashes, group, slots.start, slots.stop)
             self._records.remember(request, position, slots.start, keys, slot_of)
+
+    def below(self, manager: CacheManager, tier: str) -> Announcer:
+        """Return an announcer of a tier that is written from this one's slots."""
+        return Announcer(manager, self._prefixes, self._records.describe, tier)
+
+    def remember_write(
+        self, source: Announcer, keys: Sequence[SlotKey], slots: Slots, own_slots: Slots
+    ) -> None:
+        """Remember blocks that are written from `slots` of host memory, whose announcer it is."""
+        self._records.take_over(source._records, keys, slots, own_slots)
+
+    def learn(self, request: Request, end_tokens: int) -> None:
+        """Announce with their tokens what an earlier process has left of a request's prefix."""
+        if not self._log.restored:
+            return
+        for position, group in enumerate(self._prefixes.groups):
+            end = end_tokens // group.block_tokens
+            keys = self._prefixes.slot_keys(request.block_hashes, group, 0, end)
+            pairs = zip(keys, self._manager.slot_numbers(keys), strict=True)
+            slot_of = {key: slot for key, slot in pairs if slot in self._log.restored}
+            self._records.remember(request, position, 0, keys, slot_of)
+            self._log.became_readable(np.array([*slot_of.values()], np.int32))
 
     # -- what is told --------------------------------------------------------------------------
 
@@ -170,24 +203,35 @@ class Announcer:
                 hashes[position].append(self._prefixes.hash_of(groups[position], key))
                 told[slot] = None
                 self._is_again[slot] = 0
+                self._log.restored.discard(slot)
         for group, of_group in zip(groups, hashes, strict=True):
             if of_group:
-                yield BlocksRemoved(group, of_group)
+                yield BlocksRemoved(group, of_group, self._tier)
 
     def _store(self, slots: Slots) -> Iterator[BlocksStored]:
         """Tell what these slots hold now and was not told, or has to be told again."""
         told = self._told
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
-        keys = self._manager.readable_keys(slots)
+        keys: list[Any] = self._manager.readable_keys(slots)
+        without_tokens: dict[int, list[bytes]] = {}
         for slot, key in zip(slots.tolist(), keys, strict=True):
             if slot >= len(told):
                 told += [None] * (slot + 1 - len(told))
-            record, known = self._records.of(slot, key), told[slot]
-            if record is None:
+            if key is None:
                 continue
-            if known is not None and (known != record or not self._is_again[slot]):
-                continue  # told, or it was not told yet that something else is gone
+            found, known = self._records.of(slot, key), told[slot]
+            # An earlier process left what has no record.
+            record = found or (key, self._prefixes.position_of(key), None, b"", None)
+            if known is not None and known[0] != key:
+                continue  # it was not told yet that something else is gone
+            if known == record and not self._is_again[slot]:
+                continue
+            if not record[3]:
+                self._mark_told(slot, record)
+                group = self._prefixes.groups[record[1]]
+                without_tokens.setdefault(record[1], []).append(self._prefixes.hash_of(group, key))
+                continue
             parent = record[2]
             run = None if parent is None else run_before.pop(parent, None)
             if run is None:
@@ -195,6 +239,9 @@ class Announcer:
                 runs.append(run)
             run.append((slot, record))
             run_before[record[0]] = run
+        for position, hashes in without_tokens.items():
+            group = self._prefixes.groups[position]
+            yield BlocksStored(group, hashes, None, [], [], self._tier)
         parents = [run[0][1][2] for run in runs]
         places = iter(self._manager.slot_numbers([p for p in parents if p is not None]))
         for run, parent in zip(runs, parents, strict=True):
@@ -206,10 +253,8 @@ class Announcer:
 
     def _tell(self, run: Run) -> BlocksStored:
         for slot, record in run:
-            self._told[slot] = record
-            self._is_again[slot] = 0
-            if record[0] in self.held_back:
-                self._released.append(record[0])
+            self._log.restored.discard(slot)
+            self._mark_told(slot, record)
         _, position, parent, _, _ = run[0][1]
         group, hash_of = self._prefixes.groups[position], self._prefixes.hash_of
         tokens = array("i", b"".join(record[3] for _, record in run))
@@ -219,7 +264,14 @@ class Announcer:
             None if parent is None else hash_of(group, parent),
             tokens.tolist(),
             [record[4] for _, record in run],
+            self._tier,
         )
+
+    def _mark_told(self, slot: int, record: Record) -> None:
+        self._told[slot] = record
+        self._is_again[slot] = 0
+        if record[0] in self.held_back:
+            self._released.append(record[0])
 
     def _is_coming(self, key: SlotKey) -> bool:
         """Return whether this key will be announced as loadable, and was not yet."""

@@ -19,6 +19,8 @@ from kv_offload.engine import Request
 Record: TypeAlias = tuple[SlotKey, int, SlotKey | None, bytes, Any]
 """Key, position of the cache group, key of the block before it, tokens, what the engine said.
 
+Of a block that an earlier process has left there are no tokens, and nothing but key and group.
+
 A plain tuple of plain values: the garbage collector does not go through a million of them."""
 
 Describe: TypeAlias = Callable[[Request, int, int, int], Sequence[Any] | None]
@@ -32,7 +34,7 @@ class BlockRecords:
 
     def __init__(self, num_slots: int, prefixes: PrefixMap, describe: Describe) -> None:
         self._prefixes = prefixes
-        self._describe = describe
+        self.describe = describe
         self._record_of: list[Record | None] = []  # by slot, as far as slots were used
         self._depth_of = array("i", bytes(num_slots * array("i").itemsize))
 
@@ -40,6 +42,18 @@ class BlockRecords:
         """Return what is remembered of a key in a slot; None if nothing."""
         record = self._record_of[slot] if slot < len(self._record_of) else None
         return record if record is not None and record[0] == key else None
+
+    def take_over(
+        self, source: BlockRecords, keys: Sequence[SlotKey], slots: Slots, own_slots: Slots
+    ) -> None:
+        """Remember for `own_slots` what `source` remembers of these keys in `slots`."""
+        self._make_room(int(own_slots.max(initial=-1)))
+        for key, slot, own in zip(keys, slots.tolist(), own_slots.tolist(), strict=True):
+            self._record_of[own] = source.of(slot, key)
+            self._depth_of[own] = source._depth_of[slot]
+
+    def _make_room(self, last_slot: int) -> None:
+        self._record_of += [None] * (last_slot + 1 - len(self._record_of))
 
     def by_depth(self, slots: Slots) -> Slots:
         """Return slots so that no block comes before the one that its prefix ends with."""
@@ -82,11 +96,9 @@ class BlockRecords:
         before = self._prefixes.slot_keys(request.block_hashes, group, first - 1, first)
         parents = [before[0] if first else None, *keys[:-1]]
         tokens = array("i", request.all_token_ids[first * size : last * size]).tobytes()
-        said = self._describe(request, first * size, last * size, size) or [None] * len(keys)
+        said = self.describe(request, first * size, last * size, size) or [None] * len(keys)
         record_of, depth_of = self._record_of, self._depth_of
-        missing = max(slots) + 1 - len(record_of)
-        if missing > 0:
-            record_of += [None] * missing
+        self._make_room(max(slots))
         step = len(tokens) // len(keys)
         for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
             of_block = tokens[at * step : (at + 1) * step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.scheduler.request import StoreCursor
 
@@ -26,14 +27,22 @@ class StoreCandidates:
     cursor back to where a budget ended.
     """
 
-    def __init__(self, prefixes: PrefixMap, *, prompt_only: bool) -> None:
-        self._prefixes = prefixes
+    def __init__(
+        self, prefixes: PrefixMap, manager: CacheManager, max_share: float, *, prompt_only: bool
+    ) -> None:
+        """Look no farther into a request than its tenant may have of the manager's slots.
+
+        So it stores the beginning of a prompt that is longer than `max_share`: the rest would evict
+        that, and a prompt without its beginning is not hit.
+        """
+        self._prefixes, self._manager, self._max_share = prefixes, manager, max_share
         self._prompt_only = prompt_only
         self._groups = tuple(
             (position, group, group.block_tokens, prefixes.block_hashes[position])
             for position, group in enumerate(prefixes.groups)
             if not group.is_scratch
         )
+        self._slots_per_token = sum(1 / tokens for _, _, tokens, _ in self._groups)
         # With one group vLLM names each block once its tokens are known, and hashes end there.
         self._names_follow = len(prefixes.groups) == 1 and not prefixes.unnamed_tokens
         self._spans: list[Span] = []
@@ -147,5 +156,9 @@ class StoreCandidates:
         """Return up to where tokens are to be stored."""
         if self.paused or not cursor.hints.store:
             return 0
-        prompt_only = self._prompt_only
-        return min(end_tokens, cursor.request.num_prompt_tokens) if prompt_only else end_tokens
+        if self._prompt_only:
+            end_tokens = min(end_tokens, cursor.request.num_prompt_tokens)
+        if self._max_share < 1:
+            slots = int(self._max_share * self._manager.usable_slots)
+            end_tokens = min(end_tokens, self._prefixes.align(int(slots / self._slots_per_token)))
+        return end_tokens

@@ -65,7 +65,9 @@ class StorePlanner:
             core.transfers.step_time,
         )
         prompt_only = config.store_blocks == "prompt"
-        self._candidates = StoreCandidates(core.prefixes, prompt_only=prompt_only)
+        self._candidates = StoreCandidates(
+            core.prefixes, core.manager, config.max_share_per_salt, prompt_only=prompt_only
+        )
         self._refusals = Refusals()
         self._choice = StoreChoice(
             core.prefixes,

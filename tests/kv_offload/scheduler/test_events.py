@@ -6,6 +6,7 @@ After every step the played engine compares what two routers know with what host
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from kv_offload.scheduler.events import announcer
 from tests.support.played_cases import CHUNKS, FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
+from tests.support.router import DynamoIndex, LlmdIndex
 
 pytestmark = pytest.mark.engine
 
@@ -276,6 +278,94 @@ def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path)
     assert engine.totals["hit_tokens"] == 16
     assert engine.routed == engine.blocks_in_memory()
     assert len(engine.routed) == 4
+    engine.connector.shutdown()
+
+
+def on_disk(engine: FollowedEngine) -> set[Any]:
+    """What both routers know of the disk."""
+    first, second = engine.routers
+    assert first.on_disk == second.on_disk
+    return first.on_disk
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)], ids=["one", "state"])
+def test_what_a_disk_has_is_announced_as_it_was_of_host_memory(groups, tmp_path):
+    """A disk of six slots evicts; what it has keeps its tokens when host memory has forgotten."""
+    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
+    engine = FollowedEngine(*groups, plugin=plugin)
+    engine.serve("a", PROMPT, 1)
+    assert on_disk(engine) == engine.blocks_on_disk() == engine.blocks_in_memory()
+    engine.offload.manager.reset()
+    assert engine.reset()  # a router may forget all that it knows of the engine
+    engine.run()
+    assert not engine.routed
+    assert on_disk(engine) == engine.blocks_on_disk()
+    assert len(on_disk(engine)) >= 5
+    assert not engine.routers[0].without_tokens
+    disk: Any = engine.offload.tiers.tiers["disk"]
+    gone = disk.manager.find([key for key, _ in [*disk.manager.readable_slots().items()][:2]])
+    disk.manager.forget(gone)
+    engine.serve("b", OTHER, 1)
+    assert on_disk(engine) == engine.blocks_on_disk()
+    engine.connector.shutdown()
+
+
+def test_what_an_earlier_process_left_on_a_disk_is_announced_and_again_with_its_tokens(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB"}}
+    engine = FollowedEngine(plugin=plugin)
+    engine.serve("a", PROMPT, 1)
+    engine.serve("b", OTHER, 1)
+    left = engine.blocks_on_disk()
+    records = engine.ranks[0].tier.records
+    engine.connector.shutdown()
+    engine = FollowedEngine(plugin=plugin)
+    engine.ranks[0].tier.records = records
+    engine.run()
+    engine.serve("new", [1, 1, 1, 1, 1], 1)
+    router = engine.routers[0]
+    assert on_disk(engine) == engine.blocks_on_disk() >= left
+    assert router.without_tokens == left
+    engine.serve("c", PROMPT, 1)
+    assert engine.totals["promoted_slots"] == 5
+    assert on_disk(engine) == engine.blocks_on_disk()
+    assert len(router.without_tokens) == len(left) - 5
+    engine.connector.shutdown()
+
+
+def test_llm_d_and_dynamo_find_what_is_on_the_disk(tmp_path, monkeypatch):
+    """Also after a restart: llm-d what any engine has announced, Dynamo what was used again."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB"}}
+    engine = FollowedEngine(plugin=plugin)
+    engine.serve("a", PROMPT, 1)
+    engine.serve("b", OTHER, 1)
+    left, records = engine.blocks_on_disk(), engine.ranks[0].tier.records
+    llm_d, dynamo = LlmdIndex(), DynamoIndex(4)
+
+    def replay() -> None:
+        for event in itertools.chain(*engine.batches):
+            llm_d.hear(event)
+            dynamo.hear(event)
+        engine.batches.clear()
+
+    replay()
+    assert llm_d.blocks["storage"] == llm_d.blocks["cpu"] == left
+    assert dynamo.blocks["disk"] == dynamo.blocks["host_pinned"] == left
+    engine.connector.shutdown()
+    for index in (llm_d, dynamo):
+        index.blocks.clear()  # as routers do when an engine begins again
+    engine = FollowedEngine(plugin=plugin)
+    engine.ranks[0].tier.records = records
+    engine.run()
+    engine.serve("c", PROMPT, 1)
+    replay()
+    assert llm_d.blocks["storage"] == left
+    assert dynamo.blocks["disk"] == dynamo.blocks["host_pinned"]
+    assert len(dynamo.blocks["disk"]) == 5
+    assert not dynamo.dropped
     engine.connector.shutdown()
 
 

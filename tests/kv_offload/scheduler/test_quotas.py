@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,58 @@ def test_a_tenant_that_stores_much_displaces_its_own_blocks(share: float) -> Non
     assert hits(engine, FILLERS[-1], "busy") > 0, "its latest prompt"
     assert hits(engine, FILLERS[0], "busy") == 0
     assert (engine.totals["quota_evictions"] > 0) == bounded
+
+
+@played
+@pytest.mark.parametrize("store_blocks", ["all", "prompt"])
+def test_of_a_prompt_that_is_longer_than_the_share_the_beginning_is_stored(
+    store_blocks: str,
+) -> None:
+    """It is computed in four steps. No other prompt of its tenant need go for what is not kept."""
+    plugin = {"max_share_per_salt": 0.25, "store_blocks": store_blocks}
+    engine = PlayedEngine(plugin=plugin, slots=32, blocks=40)
+    long = [(number * number // 3) % 2 for number in range(13 * BLOCK)]
+    engine.serve("long", long, 3)
+    assert hits(engine, long, None) == 8 * BLOCK
+    assert engine.totals["quota_evictions"] == 0
+    engine.serve("others", PROMPT, 1)
+    assert hits(engine, PROMPT, None) == PROMPT_BLOCKS * BLOCK
+    engine.rest()
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    return {"disk": {"path": str(tmp_path), "bytes": "1MiB"}}
+
+
+@played
+@pytest.mark.parametrize("share", [0.1, 1])
+def test_a_tenant_has_a_share_of_the_disk(share: float, disk: dict[str, Any]) -> None:
+    engine = PlayedEngine(plugin={"max_share_per_salt": share, **disk})
+    engine.serve("quiet", PROMPT, 1, cache_salt="quiet")
+    serve_many(engine, "busy")
+    tier = engine.offload.tiers.tiers["disk"]
+    assert tier.manager is not None
+    most = int(share * tier.manager.usable_slots)
+    of_busy = len(engine.blocks_on_disk()) - PROMPT_BLOCKS
+    assert of_busy == most if share < 1 else of_busy > 0.1 * tier.manager.usable_slots
+    engine.offload.manager.reset()
+    assert hits(engine, PROMPT, "quiet") == PROMPT_BLOCKS * BLOCK, "from the disk"
+    assert hits(engine, FILLERS[-1], "busy") > 0
+    engine.offload.check_integrity()
+    left = engine.blocks_on_disk()
+    records = engine.ranks[0].tier.records
+    engine.connector.shutdown()
+    engine = PlayedEngine(plugin={"max_share_per_salt": share, **disk})
+    engine.ranks[0].tier.records = records
+    assert engine.blocks_on_disk() == left, "a restart finds no more, and no less"
+    quotas = engine.offload.tiers._quotas.get("disk")
+    assert hits(engine, PROMPT, "quiet") == PROMPT_BLOCKS * BLOCK
+    assert quotas is None or quotas.slots_of("quiet") == PROMPT_BLOCKS, "it counts once it is read"
+    engine.offload.resets.reset_cache()
+    assert quotas is None or quotas.slots_of("quiet") == 0
+    engine.connector.shutdown()
 
 
 @played

@@ -144,6 +144,24 @@ def test_requests_with_the_same_prefix_wait_for_one_read(engine):
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
+def test_a_request_waits_for_what_is_read_of_a_prefix_that_another_has_in_part(now, engine):
+    """The first had 8 tokens on the GPU, so it reads the rest; the second has none there."""
+    engine.serve("beginning", PROMPT[:9], 1)
+    engine.totals.clear()
+    engine.disk.stuck = True
+    ask(engine, "a")
+    being_read = engine.running(TierDirection.PROMOTE)
+    assert len(being_read) == FULL_BLOCKS - 2
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("b", PROMPT, 2)
+    engine.step(8, copies=True)
+    assert engine.running(TierDirection.PROMOTE) == being_read
+    assert not engine.answers.keys() & {"a", "b"}
+    engine.disk.stuck = False
+    engine.run()
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS - 2
+
+
 def test_a_request_is_computed_where_its_time_is_over(now, engine):
     engine.disk.stuck = True
     ask(engine, "a")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -360,6 +360,62 @@ def test_a_read_keeps_an_object(place):
         assert time.time() - file_of(bed, NAMES[0]).stat().st_mtime < 60
         sweep(bed.client, 4 * RECORD_BYTES)
         assert left(bed, NAMES) == [0, 6, 7]
+
+
+HOUR_SECONDS, YEAR_SECONDS = 3600, 365 * 86_400
+
+
+def stamp(bed: FolderBed, names: Iterable[bytes], seconds: float) -> None:
+    """Mark objects as used so many seconds from now."""
+    for name in names:
+        os.utime(file_of(bed, name), (time.time() + seconds,) * 2)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_engine_whose_clock_is_an_hour_off_removes_the_same_objects(place, monkeypatch, hours):
+    """Of objects of the last half hour the oldest go, and nothing that is being written."""
+    names = named(32)
+    with FolderBed(place, 32) as bed:
+        bed.put(names)
+        for slot, name in names.items():
+            stamp(bed, [name], 60 * (slot - 32))
+        written = file_of(bed, names[31])
+        unfinished = written.with_name(f".{written.name}.0123456789abcdef")
+        unfinished.touch()
+        clock = time.time
+        monkeypatch.setattr(time, "time", lambda: clock() + hours * HOUR_SECONDS + 60)
+        assert sweep(bed.client, 16 * RECORD_BYTES) == 17 * RECORD_BYTES
+        assert left(bed, names) == list(names)[17:]
+        assert unfinished.exists()
+
+
+def test_what_an_engine_wrote_whose_clock_was_an_hour_ahead_goes_in_its_turn(place):
+    """It goes after what others wrote within that hour, and before what they write later."""
+    with FolderBed(place) as bed:
+        bed.put(NAMES)
+        stamp(bed, [NAMES[slot] for slot in range(4)], HOUR_SECONDS)
+        stamp(bed, [NAMES[slot] for slot in (4, 5)], 0)
+        stamp(bed, [NAMES[slot] for slot in (6, 7)], 2 * HOUR_SECONDS)
+        assert sweep(bed.client, 7 * RECORD_BYTES) == 2 * RECORD_BYTES
+        assert left(bed, NAMES) == [0, 1, 2, 3, 6, 7]
+        assert sweep(bed.client, 3 * RECORD_BYTES) == 4 * RECORD_BYTES
+        assert left(bed, NAMES) == [6, 7]
+
+
+def test_what_is_marked_as_of_another_year_keeps_nothing_else_away(place):
+    with FolderBed(place) as bed:
+        bed.put(NAMES)
+        stamp(bed, [NAMES[slot] for slot in range(4)], YEAR_SECONDS)
+        assert sweep(bed.client, 5 * RECORD_BYTES) == 4 * RECORD_BYTES
+        assert left(bed, NAMES) == [4, 5, 6, 7]
+
+
+def test_a_read_by_a_clock_that_is_late_keeps_an_object(place):
+    with FolderBed(place) as bed:
+        bed.put(NAMES)
+        stamp(bed, NAMES.values(), HOUR_SECONDS)
+        assert bed.get({0: NAMES[0]}).failed == ()
+        assert file_of(bed, NAMES[0]).stat().st_mtime < time.time() + 60
 
 
 def test_files_of_others_in_the_folder_are_left_alone(place):

@@ -35,7 +35,7 @@ from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 TOUCH_SECONDS = 600.0
 """A read marks a file as used if the mark is older: one operation of the server for many reads."""
 
-UNFINISHED_SECONDS = 3600.0
+UNFINISHED_SECONDS = 86_400.0
 """A file that is not renamed after so long is a killed process's. Clocks may differ by less."""
 
 ASKING_THREADS = 8
@@ -175,7 +175,8 @@ class FolderClient(RemoteClient, Sweepable):
                 found = os.fstat(fd)
                 if found.st_size != nbytes or not _move(os.preadv, fd, parts):
                     return Fate.OTHER
-                if time.time() - found.st_mtime > TOUCH_SECONDS:
+                # Also a mark of the future: this clock is late, or the writer's is early.
+                if abs(time.time() - found.st_mtime) > TOUCH_SECONDS:
                     with contextlib.suppress(OSError):  # a folder that is read-only is read
                         os.utime(file)
             return Fate.DONE

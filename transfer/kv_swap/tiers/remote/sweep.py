@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ though below its bound, as much of what was there."""
 
 AGE_SECONDS = 16
 """Objects whose last uses lie in one such interval are equally old."""
+
+AHEAD_SECONDS = 86_400.0
+"""Clocks may differ by less. What is marked as used later than that counts as the oldest: else it
+would take the place of all other objects until then."""
 
 
 REMOVED_AT_ONCE = 256
@@ -62,9 +67,14 @@ def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
     Lists the store once, and once more if something goes: memory does not grow with the number of
     objects. Raises `TierError`.
     """
+    latest = time.time() + AHEAD_SECONDS
+
+    def age_of(entry: Entry) -> int:
+        return int(entry.used) // AGE_SECONDS if entry.used <= latest else -1
+
     by_age: defaultdict[int, int] = defaultdict(int)
     for entry in store.entries():
-        by_age[int(entry.used) // AGE_SECONDS] += entry.nbytes
+        by_age[age_of(entry)] += entry.nbytes
     total = sum(by_age.values())
     if is_full:
         limit_bytes = min(limit_bytes, total - 1)
@@ -80,7 +90,7 @@ def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
     # All that is older goes, and of this interval as much as leaves `kept_bytes`.
     removed, gone, of_last = 0, [], []
     for entry in store.entries():
-        age = int(entry.used) // AGE_SECONDS
+        age = age_of(entry)
         if age < last:
             gone.append(entry.key)
             removed += entry.nbytes
