@@ -23,7 +23,7 @@ CLOSED_PIPE = 128 + signal.SIGPIPE
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
 
-COLUMNS = 100
+COLUMNS = 80
 """The width of text that is wrapped, and of a table that is written to no terminal."""
 
 UNWRAPPED = 1 << 20
