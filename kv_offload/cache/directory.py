@@ -12,7 +12,7 @@ the slot holds all bytes of that key:
 - Each is whole or absent by one aligned write of 8 bytes, the sum of generation, slot, version and
   key. It is cleared first, and written last; so a torn entry has a sum that fits it by chance of 1
   in 2^64.
-- No two publications have the same version. So whoever copies a slot, and finds the same sum
+- No two publications have the same version. A peer that copies a slot, and finds the same sum
   before and after, has copied what the entry says (`kv_offload.cache.peers`).
 
 The index says where a key may be: nothing but the entry is believed. docs/design/host_pool.md has
@@ -269,7 +269,7 @@ class Directory:
         for _ in range(WAYS):
             ways = (index[buckets] == 0).argmax(axis=1)
             index[buckets, ways] = cells
-            # Of several in one bucket the last is there.
+            # If several went into one bucket, only the last is there.
             left = index[buckets, ways] != cells
             if not left.any():
                 return

@@ -51,7 +51,7 @@ SEAT = re.compile(r"seat-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a directory says of some keys: `rows` are those it has, `slots` are where."""
+    """The keys that a directory has, by their `rows` in a question, and where they are."""
 
     rows: NDArray[np.intp]
     slots: Slots
