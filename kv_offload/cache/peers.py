@@ -149,8 +149,7 @@ class PeerDirectories:
 
     def __init__(self, arenas: Mapping[int, Path]) -> None:
         (self._seat,) = {arena.parent for arena in arenas.values()}
-        # All of a name but the token says what is where in an arena.
-        self._kinds = {rank: arena.name.rpartition(".")[0] for rank, arena in arenas.items()}
+        self._kinds = {rank: _kind(arena.name) for rank, arena in arenas.items()}
         self.all: tuple[PeerDirectory, ...] = ()
         """Replaced as a whole; any thread may take it."""
         self._ended = threading.Event()
@@ -178,6 +177,18 @@ class PeerDirectories:
         """Let go of all of them."""
         self._ended.set()
         self.all = ()
+
+
+def arena_kinds(seat: Path) -> dict[int, str]:
+    """Return the kinds of a seat's arenas by rank; seats of one pool with the same are peers."""
+    contents = open_directory(seat)
+    files = {} if contents is None else read_names(contents.files)
+    return {rank: _kind(name) for rank, name in files.items()}
+
+
+def _kind(arena: str) -> str:
+    """Return all of an arena's name but the token: it says what is where in it."""
+    return arena.rpartition(".")[0]
 
 
 def read_names(text: bytes) -> dict[int, str]:

@@ -64,14 +64,19 @@ class _Copies(Mover):
 
     def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
         """See `Mover`."""
-        left = rows
-        for peer in self._peers.all:
-            if left:
-                left = self._copy(peer, left)
+        known, left = self._peers.all, rows
+        for peer in known:
+            left = self._copy(peer, left)
+        if left:
+            self._peers.refresh()  # the scheduler may have found one before this rank
+            for peer in self._peers.all:
+                left = left if peer in known else self._copy(peer, left)
         return Outcome([row.number for row in left])
 
     def _copy(self, peer: PeerDirectory, rows: Sequence[Row]) -> list[Row]:
         """Copy what a peer has of some rows; return the others."""
+        if not rows:
+            return []
         arena = peer.arena(self._rank, *self._arena.shape)
         claim = peer.claim([row.name for row in rows])
         if arena is None or not len(claim.rows):
