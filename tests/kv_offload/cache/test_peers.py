@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache.directory import DIRECTORY, Directory
+from kv_offload.cache.directory import DIRECTORY, HEADER, Directory
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
 from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, content_of, live
 
@@ -225,3 +225,14 @@ def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
         assert os.WIFSIGNALED(status), f"owner {number} ended with an error"
         accepted += sum(read(peer, KEYS) for peer in peers.all)  # what it left
     assert accepted > 100
+
+
+def test_what_an_owner_that_was_killed_in_a_reset_had_is_not_read(tmp_path: Path) -> None:
+    """It may not have come to empty the index."""
+    make_seat(tmp_path)
+    peer = only(find(tmp_path))
+    assert read(peer, KEYS) == 3
+    with (tmp_path / "seat-0" / DIRECTORY).open("r+b") as file:
+        file.seek(HEADER.fields["generation"][1])
+        file.write(b"another")
+    assert read(peer, KEYS) == 0
