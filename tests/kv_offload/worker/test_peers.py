@@ -16,7 +16,7 @@ from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, content_of
 
 
 def copy(pool: Path, keys: Sequence[bytes]) -> tuple[TierCompletion, np.ndarray]:
-    """Copy keys into the slots of a new arena, the last one first; return how that ended, and it."""
+    """Copy keys into the slots of a new arena, the last one first; return how that ended."""
     arena = np.zeros((NUM_SLOTS, WORDS * 8), np.uint8)
     slots = np.arange(len(keys), dtype=np.int32)
     with PeerEngine(pool / OWN, 0, arena) as tier:
@@ -49,7 +49,8 @@ def test_a_slot_that_its_owner_gives_up_during_the_copy_brings_nothing(
 
     def claim_just_before(self: PeerDirectory, keys: Sequence[bytes]) -> Claim:
         claimed = claim(self, keys)
-        directory.withdraw(SLOTS[1:2])
+        if 1 in claimed.slots:
+            directory.withdraw(SLOTS[1:2])
         return claimed
 
     monkeypatch.setattr(PeerDirectory, "claim", claim_just_before)
