@@ -106,6 +106,7 @@ METRICS = (
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
         promoted_bytes="Bytes read from lower tiers, over all ranks.",
         promoted_seconds="Time from the start of reads to their end, over all ranks.",
+        peers_read_bytes="The part of promoted_bytes that came from peers in the host_pool.",
         disk_read_bytes="The part of promoted_bytes that came from the disk.",
         disk_written_bytes="The part of demoted_bytes that went to the disk.",
         remote_read_bytes="The part of promoted_bytes that came from the remote store.",
@@ -138,6 +139,8 @@ METRICS = (
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
         tier_slots_set_aside="Slots of the disk left out until the next start, after an error.",
         has_remote="1 with a remote store, 0 without.",
+        peers="Other engines of the host_pool, running or not, whose host memory is read.",
+        peers_usable="1 while peers may be read; 0 without any, after an error and after a reset.",
         disk_usable="1 while the disk may be read; 0 after an error, and without one.",
         remote_usable="1 while the remote store may be read; 0 after an error or a late answer, "
         "and without one.",
@@ -145,6 +148,7 @@ METRICS = (
         demoting_slots="Slots that are being written to lower tiers.",
         oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has "
         "not ended; 0 if there is none.",
+        peers_read_bytes_per_second="Read speed of peers, of the slowest rank; 0 until measured.",
         disk_read_bytes_per_second="Read speed of the disk, of the slowest rank; 0 until measured.",
         remote_read_bytes_per_second="Read speed of the remote store, of the slowest rank; 0 until "
         "measured.",

@@ -35,7 +35,7 @@ ALLOWED = {
     "scheduler": LEAVES | {"cache", "simulation", "tiers"},
     "tiers": LEAVES | {"cache", "scheduler"},
     "simulation": LEAVES | {"cache"},
-    "worker": LEAVES | {"kv_swap"},
+    "worker": LEAVES | {"cache", "kv_swap"},
     "engines": LEAVES | {"cache", "scheduler", "tiers", "worker", "kv_swap"},
     "tools": LEAVES | {"cache", "engines", "simulation", "worker", "kv_swap"},
     "__main__": frozenset({"tools"}),

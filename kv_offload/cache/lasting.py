@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kv_offload.cache.directory import ENTRY_BYTES, Directory
+from kv_offload.cache.directory import SLOT_BYTES, Directory
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.slot_refcounts import distinct
@@ -43,7 +43,7 @@ class LastingManager(CacheManager):
         except OSError as error:
             raise CapacityError(
                 f"host_pool: a directory of {self.num_slots} slots cannot be made in {folder}: "
-                f"{error.strerror}. It takes {ENTRY_BYTES} bytes a slot there: make room, or lower "
+                f"{error.strerror}. It takes {SLOT_BYTES} bytes a slot there: make room, or lower "
                 "cpu_bytes"
             ) from error
         found = "an engine before this one left it" if self._directory.is_continued else "it is new"

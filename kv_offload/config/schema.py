@@ -142,8 +142,8 @@ class OffloadConfig:
     host_pool: Annotated[
         Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")] | None,
         _says(
-            "Name of a pool of this host: an engine that starts again takes over the host memory "
-            "that the one before it in this pool left, however that ended.",
+            "Name of a pool of this host: its engines read each other's host memory, and one that "
+            "starts again takes over what the one before it left, however that ended.",
             "a name of 1 to 64 letters, digits, dots, underscores and hyphens",
         ),
     ] = None

@@ -37,13 +37,15 @@ TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 
 @dataclass(frozen=True)
 class TierSpec:
-    """The configuration of a tier. Each rank writes at most `write_rate` bytes per second.
+    """The configuration of a tier.
+
+    Each rank writes at most `write_rate` bytes per second; None: the tier is only read.
 
     With `keep_on_reset` the tier still serves after the user has reset the prefix cache.
     """
 
     make: Callable[[], Tier]
-    write_rate: float
+    write_rate: float | None
     keep_on_reset: bool
 
 
@@ -70,7 +72,8 @@ class LowerTiers:
         for spec in specs:
             tier = spec.make()
             self.tiers[tier.name] = tier
-            self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
+            if spec.write_rate is not None:
+                self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
             if (manager := tier.manager) is not None:
                 if core.announcer is not None:
                     core.tell.add_announcer_below(core.announcer, manager, tier.name)

@@ -185,7 +185,9 @@ class Promoter:
             wait.start_tokens, wait.num_tokens, wait.asked = start_tokens, num_tokens, False
         if not wait.asked:
             # What is left out ahead is asked when the engine looks it up.
-            wait.asked = not is_ahead or len(self._readable_tiers) == len(self._tiers)
+            wait.asked = not is_ahead or all(
+                tier.may_read for tier in self._tiers.values() if tier.is_shared
+            )
             for tier in self._readable_tiers:
                 if tier.is_shared:
                     self._ask(tier, tracked, wait)

@@ -53,6 +53,8 @@ class SeatState:
     memory_bytes: int
     readable_slots: int
     slots: int
+    peers: int
+    """Other seats of the pool that can be read from this one."""
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -66,13 +68,15 @@ def _run(arguments: argparse.Namespace) -> Report:
     data = [dataclasses.asdict(one) for one in states]
     if not states:
         return Report(data, f"no host pool of user {os.geteuid()} in {arguments.path}")
-    table = make_table("pool", "seat", "engine", "memory", "readable slots", "model")
+    table = make_table("pool", "seat", "engine", "memory", "readable slots", "peers", "model")
     for one in states:
         hours = (time.time() - (one.started or time.time())) / 3600
         engine = f"started {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
         readable = f"{one.readable_slots:,} of {one.slots:,}"
         memory, model = format_size(one.memory_bytes), printable(one.model)
-        table.add_row(printable(one.pool), str(one.seat), engine, memory, readable, model)
+        table.add_row(
+            printable(one.pool), str(one.seat), engine, memory, readable, str(one.peers), model
+        )
     return Report(data, table)
 
 
@@ -80,10 +84,13 @@ def _read(folder: Path) -> Iterator[SeatState]:
     from kv_swap.memory.arena_file import find_arenas
 
     from kv_offload.cache.directory import read_directory
+    from kv_offload.cache.peers import arena_kinds
     from kv_offload.worker.pool import find_seats, seat_number
 
-    for seat in (seat for pool in _pools(folder) for seat in find_seats(pool)):
+    kinds = {seat: arena_kinds(seat) for pool in _pools(folder) for seat in find_seats(pool)}
+    for seat, kind in kinds.items():
         about = _about(seat)
+        alike = [one for one in kinds if one.parent == seat.parent and kinds[one] == kind != {}]
         _, readable, slots = read_directory(seat) or ((), (), 0)
         yield SeatState(
             pool=seat.parent.name,
@@ -94,6 +101,7 @@ def _read(folder: Path) -> Iterator[SeatState]:
             memory_bytes=sum(find_arenas(seat).values()),
             readable_slots=len(readable),
             slots=slots,
+            peers=max(0, len(alike) - 1),
         )
 
 

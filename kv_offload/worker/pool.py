@@ -132,6 +132,8 @@ class Seat:
     kept_bytes: int
     """The memory that a process before this one left here, and no process has."""
     lock: int = -1
+    files: ArenaFiles | None = None
+    """The arenas that this rank has asked for."""
 
     def arena_files(
         self, rank: int, num_ranks: int, pages: str, peers: Peers, num_slots: int, *, reserve: bool
@@ -139,7 +141,14 @@ class Seat:
         """Return the arenas of a rank, of which `pages` says what is where in a slot."""
         place = [rank, num_ranks, peers.index, peers.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
-        return ArenaFiles(self.folder, rank, kind, reserve=reserve)
+        self.files = ArenaFiles(self.folder, rank, kind, reserve=reserve)
+        return self.files
+
+    @property
+    def arena(self) -> Path:
+        """The arena of this rank, once it is open; ranks that share one have the same."""
+        assert self.files is not None, "no arena was opened"
+        return self.folder / self.files.name
 
     def leave(self) -> None:
         """Let another engine take the seat."""

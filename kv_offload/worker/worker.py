@@ -28,6 +28,7 @@ from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
+from kv_offload.worker.peers import HostPeers
 from kv_offload.worker.pool import Seat
 from kv_offload.worker.remote import Remote
 from kv_offload.worker.sharing import ALONE, Peers
@@ -38,7 +39,9 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 10.0
 """Bound of the wait for running copies before a reset, a sleep or the end."""
 
-NO_TIERS: Mapping[str, Disk | Remote] = {}
+LowerTier = Disk | Remote | HostPeers
+
+NO_TIERS: Mapping[str, LowerTier] = {}
 
 REVOKE_SECONDS = 5.0
 """Bound of the wait for the tiers before a reset is answered: a disk may be slow, or hang."""
@@ -60,7 +63,7 @@ class OffloadWorker:
         rank: int,
         num_ranks: int,
         peers: Peers = ALONE,
-        tiers: Mapping[str, Disk | Remote] = NO_TIERS,
+        tiers: Mapping[str, LowerTier] = NO_TIERS,
         seat: Seat | None = None,
     ) -> None:
         self.rank = rank

@@ -29,13 +29,14 @@ PROMPTS = [random_tokens(count, seed=count) for count in (129, 193, 257)]
 BLOCKS = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
 
 
-def check(result: dict[str, Any], ranks: int, sharing: int = 1) -> None:
-    """Check that every rank loaded what it was left; ends with the control."""
+def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, from_peers: bool) -> None:
+    """Check that every rank loaded what it was left, or a peer has; ends with the control."""
     computed, cached = result["expected"]
     assert_same(result["restarted"], cached)
     assert [rank["rank"] for rank in result["ranks"]] == list(range(ranks))
     assert all(rank["sharing"] == sharing for rank in result["ranks"])
-    assert result["figures"]["adopted_slots"] >= BLOCKS
+    assert (result["figures"]["adopted_slots"] >= BLOCKS) is not from_peers
+    assert (result["figures"].get("peers_read_bytes", 0) > 0) is from_peers
     assert all(len(rank["blocks"]) >= BLOCKS for rank in result["loaded"])
     assert all_differ(result["corrupted"]["tokens"], computed["tokens"])
 

@@ -4,7 +4,8 @@ usage: python -m tests.engine.replica_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
 Hands back what `check` checks. Each replica is asked prompts of its own, by its number, one at a
 time; what it answers is compared with an engine that is alone and has no plugin. With `store`, the
-address of a master, among the arguments, they share a store, and `check_shared` checks the rest.
+address of a master, or `host_pool`, a folder, among the arguments, they share a store or a pool
+and `check_shared` checks the rest.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def check(result: dict[str, Any]) -> None:
 
 
 def check_shared(result: dict[str, Any]) -> None:
-    """Check that each replica serves what the other has computed, by way of the store."""
+    """Check that each replica serves what the other has computed, by way of store or pool."""
     for replica, (computed, cached) in enumerate(result["expected"]):
         other = 1 - replica
         assert_same(result["computed"][replica], computed)
@@ -94,7 +95,10 @@ def check_rolled(result: dict[str, Any], wrong: dict[str, Any], right: dict[str,
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     register()  # as vLLM does, where the package is installed and not only a checkout
     logprobs = arguments.pop("logprobs", None)
-    store = None
+    store: dict[str, Any] | None = None
+    if (folder := arguments.pop("host_pool", None)) is not None:
+        store = {"host_pool": "chat", "host_pool_path": folder}
+        store["load_or_recompute"] = "always_load"
     if (master := arguments.pop("store", None)) is not None:
         require_mooncake()
         store = {"remote": {"kind": "mooncake", "address": master, "bytes": "16MiB"}}
@@ -176,8 +180,12 @@ async def run(
             assert await llm.reset_prefix_cache() is not False
             result["stored"] = await call(rank_calls.digests, "stored")
             blocks = [len(ranks[0]["blocks"]) for ranks in result["stored"]]
+            in_pool = "host_pool" in settings["kv_transfer_config"].kv_connector_extra_config
+            written = "stored" if in_pool else "demoted"
             for turn in patiently(0):
-                if (demoted := totals_by_replica("demoted_slots", REPLICAS)) == blocks:
+                demoted = totals_by_replica(f"{written}_slots", REPLICAS)
+                peers = totals_by_replica("peers", REPLICAS)
+                if demoted == blocks and peers == [int(in_pool)] * REPLICAS:
                     break
                 await asyncio.sleep(0.05)
                 if turn % 100 == 99:

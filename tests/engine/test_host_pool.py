@@ -21,7 +21,7 @@ from tests.engine.harness import (
     refusal,
 )
 from tests.support.latents import LATENT
-from tests.support.processes import run_module, stay, staying
+from tests.support.processes import kill_group, run_module, stay, staying
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
@@ -102,11 +102,17 @@ def test_after_a_reset_or_new_weights_nothing_is_adopted(
         assert ours.offload.gauges()["adopted_slots"] == 0
 
 
+@pytest.mark.parametrize("from_peers", [False, True])
 @pytest.mark.parametrize(
     ("kind", "more", "sharing"), [("qwen3", {}, 1), ("deepseek_v2", LATENT, 2)]
 )
-def test_ranks_serve_what_ranks_that_were_killed_left(
-    model_folder: Path, memory_folder: Path, kind: str, more: dict[str, Any], sharing: int
+def test_ranks_serve_what_ranks_that_were_killed_left_or_that_run(
+    model_folder: Path,
+    memory_folder: Path,
+    kind: str,
+    more: dict[str, Any],
+    sharing: int,
+    from_peers: bool,
 ) -> None:
     """Ranks of latent attention share one arena. Ends with the control: blocks change places."""
     plugin = pool(memory_folder, cpu_bytes="8MiB", load_or_recompute="always_load")
@@ -114,8 +120,10 @@ def test_ranks_serve_what_ranks_that_were_killed_left(
     words = ("tests.engine.pool_run", model_folder, kind, json.dumps(arguments))
     with staying(*words, folder=memory_folder, forks=True) as (process, _):
         assert process.poll() is None
-    run = run_module("tests.engine.pool_run", model_folder, kind, arguments, forks=True)
-    pool_run.check(run, ranks=2, sharing=sharing)
+        if not from_peers:
+            kill_group(process)
+        run = run_module("tests.engine.pool_run", model_folder, kind, arguments, forks=True)
+    pool_run.check(run, ranks=2, sharing=sharing, from_peers=from_peers)
 
 
 def test_a_pool_that_others_could_have_written_is_refused(

@@ -44,6 +44,12 @@ def test_replicas_of_data_parallelism(model_folder, forks):
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))
 
 
+def test_replicas_share_a_host_pool(model_folder, memory_folder):
+    case = "qwen3", {"host_pool": str(memory_folder)}
+    result = run_module("tests.engine.replica_run", model_folder, *case, forks=True)
+    replica_run.check_shared(result)
+
+
 def test_replicas_share_a_store(model_folder):
     """Each loads what the other one has computed, also where the machine stands still meanwhile.
 

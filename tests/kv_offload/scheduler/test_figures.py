@@ -27,6 +27,9 @@ def engine() -> PlayedEngine:
 
 
 OF_DISKS = {
+    "peers",
+    "peers_usable",
+    "peers_read_bytes_per_second",
     "has_remote",
     "tier_slots",
     "tier_slots_in_use",
@@ -39,7 +42,7 @@ OF_DISKS = {
     "disk_read_bytes_per_second",
     "remote_read_bytes_per_second",
 }
-"""Gauges that an engine without a disk does not tell: they read 0."""
+"""Gauges that an engine without a tier does not tell: they read 0."""
 
 
 def test_figures_of_a_round_trip(engine):

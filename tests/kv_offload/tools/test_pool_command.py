@@ -43,7 +43,10 @@ def test_pools_are_listed_with_who_runs_and_what_is_kept(
     assert "no host pool" in capsys.readouterr().out
     start(tmp_path, "a").leave()
     seat = start(tmp_path, "b")
-    ended, running = listed(tmp_path, capsys)
+    other = start(tmp_path, "b")
+    ended, running, peer = listed(tmp_path, capsys)
+    assert [state["peers"] for state in (ended, running, peer)] == [0, 1, 1]
+    other.leave()
     assert (ended["pool"], ended["pid"]) == ("a", None)
     assert (running["pool"], running["pid"]) == ("b", os.getpid())
     for state in (ended, running):

@@ -100,6 +100,8 @@ class ArenaFiles:
 
     def __init__(self, folder: Path, rank: int, kind: str, *, reserve: bool) -> None:
         self.folder, self._rank, self._kind, self._reserve = folder, rank, kind, reserve
+        self.name = ""
+        """The arena that was opened last."""
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
         """Open the arena that a predecessor has left, or make one; remove this rank's others.
@@ -116,7 +118,7 @@ class ArenaFiles:
         if opened is None:
             name = f"rank-{self._rank}.{self._kind}.{secrets.token_hex(8)}"
             opened = name, self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        name, fd = opened
+        self.name, fd = name, fd = opened
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, whole_pages(nbytes))
@@ -143,6 +145,7 @@ class ArenaFiles:
             os.close(fd)
             raise PinnedMemoryError(f"cannot share {self.folder / name}: {error}") from error
         self._remove_others(name)
+        self.name = name
         return SharedMemory(fd, nbytes, None)
 
     def _own(self) -> list[str]:

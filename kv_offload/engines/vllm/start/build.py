@@ -17,11 +17,13 @@ from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
 from kv_offload.engines.vllm.start import disk, log, members, pool, ranks, remote, support, trace
+from kv_offload.engines.vllm.start.pool import peer_tier
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available
+from kv_offload.worker.peers import HostPeers
 from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
@@ -90,7 +92,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         is_to_rest: Callable[[], bool],
         wake: Callable[[], None] | None,
     ) -> OffloadScheduler:
-        tiers = []
+        tiers = [] if engine.pool is None else [peer_tier()]
         if engine.disk is not None and config.disk is not None:
             tiers.append(
                 disk.disk_tier(
@@ -149,7 +151,11 @@ def build_worker(engine: Engine) -> OffloadWorker:
         ranks.tensor_parallel_ranks() if shares else ALONE,
         {
             name: tier
-            for name, tier in (("disk", engine.disk), ("remote", engine.remote))
+            for name, tier in (
+                ("peers", None if seat is None else HostPeers(seat)),
+                ("disk", engine.disk),
+                ("remote", engine.remote),
+            )
             if tier is not None
         },
         seat,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_swap.tiers.probe import find_filesystem
 
+from kv_offload.cache.peers import PeerDirectories
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
 from kv_offload.errors import ConfigError
+from kv_offload.tiers.lower import TierSpec
+from kv_offload.tiers.peers import PeerTier
 from kv_offload.worker.pool import Pool, pool_folder
 
 if TYPE_CHECKING:
@@ -56,3 +60,12 @@ def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
             "Mount a tmpfs there (in Kubernetes an emptyDir with medium Memory), or name another "
             "folder, such as /dev/shm"
         )
+
+
+def peer_tier() -> TierSpec:
+    """Return what makes the tier of the other engines in the pool, which is only read."""
+
+    def open_peers(file_ids: Mapping[int, str]) -> PeerDirectories:
+        return PeerDirectories({rank: Path(arena) for rank, arena in file_ids.items()})
+
+    return TierSpec(lambda: PeerTier(open_peers), write_rate=None, keep_on_reset=False)

@@ -1,0 +1,220 @@
+"""Finds the other engines of a host pool, and reads what their directories say.
+
+Nothing here writes to what an engine has, or waits for one. Whoever copies bytes of another's slot
+does so between `PeerDirectory.claim` and `PeerDirectory.still_holds`:
+
+    claim = peer.claim(keys)         entries whose sums fit
+    ... copy the slots ...
+    good = peer.still_holds(claim)   the same sums, in the directory that the seat still has
+
+The owner clears an entry before it has a byte of the slot written, and no two publications have the
+same sum. So bytes of a slot whose sum has not changed are those of its key. That holds however the
+owner ends or stands still, and for an owner that has ended.
+
+docs/design/host_pool.md has the argument.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_offload.cache.directory import (
+    DIRECTORY,
+    Contents,
+    Names,
+    file_names,
+    open_directory,
+    order_memory,
+)
+from kv_offload.cache.slots import Slots
+
+REFRESH_SECONDS = 1.0
+"""How often the seats of a pool are looked at. An engine that starts is read so much later; the
+memory of one whose arena was removed is let go of so much later."""
+
+MAX_PEERS = 64
+"""Seats of a pool that are read, the first ones by number."""
+
+SEAT = re.compile(r"seat-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The keys that a directory has, by their `rows` in a question, and where they are."""
+
+    rows: NDArray[np.intp]
+    slots: Slots
+    sums: NDArray[np.uint64]
+    generation: bytes
+
+
+class PeerDirectory:
+    """The directory of another seat, which an engine writes, or has left. Any thread reads it."""
+
+    def __init__(self, seat: Path, contents: Contents, inode: int, files: Mapping[int, str]):
+        self.seat, self.files = seat, files
+        self._contents, self._inode = contents, inode
+        self._arenas: dict[str, NDArray[np.uint8]] = {}
+
+    @classmethod
+    def open(cls, seat: Path, kinds: Mapping[int, str]) -> PeerDirectory | None:
+        """Open the directory of a seat; None where there is none of arenas of these kinds."""
+        try:
+            inode = os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
+        except OSError:
+            return None
+        contents = open_directory(seat)
+        if contents is None:
+            return None
+        files = read_names(contents.files)
+        is_alike = all(files.get(rank, "").startswith(f"{kind}.") for rank, kind in kinds.items())
+        peer = cls(seat, contents, inode, files)
+        # Between the two it may have been replaced.
+        return peer if is_alike and peer.is_current else None
+
+    @property
+    def is_current(self) -> bool:
+        """True while it is the directory of the seat: another engine may have replaced it."""
+        try:
+            return os.stat(self.seat / DIRECTORY, follow_symlinks=False).st_ino == self._inode
+        except OSError:
+            return False
+
+    def has(self, names: Names) -> NDArray[np.bool_]:
+        """Say for each key whether it seems to have it, without proof. Takes 0.1 us a key."""
+        return self._contents.find(names) >= 0
+
+    def claim(self, keys: Sequence[bytes]) -> Claim:
+        """Return what it has of some keys, before their slots are read."""
+        contents, names = self._contents, Names.of(keys)
+        generation = contents.generation
+        slots = contents.find(names)
+        rows = np.flatnonzero(slots >= 0)
+        read = contents.entries[slots[rows]]
+        fits = (read["name"] == names.words[rows]).all(axis=1)
+        fits &= contents.fits(slots[rows], read, generation)
+        rows = rows[fits]
+        order_memory()
+        return Claim(rows, slots[rows], read["sum"][fits], generation)
+
+    def still_holds(self, claim: Claim) -> NDArray[np.bool_]:
+        """Say for each slot of a claim whether what was read from it since is what it said."""
+        order_memory()
+        same: NDArray[np.bool_] = self._contents.entries["sum"][claim.slots] == claim.sums
+        if self._contents.generation != claim.generation or not self.is_current:
+            same[:] = False
+        return same
+
+    def arena(self, rank: int, num_slots: int, slot_bytes: int) -> NDArray[np.uint8] | None:
+        """Return the slots of a rank, uint8 of `(num_slots, slot_bytes)`; None if they are gone.
+
+        Mapped on the first call, to be read. A file that got shorter is not touched: the kernel
+        ends a process that reads beyond its end.
+        """
+        path = self.seat / self.files[rank]
+        nbytes = num_slots * slot_bytes
+        try:
+            if os.stat(path, follow_symlinks=False).st_size < nbytes:
+                return None
+            if (known := self._arenas.get(path.name)) is None:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+                finally:
+                    os.close(fd)
+                known = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
+                self._arenas[path.name] = known
+        except (OSError, ValueError):
+            return None
+        return known
+
+
+class PeerDirectories:
+    """The directories of a pool's other seats that have arenas like these, which are by rank.
+
+    A thread looks for them, and lets go of those that were removed, until `close` or the end of
+    this object.
+    """
+
+    def __init__(self, arenas: Mapping[int, Path]) -> None:
+        (self._seat,) = {arena.parent for arena in arenas.values()}
+        self._kinds = {rank: _kind(arena.name) for rank, arena in arenas.items()}
+        self.all: tuple[PeerDirectory, ...] = ()
+        """Replaced as a whole; any thread may take it."""
+        self._ended = threading.Event()
+        self._finalizer = weakref.finalize(self, self._ended.set)
+        self.refresh()
+        threading.Thread(
+            target=_refresh,
+            args=(weakref.ref(self), self._ended),
+            name="kv-offload-peers",
+            daemon=True,
+        ).start()
+
+    def refresh(self) -> None:
+        """Look at the seats of the pool."""
+        known = {peer.seat: peer for peer in self.all if peer.is_current}
+        found = []
+        for seat in _seats(self._seat):
+            peer = known.get(seat) or PeerDirectory.open(seat, self._kinds)
+            if peer is not None:
+                found.append(peer)
+        if found != [*self.all]:
+            self.all = tuple(found)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self._ended.set()
+        self.all = ()
+
+
+def arena_kinds(seat: Path) -> dict[int, str]:
+    """Return the kinds of a seat's arenas by rank; seats of one pool with the same are peers."""
+    contents = open_directory(seat)
+    files = {} if contents is None else read_names(contents.files)
+    return {rank: _kind(name) for rank, name in files.items()}
+
+
+def _kind(arena: str) -> str:
+    """Return all of an arena's name but the token: it says what is where in it."""
+    return arena.rpartition(".")[0]
+
+
+def read_names(text: bytes) -> dict[int, str]:
+    """Return the files of a header; those of another format are none."""
+    try:
+        files = {int(rank): str(name) for rank, name in json.loads(text)}
+    except (ValueError, TypeError):
+        return {}
+    return files if file_names(files) == text else {}
+
+
+def _seats(own: Path) -> list[Path]:
+    try:
+        with os.scandir(own.parent) as entries:
+            found = {entry.name: SEAT.fullmatch(entry.name) for entry in entries}
+    except OSError:
+        return []
+    numbers = sorted((int(seat[1]), name) for name, seat in found.items() if seat)
+    seats = [own.parent / name for _, name in numbers]
+    return [seat for seat in seats if seat != own][:MAX_PEERS]
+
+
+def _refresh(peers: weakref.ref[PeerDirectories], ended: threading.Event) -> None:
+    while not ended.wait(REFRESH_SECONDS):
+        alive = peers()
+        if alive is None:
+            return
+        alive.refresh()
+        del alive

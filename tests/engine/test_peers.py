@@ -1,0 +1,125 @@
+"""Engines of one pool serve what the others have computed, from the others' host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.harness import (
+    Engine,
+    all_differ,
+    full_blocks,
+    offloading,
+    plain_answers,
+    prompts_with_shared_prefix,
+)
+from tests.support.processes import Process, stay, staying
+
+PROMPTS = prompts_with_shared_prefix()
+OTHERS = prompts_with_shared_prefix(seed=7)
+
+
+def plugin(folder: Path) -> dict[str, Any]:
+    return {
+        "host_pool": "chat",
+        "host_pool_path": str(folder),
+        "load_or_recompute": "always_load",  # a small model computes sooner
+    }
+
+
+def compute_and_stay(models: str, folder: str, seed: str, ready: str) -> None:
+    """Answer prompts, and wait to be killed."""
+    prompts = prompts_with_shared_prefix(seed=int(seed))
+    with offloading(Path(models), plugin=plugin(Path(folder))) as running:
+        running.generate(prompts)
+        running.settle()
+        assert len(running.offload.manager.readable_slots()) >= full_blocks(prompts)
+        stay(ready)
+
+
+@contextlib.contextmanager
+def peer(models: Path, folder: Path, name: str, seed: int = 0) -> Iterator[Process]:
+    """Run another engine of the pool, which has computed its prompts."""
+    own = folder / name
+    own.mkdir()
+    words = ("tests.engine.test_peers", models, folder, seed)
+    with staying(*words, folder=own, forks=True) as (process, _):
+        yield process
+
+
+def serve_from_peers(ours: Engine, prompts: list[Any], expected: list[Any]) -> None:
+    """Serve prompts of which this engine has nothing, all blocks of which a peer has."""
+    blocks = full_blocks(prompts)
+    before = ours.totals["peers_read_bytes"], ours.totals["loaded_bytes"]
+    assert ours.generate(prompts) == expected
+    ours.settle()
+    assert ours.totals["peers_read_bytes"] - before[0] >= blocks * ours.block_bytes
+    assert ours.totals["loaded_bytes"] - before[1] >= blocks * ours.block_bytes
+    ours.offload.check_integrity()
+
+
+def corrupt(folder: Path) -> None:
+    """Change all bytes of the arenas of a pool, as their owners would not notice."""
+    for path in folder.glob("kv-offload-*/chat/seat-*/rank-*"):
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        np.frombuffer(memory, np.uint8)[:] ^= 0x40
+
+
+@pytest.mark.parametrize("state", ["runs", "stopped", "killed"])
+def test_two_engines_serve_what_a_third_computed(
+    model_folder: Path, memory_folder: Path, state: str
+) -> None:
+    """Whatever has become of it. Two have computed; the prompts of both are served."""
+    expected = plain_answers(model_folder, PROMPTS)
+    of_others = plain_answers(model_folder, OTHERS)
+    with (
+        peer(model_folder, memory_folder, "first") as first,
+        peer(model_folder, memory_folder, "second", seed=7),
+        offloading(model_folder, plugin=plugin(memory_folder)) as ours,
+    ):
+        assert ours.offload.gauges()["adopted_slots"] == 0
+        assert ours.offload.gauges()["peers"] == 2
+        if state != "runs":
+            os.killpg(first.pid, signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
+        serve_from_peers(ours, PROMPTS, expected)
+        serve_from_peers(ours, OTHERS, of_others)
+        if state == "stopped":
+            os.killpg(first.pid, signal.SIGCONT)
+
+
+def test_other_bytes_of_a_peer_change_the_answers(model_folder: Path, memory_folder: Path) -> None:
+    """The control: what is served comes from the peer's memory."""
+    expected = plain_answers(model_folder, PROMPTS)
+    with (
+        peer(model_folder, memory_folder, "first"),
+        offloading(model_folder, plugin=plugin(memory_folder)) as ours,
+    ):
+        corrupt(memory_folder)
+        assert all_differ(ours.generate(PROMPTS), expected)
+
+
+def test_after_a_reset_nothing_is_read_from_peers(model_folder: Path, memory_folder: Path) -> None:
+    expected = plain_answers(model_folder, PROMPTS)
+    with (
+        peer(model_folder, memory_folder, "first"),
+        offloading(model_folder, plugin=plugin(memory_folder)) as ours,
+    ):
+        assert ours.offload.gauges()["peers_usable"] == 1
+        assert ours.llm.reset_prefix_cache(reset_connector=True)
+        assert ours.generate(PROMPTS) == expected
+        assert ours.totals["peers_read_bytes"] == 0
+        assert ours.offload.gauges()["peers_usable"] == 0
+
+
+if __name__ == "__main__":
+    compute_and_stay(*sys.argv[1:])
