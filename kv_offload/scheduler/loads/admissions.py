@@ -64,9 +64,9 @@ class Admissions:
     def match(self, tracked: TrackedRequest, start: int) -> Match:
         """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
         hit = tracked.hit
-        if hit is not None and hit.start_tokens == start and self._lacks_place(hit):
-            if not self._loads_hang:
-                return Match(None, shared_tokens=tracked.shared_tokens)  # as decided before
+        waits = hit is not None and hit.start_tokens == start and self._lacks_place(hit)
+        if waits and not self._loads_hang:
+            return Match(None, shared_tokens=tracked.shared_tokens)  # as decided before
         tracked.looked_up()
         self._lookups.arrived(tracked)
         if not tracked.may_load:
