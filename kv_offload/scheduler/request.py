@@ -154,6 +154,11 @@ class TrackedRequest:
         return wants and not self.load_failed and not self.brought
 
     @property
+    def is_new(self) -> bool:
+        """True if nothing is known of what can be loaded for it."""
+        return self.hit is None and self.load_wait is None and self.tier_wait is None
+
+    @property
     def is_loaded(self) -> bool:
         """True if its load has ended, and it has not been scheduled since."""
         return self.phase is Phase.READY and self.loaded is not None

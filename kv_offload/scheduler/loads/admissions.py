@@ -63,8 +63,9 @@ class Admissions:
 
     def match(self, tracked: TrackedRequest, start: int) -> Match:
         """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
-        hit, late = tracked.hit, self._transfers.oldest_age_seconds(Kind.LOAD) > MAX_WAIT_SECONDS
-        if hit is not None and hit.start_tokens == start and self._lacks_place(hit) and not late:
+        hit = tracked.hit
+        waits = hit is not None and hit.start_tokens == start and self._lacks_place(hit)
+        if waits and not self._loads_hang:
             return Match(None, shared_tokens=tracked.shared_tokens)  # as decided before
         tracked.looked_up()
         self._lookups.arrived(tracked)
@@ -75,7 +76,7 @@ class Admissions:
             return Match(None, shared_tokens=tracked.shared_tokens)
         hit.decision = self._decide(tracked, hit)
         if self._lacks_place(hit):
-            if not late:
+            if not self._loads_hang:
                 return Match(None, shared_tokens=tracked.shared_tokens)
             # Those before it hang, and a prompt can be computed.
             hit.decision = Decision(0, hit.end_tokens, synchronous=False)
@@ -83,11 +84,23 @@ class Admissions:
         return Match(tokens, tokens > 0 and not synchronous, tracked.shared_tokens)
 
     def _lacks_place(self, hit: Hit) -> bool:
-        """Return whether an asynchronous load was decided on, and too many are under way."""
+        """Return whether an asynchronous load was decided on, and the line of loads is full.
+
+        Asked for every waiting request in every step, so it takes O(1).
+        """
         chosen = hit.decision
         if chosen is None or not chosen.tokens or chosen.synchronous:
             return False
-        return self._transfers.num_loads >= MAX_LOADS
+        if self._transfers.num_loads >= MAX_LOADS:
+            return True
+        line = self._costs.load_seconds(self._transfers.load_queue.slots)
+        load = self._costs.load_seconds(len(hit.keys))
+        return decision.line_is_full(line, load, self._transfers.step_time.recent_seconds)
+
+    @property
+    def _loads_hang(self) -> bool:
+        """True if the oldest load takes so long that no request is to wait for its end."""
+        return self._transfers.oldest_age_seconds(Kind.LOAD) > MAX_WAIT_SECONDS
 
     def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:
         start, end, num_tokens = hit.start_tokens, hit.end_tokens, hit.num_tokens

@@ -94,6 +94,8 @@ class Lookups:
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
         # What is looked up below must not keep this look-up from being made.
         is_spent = self.budget.is_spent
+        if is_spent and tracked.is_new:
+            return None
         if self.waits_for_load(tracked) or below.waits(tracked, start_tokens):
             return None
         if start_tokens % prefixes.alignment_tokens:
