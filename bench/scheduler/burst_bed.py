@@ -24,8 +24,6 @@ Where = Literal["vLLM alone", "asks again", "host memory", "disk", "remote"]
 """Where the prefixes are. `asks again` is a connector that does nothing but answer vLLM so."""
 
 TAIL_TOKENS = 40
-LINK_BLOCKS_PER_SECOND = 12_000
-"""As of blocks of 2 MiB, of an 8B model, on a link of 25 GB/s."""
 DECODES = 8
 SHARED_PREFIX = 1 << 20
 """The number of a prefix that requests share; those of their own are smaller."""
@@ -83,7 +81,6 @@ class BurstBed:
             offload = self.scheduler.connector.offload_scheduler
             offload.take_capacities([capacity])
             set_synchronous_loads(offload, False)
-            offload.watch.load_rate.learn(LINK_BLOCKS_PER_SECOND * BLOCK_BYTES)
         if where == "asks again":
             self.scheduler.connector.get_num_new_matched_tokens = self._ask_again
         for index in range(DECODES):

@@ -117,25 +117,25 @@ class LoadQueue:
     """
 
     def __init__(self) -> None:
-        self.slots = 0
+        self._slots = 0
         self._since = 0.0
 
     def add(self, slots: int, now: float) -> None:
         """Count a load that is planned at `now`, in seconds of a monotonic clock."""
-        if not self.slots:
+        if not self._slots:
             self._since = now
-        self.slots += slots
+        self._slots += slots
 
     def remove(self, slots: int, now: float) -> None:
         """Count the end of a load."""
-        self.slots -= slots
+        self._slots -= slots
         self._since = now
 
     def seconds_ahead(self, seconds_per_slot: float, now: float) -> float:
         """Return after how long a load planned at `now` begins."""
-        if not self.slots:
+        if not self._slots:
             return 0.0
-        return max(0.0, self.slots * seconds_per_slot - (now - self._since))
+        return max(0.0, self._slots * seconds_per_slot - (now - self._since))
 
 
 class PrefillRate:

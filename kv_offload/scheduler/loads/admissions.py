@@ -84,18 +84,14 @@ class Admissions:
         return Match(tokens, tokens > 0 and not synchronous, tracked.shared_tokens)
 
     def _lacks_place(self, hit: Hit) -> bool:
-        """Return whether an asynchronous load was decided on, and the line of loads is full.
+        """Return whether an asynchronous load was decided on, and too many are under way.
 
         Asked for every waiting request in every step, so it takes O(1).
         """
         chosen = hit.decision
         if chosen is None or not chosen.tokens or chosen.synchronous:
             return False
-        if self._transfers.num_loads >= MAX_LOADS:
-            return True
-        line = self._costs.load_seconds(self._transfers.load_queue.slots)
-        load = self._costs.load_seconds(len(hit.keys))
-        return decision.line_is_full(line, load, self._transfers.step_time.recent_seconds)
+        return self._transfers.num_loads >= MAX_LOADS
 
     @property
     def _loads_hang(self) -> bool:

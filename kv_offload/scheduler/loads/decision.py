@@ -55,12 +55,6 @@ MAX_COMPUTE_RATIO = 2.0
 A queue of loads can make computing faster on any link. But it takes the device from all requests,
 and it would relieve a link that is this much faster by a third at most."""
 
-LINE_SECONDS = 0.1
-"""Work of the link from which on a request waits without GPU blocks, apart from the steps below.
-
-A load that joins a longer line begins no earlier, and vLLM goes through all loads under way for
-each request that it admits."""
-
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -132,17 +126,6 @@ def is_computed(costs: Costs, *, synchronous: bool) -> bool | None:
     loaded = costs.queued + costs.load + (0.0 if synchronous else costs.step)
     computed = costs.compute + costs.ahead
     return computed * (1.0 if costs.prefers_compute else MARGIN) < loaded
-
-
-def line_is_full(line: float, load: float, step: float) -> bool:
-    """Return whether one more load would only wait, with `line` seconds of loads under way.
-
-    What has been copied of them counts until their ends are reported: where the link is slower than
-    was measured, or hangs, no more loads help. The line lasts until others can join it: a load
-    starts a step after its plan, and its end is seen a step late. It also gets so long that a hit
-    which may be computed instead (see `MAX_COMPUTE_RATIO`) is compared with a line worth avoiding.
-    """
-    return line >= LINE_SECONDS + 2 * step + MAX_COMPUTE_RATIO * load
 
 
 def loaded_part(

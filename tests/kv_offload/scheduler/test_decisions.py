@@ -8,7 +8,6 @@ from kv_offload.scheduler.loads.decision import (
     BUSY_SECONDS,
     BUSY_SHARE,
     IDLE_SECONDS,
-    LINE_SECONDS,
     MARGIN,
     MAX_COMPUTE_RATIO,
     WAVES_SHARE,
@@ -17,7 +16,6 @@ from kv_offload.scheduler.loads.decision import (
     Decision,
     is_computed,
     is_synchronous,
-    line_is_full,
     loaded_part,
 )
 
@@ -83,19 +81,3 @@ def test_the_engine_computes_a_token_of_a_request_that_is_loaded_at_once(
 ):
     """Of 20 tokens, 8 of them on the GPU."""
     assert loaded_part(8, end, 20, 4, costs, synchronous=synchronous) == part
-
-
-@pytest.mark.parametrize(
-    ("line", "load", "step", "full"),
-    [
-        (0.0, 10.0, 1.0, False),
-        (LINE_SECONDS * LESS, 0.0, 0.0, False),
-        (LINE_SECONDS, 0.0, 0.0, True),
-        (LINE_SECONDS, 0.01, 0.0, False),
-        (LINE_SECONDS + 0.01 * MAX_COMPUTE_RATIO * MORE, 0.01, 0.0, True),
-        (LINE_SECONDS + 0.3, 0.0, 0.2, False),
-        (LINE_SECONDS + 0.4 * MORE, 0.0, 0.2, True),
-    ],
-)
-def test_a_load_joins_a_line_that_lasts_for_the_next_steps_alone(line, load, step, full):
-    assert line_is_full(line, load, step) == full
