@@ -69,7 +69,7 @@ def _check_pool_size(traced: ResolvedConfig) -> None:
     try:
         filesystem_bytes = shutil.disk_usage(path).total
     except OSError:
-        return  # the engine says why
+        return  # `check_pool_folder` says why
     if config.cpu_bytes * traced.replicas > filesystem_bytes:
         raise CapacityError(
             f"{traced.describe_request()} in the host pool, but the filesystem of {path} has "

@@ -28,6 +28,7 @@ from kv_swap.memory.arena_file import (
     lock_file,
     make_private_folder,
 )
+from kv_swap.tiers.probe import find_filesystem
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import ConfigError, UnsupportedError
@@ -37,6 +38,10 @@ from kv_offload.worker.sharing import Peers
 logger = logging.getLogger(__name__)
 
 LOCK, ABOUT, DIRECTORY = "lock", "about.json", "directory"
+
+FILESYSTEM = "tmpfs"
+"""The one filesystem that pools are in. A ramfs does not say how much room it has, and files
+of a hugetlbfs cannot be written."""
 
 ORPHAN_SECONDS = 24 * 3600.0
 """Memory that no engine has used for so long, and that none has, is freed by the next one that
@@ -155,6 +160,22 @@ class Seat:
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
+
+
+def check_pool_folder(path: str) -> None:
+    """Raise `ConfigError` where `host_pool_path` may not be written, or is not in memory."""
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"host_pool_path: {path!r}: there is no such folder, or this user may not write there. "
+            "Mount a memory filesystem there, or name another"
+        )
+    if (filesystem := find_filesystem(Path(path))) != FILESYSTEM:
+        raise ConfigError(
+            f"host_pool_path: {path!r} is on {filesystem}, and must be on {FILESYSTEM}: a "
+            "disk gets pages in any order, so blocks may be wrong after a power loss. Mount a "
+            "tmpfs there (in Kubernetes an emptyDir with medium Memory), or name another folder, "
+            "such as /dev/shm"
+        )
 
 
 def pool_folder(config: OffloadConfig) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from kv_swap.engine import Direction
@@ -460,6 +461,20 @@ def test_a_hook_that_raises_does_not_end_the_engine(holding, hook, synchronous):
     assert times > 0, "it was never called"
     assert counted <= times
     assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
+
+
+def test_a_question_of_the_engine_that_raises_is_answered_with_no(holding):
+    """A reset, too: it must not count as done."""
+    connector = holding().connector
+    offload = connector.offload_scheduler
+    error = mock.PropertyMock(side_effect=RuntimeError("injected"))
+    with mock.patch.object(type(offload), "has_pending_work", error):
+        assert connector.has_pending_push_work() is False
+    with mock.patch.object(type(offload.in_flight), "holds_idle_blocks", error):
+        assert connector.has_pending_block_frees() is False
+    with mock.patch.object(offload.resets, "reset_cache", side_effect=RuntimeError("injected")):
+        assert connector.reset_cache() is False
+    assert connector.hook_errors.take() == 3
 
 
 def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(holding):

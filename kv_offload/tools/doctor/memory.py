@@ -12,6 +12,7 @@ from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 from kv_offload.worker.capacity import check_available, describe_share
+from kv_offload.worker.pool import check_pool_folder
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -56,6 +57,8 @@ def check_memory(traced: ResolvedConfig | None, *, has_gpu: bool) -> Iterator[Ch
         yield check_free(traced)
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         yield check_lockable(traced, locked, has_gpu=has_gpu)
+        if traced.config.host_pool is not None:
+            yield check_pool(traced.config.host_pool_path)
     yield check_huge_pages()
 
 
@@ -82,6 +85,15 @@ def check_free(traced: ResolvedConfig) -> Check:
         needed = f"{needed}, for {traced.replicas} replicas"
         warning = "The last replicas will not start, unless some run already."
     return judged(name, found, needed, warning or "", fits=warning is None, otherwise="warning")
+
+
+def check_pool(path: str) -> Check:
+    """Tell whether a host pool can be in a folder."""
+    try:
+        check_pool_folder(path)
+    except ConfigError as error:
+        return Check("host pool", "problem", error.message, "a folder in memory")
+    return Check("host pool", "ok", f"{path} can have it")
 
 
 def check_lockable(traced: ResolvedConfig, limit_bytes: int, *, has_gpu: bool) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 
 from kv_offload.tools.status.figures import Figures
@@ -29,14 +30,29 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     for option, (_, default, description) in LIMITS.items():
         shown = "not judged" if default is None else f"{default:g}"
         text = f"{description} (default: {shown})"
-        limits.add_argument(option, type=float, metavar="N", help=text)
+        limits.add_argument(option, type=_limit, metavar="N", help=text)
     limits.add_argument(
         HIT_RATIO,
-        type=float,
+        type=_share,
         metavar="SHARE",
         help=f"least share of looked-up tokens that are loaded, such as 0.2, once {ENOUGH_TOKENS:,}"
         " were looked up (default: not judged)",
     )
+
+
+def _limit(text: str, most: float = math.inf) -> float:
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not (0 <= limit <= most and math.isfinite(limit)):
+        bound = "0 or more" if most == math.inf else f"from 0 to {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, {bound}")
+    return limit
+
+
+def _share(text: str) -> float:
+    return _limit(text, 1.0)
 
 
 def is_asked_for(arguments: argparse.Namespace) -> bool:

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents, read_index
 from kv_offload.cache.disk_index.file import is_in_use
+from kv_offload.config.checks import check_regular
 from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, find_replicas
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
@@ -118,7 +119,10 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
     status = file.stat()
     content, problem = None, ""
     try:
+        check_regular(status)
         content = read_description(file)
+    except OSError as error:
+        problem = f"{file}: {error.strerror}"
     except TierError as error:
         problem = str(error)
         if _lacks_beginning(file):

@@ -198,6 +198,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self._first_hits.ended()
         return False, None
 
+    @survives(lambda self: False)
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping: until the last store is reported, and once at the start.
 
@@ -207,10 +208,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             return False
         return self.offload_scheduler.has_pending_work
 
+    @survives(lambda self: False)
     def has_pending_block_frees(self) -> bool:
         """Let the engine wait for a store rather than preempt a request."""
         return self.offload_scheduler.in_flight.holds_idle_blocks
 
+    @survives(lambda self: False)  # it may still have what was to be forgotten
     def reset_cache(self) -> bool:
         """Forget what is in host memory, for instance after the weights changed."""
         self.offload_scheduler.resets.reset_cache()

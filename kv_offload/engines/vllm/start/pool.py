@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_swap.tiers.probe import find_filesystem
-
 from kv_offload.cache.peers import PeerDirectories
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
-from kv_offload.errors import ConfigError
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.peers import PeerTier
-from kv_offload.worker.pool import Pool, pool_folder
+from kv_offload.worker.pool import Pool, check_pool_folder, pool_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-MEMORY = "tmpfs"
-"""The one filesystem that pools are in. A ramfs does not say how much room it has, and files of a
-hugetlbfs cannot be written."""
 
 
 def find_pool(
@@ -47,19 +39,7 @@ def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
     if config.host_pool is None:
         return
     check_contents(vllm_config, "host_pool", keep_on_reset=False)
-    if not os.access(config.host_pool_path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"host_pool_path: {config.host_pool_path!r}: there is no such folder, or this user may "
-            "not write there. Mount a memory filesystem there, or name another"
-        )
-    filesystem = find_filesystem(Path(config.host_pool_path))
-    if filesystem != MEMORY:
-        raise ConfigError(
-            f"host_pool_path: {config.host_pool_path!r} is on {filesystem}, and must be on "
-            f"{MEMORY}: a disk gets pages in any order, so blocks may be wrong after a power loss. "
-            "Mount a tmpfs there (in Kubernetes an emptyDir with medium Memory), or name another "
-            "folder, such as /dev/shm"
-        )
+    check_pool_folder(config.host_pool_path)
 
 
 def peer_tier() -> TierSpec:

@@ -13,6 +13,7 @@ from kv_offload.tools.doctor.memory import (
     check_huge_pages,
     check_lockable,
     check_memory,
+    check_pool,
     read_configuration,
 )
 
@@ -106,3 +107,10 @@ def test_the_configuration_is_read_as_an_engine_does(tmp_path, monkeypatch, cont
     check, _ = read_configuration(file, replicas=2)
     assert check.state == "warning"
     assert "KV_OFFLOAD_CONFIG is not read" in check.remedy
+
+
+def test_the_place_of_a_host_pool_is_judged_as_by_an_engine(tmp_path, memory_folder):
+    assert check_pool(str(memory_folder)).state == "ok"
+    missing = check_pool(str(tmp_path / "missing"))
+    assert missing.state == "problem"
+    assert "there is no such folder" in missing.found

@@ -93,6 +93,21 @@ def test_a_server_without_our_metrics_is_one_line_and_status_2(server, command):
     assert re.fullmatch("kv-offload: http://.* without kv-offload.*\n", error)
 
 
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ("--max-copy-seconds=nan", "0 or more"),
+        ("--max-errors=-1", "0 or more"),
+        ("--max-errors=few", "0 or more"),
+        ("--min-hit-ratio=20", "from 0 to 1"),
+    ],
+)
+def test_a_limit_that_judges_nothing_is_refused(option, allowed, command):
+    done = command("status", "localhost:1", option)
+    assert done.status == 2
+    assert f"is not a number, {allowed}" in done.err
+
+
 @pytest.mark.parametrize("interval", ["0", "inf", "nan", "soon"])
 def test_an_interval_that_is_none_is_refused(interval, command):
     done = command("status", "localhost:1", f"--interval={interval}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -201,6 +202,12 @@ def test_what_is_wrong_with_a_file_is_said(folder, shown):
     assert "verified: nothing to read" in text
     (folder / INDEX_FILE).unlink()
     assert "index   none: a reset or new weights emptied the disk" in shown(folder, status=1)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(folder, shown):
+    rank_file(folder, 0).unlink()
+    os.mkfifo(rank_file(folder, 0))
+    assert f"{rank_file(folder, 0)}: it is no regular file" in shown(folder, status=1)
 
 
 @pytest.mark.parametrize(
