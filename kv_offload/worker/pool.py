@@ -169,7 +169,8 @@ def check_pool_folder(path: str) -> None:
             f"host_pool_path: {path!r}: there is no such folder, or this user may not write there. "
             "Mount a memory filesystem there, or name another"
         )
-    if (filesystem := find_filesystem(Path(path))) != FILESYSTEM:
+    filesystem = find_filesystem(Path(path))
+    if filesystem != FILESYSTEM:
         raise ConfigError(
             f"host_pool_path: {path!r} is on {filesystem}, and must be on {FILESYSTEM}: a "
             "disk gets pages in any order, so blocks may be wrong after a power loss. Mount a "
