@@ -86,6 +86,11 @@ class OffloadScheduler:
         if self.tiers.tiers:
             self.tiers.arrived(self._requests.track(request))
 
+    def still_waits(self, request_id: str) -> bool:
+        """Return whether a request goes on waiting for another's load; asked in every step."""
+        tracked = self._requests.get(request_id)
+        return tracked is not None and self._lookups.waits_for_load(tracked)
+
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.
 

@@ -33,7 +33,7 @@ INDEX_SECONDS = 1.0
 def settle(running: Engine) -> None:
     """Wait until all is stored, and written to the tier."""
     running.settle()
-    assert running.offload.gauges()["demoting_slots"] == 0
+    assert not running.offload.gauges().get("demoting_slots")  # a pool alone has none
 
 
 def write(models: Path, plugin: dict[str, Any], ready: str) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from kv_swap.engine import Direction
@@ -110,6 +111,19 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def burst(engine: PlayedEngine, tails: Sequence[list[int]] = TAILS) -> None:
     for index, tail in enumerate(tails):
         engine.add(f"{index}", [*SHARED, *tail], 2)
+
+
+def test_who_waits_for_the_load_of_another_is_not_looked_up_in_every_step(make, monkeypatch):
+    engine = make("host")
+    looked_up = mock.Mock(wraps=engine.offload.match)
+    monkeypatch.setattr(engine.offload, "match", looked_up)
+    burst(engine)
+    engine.step()
+    assert looked_up.call_count == REQUESTS
+    engine.step()
+    assert looked_up.call_count == REQUESTS
+    engine.run()
+    assert looked_up.call_count > REQUESTS, "the load has ended"
 
 
 def hold(engine: PlayedEngine, *, stuck: bool = True) -> None:

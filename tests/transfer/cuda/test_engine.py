@@ -7,6 +7,7 @@ compute ahead of copies, so a wait that is missing shows in every run.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +31,7 @@ from kv_swap.cuda.kernel_families import (
 )
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapJob
-from kv_swap.errors import CopyError, JobError, PinnedMemoryError
+from kv_swap.errors import CopyError, DeviceError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
@@ -223,6 +224,21 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
     cuda.run()
     assert read == [[1] * LAYERS, [0] * LAYERS]
     assert engine.block(2) == engine.block(4) == [1] * LAYERS
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_device_without_memory_for_what_copies_need_is_refused(cuda, monkeypatch, number):
+    """With the remedy, whichever allocation it is that fails."""
+    make, made = cuda.cupy.cuda.Memory, itertools.count(1)
+
+    def allocate(nbytes: int) -> Any:
+        if next(made) == number:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        return make(nbytes)
+
+    monkeypatch.setattr(cuda.cupy.cuda, "Memory", allocate)
+    with pytest.raises(DeviceError, match="out of memory"):
+        Engine(copies_with="gates")
 
 
 # -- loads at once -----------------------------------------------------------------------------

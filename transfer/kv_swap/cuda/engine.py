@@ -23,7 +23,7 @@ from kv_swap.cuda.plain import PlainCopier
 from kv_swap.cuda.state import State, make_state, release
 from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapEngine, SwapJob, slots_for
-from kv_swap.errors import CopyError, JobError, PinnedMemoryError
+from kv_swap.errors import CopyError, DeviceError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.packing.slots import SlotPacker
@@ -75,12 +75,20 @@ class CudaSwapEngine(SwapEngine):
 
         self._cuda: Any = torch.cuda
         self._device = torch.device("cuda", device_index(device))
-        self._state = make_state(
-            layout, arena, self._device, keep_alive, output_copy_stream, copies_with
-        )
-        # For `load_now`, which uses nothing that jobs use.
-        self._copier = PlainCopier(layout, arena, self._device)
-        self._zeroer = BlockZeroer(layout, self._device)
+        try:
+            self._state = make_state(
+                layout, arena, self._device, keep_alive, output_copy_stream, copies_with
+            )
+            # For `load_now`, which uses nothing that jobs use.
+            self._copier = PlainCopier(layout, arena, self._device)
+            self._zeroer = BlockZeroer(layout, self._device)
+        except DeviceError:
+            raise
+        except RuntimeError as error:
+            raise DeviceError(
+                f"what copies need on {self._device} cannot be made: {error}. If its memory is "
+                f"out, leave more to others: lower --gpu-memory-utilization"
+            ) from error
         self._done: list[Completion] = []
         self._release = weakref.finalize(self, release, self._state)
 

@@ -117,6 +117,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
         Inside a MultiConnector the tokens of the first member that has some are loaded.
         """
+        if self.offload_scheduler.still_waits(request.request_id):
+            return None, False
         rank = self._local_rank()
         if rank is not None:
             self.offload_scheduler.resets.weights_were_loaded(rank.weight_loads)
