@@ -87,7 +87,7 @@ def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
     half = worker_of_process()
     if half.rank in ranks:
         slots = half.transfer._state.arena.view()
-        used = sorted(half.noted[kind])
+        used = np.array(sorted(half.noted[kind]), int)  # none, where a check will fail
         slots[used] = slots[np.roll(used, 7)]
 
 
