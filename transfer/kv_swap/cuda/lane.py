@@ -345,18 +345,14 @@ class Lane:
             running = self._unqueued[0]
             if not running.to_queue:
                 self._unqueued.popleft()
-            elif not self._slices or self._in_flight + self._size(running) <= allowance:
-                self._queue_slice(running)
-            else:
+                continue
+            assert running.following is not None
+            size = self.path.size(running.following)
+            if self._slices and self._in_flight + size > allowance:
                 return
+            self._queue_slice(running, running.following, size)
 
-    def _size(self, running: _Running) -> int:
-        assert running.following is not None
-        return self.path.size(running.following)
-
-    def _queue_slice(self, running: _Running) -> None:
-        part = running.following
-        assert part is not None, "a job without slices left was asked for one"
+    def _queue_slice(self, running: _Running, part: Slice, size: int) -> None:
         waves, _ = part
         try:
             event = self.stream.take()
@@ -375,7 +371,6 @@ class Lane:
         except RuntimeError as error:
             self._fail(running, "waiting for the compute stream", error)
             return
-        size = self.path.size(part)
         refusals = running.following = None
         try:
             refusals = self.path.queue(part, self.stream.stream)
