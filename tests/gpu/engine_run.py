@@ -61,8 +61,8 @@ class Loads:
         running.rank.transfer.submit = self._note
         running.rank.start_copies = self._note_jobs
 
-    def _note_jobs(self, metadata: OffloadMetadata) -> None:
-        self._start(metadata)
+    def _note_jobs(self, metadata: OffloadMetadata, **asked: bool) -> None:
+        self._start(metadata, **asked)
         if metadata is self._started_for:
             return
         self._started_for = metadata
@@ -170,7 +170,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
             )
             for seed in range(77, 97):  # until a sleep finds a store under way
                 ours.generate([random_tokens(300, seed=seed)], max_tokens=1)
-                result["pending_at_sleep"] = ours.offload.in_flight.pinned_blocks
+                result["pending_at_sleep"] = len(ours.offload.in_flight.pinned_blocks)
                 if result["pending_at_sleep"]:
                     break
             ours.llm.sleep(level=1)
