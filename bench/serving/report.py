@@ -188,6 +188,8 @@ def _facts(document: Document) -> str:
     """Say what was measured on, and how fast its link is."""
     machine = document["machine"]
     names = ("gpu", "driver", "vllm", "torch", "commit", "date")
+    if "gpu" not in machine:
+        names = ("cpu", "cpus", *names)
     facts = [f"{name} {machine[name]}" for name in names if machine.get(name)]
     facts = [_PCIE.sub(r", PCIe \1.0 x\2", fact) for fact in facts]
     for direction in ("load", "store") if "results" in document else ():
@@ -350,7 +352,29 @@ def _pinning(document: Document) -> str:
     return markdown_rows(head, rows)
 
 
-WHOLE: dict[str, Callable[[Document], str]] = {"summary": _summary, "pinning": _pinning}
+def _bursts(document: Document) -> str:
+    """Show a result of `bench/scheduler/bench_bursts.py`: a row a burst, a column a connector."""
+    by_burst: dict[tuple[str, int], dict[str, str]] = {}
+    for row in document["rows"]:
+        cells = by_burst.setdefault((row["prefixes"], row["requests"]), {})
+        cells[row["where"]] = f"{row['p50_step_ms']:.1f}"
+    columns = list(dict.fromkeys(row["where"] for row in document["rows"]))
+    names = {
+        "equal": f"that share {document['equal_blocks']} blocks",
+        "different": f"with {document['different_blocks']} separate blocks each",
+    }
+    rows = [
+        [f"{requests:,} {names[prefixes]}", *(cells.get(column, "-") for column in columns)]
+        for (prefixes, requests), cells in by_burst.items()
+    ]
+    return markdown_rows(["requests", *columns], rows)
+
+
+WHOLE: dict[str, Callable[[Document], str]] = {
+    "summary": _summary,
+    "pinning": _pinning,
+    "bursts": _bursts,
+}
 """Tables of whole results."""
 TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
     "throughput": ("throughput", _throughput),

@@ -150,6 +150,16 @@ def test_the_table_of_page_locking_has_rows_with_and_without_it():
     assert "| steps | 16 | 5.0 | 5.6 | 6.0 | 0.41 | 4.85 |" in text
 
 
+def test_the_table_of_bursts_has_a_row_for_each_burst_and_a_column_for_each_connector():
+    rows = [
+        {"where": where, "prefixes": "equal", "requests": 1000, "p50_step_ms": ms}
+        for where, ms in (("vLLM alone", 33.04), ("disk", 21.3))
+    ]
+    text = table({"rows": rows, "equal_blocks": 400, "different_blocks": 64}, "bursts")
+    assert "| requests | vLLM alone | disk |" in text
+    assert "| 1,000 that share 400 blocks | 33.0 | 21.3 |" in text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_a_page_are_those_of_the_results(page):
     """`python -m bench.serving.report --pages` writes them."""
