@@ -1,13 +1,17 @@
-"""Which block is in which slot of the host cache, and which prefix of a request it can serve.
+"""The host cache: which slot holds which block, and which prefix of a request it can serve.
 
 - `manager`: stores, loads, evictions and resets; the rest of the package talks to it.
-- `index`: which key is in which slot, on a `key_map`.
-- `policies`: which slot is reused next.
-- `prefix`: from the tokens of a request to keys, and the longest prefix that can be loaded.
-- `changes`: what became readable and what was forgotten, for KV events.
-- `running`: which slots are being read or written.
-- `disk_index`: which key is in which slot of a disk, in a file that a restart finds.
-- `slots`: the types and errors that they share.
+- `lasting`: a manager whose slots outlive the process, with `directory`, the file that lists them.
+- `peers`: reads the directories of other engines.
+- `index`: maps keys to slots, on a `key_map`.
+- `policies`: pick the slot to reuse next.
+- `prefix`: turns the tokens of a request into keys and finds the longest prefix that can be loaded.
+- `retention`: slots that requests asked to keep, grouped in `leases`.
+- `changes`: keys that became readable and keys that were lost, for KV events.
+- `slot_refcounts`: the loads and stores running on each slot.
+- `mini_sim`: simulates the cache at other sizes on a sample of the blocks.
+- `disk_index`: maps keys to the slots of a disk, in a file that survives a restart.
+- `slots`: shared types and errors.
 
 Pure Python and NumPy: nothing here imports an engine or a device.
 """

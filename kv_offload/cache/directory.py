@@ -1,22 +1,22 @@
-"""Which key is in which slot of an arena that outlives its process, in memory that others read.
+"""A file that maps the slots of an arena to their keys; it outlives the process and peers read it.
 
 FOLDER/directory        a header of `HEADER_BYTES`, then `ENTRY_BYTES` for each slot, then the
                         index, `WAYS` cells of 8 bytes for each slot
 
-One process writes it: the scheduler of the engine that has the arena. A process that ends, at any
-instruction, leaves a directory that is true, for an entry says which key a slot holds only while
-the slot holds all bytes of that key:
+Only the scheduler of the engine that owns the arena writes the file. A process may end at any
+instruction and still leaves a true directory, because an entry names a key only while the slot
+holds all bytes of that key:
 
-- `withdraw` comes before any byte of the slot is written, `publish` after every rank has reported
-  that the last one is there.
-- Each is whole or absent by one aligned write of 8 bytes, the sum of generation, slot, version and
-  key. It is cleared first, and written last; so a torn entry has a sum that fits it by chance of 1
-  in 2^64.
-- No two publications have the same version. A peer that copies a slot, and finds the same sum
-  before and after, has copied what the entry says (`kv_offload.cache.peers`).
+- `withdraw` runs before any byte of the slot is written, and `publish` after every rank has
+  reported the last byte.
+- A single aligned write of 8 bytes makes an entry valid or invalid: its sum over generation, slot,
+  version and key. The sum is cleared first and written last, so a torn entry passes with a chance
+  of 1 in 2^64.
+- No two publications share a version. If a peer finds the same sum before and after it copies a
+  slot, its copy is the block that the entry names (`kv_offload.cache.peers`).
 
-The index says where a key may be: nothing but the entry is believed. docs/design/host_pool.md has
-the argument.
+The index is only a hint to where a key may be; the entry decides. docs/design/host_pool.md has the
+argument.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from kv_offload.cache.slots import Slots
 
 DIRECTORY = "directory"
 MAGIC = b"kvpool-2"
-"""It changes with the format."""
+"""Changes with the format."""
 HEADER_BYTES = 64 << 10
 GENERATION_BYTES = 16
 NAME_WORDS = 5
 KEY_BYTES = 8 * NAME_WORDS - 1
-"""vLLM's keys have 20 or 36 bytes. One that is longer is in no directory."""
+"""vLLM's keys have 20 or 36 bytes. A longer key is not published."""
 
 WAYS = 8
-"""Cells of the index in which a key may be. There are as many buckets as slots, so a bucket with
-more keys than cells is one in a million; of its keys one is not found by others."""
+"""Cells of the index that may hold a given key. There are as many buckets as slots, so about one
+bucket in a million has more keys than cells, and peers miss one of its keys."""
 
 TOUCH_SECONDS = 60.0
-"""The file's time says how long ago it was last used, by so much too long at most."""
+"""The file's modification time tells when the arena was last used; it lags by at most this much."""
 
 LOCK_SECONDS = 1.0
-"""How long an engine waits for the directory of its arenas, before it makes a new one."""
+"""How long an engine waits for the lock of its directory before it makes a new one."""
 
 NAMES_BYTES = 32 << 10
 HEADER = np.dtype(
@@ -74,7 +74,7 @@ ENTRY = np.dtype(
 )
 ENTRY_BYTES = ENTRY.itemsize
 SLOT_BYTES = ENTRY_BYTES + 8 * WAYS
-"""Bytes of the file for each slot."""
+"""Bytes of the file per slot."""
 
 _PLACE = struct.Struct("<QQ")
 _FACTORS = np.array(
@@ -91,9 +91,9 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def order_memory() -> None:
-    """Have all CPUs see what this thread has read and written before what it does afterwards.
+    """Make all CPUs see this thread's earlier reads and writes before its later ones.
 
-    A release that is followed by an acquire orders that, on x86-64 and on Arm.
+    A release followed by an acquire ensures that order on x86-64 and on Arm.
     """
     lock = threading.Lock()
     lock.acquire()
@@ -102,9 +102,10 @@ def order_memory() -> None:
 
 
 class Names(NamedTuple):
-    """Keys as entries have them: the number of bytes and one more, the bytes, zeros; 0 if too long.
+    """Keys as they are stored in entries, with their hashes.
 
-    `words` is uint64 of shape `(n, NAME_WORDS)`, `hashes` of shape `(n,)`.
+    `words` is uint64 of shape `(n, NAME_WORDS)`: a byte with the length plus one, the key, and
+    zeros. A key that is too long is all zeros. `hashes` is uint64 of shape `(n,)`.
     """
 
     words: NDArray[np.uint64]
@@ -112,7 +113,7 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, keys: Sequence[bytes]) -> Names:
-        """Return the names of keys; fast where all have the same number of bytes."""
+        """Return the names of keys; fast if all keys have the same length."""
         names = np.zeros((len(keys), 8 * NAME_WORDS), np.uint8)
         lengths = [*map(len, keys)]
         for length in {*lengths}:
@@ -140,10 +141,10 @@ class Names(NamedTuple):
 
 
 class Contents:
-    """A directory's file, mapped. `header`, `entries` and `index` are views of it."""
+    """The mapped file of a directory. `header`, `entries` and `index` are views of it."""
 
     def __init__(self, fd: int, *, writes: bool = False) -> None:
-        """Raises `OSError`, or `ValueError` for a file that is no directory."""
+        """Raises `OSError`, or `ValueError` for a file that is not a directory."""
         self.num_slots = (os.fstat(fd).st_size - HEADER_BYTES) // SLOT_BYTES
         if self.num_slots < 1:
             raise ValueError("it has no slots")
@@ -157,22 +158,22 @@ class Contents:
 
     @property
     def is_one(self) -> bool:
-        """True if the header is that of a directory."""
+        """True if the file has a valid header."""
         magic, slots = bytes(self.header["magic"].item()), self.header["num_slots"].item()
         return magic == MAGIC and slots == self.num_slots
 
     @property
     def generation(self) -> bytes:
-        """The generation that sums are of."""
+        """The generation that the sums of valid entries include."""
         return self.header["generation"].tobytes()
 
     @property
     def files(self) -> bytes:
-        """The names of the ranks' arenas, as `file_names` makes them."""
+        """The names of the ranks' arenas, in the format of `file_names`."""
         return self.header["files"].tobytes()[: int(self.header["files_bytes"])]
 
     def read(self, first: int, end: int, generation: bytes) -> tuple[Slots, list[bytes]]:
-        """Return the slots from `first` to `end` that hold a key, and these, latest use last."""
+        """Return the slots in `[first, end)` with a key, and their keys, last use last."""
         part = self.entries[first:end]
         named = np.flatnonzero(part["sum"])
         named = named[np.argsort(part["used"][named], kind="stable")]
@@ -181,7 +182,7 @@ class Contents:
         return slots[fits], [*compress(Names.of_words(part["name"][named]).keys(), fits.tolist())]
 
     def fits(self, slots: Slots, read: NDArray[np.void], generation: bytes) -> NDArray[np.bool_]:
-        """Say for entries that were `read` whether their sums are those of what they say."""
+        """Return for each entry in `read` whether its sum matches its contents."""
         text, step = np.ascontiguousarray(read["name"]).tobytes(), 8 * NAME_WORDS
         columns = slots.tolist(), read["version"].tolist(), read["sum"].tolist()
         fits = [
@@ -191,12 +192,12 @@ class Contents:
         return np.array(fits, bool)
 
     def buckets(self, hashes: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the rows of the index in which keys may be."""
+        """Return the row of the index in which each key may be."""
         rows = ((hashes >> _HALF) * np.uint64(self.num_slots)) >> _HALF
         return rows.astype(np.intp)
 
     def find(self, names: Names) -> Slots:
-        """Return the slot whose entry has each key, -1 where none has. Nothing is proven."""
+        """Return the slot whose entry names each key, -1 if none does; sums are not verified."""
         found = np.full(len(names.hashes), -1, np.int32)
         cells = self.index[self.buckets(names.hashes)]
         rows, ways = np.nonzero((cells >> _HALF) == (names.hashes & _LOW)[:, None])
@@ -211,10 +212,10 @@ class Contents:
 
 
 class Directory:
-    """The directory of one arena, which this process alone writes until `close` or its end.
+    """The directory of one arena. Only this process writes it, until `close` or its end.
 
-    `files` names the file of each rank's arena. What another directory says of other files, of
-    another number of slots is not taken over: then a new one is made.
+    `files` names the file of each rank's arena. An existing directory for other files or another
+    number of slots is replaced by a new one.
     """
 
     def __init__(self, folder: Path, files: Mapping[int, str], num_slots: int) -> None:
@@ -230,11 +231,11 @@ class Directory:
         self._version = int(entries["version"].max(initial=0))
 
     def read(self, first: int, end: int) -> tuple[Slots, list[bytes]]:
-        """Return the slots from `first` to `end` that hold a key, and these, latest use last."""
+        """Return the slots in `[first, end)` with a key, and their keys, last use last."""
         return self._contents.read(first, end, self._generation)
 
     def withdraw(self, slots: Slots) -> None:
-        """Have slots hold nothing, before anything is written into them."""
+        """Mark slots as empty. Must run before any byte is written into them."""
         entries, index = self._contents.entries, self._contents.index
         entries["sum"][slots] = 0
         order_memory()
@@ -244,7 +245,7 @@ class Directory:
         index[buckets[rows], ways] = 0
 
     def publish(self, slots: Slots, keys: Sequence[bytes]) -> None:
-        """Have withdrawn slots hold keys, all bytes of which are there."""
+        """Record the keys of withdrawn slots, which must hold all bytes of these keys."""
         names = Names.of(keys)
         text, step = names.words.tobytes(), 8 * NAME_WORDS
         self._version += 1
@@ -262,21 +263,21 @@ class Directory:
             self._show(slots, names.hashes)
 
     def _show(self, slots: Slots, hashes: NDArray[np.uint64]) -> None:
-        """Have others find keys in the index; one cell of a bucket that is full is replaced."""
+        """Add keys to the index; in a full bucket, one cell is replaced."""
         index = self._contents.index
         buckets = self._contents.buckets(hashes)
         cells = ((hashes & _LOW) << _HALF) | (slots.astype(np.uint64) + np.uint64(1))
         for _ in range(WAYS):
             ways = (index[buckets] == 0).argmax(axis=1)
             index[buckets, ways] = cells
-            # If several went into one bucket, only the last is there.
+            # If several keys share a bucket, only the last write survives.
             left = index[buckets, ways] != cells
             if not left.any():
                 return
             buckets, cells = buckets[left], cells[left]
 
     def use(self, slots: Slots) -> None:
-        """Note a use of slots, the last of them the latest."""
+        """Record a use of slots, the last of them the most recent."""
         now = time.monotonic()
         if now >= self._touch_due:
             self._touch_due = now + TOUCH_SECONDS
@@ -286,11 +287,11 @@ class Directory:
         self._clock += len(slots)
 
     def retire(self) -> None:
-        """Have no process find anything here, nor what this one publishes from now on.
+        """Hide all blocks from other processes, also those that this process publishes later.
 
-        The header gets a generation that no sum is of, and this process another one: what it has
-        not read yet does not fit either. One other byte is enough. Effective when it returns,
-        however the process ends.
+        The header gets a generation that no sum includes, and this process continues with a
+        different one, so the entries that it has not read yet are invalid for it too. Changing a
+        single byte is enough, so this takes effect on return, however the process ends.
         """
         self._contents.header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
         order_memory()
@@ -299,18 +300,18 @@ class Directory:
         self._contents.index[:] = 0
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock so that another process can take over the directory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            # The mapping, which has the lock as well, ends with the views.
+            # The mapping also holds the lock, and ends when its views do.
             del self._contents
 
 
 def read_directory(folder: Path) -> tuple[Slots, list[bytes], int] | None:
-    """Return the slots that hold a key, these keys, and how many slots there are; None without.
+    """Return the slots with a key, their keys, and the number of slots; None if there is no file.
 
-    It is what another process would take over if the one that writes it ended now. Changes nothing.
+    Another process would take over exactly this if the writer ended now. Changes nothing.
     """
     contents = open_directory(folder)
     if contents is None:
@@ -319,7 +320,7 @@ def read_directory(folder: Path) -> tuple[Slots, list[bytes], int] | None:
 
 
 def open_directory(folder: Path) -> Contents | None:
-    """Map the directory of a seat to read it; None where there is none. Takes no lock."""
+    """Map the directory in `folder` for reading, without a lock; None if there is none."""
     try:
         fd = os.open(folder / DIRECTORY, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -334,12 +335,12 @@ def open_directory(folder: Path) -> Contents | None:
 
 
 def entry_sum(generation: bytes, slot: int, version: int, name: bytes) -> int:
-    """Return the sum of an entry."""
+    """Return the checksum of a valid entry."""
     return xxhash.xxh3_64_intdigest(generation + _PLACE.pack(slot, version) + name)
 
 
 def _take_over(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Contents] | None:
-    """Open and lock the directory of these files, if there is one that no process has."""
+    """Open and lock the directory of these files; None if there is none or it is locked."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -352,13 +353,13 @@ def _take_over(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[in
                 _lock(fd)
                 return fd, contents
     except OSError:
-        pass  # a process has it: that of an engine which has lost its ranks, and ends
+        pass  # held by the process of an engine that has lost its ranks and is ending
     os.close(fd)
     return None
 
 
 def _lock(fd: int) -> None:
-    """Lock a directory, if need be once an engine that ends has closed it: its ranks end before."""
+    """Lock a directory, waiting for an ending engine to close it: its ranks end before it does."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -372,14 +373,15 @@ def _lock(fd: int) -> None:
 
 
 def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Contents]:
-    """Put a directory in which no slot holds anything in place of any other. Raises `OSError`."""
+    """Replace any directory by an empty one. Raises `OSError`."""
     for left in path.parent.glob(f"{DIRECTORY}.*"):
         left.unlink(missing_ok=True)
     new = path.with_name(f"{DIRECTORY}.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # All of it: a touch of memory that the filesystem no longer has would end the process.
+        # Allocate all of it: touching a page that the filesystem cannot provide would kill the
+        # process.
         os.posix_fallocate(fd, 0, file_bytes(num_slots))
         contents = Contents(fd, writes=True)
         header, names = contents.header, file_names(files)
@@ -395,10 +397,10 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
 
 
 def file_bytes(num_slots: int) -> int:
-    """Return the bytes of a directory."""
+    """Return the size of a directory in bytes."""
     return HEADER_BYTES + num_slots * SLOT_BYTES
 
 
 def file_names(files: Mapping[int, str]) -> bytes:
-    """Return what a header says of the ranks' arenas."""
+    """Return the header's encoding of the names of the ranks' arenas."""
     return json.dumps(sorted(files.items())).encode()

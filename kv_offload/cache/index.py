@@ -1,11 +1,11 @@
-"""Which key is in which slot, and which slots can be given to new keys.
+"""Maps keys to slots, and finds slots for new keys.
 
 A slot has a key, or it is
 
 - unused: it never had a key;
-- free: it lost its key, because the store failed or by `clear`;
-- an orphan: `clear` forgot its key while a load or a store was running. No look-up finds an orphan,
-  and it is given to no key, until that load or store has ended and the slot is freed.
+- free: it lost its key because the store failed, or to `forget` or `clear`;
+- an orphan: it lost its key while a load or store was running. A lookup never finds an orphan, and
+  it gets no new key until that load or store has ended and the slot is freed.
 
 Memory grows with the slots that were used, not with `num_slots`.
 """
@@ -22,14 +22,15 @@ from kv_offload.cache.key_map import KeyMap
 from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 
 RUN_SLOTS = 16
-"""How many keys one look-up finds if their slots follow each other. Otherwise each key takes one.
+"""Number of keys that one lookup finds if their slots are consecutive. Otherwise each key takes
+one.
 
-A look-up reads memory that is not in the CPU's caches. With a million known keys on an EPYC, a
-prefix of 2,048 keys took 0.17 ms by runs and 0.70 ms key by key. If its slots are in no order, it
+A lookup reads memory that is not in the CPU's caches. With a million known keys on an EPYC, a
+prefix of 2,048 keys took 0.17 ms by runs and 0.70 ms key by key. With slots in random order it
 takes 0.87 ms by runs (November 2026)."""
 
 RUN_GROWTH = 4
-"""After keys that follow each other, or are unknown, so many times as many are tried at once."""
+"""After a run of consecutive or unknown keys, the next attempt tries this many times as many."""
 
 
 class SlotIndex:
@@ -46,12 +47,12 @@ class SlotIndex:
 
     @property
     def given_out(self) -> int:
-        """Slots from 0 on that are not unused; all others are."""
+        """Number of slots given out so far; the slots from here on are unused."""
         return len(self._key_of)
 
     @property
     def slots_in_use(self) -> int:
-        """Slots that have a key, and orphans."""
+        """Number of slots that have a key, and orphans."""
         return self.given_out - len(self._free)
 
     def items(self) -> Iterator[tuple[Key, int]]:
@@ -59,7 +60,7 @@ class SlotIndex:
         return self._slot_of.items()
 
     def __contains__(self, key: Key) -> bool:
-        """Say whether a key has a slot."""
+        """Return whether a key has a slot."""
         return self._slot_of.get(key) >= 0
 
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
@@ -67,12 +68,12 @@ class SlotIndex:
         return [*chain.from_iterable(self._look_up(keys))]
 
     def parent_slots(self, runs: Runs) -> list[int]:
-        """Return the slot of the key before each run; -1 if it has none."""
+        """Return the slot of each run's parent key; -1 if it has none."""
         get = self._slot_of.get
         return [-1 if run.parent is None else get(run.parent) for run in runs]
 
     def find(self, keys: Sequence[Key]) -> Slots:
-        """Do as `slot_numbers`, but return an array: faster for many keys."""
+        """Return the slot of each key as an array; faster than `slot_numbers` for many keys."""
         found = (
             np.arange(part.start, part.stop, dtype=np.int32)
             if isinstance(part, range)
@@ -82,7 +83,7 @@ class SlotIndex:
         return np.concatenate([NO_SLOTS, *found])
 
     def _look_up(self, keys: Sequence[Key]) -> Iterator[range | list[int]]:
-        """Yield the slots of all keys in their order, part by part."""
+        """Yield the slots of all keys in order, part by part."""
         first, count = 0, RUN_SLOTS
         while first < len(keys):
             part = keys[first : first + count]
@@ -93,7 +94,7 @@ class SlotIndex:
                 yield range(slot, slot + len(part))
                 continue
             slots = self._slot_of.get_all(part)
-            # Behind a key that is not known hardly any is.
+            # After an unknown key, hardly any key is known.
             count = count * RUN_GROWTH if slots[0] < 0 and slots[-1] < 0 else RUN_SLOTS
             yield slots
 
@@ -114,9 +115,9 @@ class SlotIndex:
         return slots
 
     def restore(self, slots: Slots, keys: Sequence[Key], end: int) -> None:
-        """Give out the slots below `end`: `slots`, unused ones, to distinct new keys.
+        """Give out all slots below `end`: `slots` to distinct new `keys`; the others are free.
 
-        The others are free.
+        `slots` are unused.
         """
         first = self.given_out
         self._key_of += [None] * (end - first)
@@ -127,20 +128,20 @@ class SlotIndex:
         self._free = free + self._free
 
     def keys_of(self, slots: Slots) -> list[Key]:
-        """Return the key of each slot; None of one that has none."""
+        """Return the key of each slot, None if it has none."""
         key_of = self._key_of
         return [key_of[slot] for slot in slots.tolist()]
 
     def replace(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """Forget the keys of `slots` and give the slots to `keys`, which are distinct and new."""
+        """Drop the keys of `slots` and give the slots to `keys`, which are distinct and new."""
         self._slot_of.rename_all(self._key_of, slots.tolist(), keys)
 
     def forget(self, slots: Slots) -> None:
-        """Forget the keys of `slots`, and free the slots."""
+        """Drop the keys of `slots`, and free the slots."""
         self._free += self._unname(slots)
 
     def disown(self, slots: Slots) -> None:
-        """Forget the keys of `slots`, which become orphans."""
+        """Drop the keys of `slots`, which become orphans."""
         self.num_orphans += len(self._unname(slots))
 
     def _unname(self, slots: Slots) -> list[int]:
@@ -154,7 +155,7 @@ class SlotIndex:
         """Free the orphans among `slots`, and return the others."""
         if not self.num_orphans:
             return slots
-        # A slot that a load or a store has used has a key, or it is an orphan.
+        # A slot whose load or store has just ended either has a key or is an orphan.
         owned = np.array([self._key_of[slot] is not None for slot in slots.tolist()], bool)
         freed = slots[~owned].tolist()
         self.num_orphans -= len(freed)
@@ -163,11 +164,11 @@ class SlotIndex:
         return others
 
     def clear(self, busy: NDArray[np.bool_]) -> None:
-        """Forget all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
+        """Drop all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
         self.num_orphans = int(busy.sum())
         self._slot_of = KeyMap(self.num_slots)
         self._key_of = [None] * self.given_out
-        # The last of these is given out first. So a prefix gets slots that follow each other.
+        # Slots are given out from the end of this list, so a prefix gets consecutive slots.
         self._free = np.flatnonzero(~busy)[::-1].tolist()
 
     def orphans(self) -> set[int]:

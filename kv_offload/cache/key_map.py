@@ -1,4 +1,4 @@
-"""A dictionary that never stops to reorganise itself."""
+"""A dictionary that never pauses to reorganise itself."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterator, Sequence
 from kv_offload.cache.slots import Key
 
 SHARD_KEYS = 16_384
-"""Keys of a dict at most, on average. A dict whose keys come and go is rebuilt now and then, which
-would hold up every request: with 1,000,000 keys for 60 ms, with so many for 1 ms (CPython 3.11).
-More dicts would not be in the CPU's caches: a new prompt of 512 keys, in a memory of 1,000,000,
-took 0.67 ms with 64 dicts and 0.84 ms with 256 (November 2026, on an EPYC)."""
+"""Average number of keys per dict, at most. A dict whose keys come and go is rebuilt occasionally,
+which would hold up every request: for 60 ms with 1,000,000 keys, for 1 ms with this many (CPython
+3.11). More dicts would not fit into the CPU's caches: a new prompt of 512 keys, with 1,000,000 keys
+in memory, took 0.67 ms with 64 dicts and 0.84 ms with 256 (November 2026, on an EPYC)."""
 
 
 class KeyMap:
-    """Maps keys to ints as a dict does, spread over dicts that are small enough to be rebuilt."""
+    """Maps keys to ints like a dict, sharded over dicts that are small enough to be rebuilt."""
 
     __slots__ = ("_mask", "_shards")
 
     def __init__(self, most_keys: int) -> None:
-        """Make as many dicts as `most_keys` need; with more keys they only grow."""
+        """Make enough dicts for `most_keys`; with more keys the dicts only grow."""
         shards = 1 << (max(0, most_keys - 1) // SHARD_KEYS).bit_length()
         self._mask = shards - 1
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(shards))
 
     def get(self, key: Key) -> int:
-        """Return what a key maps to, -1 if it is unknown."""
+        """Return the value of a key, -1 if it is unknown."""
         return self._shards[hash(key) & self._mask].get(key, -1)
 
     def get_all(self, keys: Sequence[Key]) -> list[int]:
-        """Return what each key maps to, -1 for unknown ones."""
+        """Return the value of each key, -1 for unknown keys."""
         shards, mask = self._shards, self._mask
         return [shards[hash(key) & mask].get(key, -1) for key in keys]
 
@@ -40,13 +40,14 @@ class KeyMap:
             shards[hash(key) & mask][key] = value
 
     def remove_all(self, keys: Sequence[Key]) -> None:
-        """Take keys out, which are distinct and known."""
+        """Remove keys, which are distinct and known."""
         shards, mask = self._shards, self._mask
         for key in keys:
             del shards[hash(key) & mask][key]
 
     def rename_all(self, key_of: list[Key], values: Sequence[int], keys: Sequence[Key]) -> None:
-        """Map new, distinct keys to values that have others; `key_of` has the key of each value."""
+        """Rename the keys of `values` to new, distinct `keys`, and update `key_of` (value to
+        key)."""
         shards, mask = self._shards, self._mask
         for key, value in zip(keys, values, strict=True):
             gone = key_of[value]

@@ -1,4 +1,4 @@
-"""A cache manager whose slots outlive the process: a directory says which key each holds."""
+"""A cache manager whose slots outlive the process: a directory records the key of each slot."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class LastingManager(CacheManager):
-    """Keeps a directory, and takes over what a process that has ended left in it.
+    """Keeps a directory, and takes over the blocks that an earlier process left in it.
 
-    A slot is withdrawn from the directory in `prepare_store`, before the plan is sent by which it
-    is written, and named there in `complete_store`, after every rank has written all of it. So the
-    directory is true whenever the process ends. No slot is usable before it is open.
+    `prepare_store` withdraws a slot from the directory before the plan that writes the slot is
+    sent. `complete_store` publishes it after every rank has written all of it. So the directory is
+    true whenever the process ends. No slot is usable before `open`.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -32,7 +32,7 @@ class LastingManager(CacheManager):
     def open(self, arenas: Mapping[int, Path]) -> None:
         """Open the directory of the ranks' arenas, which are in one folder; called once.
 
-        What it says is taken over as slots become usable. Raises `CapacityError`.
+        Blocks found in it are taken over as their slots become usable. Raises `CapacityError`.
         """
         assert not self.is_open, "slots may be written already"
         assert not self.usable_slots, "slots may be written already"
@@ -43,31 +43,32 @@ class LastingManager(CacheManager):
         except OSError as error:
             raise CapacityError(
                 f"host_pool: a directory of {self.num_slots} slots cannot be made in {folder}: "
-                f"{error.strerror}. It takes {SLOT_BYTES} bytes a slot there: make room, or lower "
+                f"{error.strerror}. It needs {SLOT_BYTES} bytes per slot: make room, or lower "
                 "cpu_bytes"
             ) from error
-        found = "an engine before this one left it" if self._directory.is_continued else "it is new"
+        found = "an earlier engine left it" if self._directory.is_continued else "it is new"
         logger.info("kv-offload: this engine's seat in the host pool is %s; %s", folder, found)
 
     @property
     def directory(self) -> Directory:
-        """The directory, once it is open."""
+        """The open directory."""
         assert self._directory is not None, "the directory is not open"
         return self._directory
 
     @property
     def is_open(self) -> bool:
-        """True once there is a directory."""
+        """True once the directory is open."""
         return self._directory is not None
 
     def limit_slots(self, usable_slots: int) -> None:
-        """Do as `CacheManager`; take over what is in the slots that become usable."""
+        """Limit the usable slots, and take over the blocks in slots that become usable."""
         first = self.usable_slots
         super().limit_slots(usable_slots)
         if usable_slots <= first:
             return
         slots, keys = self.directory.read(first, usable_slots)
-        # A key that came again before its slot was usable has two, one of them later on here.
+        # A key that was stored again before its old slot became usable has two slots; the more
+        # recently used one counts.
         latest = {key: row for row, key in enumerate(keys)}
         rows = [row for row, key in enumerate(keys) if latest[key] == row and key not in self]
         self.restore([keys[row] for row in rows], slots[rows], usable_slots)
@@ -95,7 +96,7 @@ class LastingManager(CacheManager):
         if not ok:
             return
         keys: Sequence[Any] = self.readable_keys(slots)
-        named = [row for row, key in enumerate(keys) if key is not None]  # none after a reset
+        named = [row for row, key in enumerate(keys) if key is not None]  # None after a reset
         if named:
             self.directory.publish(slots[named], [keys[row] for row in named])
 
@@ -105,15 +106,16 @@ class LastingManager(CacheManager):
         super().forget(slots)
 
     def reset(self) -> None:
-        """Forget all keys; no later process finds these, or any that this one stores from now on.
+        """Drop all keys; no later process finds them, or any that this process stores from now on.
 
-        A reset does not say what the weights of later keys are, which another process needs.
+        After a reset the model's weights may differ, and another process could not tell which
+        weights the later keys belong to.
         """
         if self._directory is not None:
             self._directory.retire()
         super().reset()
 
     def close(self) -> None:
-        """Let another process take over what is there."""
+        """Let another process take over the blocks."""
         if self._directory is not None:
             self._directory.close()

@@ -1,4 +1,4 @@
-"""Leases on slots: what one owner retains with one priority until the same second."""
+"""Leases on slots: one owner retains them, with one priority, until the same second."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from kv_offload.cache.slots import Slots
 
 MIN_COMPACTED = 64
-"""A heap with fewer entries is not searched for leases that have ended."""
+"""A heap with fewer entries is not purged of ended leases."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
     """Slots that are held until `expires`, in seconds of the monotonic clock.
 
-    It has ended once it has no slot. `parts` may also name slots that have moved to other leases:
-    they have `named` slots in all.
+    A lease without slots has ended. `parts` holds `named` slots, which may include slots that have
+    since moved to other leases.
     """
 
     number: int
@@ -30,12 +30,12 @@ class Lease:
 
     @property
     def strength(self) -> tuple[int, int]:
-        """By which leases that want the same slot or the same room are compared."""
+        """Sort key that decides which of two leases gets a contested slot or the last room."""
         return self.priority, self.expires
 
 
 class LeaseHeap:
-    """Leases by an order. Those that have ended drop out in O(1) amortised time each."""
+    """A heap of leases in a given order. Each ended lease is dropped in O(1) amortised time."""
 
     def __init__(self, order: Callable[[Lease], tuple[int, ...]]) -> None:
         self._order = order
@@ -51,7 +51,7 @@ class LeaseHeap:
         heapq.heappush(self._entries, (self._order(lease), lease.number, lease))
 
     def first(self) -> Lease | None:
-        """Return the first lease that has not ended."""
+        """Return the first lease that has not ended; None if there is none."""
         while self._entries and not self._entries[0][2].slots:
             heapq.heappop(self._entries)
         return self._entries[0][2] if self._entries else None

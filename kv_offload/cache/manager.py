@@ -1,23 +1,23 @@
-"""The life of each block in the host cache: stored, read, evicted, forgotten.
+"""The life of each block in the host cache: stored, read, evicted, dropped.
 
     unknown --prepare_store--> being stored --complete_store(ok)--> readable --evicted--> unknown
                                     '-------complete_store(failed)------------------------^
 
-Any number of loads can read a key at once. A key is evicted only when no load reads it.
+Any number of loads can read a key at once. A key is evicted only while no load reads it.
 
-`reset` forgets all keys, also keys that a load or a store is using. Their slots become orphans (see
-`index`) until it is completed. So operations are completed by slot, not by key.
+`reset` drops all keys, including keys that a load or store is using. Their slots become orphans
+(see `index`) until that operation completes, so operations are completed by slot, not by key.
 
-The keys of one call are in prefix order, and the first of them is evicted last: a tail without its
+The keys of one call are in prefix order, and the first is evicted last, because a tail without its
 head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
 because a job may complete piece by piece.
 
 Python code runs per key only where a key is given a slot: a prompt has thousands of blocks.
 
-`MisuseError` says that a load or a store does not run which is completed; nothing is changed.
+`MisuseError` means that a completed load or store was not running; nothing is changed.
 
-Not thread safe: one scheduler owns it. All operations but `reset` take O(1) amortised time per key,
-without a pause to reorganise.
+Not thread safe: one scheduler owns it. All operations except `reset` take O(1) amortised time per
+key, without a pause to reorganise.
 """
 
 from __future__ import annotations
@@ -39,36 +39,37 @@ class CacheManager:
     """Maps keys to the slots 0..`num_slots` - 1 and decides what is stored, loaded and evicted."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        """Own `policy`, which is new; `num_slots` is its capacity."""
+        """Take ownership of `policy`, which is new; `num_slots` is its capacity."""
         self.num_slots = num_slots = policy.capacity
         self.evictions = 0
         """Keys evicted since the start; a reset does not count."""
         self.stored_slots = 0
         """Slots whose key has become readable since the start."""
         self.adopted_slots = 0
-        """Slots that had a key at the start, from a process before this one."""
+        """Slots that had a key at the start, left by an earlier process."""
         self.changes: ChangeLog | None = None
-        """Set by whoever follows what is readable."""
+        """Set by the consumer of the changes."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
-        self._running = SlotRefcounts(num_slots)  # those on orphans too
+        self._running = SlotRefcounts(num_slots)  # includes orphans
         self.forgotten = 0
-        """Keys evicted or forgotten, and resets. Until it changes, readable keys stay readable."""
-        # The value of `forgotten` when each slot last lost a key.
+        """Count of keys evicted or dropped, and of resets. While it is unchanged, readable keys
+        stay readable."""
+        # By slot: the value of `forgotten` when the slot last lost a key.
         self._forgotten_at = np.zeros(num_slots, np.int64)
 
     @property
     def reads_runs(self) -> bool:
-        """True if the policy reads the runs of keys that are offered."""
+        """True if the policy uses the runs of offered keys."""
         return self._policy.reads_runs
 
     @property
     def usable_slots(self) -> int:
-        """Slots from 0 on that are given out; all of them unless `limit_slots` was called."""
+        """Slots below this may be given out; all slots unless `limit_slots` was called."""
         return self._index.usable_slots
 
     def limit_slots(self, usable_slots: int) -> None:
-        """Give out slots below `usable_slots` only; no other slot was given out before."""
+        """Give out only slots below `usable_slots`; no slot above was given out before."""
         given_out = self._index.given_out
         assert given_out <= usable_slots <= self.num_slots, f"{given_out} slots were given out"
         self._index.usable_slots = usable_slots
@@ -79,30 +80,30 @@ class CacheManager:
         return self._index.slots_in_use
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:
-        """Say whether slots have the keys that they had when `forgotten` was `since`.
+        """Return whether all slots still have the keys that they had when `forgotten` was `since`.
 
-        A key that was readable then is readable now. Takes some nanoseconds a slot.
+        Keys that were readable then are readable now. Takes a few nanoseconds per slot.
         """
         return not (self._forgotten_at[slots] > since).any()
 
     def __contains__(self, key: Key) -> bool:
-        """Say whether a key has a slot, readable or not. Changes nothing."""
+        """Return whether a key has a slot, readable or not. Changes nothing."""
         return key in self._index
 
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
-        """Return the slot of each key, -1 for a key that is not known. Changes nothing."""
+        """Return the slot of each key, -1 for an unknown key. Changes nothing."""
         return self._index.slot_numbers(keys)
 
     def find(self, keys: Sequence[Key]) -> Slots:
-        """Do as `slot_numbers`, but return an array: faster for many keys."""
+        """Return the slot of each key as an array; faster than `slot_numbers` for many keys."""
         return self._index.find(keys)
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
-        """Say for each key whether it can be loaded now. Changes nothing, recency included."""
+        """Return for each key whether it can be loaded now. Changes nothing, not even recency."""
         return self._readable(self._index.find(keys))
 
     def _readable(self, slots: Slots) -> NDArray[np.bool_]:
-        # -1, which is no slot, finds what is known of the last one.
+        # A missing key has slot -1, which indexes the last slot; the second term excludes it.
         return self._running.not_written(slots) & (slots >= 0)
 
     def readable_slots(self) -> dict[Key, int]:
@@ -115,7 +116,7 @@ class CacheManager:
         """Return the slots of `keys`, in order, and hold them against eviction.
 
         Counts as an access. The caller owns one hold per key, repeated or not, until
-        `complete_load`. Raises `MissingKeyError` where one is not readable; then it holds none.
+        `complete_load`. Raises `MissingKeyError` if a key is not readable; then nothing is held.
         """
         slots = self._index.find(keys)
         readable = self._readable(slots)
@@ -123,17 +124,17 @@ class CacheManager:
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
         idle = self._running.start_loads(slots)
-        # Some may be repeated or have other readers.
+        # Some keys may be repeated, or have other readers.
         accessed = idle if len(idle) == len(slots) else distinct(slots)
         self._policy.use(accessed[::-1])
         self._policy.keep(idle)
         return slots
 
     def restore(self, keys: Sequence[Key], slots: Slots, end: int) -> None:
-        """Take over what another manager knew: distinct new keys that are readable.
+        """Take over distinct new keys, which are readable, from an earlier process.
 
-        The least recently used comes first. All slots below `end` are usable, and `slots` and the
-        others that were not given out are given out now.
+        The least recently used key comes first. All slots below `end` are usable. `slots` and the
+        other slots below `end` that were not given out are given out now.
         """
         self._index.restore(slots, keys, end)
         self._policy.add(slots[::-1], keys[::-1])
@@ -142,7 +143,7 @@ class CacheManager:
             self.changes.were_restored(slots)
 
     def readable_keys(self, slots: Slots) -> list[Key]:
-        """Return the key of each slot, which was given out; None where none can be loaded."""
+        """Return the key of each slot, which was given out; None if no key of it can be loaded."""
         keys = self._index.keys_of(slots)
         readable = self._running.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
@@ -150,7 +151,7 @@ class CacheManager:
     def keys_of(self, slots: Slots) -> list[Key]:
         """Return the key of each slot, readable or not, which was given out; None if it has none.
 
-        A reset takes the keys of slots that a store still writes.
+        A reset drops the keys of slots that a store is still writing.
         """
         return self._index.keys_of(slots)
 
@@ -159,11 +160,11 @@ class CacheManager:
         self._policy.keep(self._running.start_loads(slots))
 
     def idle(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say for each slot whether nothing holds it against eviction, or writes it."""
+        """Return for each slot whether nothing writes it or holds it against eviction."""
         return self._running.are_idle(slots)
 
     def busy_slots(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say for each slot whether something holds it against eviction, or writes it."""
+        """Return for each slot whether something writes it or holds it against eviction."""
         busy: NDArray[np.bool_] = self._running.busy(self.num_slots)[slots]
         return busy
 
@@ -172,7 +173,7 @@ class CacheManager:
         self._policy.use(slots)
 
     def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say which slots with a key are worth a write to a tier below, as the policy sees it."""
+        """Return which slots with a key the policy considers worth a write to the tier below."""
         return self._policy.should_demote(slots)
 
     @property
@@ -181,16 +182,16 @@ class CacheManager:
         return self._policy.has_newly_demotable
 
     def take_newly_demotable(self) -> Slots:
-        """Return slots that were used again since the last call, where `should_demote` may differ.
+        """Return slots used again since the last call, for which `should_demote` may have changed.
 
-        Takes O(num_slots), some nanoseconds a hundred slots.
+        Takes O(num_slots), a few nanoseconds per hundred slots.
         """
         return self._policy.take_newly_demotable()
 
     def forget(self, slots: Slots) -> None:
-        """Forget the keys of distinct slots; those that a load reads are free once it ends.
+        """Drop the keys of distinct slots, none of which is being stored.
 
-        None of them is being stored.
+        Slots that a load reads become free when it ends.
         """
         idle = self._running.idle(slots)
         self._policy.discard(slots)
@@ -199,35 +200,35 @@ class CacheManager:
         self._forget_by(slots)
 
     def set_aside(self, slots: Slots) -> None:
-        """Forget the keys of distinct slots, and give these to no other until `complete_load`.
+        """Drop the keys of distinct slots, and reserve the slots until `complete_load`.
 
-        None of them is being stored. A reset leaves them where they are.
+        None of them is being stored. A reset does not end the reservation.
         """
         self.prepare_copy(slots)
         self.forget(slots)
 
     def _forget_by(self, slots: Slots) -> None:
-        """Take note that these slots lost their keys."""
+        """Record that these slots have lost their keys."""
         self.forgotten += len(slots)
         self._forgotten_at[slots] = self.forgotten
         if self.changes is not None:
             self.changes.lost(slots)
 
     def complete_load(self, slots: Slots) -> None:
-        """End one load of each slot, whether it failed or not. Raises `MisuseError`."""
+        """End one load of each slot, successful or not. Raises `MisuseError`."""
         idle = self._running.end_loads(slots)
         self._policy.release(self._index.free_orphans(idle))
 
     def catch_up(self) -> None:
-        """Let the policy do what waits, where a step had no access; called once a step."""
+        """Let the policy do deferred work in a step without an access; called once a step."""
         self._policy.catch_up()
 
     def offer(
         self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
     ) -> tuple[Slots, NDArray[np.bool_]]:
-        """Do as `prepare_store` for those of `keys` that the policy finds worth a slot.
+        """Call `prepare_store` for those of `keys` that the policy finds worth a slot.
 
-        `runs` says of which prompts the keys are, in order, if the policy `reads_runs`. Returns the
+        `runs` groups the keys by prompt, in order; required if the policy `reads_runs`. Returns the
         slots, and for each key whether it was worth one.
         """
         free = self._index.usable_slots - self._index.slots_in_use
@@ -243,10 +244,10 @@ class CacheManager:
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """Give slots to distinct keys that have none, first to last, evicting others as needed.
 
-        Returns the slots; if no more are free and none can be evicted, the last keys get none. New
-        keys are not readable, and their slots are given to no other, until `complete_store`.
-        `along` names the slots of the same prefixes that are known. They are not evicted, and count
-        as accessed, more recently than `keys`.
+        Returns the slots; if no more slots are free or can be evicted, the last keys get none. New
+        keys are not readable, and their slots are given to no other key, until `complete_store`.
+        `along` names the slots that already hold blocks of the same prefixes: they are not evicted,
+        and count as accessed, more recently than `keys`.
         """
         guarded = NO_SLOTS
         if len(along):
@@ -275,7 +276,7 @@ class CacheManager:
         return np.concatenate((free, victims)) if len(free) else victims
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
-        """End the store of each slot: its key becomes readable, or its slot free where it failed.
+        """End the store of each slot: its key becomes readable, or the slot free if it failed.
 
         Raises `MisuseError`.
         """
@@ -291,9 +292,9 @@ class CacheManager:
             self._policy.discard(owned)
 
     def reset(self) -> None:
-        """Forget all keys; slots under a running load or store stay in use until it completes.
+        """Drop all keys; slots of a running load or store stay in use until it completes.
 
-        Takes the time to free the keys: 0.1 s where there are 1,000,000.
+        Takes the time to free the keys: 0.1 s for 1,000,000.
         """
         self.forgotten += 1
         self._forgotten_at[: self._index.given_out] = self.forgotten
@@ -303,7 +304,7 @@ class CacheManager:
             self.changes.lost_all()
 
     def close(self) -> None:
-        """End when the engine shuts down; no method is called afterwards."""
+        """Release resources when the engine shuts down; no method is called afterwards."""
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""

@@ -1,9 +1,9 @@
-"""A cache of another size in miniature: a sample of the blocks, in as small a share of the slots.
+"""Simulates a cache of another size on a sample of the blocks, with an equal share of the slots.
 
-C. Waldspurger et al., "Cache Modeling and Optimization using MiniSim Simulations", USENIX ATC
-2017: a cache that sees a random share of the keys, and has that share of the slots, has nearly the
-hit ratio of the whole, whatever its policy. Sampling is SHARDS's (FAST 2015): a key is always in
-the sample or never.
+C. Waldspurger et al., "Cache Modeling and Optimization using MiniSim Simulations", USENIX ATC 2017:
+a cache that sees a random share of the keys, and has that share of the slots, has nearly the hit
+ratio of the whole cache, whatever its policy. The sampling follows SHARDS (FAST 2015): a key is
+either always in the sample or never.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, Run
 
 RUN_SHARE = 4
-"""A run of blocks, of which one at most is sampled, has this part of the length before it.
+"""A run of blocks, at most one of which is sampled, is as long as the prompt before it divided by
+this.
 
-On the conversation trace of Mooncake (FAST'25) errors of the estimate were 1.3 points at most with
-runs as long as all before them, since requests that part within a run are sampled alike; 0.9 with
-a quarter, in four samples at each of five sizes (November 2026)."""
+On the conversation trace of Mooncake (FAST'25) errors of the estimate were at most 1.3 points with
+runs as long as everything before them, since requests that diverge within a run are sampled alike;
+and 0.9 points with a quarter, in four samples at each of five sizes (November 2026)."""
 
 
 def sample_blocks(hashes: Sequence[bytes], rarity_bits: int, step: int = 1) -> list[int]:
-    """Return the places of the sampled blocks of a prompt, each block with chance 1/2**rarity_bits.
+    """Return the indices of a prompt's sampled blocks, each with a chance of 1/2**rarity_bits.
 
-    `hashes` name prefixes, and every `step`-th one a block. Prompts that share a prefix have the
-    same sample of it. Blocks that follow each other are cut into runs, with at most one of a run in
-    the sample, so that a long prompt has nearly as many as it should. Takes a time that grows with
-    the logarithm of the prompt until runs have 2**rarity_bits blocks.
+    `hashes` name prefixes, and every `step`-th hash names a block. Prompts that share a prefix have
+    the same sample of it. Consecutive blocks form runs, and at most one block of a run is sampled,
+    so that a long prompt has nearly as many samples as it should. Takes time logarithmic in the
+    prompt's length until runs have 2**rarity_bits blocks.
     """
     blocks, places = len(hashes) // step, []
     others = (1 << rarity_bits) - 1
     for first, length, chooser in _runs(rarity_bits):
         if first >= blocks:
             break
-        # The low bits choose a dict of `KeyMap`.
+        # The low bits select a dict of `KeyMap`.
         at = (hash(hashes[chooser * step - 1]) >> 16) & others
         if at < length and first + at < blocks:
             places.append(first + at)
@@ -49,7 +50,8 @@ def sample_blocks(hashes: Sequence[bytes], rarity_bits: int, step: int = 1) -> l
 
 
 def _runs(rarity_bits: int) -> Iterator[tuple[int, int, int]]:
-    """Yield runs: first block, length, and how many blocks lie before the end of its chooser."""
+    """Yield runs: first block, length, and the number of blocks up to the end of the run's
+    chooser."""
     growing = _growing_runs(rarity_bits)
     yield from growing
     rarity = 1 << rarity_bits
@@ -60,9 +62,10 @@ def _runs(rarity_bits: int) -> Iterator[tuple[int, int, int]]:
 
 @functools.cache
 def _growing_runs(rarity_bits: int) -> list[tuple[int, int, int]]:
-    """Return the runs up to the first that is as long as runs become.
+    """Return the runs up to and including the first of maximum length.
 
-    What lies before a run chooses its place; a run of one block chooses for itself.
+    The hash of the prefix before a run chooses the sampled block in it; a run of one block chooses
+    for itself.
     """
     runs, first, length = [], 0, 0
     while length < 1 << rarity_bits:
@@ -73,7 +76,7 @@ def _growing_runs(rarity_bits: int) -> list[tuple[int, int, int]]:
 
 
 class SampledRequest(NamedTuple):
-    """The sampled keys of a request, in prefix order, of which those from `first` are looked up."""
+    """The sampled keys of a request in prefix order; those from `first` on are looked up."""
 
     keys: Sequence[Key]
     first: int = 0
@@ -81,18 +84,18 @@ class SampledRequest(NamedTuple):
 
 
 class MiniSim:
-    """A cache of `slots` slots that is given sampled keys, and stores and loads nothing."""
+    """A cache of `slots` slots that receives sampled keys but stores and loads no data."""
 
     def __init__(self, policy: str, slots: int) -> None:
-        """Raises `CapacityError` for fewer slots than 1."""
+        """Raises `CapacityError` if `slots` is less than 1."""
         self.manager = CacheManager(make_policy(policy, slots))
 
     def serve(self, requests: Sequence[SampledRequest]) -> list[int]:
-        """Serve requests; return how many keys of each hit, from its first that is looked up on.
+        """Serve requests; return the number of keys hit in each, counted from its `first`.
 
-        A hit ends at the first key that has no slot. Keys before the first are used, too. Serving
-        several at once is much faster; they are taken for served in turn, but what they load is
-        used before anything is stored.
+        A hit ends at the first key that has no slot. Keys before `first` count as used, too.
+        Serving several requests at once is much faster; they count as served one after another,
+        except that all loads are counted before anything is stored.
         """
         manager = self.manager
         numbers = iter(manager.slot_numbers([key for one in requests for key in one.keys]))
@@ -126,5 +129,5 @@ class MiniSim:
         return hits
 
     def reset(self) -> None:
-        """Forget all keys."""
+        """Drop all keys."""
         self.manager.reset()

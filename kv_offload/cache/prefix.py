@@ -1,7 +1,7 @@
-"""Which prefix of a request host memory can serve: cache groups, slot keys, the longest hit.
+"""Maps a request's tokens to cache groups and slot keys, and finds the longest hit in host memory.
 
-The key of a slot is the chained hash of its block. In all groups but group 0 the group follows. The
-hash is vLLM's own, so it covers LoRA adapters, multimodal inputs and cache salts.
+The key of a slot is the chained hash of its block, followed by the group in all groups except group
+0. The hash is vLLM's own, so it covers LoRA adapters, multimodal inputs and cache salts.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from kv_offload.errors import UnsupportedError
 
 SlotKey = bytes
 KeyMaker = Callable[[bytes, int], bytes]
-"""vLLM's `make_block_hash_with_group_id`: makes its own pool's key of a hash and a group."""
+"""vLLM's `make_block_hash_with_group_id`: turns a hash and a group into a key of vLLM's own
+pool."""
 Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
-"""Says for each key whether host memory can serve it."""
+"""Returns for each key whether host memory can serve it."""
 
 FIRST_LOOKUP_SLOTS = 8
-"""How many slots a search looks up at first. They are few: a new prompt's first slot is missing."""
+"""Number of slots that a search looks up first. Few, because a new prompt misses its first slot."""
 
 LOOKUP_GROWTH = 4
-"""If none of them is missing, the search goes on with this many times as many."""
+"""If none of them is missing, each further lookup takes this many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table, and how far back a query of theirs reads.
+    """Layers that share a block table, and how far back their queries read.
 
-    At most one of the first four is set; where none is, a query reads all tokens before it.
+    At most one of the first four is set. If none is, a query reads all tokens before it.
 
-    - `window_tokens`: it reads itself and the `window_tokens - 1` tokens before it.
-    - `chunk_tokens`: it reads from the last multiple of `chunk_tokens` on (chunked-local
+    - `window_tokens`: a query reads its own token and the `window_tokens - 1` tokens before it.
+    - `chunk_tokens`: a query reads from the last multiple of `chunk_tokens` (chunked-local
       attention).
-    - `holds_state`: it reads the state after the token before it (Mamba, gated delta nets). A block
-      holds the state after its last token; some blocks of a prefix are never made.
-    - `is_scratch`: it reads what only the request itself has written: a ring with the keys that are
-      still to be compressed, or a window that the engine computes again after a hit. No block of
-      it is stored or loaded.
+    - `holds_state`: a query reads the state after the previous token (Mamba, gated delta nets). A
+      block holds the state after its last token; some blocks of a prefix are never made.
+    - `is_scratch`: a query reads only data that the request itself has written: a ring of keys that
+      are not compressed yet, or a window that the engine recomputes after a hit. Its blocks are
+      never stored or loaded.
     - `sees_next_token`: the KV of a token also depends on the next token, because a draft head is
-      fed both. That of a block's last token then depends on a token that only the hash of the next
-      block covers. So a hit needs a proof: the block after its end is readable too.
-    - `retention_tokens`: of a window, the engine names the blocks before the end of a prompt and
-      before each multiple of this alone; 0 is the end of a prompt alone, None is all blocks.
-    - `unnamed_tokens`: so many of the last tokens that a step computes are named in a later one,
-      because several MTP modules compute their KV again.
-    - `state_tokens`: how many tokens are compressed into each thing that a block holds. The last
-      token of a hit cannot be computed again on its own where that is more than one.
+      fed both. The KV of a block's last token then depends on a token that only the hash of the
+      next block covers. So a hit needs a proof: the block after its end is readable too.
+    - `retention_tokens`: for a window, the engine gives hashes only to the blocks before the end of
+      a prompt and before each multiple of this; 0 means the end of a prompt only, None means all
+      blocks.
+    - `unnamed_tokens`: the engine gives a hash to this many of the last tokens of a step only in a
+      later step, because several MTP modules recompute their KV.
+    - `state_tokens`: how many tokens are compressed into each entry of a block. If this is more
+      than one, the last token of a hit cannot be recomputed on its own.
     """
 
     group_id: int
@@ -71,9 +73,9 @@ class CacheGroup:
         return not (partial or self.holds_state or self.is_scratch)
 
     def held_blocks(self, num_blocks: int) -> int:
-        """Return how many blocks of a table of so many a running request holds for sure, at most.
+        """Return how many of a table's blocks a running request is sure to hold, at most.
 
-        The engine takes back those that a window has left, and keeps two of states.
+        The engine takes back blocks that a window has left, and keeps two of states.
         """
         if self.reads_all:
             return num_blocks
@@ -92,11 +94,14 @@ class CacheGroup:
 
 
 def _group_suffix(make_key: KeyMaker, group_id: int) -> bytes:
-    """Return what the engine appends to a hash to name the group. Raises `UnsupportedError`."""
+    """Return the suffix that the engine appends to a hash to name the group.
+
+    Raises `UnsupportedError`.
+    """
     suffix, made = make_key(b"", group_id), make_key(b"hash", group_id)
     if made != b"hash" + suffix:
         raise UnsupportedError(
-            f"this vLLM makes the keys of its blocks in an unknown way ({made!r} of b'hash', "
+            f"this vLLM builds its block keys in an unknown way ({made!r} of b'hash', "
             f"{suffix!r} of nothing): install one that README.md names"
         )
     return suffix
@@ -114,9 +119,9 @@ class PrefixMap:
         self.pool_key_suffix = tuple(
             b"" if group.group_id else self._suffix[0] for group in self.groups
         )
-        """By group: what follows a slot's key in the engine's key of the same block."""
+        """By group: the suffix that turns a slot's key into the engine's key of the same block."""
         self.block_hashes = tuple(group.block_tokens // hash_block_tokens for group in self.groups)
-        """By group: how many of a request's hashes one block spans."""
+        """By group: the number of a request's hashes that one block spans."""
         self.alignment_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         """Hits end at multiples of this, where every group has a whole block."""
         self.stored_groups = tuple(group for group in self.groups if not group.is_scratch)
@@ -132,27 +137,27 @@ class PrefixMap:
             group.reads_all and group.state_tokens == 1 and not group.sees_next_token
             for group in self.groups
         )
-        """True if a hit may cover all tokens of a request: the engine computes the last one again.
+        """True if a hit may cover all tokens of a request: the engine recomputes the last one.
 
-        A window could begin one token too late for it, a state would already include it, scratch
-        would lack the tokens that it is compressed with, and KV that depends on the next token
-        would have no proof.
+        For that token, a window could begin one token too late, a state would already include it,
+        scratch would lack the tokens that it is compressed with, and KV that depends on the next
+        token would have no proof.
         """
 
     def align(self, tokens: int) -> int:
-        """Return the last multiple of `alignment_tokens` that is not above `tokens`.
+        """Return the largest multiple of `alignment_tokens` that is at most `tokens`.
 
-        With several groups vLLM hashes blocks up to such a boundary. Later blocks get their hash in
-        a later step, or never.
+        With several groups, vLLM hashes blocks only up to such a boundary. Later blocks get their
+        hash in a later step, or never.
         """
         return tokens - tokens % self.alignment_tokens
 
     def pool_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[bytes]:
-        """Return the engine's keys of blocks `first` to `last` (exclusive), as far as known.
+        """Return the engine's keys of blocks `first` to `last` (exclusive), as far as hashes exist.
 
-        There are none of scratch.
+        None for scratch.
         """
         if group.is_scratch:
             return []
@@ -164,16 +169,16 @@ class PrefixMap:
     ) -> list[SlotKey]:
         """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist.
 
-        There are none of scratch.
+        None for scratch.
         """
         if group.group_id == 0 and not group.is_scratch:
-            # No suffix: Python has hashed the request's own bytes already, which saves much time.
-            # They are shorter than keys with a suffix, so no two keys are the same.
+            # No suffix: Python has already hashed the request's own bytes objects, which saves much
+            # time. They are shorter than keys with a suffix, so the two kinds never collide.
             return list(self._ends(hashes, group, first, last))
         return self.pool_keys(hashes, group, first, last)
 
     def key_before(self, hashes: Sequence[bytes], position: int, slot: int) -> SlotKey | None:
-        """Return the key before a slot that is of no use without it; None if there is none."""
+        """Return the key of the slot without which this slot is useless; None if there is none."""
         if not slot or not self._reads_all[position]:
             return None
         before = hashes[slot * self.block_hashes[position] - 1]
@@ -181,7 +186,7 @@ class PrefixMap:
         return before + self._suffix[group_id] if group_id else before
 
     def position_of(self, key: SlotKey) -> int:
-        """Return the position in `groups` of the group that a key is of."""
+        """Return the position in `groups` of a key's group."""
         for position, group in enumerate(self.groups):
             if group.group_id and key.endswith(self._suffix[group.group_id]):
                 return position
@@ -195,7 +200,7 @@ class PrefixMap:
     def _ends(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> Sequence[bytes]:
-        """Return the hashes of blocks `first` to `last`: for each the last that it spans."""
+        """Return the hashes of blocks `first` to `last`: the last hash that each block spans."""
         step = group.block_tokens // self._hash_block_tokens
         return hashes[(first + 1) * step - 1 : last * step : step]
 
@@ -207,28 +212,28 @@ class PrefixMap:
         return range(first // group.block_tokens, end_tokens // group.block_tokens)
 
     def count_named(self, group: CacheGroup, slots: Sequence[int], prompt_tokens: int) -> int:
-        """Return how many of these slots of a request the engine names once they are computed.
+        """Return how many of a request's computed slots get a hash from the engine.
 
-        Of states and, with `retention_tokens`, of windows it names only what a hit at certain
-        tokens reads. Which states these are is not known here: none counts.
+        For states, and for windows with `retention_tokens`, the engine hashes only the blocks that
+        a hit at certain tokens reads. For states these tokens are unknown here, so none counts.
         """
         if group.holds_state or group.is_scratch:
             return 0
         if group.retention_tokens is None:
             return len(slots)
-        # The last token of a prompt is always computed, so its end is before that.
+        # The last token of a prompt is always computed, so the reused part ends before it.
         at_end = self.needed_slots(group, 0, self.align(prompt_tokens - 1))
         return sum(slot in at_end or self._is_retained(group, slot) for slot in slots)
 
     def _is_retained(self, group: CacheGroup, slot: int) -> bool:
-        """Say whether a hit at the next multiple of `retention_tokens` reads this slot."""
+        """Return whether a hit at the next multiple of `retention_tokens` reads this slot."""
         if not group.retention_tokens:
             return False
         end = math.ceil((slot + 1) * group.block_tokens / group.retention_tokens)
         return slot in self.needed_slots(group, 0, end * group.retention_tokens)
 
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
-        """Return how many slots extend a prefix from `start_tokens` to `end_tokens`."""
+        """Return the number of slots that extend a prefix from `start_tokens` to `end_tokens`."""
         needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
         return sum(map(len, needed))
 
@@ -254,9 +259,9 @@ class PrefixMap:
     def chain_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
-        """Return the keys of one group's slots, each of which names the prefix up to its end.
+        """Return the slot keys of a group that reads all tokens; each names a whole prefix.
 
-        That is a group that reads all tokens. Where there is none, there are no such keys.
+        Empty if there is no such group.
         """
         group = self._search_order[0]
         if not self._has_full:
@@ -272,9 +277,10 @@ class PrefixMap:
     def end_within(
         self, known: Mapping[SlotKey, object], hashes: Sequence[bytes], start: int, limit: int
     ) -> int:
-        """Return up to which aligned token, at most `limit`, a prefix is in `known`.
+        """Return the last aligned token, at most `limit`, up to which a prefix is in `known`.
 
-        Takes O(log tokens): `known` has `chain_keys` without gaps from `start` or before it on.
+        Takes O(log tokens). `known` must hold the `chain_keys` without gaps from `start` or
+        earlier.
         """
         step = self.alignment_tokens
         low, high = start // step, self.hashed_end(hashes, limit) // step
@@ -295,7 +301,7 @@ class PrefixMap:
     def longest_hit(
         self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
     ) -> int:
-        """Return how far a prefix of `start_tokens` can be extended; its own end if it cannot."""
+        """Return the end to which a prefix of `start_tokens` can be extended, or `start_tokens`."""
         return self.longest_hits(hashes, readable, start_tokens, limit_tokens)[0]
 
     def longest_hits(
@@ -306,17 +312,17 @@ class PrefixMap:
         limit_tokens: int,
         known_tokens: int = 0,
     ) -> tuple[int, int]:
-        """Do as `longest_hit`, and return how far the groups that read all tokens could extend it.
+        """Return `longest_hit`, and the longest hit of only the groups that read all tokens.
 
-        Where there is no such group beside others, the two are the same. Up to `known_tokens` these
-        groups are not looked up: they have all.
+        The two are equal unless there are groups of both kinds. Groups that read all tokens are not
+        looked up before `known_tokens`, because they are known to have everything there.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
-        next token, the slot after the end must be readable too; it may lie beyond `limit_tokens`.
+        next token, the slot after the end must be readable too; it may be beyond `limit_tokens`.
 
-        A group that falls short lowers the end for all groups, so the search asks all of them
-        again until the end stays. It begins with those that read all tokens: they tell with a few
-        look-ups that nothing of a prompt is there, the others look for any block.
+        A group that falls short lowers the end for all groups, so the search repeats over all
+        groups until the end is stable. It begins with groups that read all tokens: for them a few
+        lookups show that nothing of a prompt is stored, while other groups look for any block.
         """
         end = self.hashed_end(hashes, limit_tokens)
         previous = None
@@ -344,7 +350,8 @@ class PrefixMap:
         end_tokens: int,
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
-        # The proof is the slot after the end, so a missing slot moves the end one slot further.
+        # The proof is the slot after the end, so a missing slot moves the end one slot further
+        # back.
         ahead = int(group.sees_next_token)
         if group.reads_all:
             first = start_tokens // group.block_tokens
@@ -357,8 +364,8 @@ class PrefixMap:
                     return self.align((first + int(present.argmin()) - ahead) * group.block_tokens)
                 first, count = slots.stop, count * LOOKUP_GROWTH
             return end_tokens
-        # From the end on backwards: slots from `known` on have been looked up, each once. `found`
-        # has a byte of each, 0 where it is missing.
+        # Search backwards from the end: slots from `known` on have been looked up, each once.
+        # `found` has one byte per slot, 0 if it is missing.
         tokens, end, count = group.block_tokens, end_tokens, FIRST_LOOKUP_SLOTS
         found, known = b"", end_tokens // tokens + ahead
         while end > start_tokens:
@@ -370,14 +377,14 @@ class PrefixMap:
             missing = found.rfind(0, slots.start - known, slots.stop + ahead - known)
             if missing < 0:
                 return end
-            # A missing slot moves the end in front of it; the last missing one first.
+            # The end moves to before the missing slot, starting with the last missing one.
             end = self.align((known + missing - ahead) * tokens)
         return end
 
     def _present(
         self, group: CacheGroup, hashes: Sequence[bytes], readable: Readable, slots: range
     ) -> NDArray[np.bool_]:
-        """Say for each slot whether it is readable; a slot without a hash is not."""
+        """Return for each slot whether it is readable; a slot without a hash is not."""
         keys = self.slot_keys(hashes, group, slots.start, slots.stop)
         present = readable(keys)
         return np.append(present, np.zeros(len(slots) - len(keys), bool))

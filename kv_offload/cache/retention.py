@@ -1,12 +1,12 @@
-"""Slots that requests asked to retain: held against eviction until their time is over.
+"""Slots that requests asked to retain: held against eviction until they expire.
 
-A slot is in one lease at most. If several requests retain it, the highest priority counts, and of
-these the latest end. All slots of a key have the same owner: the salt of a request is part of its
-keys.
+A slot is in one lease at most. If several requests retain it, the highest priority counts, and
+among these the latest expiry. All slots of a key have the same owner, because the salt of a request
+is part of its keys.
 
-Retained slots have a share of host memory, and those of one owner another. Where there is no room,
-leases of a lower priority make it: the owner's own first. What finds none is not retained, but
-stored and loaded as ever.
+Retained slots may take a limited share of host memory, and those of one owner a limited share as
+well. When the share is full, leases of a lower priority are displaced, the owner's own first. Slots
+for which this makes no room are not retained, but stored and loaded as usual.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from kv_offload.cache.slots import Slots
 from kv_offload.hints import Keep
 
 MIN_STALE = 64
-"""A lease forgets the slots that it has lost where they outnumber those it has, and this."""
+"""A lease compacts its lists when they name more slots that it has lost than slots it has, plus
+this."""
 
 RELEASED_PER_STEP = 1024
-"""Slots whose time is over and that one step lets go of; the rest follows in the next steps."""
+"""Maximum number of expired slots that one step releases; the rest follows in later steps."""
 
 
 def _by_strength() -> LeaseHeap:
@@ -44,10 +45,10 @@ class Owner:
 
 
 class Retention:
-    """Holds slots of `manager`, each once, until `expire`, `drop` or a stronger wish lets it go.
+    """Holds slots of `manager`, each once, until `expire`, `drop` or a stronger lease releases it.
 
-    `max_share` and `max_owner_share` are shares of its usable slots. `count` adds to a counter.
-    All operations but `drop` take O(1) amortised time per slot, and O(log n) per lease.
+    `max_share` and `max_owner_share` are shares of the manager's usable slots. `count` adds to a
+    counter. All operations except `drop` take O(1) amortised time per slot, and O(log n) per lease.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Retention:
         self._count = count
         self._clock = clock
         self.slots = 0
-        """How many slots are retained."""
-        # By slot, 0 for none; zeros from the system take no memory until they are written.
+        """Number of retained slots."""
+        # Lease number by slot, 0 for none; zeros from the system take no memory until they are
+        # written.
         self._lease_of = np.zeros(manager.num_slots, np.int64)
         self._next_number = 1
         self._leases: dict[int, Lease] = {}
@@ -74,10 +76,10 @@ class Retention:
         self._weakest = _by_strength()
         self._owners: dict[str | None, Owner] = {}
         self._pending: dict[int, Keep] = {}
-        """The action on slots once nothing writes them any more."""
+        """By slot that is being written: how to retain it once the write has ended."""
 
     def keep(self, slots: Slots, keep: Keep) -> None:
-        """Retain distinct slots that have keys; those being written once that has ended."""
+        """Retain distinct slots that have keys; slots that are being written follow in `stored`."""
         keys = self._manager.readable_keys(slots)
         readable = np.array([key is not None for key in keys], bool)
         for slot in slots[~readable].tolist():
@@ -86,7 +88,7 @@ class Retention:
         self._retain(slots[readable], keep)
 
     def stored(self, slots: Slots) -> None:
-        """Note that a transfer into slots has ended, well or not."""
+        """Retain those of `slots` that waited for a transfer, which has now succeeded or failed."""
         if not self._pending:
             return
         wished: dict[Keep, list[int]] = {}
@@ -96,7 +98,7 @@ class Retention:
                 wished.setdefault(keep, []).append(slot)
         for keep, names in wished.items():
             ended = np.array(names, np.int32)
-            keys = self._manager.readable_keys(ended)  # none where the store has failed
+            keys = self._manager.readable_keys(ended)  # None if the store failed
             self._retain(ended[[key is not None for key in keys]], keep)
 
     def _retain(self, slots: Slots, keep: Keep) -> None:
@@ -118,15 +120,16 @@ class Retention:
             self._add(lease, kept)
 
     def _take_over(self, slots: Slots, lease: Lease) -> None:
-        """Move to a lease those of the retained slots whose leases are weaker."""
+        """Move those of the retained slots whose leases are weaker to `lease`."""
         numbers, which = np.unique(self._lease_of[slots], return_inverse=True)
         others = [self._leases[number] for number in numbers.tolist()]
-        # The owner, too: only a caller that breaks the rule about keys has slots of two owners.
+        # Compare owners as well: slots of two owners come only from a caller that violates the rule
+        # on keys.
         is_weaker = [o.owner == lease.owner and o.strength < lease.strength for o in others]
         weaker = np.array(is_weaker)[which]
         counts = np.bincount(which[weaker], minlength=len(others)).tolist()
         if weaker.any():
-            self._add(lease, slots[weaker])  # first: an owner without slots is forgotten
+            self._add(lease, slots[weaker])  # before `_lessen`, which compacts by `_lease_of`
         for other, moved in zip(others, counts, strict=True):
             self._lessen(other, moved)
 
@@ -144,7 +147,7 @@ class Retention:
                 heap.add(lease)
 
     def _lessen(self, lease: Lease, slots: int) -> None:
-        """Take lost slots off a lease; one without any has ended."""
+        """Subtract lost slots from a lease; a lease without slots has ended."""
         lease.slots -= slots
         if slots and not lease.slots:
             lease.parts.clear()
@@ -155,15 +158,16 @@ class Retention:
             lease.named = len(lease.parts[0])
 
     def _own(self, lease: Lease, parts: Sequence[Slots]) -> Slots:
-        """Return those of some parts of a lease that it has, each once.
+        """Return the slots in some parts of a lease that the lease still has, each once.
 
-        One that moved to a stronger lease and came back is named twice.
+        A slot that moved to a stronger lease and returned is named twice.
         """
         named = np.concatenate(parts)
         return distinct(named[self._lease_of[named] == lease.number])
 
     def _room(self, lease: Lease, wanted: int) -> int:
-        """Return how many of `wanted` more slots a lease may have, once weaker ones made room."""
+        """Return how many of `wanted` new slots a lease may have, after displacing weaker
+        leases."""
         usable = self._manager.usable_slots
         owner = self._owners.get(lease.owner, Owner())
         own_room = int(self._max_owner_share * usable) - owner.slots
@@ -176,7 +180,7 @@ class Retention:
         return max(0, min(wanted, room))
 
     def _displace(self, weakest: LeaseHeap, priority: int, wanted: int) -> int:
-        """Let go of up to `wanted` slots with a lower priority; return how many these were."""
+        """Release up to `wanted` slots of a lower priority; return how many were released."""
         displaced = 0
         while displaced < wanted:
             lease = weakest.first()
@@ -187,9 +191,9 @@ class Retention:
         return displaced
 
     def expire(self) -> None:
-        """Let go of slots whose time is over, a bounded number at a time."""
+        """Release expired slots, a bounded number per call."""
         if not self._leases:
-            return  # as in most steps
+            return  # true in most steps
         now, left = self._clock(), RELEASED_PER_STEP
         while left:
             lease = self._soonest.first()
@@ -198,9 +202,10 @@ class Retention:
             left -= self._let_go(lease, left)
 
     def _let_go(self, lease: Lease, most: int) -> int:
-        """Let slots of a lease be evicted again, the last ones first; return how many these are.
+        """Release up to `most` slots of a lease, last ones first; return how many were released.
 
-        As many parts as have `most` slots: those of decodes have one each.
+        Takes as many parts as are needed to reach `most` slots, since parts from decodes have one
+        slot each.
         """
         parts = [lease.parts.pop()]
         named = len(parts[0])
@@ -227,16 +232,17 @@ class Retention:
         self._manager.complete_load(slots)
 
     def drop(self) -> None:
-        """Let go of all slots, before the manager is reset, and of what was to be retained."""
+        """Release all slots and drop what is pending; called before the manager is reset."""
         self._release(np.flatnonzero(self._lease_of).astype(np.int32))
         for lease in self._leases.values():
-            lease.slots = 0  # it has ended, also for the heaps
+            lease.slots = 0  # the heaps drop a lease without slots
         for table in (self._leases, self._by_terms, self._owners, self._pending):
             table.clear()
 
     @property
     def named_slots(self) -> int:
-        """Slots in the lists of all leases, also those that moved on: what they take of memory."""
+        """Slots in the lists of all leases, including slots that moved on; measures their
+        memory."""
         return sum(lease.named for lease in self._leases.values())
 
     def check_integrity(self) -> None:

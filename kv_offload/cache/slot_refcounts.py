@@ -1,6 +1,7 @@
-"""Which slots are being read or written: loads and stores that are prepared and not completed.
+"""Counts of the loads and stores running on each slot, from `prepare_*` to `complete_*`.
 
-Any number of loads may read a slot at once. Only one store writes it, and no load reads it then.
+Any number of loads may read a slot at once. Only one store writes it, and no load reads it
+meanwhile.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import MisuseError, Slots
 
 WRITTEN = -1
-"""Stands for the readers of a slot that a store writes."""
+"""Replaces the number of readers while a store writes the slot."""
 
 
 class SlotRefcounts:
-    """Counts the loads and stores of each slot, and refuses to end one that does not run."""
+    """Counts the loads and stores of each slot, and refuses to end one that is not running."""
 
     def __init__(self, num_slots: int) -> None:
         # Zeros from the system take no memory until they are written.
@@ -31,9 +32,9 @@ class SlotRefcounts:
         return idle
 
     def end_loads(self, slots: Slots) -> Slots:
-        """End one load of each slot, and return the slots that have none left, each once.
+        """End one load of each slot; return the slots without any load left, each once.
 
-        Raises `MisuseError` for a slot that has no load running; nothing is changed.
+        Raises `MisuseError` for a slot with no running load; nothing is changed.
         """
         ended, counts = np.unique(slots, return_counts=True)
         left = self._readers[ended] - counts
@@ -53,7 +54,7 @@ class SlotRefcounts:
     def end_stores(self, slots: Slots) -> None:
         """End the store of each slot.
 
-        Raises `MisuseError` for a slot that has no store running; nothing is changed.
+        Raises `MisuseError` for a slot with no running store; nothing is changed.
         """
         written = self._readers[slots] == WRITTEN
         if not written.all() or len({*slots.tolist()}) < len(slots):
@@ -64,22 +65,22 @@ class SlotRefcounts:
         self._readers[slots] = 0
 
     def not_written(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say for each slot that no store to it runs."""
+        """Return for each slot whether no store is writing it."""
         not_written: NDArray[np.bool_] = self._readers[slots] != WRITTEN
         return not_written
 
     def are_idle(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say for each slot that it is neither read nor written."""
+        """Return for each slot whether it is neither read nor written."""
         idle: NDArray[np.bool_] = self._readers[slots] == 0
         return idle
 
     def idle(self, slots: Slots) -> Slots:
-        """Return the slots that are neither read nor written, in their order."""
+        """Return the slots that are neither read nor written, in order."""
         idle: Slots = slots[self._readers[slots] == 0]
         return idle
 
     def busy(self, count: int) -> NDArray[np.bool_]:
-        """Say for each of the first `count` slots whether it is read or written."""
+        """Return for each of the first `count` slots whether it is read or written."""
         busy: NDArray[np.bool_] = self._readers[:count] != 0
         return busy
 
@@ -89,8 +90,8 @@ class SlotRefcounts:
 
 
 def distinct(slots: Slots) -> Slots:
-    """Return each slot once, in the order in which they come first."""
+    """Return each slot once, in order of first occurrence."""
     if np.all(slots[1:] > slots[:-1]):
-        return slots  # the slots of most prefixes rise
+        return slots  # the slots of most prefixes are ascending
     _, first = np.unique(slots, return_index=True)
     return slots if len(first) == len(slots) else slots[np.sort(first)]

@@ -1,4 +1,4 @@
-"""The types and errors that the modules of the cache share."""
+"""Types and errors shared by the modules of the cache."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Key: TypeAlias = Hashable
 """The name of a block's contents: opaque and hashable."""
 
 Slots: TypeAlias = NDArray[np.int32]
-"""Slot numbers, shape `(n,)`. Batches, because a prompt has thousands of blocks."""
+"""Slot numbers, shape `(n,)`. Arrays, because a prompt has thousands of blocks."""
 
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class Run(NamedTuple):
-    """Keys that follow each other and are of one request."""
+    """Consecutive keys of one request."""
 
     keys: int
-    """How many."""
+    """Number of keys."""
     prompt_tokens: int
     must: bool = False
-    """True if they are to be stored whatever they are worth."""
+    """True if the keys are to be stored whatever they are worth."""
     parent: Key | None = None
-    """The key before them in the prompt; None where there is none, or they can do without it."""
+    """The key before the run in the prompt; None if there is none or the run does not need it."""
 
 
 Runs: TypeAlias = Sequence[Run]
 
 
 class MissingKeyError(KVOffloadError, KeyError):
-    """A load was asked for a key that is not readable."""
+    """A key to be loaded is not readable."""
 
 
 class MisuseError(KVOffloadError, RuntimeError):
-    """A load or store was completed that does not run."""
+    """The completed load or store was not running."""

@@ -1,12 +1,12 @@
-"""Which key is in which slot of a disk, kept in a SQLite file so that a restart finds it.
+"""Maps keys to the slots of a disk, in a SQLite file that a restart finds.
 
-The file is a directory and no more: each record on the disk says what it is, and is verified when
-it is read. So the file may lag behind, and what is wrong in it costs a look at the disk.
+The file is only an index: each record on the disk names its block and is verified when it is read.
+So the file may lag behind, and a wrong entry costs one read of the disk.
 
-- `index`: what a scheduler talks to, and the thread that writes.
-- `changes`: what the file has not got yet.
-- `file`: one engine has it; how it is opened, made and refused.
-- `contents`: its format, and reading it.
+- `index`: the interface for the scheduler, and the thread that writes.
+- `changes`: changes that are not in the file yet.
+- `file`: opening, locking, creating and refusing the file.
+- `contents`: the format of the file, and reading it.
 """
 
 from kv_offload.cache.disk_index.index import DiskIndex

@@ -10,17 +10,17 @@ from kv_offload.cache.disk_index.contents import row_sum
 
 
 class Changes:
-    """Collects changes, the last one of each slot, until they are written in one transaction.
+    """Collects changes until they are written in one transaction, keeping the last one per slot.
 
-    So memory does not grow with the time in which nothing can be written.
+    So memory stays bounded while nothing can be written.
     """
 
     def __init__(self, last_use: int) -> None:
-        """Times of use are in microseconds since 1970, and rise from `last_use` on."""
+        """Times of use are in microseconds since 1970, and increase from `last_use`."""
         self.last_use = last_use
         self._put: dict[int, bytes] = {}
-        self._used: dict[int, int] = {}  # also what was put
-        # Deleted before the others are written, so that a slot may be here and there.
+        self._used: dict[int, int] = {}  # includes all slots in `_put`
+        # Deletions are written before the rest, so a slot may also be in `_put`.
         self._removed: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -28,38 +28,38 @@ class Changes:
         return bool(self._used or self._removed)
 
     def put(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Have slots hold keys."""
+        """Record that slots hold keys."""
         self._put.update(zip(slots, keys, strict=True))
         self.use(slots)
 
     def use(self, slots: Sequence[int]) -> None:
-        """Note that slots were used, in this order."""
+        """Record that slots were used, in this order."""
         first = max(self.last_use + 1, time.time_ns() // 1000)
         self.last_use = first + len(slots) - 1
         self._used.update(zip(slots, range(first, first + len(slots)), strict=True))
 
     def remove(self, slots: Sequence[int]) -> None:
-        """Have slots hold nothing."""
+        """Record that slots hold nothing."""
         self._removed.update(slots)
         for slot in slots:
             self._put.pop(slot, None)
             self._used.pop(slot, None)
 
     def add(self, later: Changes) -> None:
-        """Add the changes that came after these."""
+        """Add changes that came after these."""
         self.remove([*later._removed])
         self._put.update(later._put)
         self._used.update(later._used)
         self.last_use = later.last_use
 
     def forget(self) -> None:
-        """Drop all of it, which has been written."""
+        """Drop all changes, which have been written."""
         self._put.clear()
         self._used.clear()
         self._removed.clear()
 
     def write(self, database: sqlite3.Connection, generation: bytes) -> None:
-        """Write all of it in one transaction, of which nothing is left if an error is raised."""
+        """Write all changes in one transaction, which is rolled back if an error is raised."""
         removed = [(slot,) for slot in self._removed]
         used = [(when, slot) for slot, when in self._used.items() if slot not in self._put]
         put = [

@@ -1,4 +1,4 @@
-"""The format of the file, and reading it."""
+"""The format of the index file, and reading it."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.errors import ConfigError, KVOffloadError
 
 FORMAT = 2
-"""The file's `user_version`. It changes with `SCHEMA`, and with what a value means."""
+"""The file's `user_version`. It changes with `SCHEMA`, and with the meaning of a value."""
 
 SCHEMA = (
     "CREATE TABLE meta (description TEXT, files TEXT, num_slots INTEGER, generation BLOB)",
     "CREATE TABLE slots (slot INTEGER PRIMARY KEY, key BLOB, used INTEGER, sum BLOB)",
 )
-"""`meta` has one row. `used` is when a slot was last used, in microseconds since 1970, made to rise
-from each use to the next. `sum` is what `row_sum` returns.
+"""`meta` has one row. `used` is the time of a slot's last use in microseconds since 1970; each use
+has a later time than the one before. `sum` is the result of `row_sum`.
 
-Nothing here is believed without proof. The description, the files and the number of slots must be
-those of the engine that starts. A row must have the sum of its slot, its key and the generation,
-and the record in the slot must have the generation and the key as its name. `used` alone has no
-proof: it only decides which block goes first.
+Nothing in the file is trusted without a check. The description, the files and the number of slots
+must match those of the engine that starts. A row's sum must match its slot, its key and the
+generation, and the name of the record in the slot must be the generation and the key. `used` alone
+is not checked: it only decides the order of eviction.
 
-`used` and `key` have no index: all slots are read and sorted at once, when an engine starts."""
+`used` and `key` have no SQL index: all slots are read and sorted at once, when an engine starts."""
 
 LOG_HEADER_BYTES = 32
-"""Header of SQLite's write-ahead log; its salts differ each time that the log is restarted."""
+"""Size of the header of SQLite's write-ahead log; its salts differ after each restart of the
+log."""
 
 COPY_ATTEMPTS = 100
 
 GENERATION_BYTES = 16
 LATEST = 1 << 62
-"""Times are below, so that there is always a later one."""
+"""Times are below this, so that there is always a later one."""
 
 
 class DamagedIndexError(KVOffloadError):
-    """A file is no index of this version."""
+    """The file is not a valid index of this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class DiskContents:
     """The contents of an index; the least recently used slot comes first."""
 
     description: Mapping[str, str]
-    """The description that all of its blocks share, such as the model."""
+    """Properties that all of its blocks share, such as the model."""
     files: Mapping[str, str]
     """The ids of the ranks' files, by rank."""
     num_slots: int
@@ -66,10 +67,10 @@ class DiskContents:
     keys: list[bytes] = field(default_factory=list)
     slots: Slots = field(default_factory=lambda: NO_SLOTS)
     used: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """When each slot was last used, in microseconds since 1970, shape `(len(slots),)`."""
+    """The time of each slot's last use in microseconds since 1970, shape `(len(slots),)`."""
 
     def names(self) -> dict[int, bytes]:
-        """Return by slot the name that its record on the disk must have to be the key's block."""
+        """Return by slot the name that its record on the disk must have."""
         return {
             slot: self.generation + key
             for slot, key in zip(self.slots.tolist(), self.keys, strict=True)
@@ -77,12 +78,12 @@ class DiskContents:
 
 
 def row_sum(generation: bytes, slot: int, key: bytes) -> bytes:
-    """Return the XXH3-64 of a row, 8 bytes. It is no signature."""
+    """Return the XXH3-64 checksum of a row, 8 bytes. It is not a signature."""
     return xxhash.xxh3_64_digest(b"%b%d:%b" % (generation, slot, key))
 
 
 def write_new(database: sqlite3.Connection, contents: DiskContents) -> None:
-    """Make an index without slots in an empty database. Raises `sqlite3.Error`."""
+    """Create an index without slots in an empty database. Raises `sqlite3.Error`."""
     texts = [json.dumps({**texts}) for texts in (contents.description, contents.files)]
     meta = (*texts, contents.num_slots, contents.generation)
     database.execute("BEGIN")
@@ -94,10 +95,10 @@ def write_new(database: sqlite3.Connection, contents: DiskContents) -> None:
 
 
 def read_index(path: Path) -> DiskContents:
-    """Read the index at `path`, also while an engine writes it; changes nothing.
+    """Read the index at `path`, even while an engine writes it; changes nothing.
 
-    Raises `ConfigError` if there is none or it may not be read, `DamagedIndexError` for what is no
-    index of this version.
+    Raises `ConfigError` if there is none or it may not be read, `DamagedIndexError` if the file is
+    not an index of this version.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -116,11 +117,11 @@ def read_index(path: Path) -> DiskContents:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy an index with its log as they are at one moment. Raises `OSError`.
+    """Copy an index and its log as they were at one moment. Raises `OSError`.
 
-    An engine lets no other process open them. It appends to the log, and only once all of that is
-    in the index it restarts the log, with another header. So while the header stays the same,
-    the log has whatever is written to the index meanwhile.
+    An engine lets no other process open them. It appends to the log, and restarts the log with
+    another header only once all of its contents are in the index. So while the header stays the
+    same, the log contains all concurrent writes to the index.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
@@ -133,7 +134,7 @@ def _copy(path: Path, copy: Path) -> None:
             shutil.copyfile(log, copied_log)
         if before == _header(copied_log) == _header(log):
             return
-    raise OSError(errno.EBUSY, "an engine writes it all the time")
+    raise OSError(errno.EBUSY, "an engine keeps writing it")
 
 
 def _header(log: Path) -> bytes | None:
@@ -145,14 +146,14 @@ def _header(log: Path) -> bytes | None:
 
 
 def read_contents(database: sqlite3.Connection, path: Path) -> DiskContents:
-    """Read all of an index, at one moment. Raises `DamagedIndexError`, which names the `path`."""
+    """Read all of an index at one moment. Raises `DamagedIndexError`, which names `path`."""
     try:
         database.execute("BEGIN")
         return _read(database)
-    except Exception as error:  # whatever is in it: SQLite hands out what it finds
+    except Exception as error:  # SQLite returns whatever is in the file
         raise DamagedIndexError(
-            f"{path}: cannot be used: {error}. It is only a cache: the next engine that has this "
-            "folder begins a new one"
+            f"{path}: cannot be used: {error}. It is only a cache: the next engine that uses "
+            "this folder creates a new one"
         ) from error
     finally:
         database.rollback()
@@ -167,12 +168,12 @@ def _read(database: sqlite3.Connection) -> DiskContents:
     _require(problems == [("ok",)], str(problems[0][0]))
     (meta,) = database.execute("SELECT * FROM meta").fetchall()
     description, files, num_slots, generation = meta
-    _require(isinstance(num_slots, int), "the number of slots is no number")
-    _require(isinstance(generation, bytes), "the generation is no bytes")
+    _require(isinstance(num_slots, int), "the number of slots is not an integer")
+    _require(isinstance(generation, bytes), "the generation is not bytes")
     _require(len(generation) == GENERATION_BYTES, f"the generation has {len(generation)} bytes")
     found = database.execute("SELECT key, slot, used, sum FROM slots ORDER BY used").fetchall()
-    _require({type(key) for key, *_ in found} <= {bytes}, "a key is no bytes")
-    _require({type(used) for _, _, used, _ in found} <= {int}, "a time is no number")
+    _require({type(key) for key, *_ in found} <= {bytes}, "a key is not bytes")
+    _require({type(used) for _, _, used, _ in found} <= {int}, "a time is not an integer")
     rows = [row for row in found if row_sum(generation, row[1], row[0]) == row[3]]
     keys = [key for key, *_ in rows]
     slots = np.array([slot for _, slot, *_ in rows], np.int64)
@@ -193,8 +194,8 @@ def _read(database: sqlite3.Connection) -> DiskContents:
 
 def _texts(text: Any) -> dict[str, str]:
     values = json.loads(text)
-    _require(isinstance(values, dict), "a description is no mapping")
-    _require(all(isinstance(value, str) for value in values.values()), "a value is no text")
+    _require(isinstance(values, dict), "a description is not a mapping")
+    _require(all(isinstance(value, str) for value in values.values()), "a value is not text")
     return dict(values)
 
 

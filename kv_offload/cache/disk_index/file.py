@@ -1,4 +1,4 @@
-"""The index's file: one engine has it, and where it cannot be taken over a new one is made."""
+"""The file of the index: locked by one engine, and replaced if it cannot be taken over."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from kv_offload.cache.disk_index.contents import (
 from kv_offload.errors import ConfigError
 
 LOCK_SECONDS = 1.0
-"""How long an engine waits for another one that ends, or for a look at the lock."""
+"""How long an engine waits for another engine that is ending, or for a check of the lock."""
 
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Suffixes of the files that SQLite makes."""
 
 
 def lock(path: Path) -> int:
-    """Lock the file beside `path`, and return its descriptor, which has the lock until it closes.
+    """Lock the lock file of `path`; return its descriptor, which holds the lock until it is closed.
 
-    The kernel closes it however the process ends, which may take a moment.
+    The kernel closes it however the process ends, which may take a moment. Raises `ConfigError` if
+    another engine holds the lock.
     """
     file = lock_file(path)
     descriptor = os.open(file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -45,16 +46,16 @@ def lock(path: Path) -> int:
                 continue
             os.close(descriptor)
             raise ConfigError(
-                f"{path}: another engine uses it. Give each engine a disk.path of its own, or end "
+                f"{path}: another engine uses it. Give each engine its own disk.path, or stop "
                 f"the other one; `fuser {shlex.quote(str(file))}` names its process"
             ) from error
         return descriptor
 
 
 def is_in_use(path: Path) -> bool:
-    """Say whether an engine uses the index at `path`. Raises `OSError` if that cannot be looked at.
+    """Return whether an engine uses the index at `path`.
 
-    Holds the lock for a moment if nobody does.
+    Raises `OSError` if that cannot be checked. Briefly holds the lock if it is free.
     """
     with lock_file(path).open("rb") as file:
         try:
@@ -65,12 +66,12 @@ def is_in_use(path: Path) -> bool:
 
 
 def lock_file(path: Path) -> Path:
-    """Return the file that is locked as long as an engine uses the index at `path`."""
+    """Return the file that is locked while an engine uses the index at `path`."""
     return path.with_name(f"{path.name}.lock")
 
 
 def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskContents, str]:
-    """Open a file, or begin with `new`; return what it says, and why it was begun."""
+    """Open the index, or create one from `new`; return its contents, and why it was created."""
     reason = "there was none"
     if path.exists():
         found_file = path.stat()
@@ -78,7 +79,7 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
             raise OSError(errno.EINVAL, "not a regular file")
         if found_file.st_uid != os.geteuid():
             raise OSError(errno.EPERM, f"it belongs to user {found_file.st_uid}")
-        if found_file.st_mode & 0o077:  # as of a copy
+        if found_file.st_mode & 0o077:  # for example a copy
             path.chmod(0o600)
         with contextlib.ExitStack() as opened:
             database = opened.enter_context(contextlib.closing(_connect(path)))
@@ -93,7 +94,7 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
                 return database, found, ""
     for suffix in SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # for this user alone
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # no other user reads it
     with contextlib.ExitStack() as opened:
         database = opened.enter_context(contextlib.closing(_connect(path)))
         write_new(database, new)
@@ -104,8 +105,8 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
 
 def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    # Else SQLite maps a file that processes share. Where the filesystem cannot give it room for a
-    # page any more, as a full btrfs, the system would end the process that writes there.
+    # Otherwise SQLite maps a file that processes share. If the filesystem cannot provide a page of
+    # it, such as a full btrfs, the system kills the process that writes there.
     database.execute("PRAGMA locking_mode = EXCLUSIVE")
     if _is_read(database):
         database.execute("PRAGMA locking_mode = NORMAL")
@@ -113,16 +114,16 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _is_read(database: sqlite3.Connection) -> bool:
-    """Say whether another program has the file open with SQLite, which must not empty the disk."""
+    """Return whether another program has the file open; that must not cost the disk's blocks."""
     try:
         database.execute("PRAGMA user_version")
-    except sqlite3.Error as error:  # whoever reads more of a damaged file says why
+    except sqlite3.Error as error:  # the reader of a damaged file reports the reason
         return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
     return False
 
 
 def _prepare(database: sqlite3.Connection) -> None:
-    """Have a kill leave whole transactions, and see that there can be one."""
+    """Ensure that a kill leaves whole transactions, and that a transaction can begin."""
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("BEGIN IMMEDIATE")
@@ -130,11 +131,11 @@ def _prepare(database: sqlite3.Connection) -> None:
 
 
 def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:
-    """Have the next engine begin with an empty index; return once that is durable.
+    """Make the next engine begin with an empty index; return once that is durable.
 
-    `file` is a descriptor of the index, and `database` the open one. Removing it needs no room on
-    the disk. What cannot be removed, or is elsewhere by now, is emptied. Raises `OSError` or
-    `sqlite3.Error` where neither is possible.
+    `file` is a descriptor of the index, and `database` its open connection. Removing the file needs
+    no room on the disk. A file that cannot be removed, or was moved, is emptied instead. Raises
+    `OSError` or `sqlite3.Error` if neither is possible.
     """
     try:
         if os.path.samestat(path.stat(), os.fstat(file)):
@@ -151,7 +152,7 @@ def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:
             database.execute("COMMIT")
         finally:
             database.rollback()
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # it may have lost its log
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the file may have lost its log
 
 
 def _flush(folder: Path) -> None:
@@ -164,7 +165,7 @@ def _flush(folder: Path) -> None:
 
 @contextlib.contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Turn what stands in the way of a file into a `ConfigError`."""
+    """Turn errors of opening a file into a `ConfigError`."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -176,7 +177,7 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def _difference(found: DiskContents, new: DiskContents) -> str:
-    """Say why what was found cannot be used by an engine that would begin with `new`."""
+    """Return why an engine that would begin with `new` cannot use `found`; empty if it can."""
     described = [
         f"{name} was {found.description.get(name)!r}, is {new.description.get(name)!r}"
         for name in {**found.description, **new.description}
@@ -185,7 +186,7 @@ def _difference(found: DiskContents, new: DiskContents) -> str:
     if found.num_slots != new.num_slots:
         described.append(f"it had {found.num_slots} slots, and there are {new.num_slots}")
     described += [
-        f"the file of rank {rank} is another one"
+        f"the file of rank {rank} is a different one"
         for rank in {**found.files, **new.files}
         if found.files.get(rank) != new.files.get(rank)
     ]

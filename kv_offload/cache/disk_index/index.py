@@ -1,7 +1,7 @@
-"""Which key each slot of a disk holds, and the thread that writes it.
+"""The index of a disk's slots, and the thread that writes it.
 
-The thread takes all that has come in since its last transaction into the next one. So the file
-always shows what there was at one moment, usually less than a second ago.
+Each transaction of the thread includes all changes since the last one. So the file always shows a
+consistent state, usually less than a second old.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ logger = logging.getLogger(__name__)
 
 COMMIT_SECONDS = 0.5
 RETRY_SECONDS = 10.0
-"""From a write that failed to the next, which may have every slot to write."""
+"""Delay after a failed write; the next attempt may have every slot to write."""
 
 
 class DiskIndex:
-    """Which key each slot of a disk holds. One thread calls it.
+    """The key of each slot of a disk. Called from one thread.
 
-    No method waits but `wait_ended` and `close`.
+    Only `wait_ended` and `close` block.
     """
 
     def __init__(
         self, path: Path, description: Mapping[str, str], files: Mapping[str, str], num_slots: int
     ) -> None:
-        """Open the file at `path`, or make it. No other engine can until `close`, or a kill.
+        """Open the file at `path`, or create it.
 
-        What it says is taken over if it has the same `description` of its blocks, the same `files`
-        (ids of the ranks' files, by rank), and as many slots.
+        No other engine can open it until `close` or a kill. Its contents are taken over if
+        `description` (of the blocks), `files` (ids of the ranks' files, by rank) and `num_slots`
+        match.
 
         Raises `ConfigError` if no file can be used at this path: the folder is missing, there is no
         permission or no space, or another engine uses it.
@@ -51,51 +52,53 @@ class DiskIndex:
             opened.callback(os.close, self._lock)
             self._database, found, self.reason = open_index(path, new)
             opened.callback(self._database.close)
-            # Descriptor of the file itself, wherever it is moved. To close it ends SQLite's locks.
+            # Descriptor of the file itself, wherever it is moved. Closing it releases SQLite's
+            # locks.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.pop_all()
         self.keys, self.slots = found.keys, found.slots
-        """The keys found, the least recently used first; `slots` has the slot of each."""
+        """The keys found, least recently used first; `slots` has the slot of each."""
         self.generation = found.generation
-        """Part of the name of every block: new with every file that is made, and by `clear`."""
+        """Part of the name of every block: new with every created file and every `clear`."""
         self.errors = 0
-        """Writes that failed. The first one is logged."""
+        """Number of failed writes. The first one is logged."""
         self.problem = ""
-        """Why the file could not be ended after `clear`, at the last attempt."""
+        """Why the last attempt to end the file after `clear` failed."""
         self._path = path
         self._written_generation = found.generation
         self._changes = Changes(last_use=int(found.used.max(initial=0)))
         self._changing = threading.Lock()
-        self._unwritten = Changes(last_use=0)  # the thread's own
+        self._unwritten = Changes(last_use=0)  # used by the thread alone
         self._changed, self._urgent, self._closing = (threading.Event() for _ in range(3))
         self._cleared, self._ended = threading.Event(), threading.Event()
         self._writer = threading.Thread(target=self._run, name="kv-offload-disk-index", daemon=True)
         self._writer.start()
 
     def put(self, keys: Sequence[bytes], slots: Slots) -> None:
-        """Note that slots hold these keys from now on; the last one is the most recently used."""
+        """Record that slots now hold these keys; the last one is the most recently used."""
         with self._changing:
             self._changes.put(slots.tolist(), keys)
         self._changed.set()
 
     def use(self, slots: Slots) -> None:
-        """Note that slots were used, the last one most recently."""
+        """Record that slots were used, the last one most recently."""
         with self._changing:
             self._changes.use(slots.tolist())
         self._changed.set()
 
     def remove(self, slots: Slots) -> None:
-        """Note that slots hold nothing any more."""
+        """Record that slots no longer hold anything."""
         with self._changing:
             self._changes.remove(slots.tolist())
         self._changed.set()
 
     def clear(self) -> None:
-        """Note that no slot holds anything, take another `generation`, and end the file.
+        """Drop all keys, choose another `generation`, and have the thread end the file.
 
-        What comes now may be of other weights than a restarted engine has. So its generation is in
-        this process alone: no restart can name a block of it, whatever is in the file. A restart
-        can name no block of before once the file has ended; `wait_ended` says whether it has.
+        Blocks stored after this may belong to other weights than those of a restarted engine. So
+        the new generation exists in this process alone: no restart can name a block of it, whatever
+        is in the file. Once the file has ended, a restart cannot name an earlier block either;
+        `wait_ended` reports that.
         """
         self.generation = secrets.token_bytes(GENERATION_BYTES)
         self._cleared.set()
@@ -107,9 +110,10 @@ class DiskIndex:
         return self._ended.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float) -> None:
-        """Write what is left, and let other engines have the file. To close twice does nothing.
+        """Write pending changes, and release the file for other engines.
 
-        Where that takes longer, because the disk hangs, the thread is left alone.
+        A second call does nothing. If the disk hangs for longer than the timeout, the thread is
+        abandoned.
         """
         self._closing.set()
         self._changed.set()
@@ -133,7 +137,7 @@ class DiskIndex:
         os.close(self._lock)
 
     def _work(self) -> bool:
-        """Write all that came in, or end the file; say whether that went well."""
+        """Write all pending changes, or end the file; return whether that succeeded."""
         with self._changing:
             changes, self._changes = self._changes, Changes(self._changes.last_use)
         try:
@@ -148,9 +152,9 @@ class DiskIndex:
                 self.problem = f"{self._path} cannot be removed or emptied: {error}"
             elif self.errors == 1:
                 logger.warning(
-                    "kv-offload: %s: what is on the disk cannot be noted: %s. The engine "
-                    "continues, but finds less there after a restart. Check that the folder is "
-                    "there, has room, and may be written",
+                    "kv-offload: %s: the disk index cannot be written: %s. The engine "
+                    "continues, but a restart finds fewer blocks. Check that the folder exists, "
+                    "has room and is writable",
                     self._path,
                     error,
                 )

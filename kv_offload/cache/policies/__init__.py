@@ -1,4 +1,4 @@
-"""Eviction policies of the host cache, one a file, by the name that the configuration uses."""
+"""Eviction policies of the host cache, one per module, by their name in the configuration."""
 
 from __future__ import annotations
 

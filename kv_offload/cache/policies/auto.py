@@ -1,16 +1,16 @@
-"""Keep what was used last, or what brings more hits for the room that it takes if that is known.
+"""Evicts by recency, or by hit density once the traffic shows that this brings more hits.
 
-`rivals` compares both rules by the traffic, and says which leads. While recency leads, everything
-is stored and the least recent leaves. While hit density leads, nothing is stored that is worth less
-than what would leave for it, until many keys come that nobody has seen before. What a block is
-worth is learned from the traffic (`density`): by how often it was used, how long ago, and how long
-the prompt was that first had it. Keys that have no slot are watched as well (`history`), so what is
-learned does not depend on what was kept. Slots of one class and age are in a bucket, and the worst
-buckets give the victims (`ranking`), no block before its child (`prefixes`).
+`rivals` compares both rules on the traffic, and decides which leads. While recency leads,
+everything is stored and the least recently used block is evicted. While hit density leads, a block
+is stored only if it is worth more than the block evicted for it, except during a long run of keys
+that were never seen before. The worth of a block is learned from the traffic (`density`): from the
+number of its uses, the time since the last one, and the length of the prompt that first had it.
+Keys without a slot are watched as well (`history`), so what is learned does not depend on what was
+kept. Slots of the same class and age share a bucket, and the worst buckets give the victims
+(`ranking`), no block before its child (`prefixes`).
 
-A step pays for a few array operations. Everything that can wait is noted and taken in in a step
-without an access, or when too much has been noted. After an epoch of accesses the buckets are
-ranked again.
+A step pays for a few array operations. Other work is deferred to a step without an access, or until
+too many accesses are pending. The buckets are ranked again after each epoch of accesses.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ from kv_offload.cache.policies.rivals import Rivals
 from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
 
 NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
-"""Accesses after which what was noted is taken in by the next access: one for so many slots, within
-these bounds. Of 4,096 it takes a step up to a millisecond."""
+"""Number of pending accesses at which the next access processes them: one per `NOTED_OF_CAPACITY`
+slots, within the other two bounds. Processing 4,096 takes up to a millisecond of a step."""
 
 QUIET_SHARE = 2
-"""A step without an access takes in what was noted from one of so many of these on."""
+"""A step without an access processes pending accesses if they reach this fraction of that
+number."""
 
 MIN_EPOCH = 64
-"""Accesses of an epoch at least: to rank the buckets takes a fraction of a millisecond."""
+"""Minimum accesses per epoch: ranking the buckets takes a fraction of a millisecond."""
 
 EPOCHS_OF_CAPACITY = 8
-"""Epochs in which as many blocks are accessed as there are slots."""
+"""Number of epochs in which as many blocks are accessed as there are slots."""
 
 MIN_MEMORY, MEMORY_OF_CAPACITY = 100_000, 8
-"""For how many accesses evidence counts: so many, or so many a slot if that is more."""
+"""Number of accesses for which evidence counts: the first, or the second per slot if that is
+more."""
 
 HISTORY_OF_CAPACITY = 8
-"""Keys without a slot that are remembered, for each slot, at 16 bytes each."""
+"""Keys without a slot that are remembered, per slot, at 16 bytes each."""
 
 _FOLLOWS = -2
-"""Stands for the slot of the key before, in the order of a call."""
+"""Stands for a parent that is the preceding key of the same call."""
 
 
 class AutoPolicy(EvictionPolicy):
-    """Recency, or hit density with admission. A key that was declined still counts as accessed."""
+    """Recency, or hit density with admission. A declined key still counts as accessed."""
 
     reads_runs = True
 
@@ -84,7 +86,7 @@ class AutoPolicy(EvictionPolicy):
         self.has_newly_demotable = False
         self._parked: set[int] = set()
         self._history = History(HISTORY_OF_CAPACITY, self.capacity)
-        # The findings of `admit` about the keys that `add` and `replace` are called for next.
+        # Hashes, buckets and parents from `admit`, for the next calls of `add` and `replace`.
         self._admitted: tuple[Hashes, Buckets, NDArray[np.int64]] | None = None
         self._last_added = FIRST
         self._found = 0  # accesses in this epoch to keys that had a slot
@@ -138,7 +140,7 @@ class AutoPolicy(EvictionPolicy):
         return worth
 
     def _worth_a_slot(self, classes: NDArray[np.int64], free: int) -> NDArray[np.bool_]:
-        """Say which new blocks are worth more than those that leave for them."""
+        """Return which new blocks are worth more than their victims."""
         density = self._density.new[classes]
         wanted = len(classes) - free
         leaving = self._ranking.next_density(wanted)
@@ -147,7 +149,7 @@ class AutoPolicy(EvictionPolicy):
             worth[:free] = True
             return worth
         each = self._ranking.densities(wanted)
-        if each[-1] == np.inf:  # all that was ranked has left or moved on
+        if each[-1] == np.inf:  # all ranked slots have left or changed their bucket
             self._rank_anew()
             each = self._ranking.densities(wanted)
         worth = np.ones(len(classes), bool)
@@ -183,7 +185,7 @@ class AutoPolicy(EvictionPolicy):
         self._moved.append(slots[::-1])
 
     def _slots_before(self, slots: Slots, before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slot before each of `slots`, which the last call of `admit` told of."""
+        """Return the parent slot of each of `slots`, from the last call of `admit`."""
         follows = before == _FOLLOWS
         if follows.any():
             previous = np.empty_like(slots)
@@ -193,7 +195,7 @@ class AutoPolicy(EvictionPolicy):
         return before
 
     def _known(self, keys: Sequence[Key]) -> tuple[Hashes, Buckets]:
-        """Return what is known of keys that `admit` was not asked about: this is no access."""
+        """Return hashes and buckets of keys that `admit` did not see; not an access."""
         hashes = hash_keys(keys)
         buckets = self._history.take(hashes)
         if (new := buckets == 0).any():
@@ -209,13 +211,13 @@ class AutoPolicy(EvictionPolicy):
             popped += self._ranking.pop(missing, self._held, self._parked)
         for bucket, slots in popped:
             self._gone.append((self._hash_of[slots], np.full(len(slots), bucket)))
-        # Sorted, so that keys that follow each other mostly get slots that do.
+        # Sorted, so that consecutive keys usually get consecutive slots.
         victims: Slots = np.sort(np.concatenate([NO_SLOTS, *(slots for _, slots in popped)]))
         if len(victims):
             if self._admitted is not None:
                 before = self._admitted[2]
                 evicted = self._bucket_of[np.maximum(before, 0)] == 0
-                before[(before >= 0) & evicted] = FIRST  # for these keys
+                before[(before >= 0) & evicted] = FIRST  # the parent was evicted for these keys
             self._give(victims, keys[: len(victims)])
         if self._admitted is not None:
             self._gone.append(self._admitted[:2])
@@ -253,14 +255,14 @@ class AutoPolicy(EvictionPolicy):
         self._newly_demotable[slots] = False
         self._parked.difference_update(slots.tolist())
 
-    # -- what was noted ------------------------------------------------------------------------
+    # -- deferred work ---------------------------------------------------------------------------
 
     def _count(self, accesses: int) -> None:
         self._accesses += accesses
         self._noted += accesses
 
     def _advance(self) -> None:
-        """Take in what was noted where that is enough, and let epochs pass."""
+        """End the epoch if it is over, or process pending accesses if there are enough."""
         if self._accesses >= self._epoch_accesses:
             self._take_in()
             for _ in range(self._accesses // self._epoch_accesses):
@@ -334,7 +336,7 @@ class AutoPolicy(EvictionPolicy):
 
 
 def _cut_runs(worth: NDArray[np.bool_], counts: NDArray[np.int64]) -> None:
-    """Have nothing of a run be worth a slot after the first key that is not."""
+    """Decline all keys of a run after its first declined key."""
     places = np.arange(len(worth))
     last_declined = np.maximum.accumulate(np.where(worth, -1, places))
     first_of_run = np.repeat(np.cumsum(counts) - counts, counts)

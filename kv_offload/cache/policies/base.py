@@ -18,17 +18,17 @@ class EvictionPolicy(ABC):
     A held slot is not evicted, because it is being written or read. A new slot is held until its
     first `release`.
 
-    `use` makes the last slot of a call the most recent. `add` and `replace` make the
-    first one the most recent: their slots get the keys of a prefix, whose head should outlive its
-    tail. `release` leaves the order alone.
+    `use` makes the last slot of a call the most recent. `add` and `replace` make the first one the
+    most recent: their slots get the keys of a prefix, whose head should outlive its tail. `release`
+    leaves the order alone.
 
-    All operations take O(1) amortised time per slot. They trust `CacheManager`: it names each slot
-    once, and to all but `add` only slots that have a key. A capacity below 1 is a `CapacityError`.
+    All operations take O(1) amortised time per slot. They rely on `CacheManager` to name each slot
+    once, and to name only slots that have a key, except in `add`. Raises `CapacityError` for a
+    capacity below 1.
     """
 
     reads_runs = False
-    """True if `admit` needs the runs of the new keys, and the slots before them.
-    """
+    """True if `admit` needs the runs of the new keys, and the slots of their parents."""
 
     has_newly_demotable = False
     """True if `take_newly_demotable` may have something to return."""
@@ -40,66 +40,67 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """Give free slots new keys; the slots are held and the most recent."""
+        """Give new keys to free slots; the slots are held and the most recent."""
 
     @abstractmethod
     def replace(self, keys: Sequence[Key]) -> Slots:
         """Evict one key for each new key, `add` the slots for the new keys, and return the slots.
 
-        If too few slots are not held, the keys at the end get none.
+        If too few slots can be evicted, the last keys get none.
         """
 
     def admit(
         self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """Say which keys without a slot are worth one; that is an access to all of them.
+        """Return which keys without a slot are worth one; this is an access to all of them.
 
-        Where the policy `reads_runs`, `parents` names the slot of the block before each run,
-        -1 where it has none. Otherwise there may be no runs.
+        If the policy `reads_runs`, `parents` names the slot of the block before each run, -1 if
+        there is none. Otherwise `runs` may be empty.
 
-        Of a run, nothing after a key that is not worth a slot is worth one either; of one
-        that `must` be stored all are. The keys that are worth one are those that `add` and
-        `replace` are called for next, in order: `add` for the first `free` of them.
+        If a key of a run is not worth a slot, neither are the keys after it; all keys of a run that
+        `must` be stored are. Next, `add` and `replace` are called for the worthy keys in order,
+        `add` for the first `free` of them.
         """
         return np.ones(len(keys), bool)
 
     def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
-        """Say which slots with a key are likely enough used again to be written to a tier below."""
+        """Return which slots with a key are likely enough to be reused to be worth demoting."""
         return np.ones(len(slots), bool)
 
     def take_newly_demotable(self) -> Slots:
-        """Return slots that have become worth keeping since the last call, by an access."""
+        """Return slots that an access since the last call may have made worth demoting."""
         return NO_SLOTS
 
     def catch_up(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Do what waits, if there was no access since the last call: called once a step."""
+        """Do deferred work if there was no access since the last call; called once a step."""
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
         """Count an access to slots, held or not, and make them the most recent.
 
-        Until a slot's first `release` this is the access that added it, and is not counted again.
+        The access that added a slot is counted already: a call before the slot's first `release`
+        does not count it again.
         """
 
     @abstractmethod
     def keep(self, slots: Slots) -> None:
-        """Keep slots that are not held from being evicted until `release`: this is no access."""
+        """Hold slots, none of which is held, against eviction until `release`; not an access."""
 
     @abstractmethod
     def release(self, slots: Slots) -> None:
-        """Let held slots be evicted again. This is not an access."""
+        """Allow held slots to be evicted again; not an access."""
 
     @abstractmethod
     def discard(self, slots: Slots) -> None:
-        """Forget slots, held or not, and their keys, as if they had never been added."""
+        """Drop slots, held or not, and their keys, as if they had never been added."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all slots, held ones included, and everything learned from their keys."""
+        """Drop all slots, including held ones, and everything learned from their keys."""
 
     @abstractmethod
     def resident(self) -> dict[int, bool]:
-        """Return all slots that have a key, and whether they are held, in O(capacity)."""
+        """Return by slot with a key whether it is held, in O(capacity)."""
 
     @abstractmethod
     def check_integrity(self) -> None:

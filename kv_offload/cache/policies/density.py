@@ -1,13 +1,15 @@
-"""How many hits a block is worth for the room that it takes, learned from how others fared.
+"""Hit density: the hits that a block can bring for the room it takes, learned from other blocks.
 
-A *life* of a key lasts from one access to the next. Each is of a class: how often the key was
-accessed until then, and how long the prompt was that first had it. Ages are counted in epochs, each
-of so many accesses to any block. Per class and age this counts how many lives went on and how many
-ended with an access. So it knows how likely a block of a class and age is used at each later age.
+A *life* of a key lasts from one access to the next. Its class is the number of accesses so far and
+the length of the prompt that first had the key. Ages are counted in epochs, each a fixed number of
+accesses to any block. Per class and age, this module counts the lives that continued and the lives
+that ended with an access. From these it knows how likely a block of a class and age is used at each
+later age.
 
-The density of a block is the most hits per block and epoch that keeping it can bring, whatever the
-age at which it leaves in the end. N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate
-by Maximizing Hit Density", NSDI 2018; the maximum over that age is the index of J. C. Gittins.
+The density of a block is the highest number of hits per block and epoch that keeping it can bring,
+over all ages at which it could be evicted. N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache
+Hit Rate by Maximizing Hit Density", NSDI 2018; the maximum over that age is the index of J. C.
+Gittins.
 
 A bucket is a class and the epoch of the last access. Its number is `epoch * CLASSES + class`.
 """
@@ -24,10 +26,11 @@ Buckets: TypeAlias = NDArray[np.int64]
 
 USES, LENGTHS = 4, 8
 CLASSES = USES * LENGTHS
-"""Classes: used once, twice, three times, more often; within these by the length of the prompt."""
+"""Number of classes: used once, twice, three times or more often, each by the length of the
+prompt."""
 
 LENGTH_EDGES = 1024 << np.arange(LENGTHS - 1)
-"""From so many tokens on a prompt counts among the next longer ones."""
+"""Prompt lengths in tokens at which the next length class begins."""
 
 _once = np.arange(CLASSES)
 NEXT_CLASS = np.where(_once < CLASSES - LENGTHS, _once + LENGTHS, _once)
@@ -35,20 +38,20 @@ NEXT_CLASS = np.where(_once < CLASSES - LENGTHS, _once + LENGTHS, _once)
 
 AGES = 256
 OLD = 1
-"""From `AGES` epochs on ages are not told apart: such buckets have the epoch `OLD`."""
+"""Ages of `AGES` epochs and more are not distinguished: such buckets have the epoch `OLD`."""
 
 BINS_PER_DOUBLING = 2
-"""Ages are pooled in bins that grow with age, as the evidence gets thinner."""
+"""Ages are pooled in bins that grow with age, because there is less evidence for high ages."""
 
 PRIOR_EPOCHS = 10.0
 PRIOR_RATE = 0.05
-"""Before there is evidence, a block of age `a` is taken to be used `PRIOR_RATE / (a + 1)` times an
-epoch, which makes the policy LRU. It counts as much as that many epochs of one block."""
+"""The prior: a block of age `a` is used `PRIOR_RATE / (a + 1)` times per epoch, which makes the
+policy LRU. It weighs as much as evidence from this many epochs of one block."""
 
 USE_EPOCHS, CLASS_EPOCHS = 200.0, 1000.0
-"""Blocks used as often are taken for blocks like all until so many epochs of theirs were seen, and
-a class for all that are used as often. On Mooncake's conversation trace 10 and 50 cost 0.1 points
-(November 2026)."""
+"""Block epochs of evidence that the less specific rates weigh: the rates of all blocks when
+estimating those with the same number of uses, and these when estimating a class. On Mooncake's
+conversation trace 10 and 50 cost 0.1 points (November 2026)."""
 
 
 def _bin_starts() -> NDArray[np.int64]:
@@ -67,10 +70,10 @@ _CELLS = CLASSES * (AGES + 1)
 
 
 class HitDensity:
-    """Counts lives and how they ended, and says what a block of each class and age is worth."""
+    """Counts lives and how they ended, and computes the worth of a block of each class and age."""
 
     def __init__(self, memory_epochs: float) -> None:
-        """Evidence counts less by a factor of e after every `memory_epochs`."""
+        """The weight of evidence decays by a factor of e every `memory_epochs`."""
         self._decay = np.exp(-1 / memory_epochs)
         # By class and age: accesses, and epochs lived by all blocks together.
         self._hits = np.zeros((CLASSES, AGES + 1))
@@ -78,21 +81,22 @@ class HitDensity:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the lives that go on; what ended lives have taught stays."""
+        """Drop ongoing lives; the evidence from ended lives stays."""
         self.epoch = OLD + AGES
-        # By place in a ring of epochs, the last place for all older ones, and class.
+        # Ongoing lives by class and epoch, in a ring whose extra last place is for all older
+        # epochs.
         self._alive = np.zeros(_CELLS, np.int64)
         self._new_hits = np.zeros(_CELLS, np.int64)  # in this epoch, by class and age
         self.compute()
 
     def count(self, begun: Buckets, ended: Buckets, lost: Buckets) -> None:
-        """Take in lives that began, that ended with an access, and that are no longer watched."""
+        """Count lives that began, that ended with an access, and that are no longer watched."""
         np.add.at(self._alive, self._cells(begun), 1)
         np.subtract.at(self._alive, self._cells(np.concatenate((ended, lost))), 1)
         np.add.at(self._new_hits, ended % CLASSES * (AGES + 1) + self._ages(ended), 1)
 
     def _cells(self, buckets: Buckets) -> NDArray[np.int64]:
-        """Return the place of each bucket among the lives that go on."""
+        """Return the index of each bucket in the counts of ongoing lives."""
         epochs = buckets // CLASSES
         places = np.where(epochs > self.epoch - AGES, epochs % AGES, AGES)
         cells: NDArray[np.int64] = places * CLASSES + buckets % CLASSES
@@ -103,7 +107,7 @@ class HitDensity:
         return ages
 
     def by_age(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the lives that go on, and those that an access ended in this epoch.
+        """Return the ongoing lives, and the lives that an access ended in this epoch.
 
         Both by age and class, shape `(AGES + 1, CLASSES)`.
         """
@@ -114,12 +118,12 @@ class HitDensity:
 
     @property
     def lives(self) -> int:
-        """How many lives go on."""
+        """Number of ongoing lives."""
         assert (self._alive >= 0).all(), "more lives have ended than have begun"
         return int(self._alive.sum())
 
     def next_epoch(self) -> None:
-        """Let all lives that go on become an epoch older."""
+        """Make all ongoing lives an epoch older."""
         hits = self._new_hits.reshape(CLASSES, -1)
         alive = self._alive.reshape(-1, CLASSES)
         lived = self.by_age()[0].T + hits / 2
@@ -135,26 +139,26 @@ class HitDensity:
         alive[place] = 0
 
     def compute(self) -> None:
-        """Bring what a block is worth up to date with what was counted."""
+        """Compute the worth of blocks from the counts."""
         rates = self._rates()
-        # For a block that was just accessed: the chance to stay unused until each bin begins, and
-        # the epochs that it has taken by then.
+        # For a block that was just accessed: the probability that it is still unused when each bin
+        # begins, and the expected epochs it has taken by then.
         start = np.zeros((CLASSES, 1))
         unused = np.exp(-np.concatenate((start, np.cumsum(rates * WIDTHS, axis=1)), axis=1))
         taken = np.cumsum((unused[:, :-1] - unused[:, 1:]) / rates, axis=1)
         taken = np.concatenate((start, taken), axis=1)
-        # By class, age and the age at which it leaves.
+        # By class, age, and age of eviction.
         hits = unused[:, :-1, None] - unused[:, None, 1:]
         room = taken[:, None, 1:] - taken[:, :-1, None]
-        densities = (hits / np.maximum(room, 1e-12)).max(axis=2)  # no room: it leaves no later
+        densities = (hits / np.maximum(room, 1e-12)).max(axis=2)  # else it would leave no later
         self.worth: NDArray[np.float64] = densities.T[BIN_OF_AGE]
         """The worth of a block, by age and class."""
         self._chance = (1 - unused[:, -1:] / np.maximum(unused[:, :-1], 1e-300))[:, BIN_OF_AGE]
         self.new = self.worth[0].copy()
-        """The worth of a block of each class at its access."""
+        """The worth of a block of each class right after an access."""
 
     def _rates(self) -> NDArray[np.float64]:
-        """Return the accesses a block and epoch, by class and bin of ages; all above 0."""
+        """Return the accesses per block and epoch, by class and bin of ages; all above 0."""
         hits = np.add.reduceat(self._hits, STARTS, axis=1).reshape(USES, LENGTHS, -1)
         lived = np.add.reduceat(self._lived, STARTS, axis=1).reshape(USES, LENGTHS, -1)
         prior = PRIOR_RATE / (STARTS + 1)
@@ -167,14 +171,14 @@ class HitDensity:
         return bounded
 
     def of(self, buckets: Buckets) -> NDArray[np.float64]:
-        """Return what the blocks of each bucket are worth: hits per block and epoch."""
+        """Return the worth of the blocks of each bucket: hits per block and epoch."""
         density: NDArray[np.float64] = self.worth[self._ages(buckets), buckets % CLASSES]
         return density
 
     def likely(self, buckets: Buckets) -> NDArray[np.bool_]:
-        """Say which blocks are likelier used again than not, or as likely as the average.
+        """Return which blocks have a chance of reuse of at least one half, or at least average.
 
-        Without evidence all are.
+        Without evidence, all of them.
         """
         ended = self._hits.sum()
         average = ended / (ended + self._alive.sum() + 1)

@@ -1,4 +1,4 @@
-"""Evict the key that was used least recently."""
+"""Evict the least recently used key."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.slots import NO_SLOTS, Key, Slots
 
 SLACK_ENTRIES = 4096
-"""How many stale entries are never worth a sweep."""
+"""This many stale entries never cause a sweep."""
 
 WINDOW_ENTRIES = 64
-"""How many entries a search for victims looks at first, or as many as it wants if those are more.
-Each further look takes four times as many."""
+"""Number of entries that a search for victims reads first, or the number of victims if that is
+more. Each further read takes four times as many."""
 
 
 class LRUPolicy(EvictionPolicy):
-    """One order by recency. Cheapest, and right where reuse comes soon or not at all.
+    """A single order by recency. The cheapest policy, and right if reuse comes soon or not at all.
 
     Each use appends an entry to a log, so whole batches are used at once. The last entry of a slot
     is live, its earlier ones are stale. A search for victims drops the entries that it passes. It
-    parks the held slots among them: they have no entry until they are used or released.
+    parks held slots: they have no entry until they are used or released.
 
-    If the log is long, each use also sweeps a few entries. The sweep begins at the newest entry and
-    goes to the oldest. It moves the live entries together, and the log then begins where they
-    begin. So the log is never reorganised at once, and has at most 32 bytes per slot.
+    While the log is long, each use also sweeps a few entries, from the newest to the oldest. The
+    sweep compacts the live entries at the new end, and the log then begins with them. So the log is
+    never reorganised at once, and has at most 32 bytes per slot.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,12 +40,12 @@ class LRUPolicy(EvictionPolicy):
     def clear(self) -> None:
         # Memory from the system costs nothing until it is written.
         self._log = np.empty(self._mask + 1, np.int32)
-        self._entry_of = np.zeros(self.capacity, np.int64)  # the last of each slot; 0: not resident
+        self._entry_of = np.zeros(self.capacity, np.int64)  # last entry; 0: not resident
         self._held = np.zeros(self.capacity, bool)
         self._parked: set[int] = set()
         self._next = 1
         # Entries from `_first` to `_unswept` are still to be swept. Those from there to `_swept`
-        # are stale: the sweep has moved the live ones behind them.
+        # are stale, because the sweep has moved their live ones to `_swept` and later.
         self._first = self._unswept = self._swept = 1
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
@@ -53,7 +53,7 @@ class LRUPolicy(EvictionPolicy):
         self._held[slots] = True
 
     def replace(self, keys: Sequence[Key]) -> Slots:
-        # Sorted, so that keys that follow each other mostly get slots that do.
+        # Sorted, so that consecutive keys usually get consecutive slots.
         slots = np.sort(self._pop_oldest(len(keys)))
         self.add(slots, keys)
         return slots
@@ -91,13 +91,13 @@ class LRUPolicy(EvictionPolicy):
         self._entry_of[slots] = entries
 
     def _read(self, first: int, last: int) -> tuple[Slots, NDArray[np.bool_]]:
-        """Return the slots of entries `first` to `last` (exclusive), and which are live."""
+        """Return the slots of entries `first` to `last` (exclusive), and which entries are live."""
         entries = np.arange(first, last)
         slots = self._log[entries & self._mask]
         return slots, self._entry_of[slots] == entries
 
     def _pop_oldest(self, count: int) -> Slots:
-        """Take up to `count` of the least recent slots that are not held out of the log."""
+        """Remove up to `count` of the least recent slots from the log that are not held."""
         victims: list[Slots] = []
         window = max(count, WINDOW_ENTRIES)
         while count and self._first < self._next:
@@ -115,7 +115,7 @@ class LRUPolicy(EvictionPolicy):
         return victims[0] if len(victims) == 1 else np.concatenate([NO_SLOTS, *victims])
 
     def _sweep(self, count: int) -> None:
-        """Move the live ones of the next `count` entries towards the newest."""
+        """Compact the live ones of the next `count` entries towards the newest."""
         if self._unswept == self._first:
             self._unswept = self._swept = self._next
         first = max(self._first, self._unswept - count)

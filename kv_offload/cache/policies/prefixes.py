@@ -1,15 +1,16 @@
-"""Parents and children of blocks: a block is of use only while all before it are kept.
+"""Parents and children of blocks: a block is useful only while all blocks before it are kept.
 
-So a block is not evicted before its child. What the traffic teaches of their classes does
-not see to that: the head of a prompt may be of a class that is worth less than its tail's, and
-without the head the tail only takes room.
+So a block is not evicted before its child. The worth of their classes does not ensure that: the
+head of a prompt may be in a class that is worth less than its tail's, and without the head the tail
+only takes room.
 
-Of several children the last that was stored counts. The others came with earlier accesses.
+If a block has several children, the last stored one counts. The others came with earlier accesses.
 
-What has to stay is listed, in runs of blocks that follow each other. Once the child of a run is
-about to leave, the whole run can leave after it. Otherwise better blocks would have to, or new ones
-be declined, while the heads of prompts whose tails have gone wait for the next ranking: with 250
-slots that cost 4 of 91 points of the hits of agents who call themselves in bursts (November 2026).
+Blocks that have to stay are listed, in runs of consecutive blocks. Once the child of a run is about
+to leave, the whole run can leave after it. Otherwise the heads of prompts whose tails have gone
+would wait for the next ranking, and better blocks would leave or new ones be declined instead: with
+250 slots that cost 4 of 91 points of the hits of agents who call themselves in bursts (November
+2026).
 """
 
 from __future__ import annotations
@@ -22,57 +23,57 @@ from numpy.typing import NDArray
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
 FIRST = -1
-"""Stands for the slot of the parent of a block that has none."""
+"""Stands for the parent slot of a block that has no parent."""
 
 ROUNDS = 8
-"""How often a tail is followed over stretches of a list whose slots do not follow each other. If
-this is too few, a head leaves before its tail, as it would have without this module."""
+"""Number of passes that follow a tail over those stretches of a list whose slots are not
+consecutive. If this is too few, a head leaves before its tail, as it would without this module."""
 
 
 class PrefixOrder:
     """By slot: the slot of its parent, and of the child that was stored last.
 
-    A link counts as long as both sides name each other. A slot that gets another key names others,
-    so nobody has to take links apart.
+    A link is valid only while both sides name each other. A slot that gets another key names other
+    slots, so links need no explicit removal.
     """
 
     def __init__(self, bucket_of: NDArray[np.int64]) -> None:
-        """`bucket_of` is 0 for slots without a key, shape `(capacity,)`, and others write it."""
+        """`bucket_of`, shape `(capacity,)`, is 0 for slots without a key; the caller updates it."""
         self._bucket_of = bucket_of
-        # Numbers of slots from 1 on, 0 for none: zeros take no memory until they are written.
+        # Slot numbers plus 1, 0 for none: zeros take no memory until they are written.
         self._parent = np.zeros(len(bucket_of), np.int32)
-        self._child = np.zeros(len(bucket_of) + 1, np.int32)  # the last is of FIRST, and not read
-        self._place = np.zeros(len(bucket_of), np.int32)  # only within `split`
-        # By slot: the bucket as whose slot it is about to leave, and its place in the list from 1.
+        self._child = np.zeros(len(bucket_of) + 1, np.int32)  # the last is for FIRST, unread
+        self._place = np.zeros(len(bucket_of), np.int32)  # used only within `split`
+        # By slot: its bucket when it was queued to leave, and its place in the list plus 1.
         self._leaves_from = np.zeros(len(bucket_of), np.int64)
         self._listed_at = np.zeros(len(bucket_of), np.int32)
-        # The list, by place: the slot, its bucket, and where its run ends, the head last.
+        # The list, by place, heads last: the slot, its bucket, and the end of its run.
         self._listed = np.empty(len(bucket_of), np.int32)
         self._listed_from = np.empty(len(bucket_of), np.int64)
         self._run_end = np.empty(len(bucket_of), np.int32)
         self._num_listed = 0
 
     def link(self, slots: Slots, parents: NDArray[np.int64]) -> None:
-        """Take note of the parent of each of `slots`, which are about to get new keys.
+        """Record the parent of each of `slots`, which are about to get new keys.
 
-        No slot is named that has lost its key, so no block is its own parent.
+        `parents` names no slot that has lost its key, so no block is its own parent.
         """
         self._child[slots] = 0
         self._parent[slots] = parents + 1
         self._child[parents] = slots + 1
 
     def begin(self, waiting: Iterable[Slots]) -> None:
-        """Forget what has to stay, and that these are about to leave."""
+        """Clear the list, and the record that the slots in `waiting` are about to leave."""
         self._listed_at[self._listed[: self._num_listed]] = 0
         self._num_listed = 0
         for slots in waiting:
             self._leaves_from[slots] = 0
 
     def leave(self, slots: Slots) -> Slots:
-        """Note that slots are about to leave, in this order and before all that follow.
+        """Record that slots are about to leave, in this order and before all that follow.
 
-        Returns what had to stay for them and can be the next to leave. No two of these that are in
-        different buckets are of one prompt.
+        Returns the listed slots that had to stay for them and can leave next. No two of these in
+        different buckets are of the same prompt.
         """
         self._leaves_from[slots] = self._bucket_of[slots]
         heads = self._parent[slots] - 1
@@ -80,12 +81,12 @@ class PrefixOrder:
         first = first[(heads >= 0) & (self._child[heads] == slots + 1) & (first >= 0)]
         if not len(first):
             return NO_SLOTS
-        # All places of the runs from there on, run by run.
+        # All places of the runs from `first` on, run by run.
         lengths = self._run_end[first] - first
         starts = np.cumsum(lengths) - lengths
         places = np.arange(lengths.sum()) + np.repeat(first - starts, lengths)
         listed = self._listed[places]
-        # A run ends before what was used since, or got another child.
+        # A run ends before a slot that was used since, or whose child changed.
         ends = self._bucket_of[listed] != self._listed_from[places]
         ends |= self._listed_at[listed] != places + 1
         relinked = self._child[listed[1:]] != listed[:-1] + 1
@@ -101,7 +102,8 @@ class PrefixOrder:
         self._leaves_from[slots] = 0
 
     def _list(self, slots: Slots) -> None:
-        """List what has to stay, of one bucket; without room it stays until the next ranking."""
+        """List slots of one bucket that have to stay: until the next ranking if there is no
+        room."""
         first, end = self._num_listed, self._num_listed + len(slots)
         if end > len(self._listed):
             return
@@ -110,14 +112,14 @@ class PrefixOrder:
         self._listed_from[first:end] = self._bucket_of[slots]
         ends = np.arange(first + 1, end + 1, dtype=np.int32)
         self._listed_at[slots] = ends
-        # A place has the end of the run whose slots follow each other from there on.
+        # Each place records the end of the run of consecutive blocks that it is in.
         ends[:-1][self._child[slots[1:]] == slots[:-1] + 1] = end
         self._run_end[first:end] = np.minimum.accumulate(ends[::-1])[::-1]
 
     def split(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Return those that can leave in this order, no head before its tail, and the others.
+        """Split slots of one bucket into those that can leave, in this order, and those that stay.
 
-        The slots are of one bucket. The others are listed.
+        No head leaves before its tail. The slots that have to stay are listed.
         """
         child = self._child[slots] - 1
         blocked = (child >= 0) & (self._parent[child] == slots + 1)
@@ -125,14 +127,14 @@ class PrefixOrder:
         blocked &= (buckets > 0) & (buckets != self._leaves_from[child])
         if not blocked.any():
             return slots, slots[:0]
-        # Where the child leaves earlier in this list, it decides for those before it.
+        # If the child leaves earlier in this list, it decides for its ancestors too.
         places = np.arange(len(slots), dtype=np.int32)
         self._place[slots] = places
         place = np.where(blocked, self._place[child], 0)
         place[place >= len(slots)] = 0
         listed = blocked & (slots[place] == child) & (place < places)
         blocked &= ~listed
-        if not blocked.any():  # as mostly: whole prompts are in one list
+        if not blocked.any():  # the usual case: whole prompts are in one list
             return slots, slots[:0]
         if listed.any():
             blocked = _follow(blocked, listed, place, places)
@@ -147,7 +149,7 @@ def _follow(
     place: NDArray[np.int32],
     places: NDArray[np.int32],
 ) -> NDArray[np.bool_]:
-    """Add to what is blocked of a list the `listed` before it, whose child is at `place`."""
+    """Add to `blocked` the `listed` slots whose child, at `place`, is blocked."""
     stretch = np.maximum.accumulate(np.where(listed & (place == places - 1), 0, places))
     for _ in range(ROUNDS):
         blocked = np.maximum.accumulate(np.where(blocked, places, -1)) >= stretch

@@ -1,4 +1,4 @@
-"""Slots in buckets, and the buckets in the order in which they give victims."""
+"""Slots in buckets, and the order in which the buckets give victims."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from kv_offload.cache.policies.prefixes import PrefixOrder
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
 SLACK_ENTRIES = 4096
-"""How many stale entries are never worth a sweep."""
+"""This many stale entries never cause a sweep."""
 
 QUEUED_SLOTS = 4096
-"""How many slots of a bucket come into the queue at a time: a step pays for so many, and a bucket
-may have an eighth of all."""
+"""Number of slots of a bucket that are queued at a time, which bounds the cost of a step: a bucket
+may have an eighth of all slots."""
 
 NEVER = 1 << 62
-"""An epoch that does not come."""
+"""An epoch that never comes."""
 
 WINDOW_SLOTS = 64
-"""How many slots a search for victims looks at, beyond twice those that it wants."""
+"""Number of slots that a search for victims reads beyond twice the number of victims."""
 
 
 class Ranking:
-    """Entries of slots, by bucket in the order of access. Only those that `bucket_of` confirms are
-    live; a slot that moved has left a stale one. Stale entries are swept bucket by bucket, as
-    entries are added, so that there are about two entries a slot.
+    """The slots of each bucket in order of access, and the order of the buckets.
 
-    Between two calls of `rank` the order of the buckets stays, and the slots of the worst wait in a
-    queue. What has to stay for its child (`prefixes`) comes into the queue after that, and
-    only once it is wanted: a prompt that grew turn by turn is a chain of a hundred small parts.
+    Only entries that `bucket_of` confirms are live; a slot that moved has left a stale entry. Stale
+    entries are swept bucket by bucket as entries are added, so there are about two entries per
+    slot.
+
+    Between two calls of `rank` the order of the buckets stays fixed, and the slots of the worst
+    buckets wait in a queue. Blocks that have to stay for their child (`prefixes`) are queued after
+    it, and only when they are wanted: a prompt that grew turn by turn is a chain of a hundred small
+    parts.
     """
 
     def __init__(self, capacity: int, density: HitDensity) -> None:
         self._density = density
         self._max_entries = 2 * capacity + SLACK_ENTRIES
         self.bucket_of = np.zeros(capacity, np.int64)
-        """By slot; 0 where it has no key."""
+        """The bucket of each slot; 0 if it has no key."""
         self.prefixes = PrefixOrder(self.bucket_of)
         self._entries: dict[int, deque[Slots]] = {}
         self._num_entries = 0
@@ -50,22 +53,22 @@ class Ranking:
         self._queue: deque[tuple[int, float, Slots]] = deque()  # with bucket and density
         self._queued = 0
         self._opened = NO_SLOTS
-        """The rest of the buckets from which slots came into the queue last."""
+        """Slots of opened buckets that are not queued yet."""
         self._opened_from = self.bucket_of[:0]
         self._freed = NO_SLOTS
-        """Slots that can leave once all of the queue has. They have entries as well."""
+        """Slots that can leave once the whole queue has. They also have entries."""
         self._freed_from = self.bucket_of[:0]
         self._order: list[int] = []
         self._densities: dict[int, float] = {}
         self._at = 0
         self._recent_from = NEVER
         self._accesses = 0
-        self._accessed = np.zeros(capacity, np.int64)  # by slot, its place among all accesses
-        self._last_place = np.zeros(capacity, np.int32)  # only within `_distinct`
+        self._accessed = np.zeros(capacity, np.int64)  # by slot: the number of its last access
+        self._last_place = np.zeros(capacity, np.int32)  # used only within `_distinct`
         self.rank()
 
     def put(self, slots: Slots) -> None:
-        """Add entries, the last the most recent, to the buckets in which the slots are now."""
+        """Add entries, the last the most recent, to the current buckets of the slots."""
         slots = self._distinct(slots)
         self._accessed[slots] = np.arange(self._accesses, self._accesses + len(slots))
         self._accesses += len(slots)
@@ -77,7 +80,7 @@ class Ranking:
 
     @staticmethod
     def _by_bucket(slots: Slots, buckets: NDArray[np.int64]) -> Iterator[tuple[int, Slots]]:
-        """Yield the slots of each bucket, in their order."""
+        """Yield the slots of each bucket, in order."""
         order = np.argsort(buckets, kind="stable")
         slots, buckets = slots[order], buckets[order]
         changes = (np.flatnonzero(buckets[1:] != buckets[:-1]) + 1).tolist()
@@ -85,7 +88,7 @@ class Ranking:
             yield int(buckets[first]), slots[first:end]
 
     def _distinct(self, slots: Slots) -> Slots:
-        """Leave out all entries of a slot but the last."""
+        """Return the slots without repetition, each at its last place."""
         places = np.arange(len(slots), dtype=np.int32)
         self._last_place[slots] = places
         distinct: Slots = slots[self._last_place[slots] == places]
@@ -96,13 +99,13 @@ class Ranking:
         self._num_entries += len(slots)
 
     def _take(self, bucket: int) -> Slots:
-        """Take out what is live of a bucket."""
+        """Remove a bucket and return its live slots."""
         slots = np.concatenate(self._entries.pop(bucket))
         self._num_entries -= len(slots)
         return self._distinct(slots[self.bucket_of[slots] == bucket])
 
     def _sweep(self, entries: int) -> None:
-        """Drop the stale ones of so many entries, or of a bucket if that has more."""
+        """Drop stale entries among at least this many entries, bucket by bucket."""
         while entries > 0 and self._num_entries > self._max_entries:
             if not self._to_sweep:
                 self._to_sweep = [*self._entries]
@@ -113,9 +116,9 @@ class Ranking:
                     self._add(bucket, live)
 
     def rank(self, recent_from: int = NEVER) -> None:
-        """Order the buckets by what their slots are worth now, the older first of equals.
+        """Order the buckets by the current worth of their slots, older ones first among equals.
 
-        Those from the epoch `recent_from` on come last, and give their slots by the last access.
+        Buckets of the epoch `recent_from` and later come last, and give their slots by last access.
         """
         for bucket, _, slots in reversed(self._waiting()):
             self._entries.setdefault(bucket, deque()).appendleft(slots)
@@ -127,7 +130,7 @@ class Ranking:
         self._freed, self._freed_from = NO_SLOTS, self.bucket_of[:0]
         now = self._density.epoch * CLASSES
         self._merge_old(now - (AGES - 1) * CLASSES)
-        # All of this epoch, as slots will come.
+        # Include all buckets of this epoch, since slots will be added to them.
         before = [bucket for bucket in self._entries if bucket < now]
         buckets = np.array([*before, *range(now, now + CLASSES)])
         densities = self._density.of(buckets)
@@ -139,7 +142,7 @@ class Ranking:
         self._recent_from = recent_from
 
     def _merge_old(self, first_told_apart: int) -> None:
-        """Move what has become too old to be told apart to the buckets of epoch `OLD`."""
+        """Move slots of ages that are no longer distinguished to the buckets of epoch `OLD`."""
         for bucket in sorted(self._entries):
             if bucket >= first_told_apart:
                 break
@@ -149,7 +152,7 @@ class Ranking:
                 self._add(old, slots)
 
     def _fill_queue(self, count: int) -> None:
-        """Have `count` slots wait in the queue, or all of those that can leave."""
+        """Queue slots until `count` are waiting, or all that can leave."""
         while self._queued < count:
             if len(self._freed):
                 self._enqueue_freed()
@@ -162,7 +165,7 @@ class Ranking:
             opened_from = self._opened_from[:QUEUED_SLOTS]
             bucket = int(opened_from[0])
             others = opened_from != bucket
-            end = int(others.argmax()) or len(opened_from)  # the first is of the bucket
+            end = int(others.argmax()) or len(opened_from)  # the first slot is in `bucket`
             slots, blocked = self.prefixes.split(self._opened[:end])
             self._opened, self._opened_from = self._opened[end:], self._opened_from[end:]
             if len(blocked):
@@ -171,7 +174,8 @@ class Ranking:
                 self._enqueue(bucket, self._densities[bucket], slots)
 
     def _open(self) -> None:
-        """Take out the next bucket; of recent ones all of an epoch, by their last access."""
+        """Open the next bucket; of recent ones, all of an epoch together, ordered by last
+        access."""
         first = self._order[self._at]
         end = self._at + 1
         if first // CLASSES >= self._recent_from:
@@ -189,13 +193,13 @@ class Ranking:
         self._opened, self._opened_from = slots, buckets
 
     def _enqueue(self, bucket: int, density: float, slots: Slots) -> None:
-        """Have slots of a bucket leave next."""
+        """Queue slots of a bucket to leave next."""
         self._queue.append((bucket, density, slots))
         self._queued += len(slots)
         self._free_before(slots)
 
     def _enqueue_freed(self) -> None:
-        """Have what had to stay for the queue leave after it, but for what was used since."""
+        """Queue the slots that had to stay for the queue, except those used since."""
         slots = self._freed[self.bucket_of[self._freed] == self._freed_from]
         parts = list(self._by_bucket(slots, self.bucket_of[slots]))
         densities = self._density.of(np.array([bucket for bucket, _ in parts], np.int64)).tolist()
@@ -205,12 +209,12 @@ class Ranking:
         self._free_before(slots)
 
     def _free_before(self, slots: Slots) -> None:
-        """Take note of what can leave after these slots, which came into the queue last."""
+        """Find the slots that can leave after `slots`, which were queued last."""
         self._freed = self.prefixes.leave(slots)
         self._freed_from = self.bucket_of[self._freed]
 
     def _waiting(self) -> list[tuple[int, float, Slots]]:
-        """Return what was taken out of buckets and has not left, with bucket and density."""
+        """Return the slots that are queued or in opened buckets, with bucket and density."""
         opened = self._by_bucket(self._opened, self._opened_from)
         return [
             *self._queue,
@@ -218,14 +222,14 @@ class Ranking:
         ]
 
     def next_density(self, count: int) -> float | None:
-        """Return what each of the next `count` victims is worth; None if they are not alike."""
+        """Return the worth of each of the next `count` victims; None if it differs."""
         self._fill_queue(1)
         if self._queue and len(self._queue[0][2]) >= count:
             return self._queue[0][1]
         return None
 
     def densities(self, count: int) -> list[float]:
-        """Return what the next `count` victims are worth; infinity where there are no more."""
+        """Return the worth of the next `count` victims; infinity where there are no more."""
         self._fill_queue(count)
         found: list[float] = []
         for _, density, slots in self._queue:
@@ -235,9 +239,9 @@ class Ranking:
         return (found + [np.inf] * (count - len(found)))[:count]
 
     def pop(self, count: int, held: NDArray[np.bool_], parked: set[int]) -> list[tuple[int, Slots]]:
-        """Take out up to `count` idle slots that are worth least, with their buckets.
+        """Remove and return up to `count` of the idle slots that are worth least, by bucket.
 
-        Held slots that are met lose their entry and go to `parked`.
+        Held slots on the way lose their entry and go to `parked`.
         """
         victims = []
         while count:

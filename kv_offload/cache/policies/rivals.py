@@ -1,21 +1,20 @@
-"""Which rule would have brought more hits recently: recency, or hit density.
+"""Decides which rule would have brought more hits recently: recency, or hit density.
 
-Neither needs a cache to be followed. `HitDensity` counts by class and age all keys that are
-watched, with a slot or without one. So this only keeps the share of each of these cells that a rule
-would still have: recency has the keys that were used last, as many as there are slots, and hit
-density has the cells that are worth most. An access to a key counts as a hit by the share of its
-cell. On the traces and workloads of `bench/trace` such hits are within half a point of those of a
-real cache in most cells (November 2026).
+Following the rules takes no cache. `HitDensity` counts all watched keys, with or without a slot, by
+class and age. So this module only keeps the share of each of these cells that a rule would still
+hold: recency holds the most recently used keys, as many as there are slots, and hit density holds
+the cells that are worth most. An access counts as a hit by the share of its cell. On the traces and
+workloads of `bench/trace` such hits are within half a point of those of a real cache in most cells
+(November 2026).
 
-Recency leads at first. Each epoch adds what hit density brought beyond recency to a credit, in
-standard deviations, and takes a rent from it. Hit density leads from some credit on, until it has
-none. While it leads, the hits that it really brought count: prompts that are large for the cache
-are kept worse than their cells say.
+Recency leads at first. Each epoch adds the hits of hit density beyond those of recency to a credit,
+in standard deviations, and subtracts a rent. Hit density takes the lead when the credit reaches
+`ENTER`, and keeps it until the credit is used up. While it leads, its real hits count: it keeps
+prompts that are large for the cache less well than their cells say.
 
-A change of the traffic shows in keys that nobody has seen before: in a loop over more than memory
-holds all that is missed is known. So as soon as many such keys have come one after the other,
-everything is stored, and stays for as long as none comes that is known. If that was long, hit
-density has lost the lead.
+New traffic shows in keys that were never seen before, whereas in a loop over more than memory
+holds, every missed key is known. So once a long run of new keys has come, everything is stored, and
+stays until a known key comes. If the run was very long, hit density then loses the lead.
 """
 
 from __future__ import annotations
@@ -27,32 +26,34 @@ from kv_offload.cache.policies.density import AGES, CLASSES, HitDensity
 from kv_offload.cache.policies.ranking import NEVER
 
 MEMORY_EPOCHS = 32
-"""Epochs over which the mean of the leads and their variance are taken."""
+"""Number of epochs over which the mean and variance of the leads are averaged."""
 
 LEAST_NOISE = 0.005
-"""Share of the accesses by which leads are taken to vary at least, so that tiny ones count less."""
+"""Minimum standard deviation of the leads, as a share of the accesses, so that tiny ones count
+less."""
 
 LEAST_ACCESSES = 2048
-"""Leads of shorter epochs are added up as parts of one of so many accesses. With 512, a cache for
-2,500 blocks changed its rule 12 times in Mooncake's synthetic trace instead of twice, and lost a
-point of its hits (November 2026)."""
+"""Shorter epochs count as parts of an epoch of this many accesses. With 512, a cache for 2,500
+blocks changed its rule 12 times in Mooncake's synthetic trace instead of twice, and lost a point of
+its hits (November 2026)."""
 
 RENT = 0.1
-"""The lead that keeps the credit as it is, in standard deviations. While hit density leads it is
-half of the mean lead, if that is more: so the credit also ends when the hits do."""
+"""The lead that leaves the credit unchanged, in standard deviations. While hit density leads it is
+half of the mean lead, if that is more, so the credit also ends when the hits do."""
 
 ENTER, MOST = 2.0, 6.0
-"""The credit from which on hit density leads, and the most that it has. It begins with the most:
-it takes a while until the cache has what it would have had."""
+"""The credit at which hit density takes the lead, and the maximum credit. It takes the lead with
+the maximum, because the cache needs a while to gather the blocks that hit density would have
+kept."""
 
 
 MIN_NEW, NEW_OF_CAPACITY = 64, 100
-"""Keys never seen before, one after the other, from which on new ones are stored, whatever they are
-worth: one for so many slots, and so many at least. As many are missing in the next pass."""
+"""After a run of this many keys that were never seen before, new keys are stored whatever they are
+worth: one per `NEW_OF_CAPACITY` slots, and at least `MIN_NEW`. As many miss in the next pass."""
 
 MIN_CHANGE = 1024
-"""So many more, or an epoch if that is more, are a change of the traffic. With 512, a cache for
-1,000 blocks had 1.1 points less in Mooncake's synthetic trace (November 2026)."""
+"""A run that is longer by this, or by an epoch if that is more, is a change of the traffic. With
+512, a cache for 1,000 blocks had 1.1 points less in Mooncake's synthetic trace (November 2026)."""
 
 
 class Rivals:
@@ -71,7 +72,7 @@ class Rivals:
         """Start with empty caches, and with recency in the lead."""
         self.density_leads = False
         self._credit = 0.0
-        self._run = self._run_began = 0  # keys never seen before, and the epoch of the first
+        self._run = self._run_began = 0  # length of the run of new keys, and the epoch of the first
         self._in_long_run = False
         self._mean, self._variance = 0.0, (4 * self._least_noise) ** 2
         # The shares: by age and class, and by age.
@@ -86,16 +87,16 @@ class Rivals:
 
     @property
     def recent_from(self) -> int:
-        """The epoch from which on what was used is kept by recency."""
+        """The first epoch whose accessed slots are kept by recency."""
         if not self.density_leads:
             return 0
         return self._run_began if self._in_long_run else NEVER
 
     def see_new(self, known: NDArray[np.bool_]) -> bool:
-        """Take in an access to keys without a slot; return whether others leave first now.
+        """Record an access to keys without a slot; return whether the order of eviction changed.
 
-        `known` says which of them were seen before. What was seen before these keys decides: one
-        long prompt is no change.
+        `known` says which of them were seen before. Only keys before this call decide: one long
+        prompt is not a change.
         """
         changed, count = False, len(known)
         if known.any():
@@ -109,7 +110,7 @@ class Rivals:
         return changed
 
     def see_known(self) -> bool:
-        """Take in an access to a key seen before; return whether others leave first now."""
+        """Record an access to a key seen before; return whether the order of eviction changed."""
         changed = self._in_long_run
         if changed and self._run >= self._change:
             self.density_leads, self._credit = False, 0.0
@@ -118,25 +119,25 @@ class Rivals:
         return changed
 
     def end_epoch(self, found: int) -> None:
-        """Compare the hits of an epoch; `found` are those of the cache.
+        """Compare the hits of an epoch; `found` is the number of hits of the cache.
 
-        To be called before what is watched becomes older.
+        Must be called before the watched keys grow an epoch older.
         """
         alive, hits = self._density.by_age()
         simulated = float((hits * self._by_density).sum())
         of_density = simulated if self.stores_all else found
         of_recency = float(hits.sum(axis=1) @ self._by_recency)
         if not self.density_leads:
-            # The shares are those of whole epochs. Where prompts just fit, that misses hits.
+            # Shares are of whole epochs, which misses hits if prompts just fit.
             of_recency = max(of_recency, found)
         self._judge(of_density - of_recency)
-        # Entries that become too old to be distinguished join those that are.
+        # Keys that become too old to be distinguished join the oldest ones.
         oldest = (alive[-2:] * self._by_density[-2:]).sum(axis=0)
         self._by_density[1:] = self._by_density[:-1]
         self._by_density[-1] = oldest / np.maximum(alive[-2:].sum(axis=0), 1)
 
     def _judge(self, lead: float) -> None:
-        """Change who leads where an epoch with this lead of hit density is reason enough."""
+        """Change the leader if an epoch with this lead of hit density justifies it."""
         noise = max(self._variance**0.5, self._least_noise)
         rent = max(RENT * noise, self._mean / 2 if self.density_leads else 0.0)
         credit = self._credit + (lead - rent) / (noise * self._parts**0.5)
@@ -150,7 +151,7 @@ class Rivals:
         self._mean += change / MEMORY_EPOCHS
 
     def begin_epoch(self) -> None:
-        """Have both rules evict what they have no room for, as the keys are worth now."""
+        """Make both rules evict what exceeds the capacity, by the current worth of the keys."""
         alive, _ = self._density.by_age()
         of_age = alive.sum(axis=1)
         room = self._capacity - (np.cumsum(of_age) - of_age)
@@ -158,7 +159,7 @@ class Rivals:
         kept = alive * self._by_density
         excess = kept.sum() - self._capacity
         if excess > 0:
-            cells = np.flatnonzero(kept)[::-1]  # the older first of equals
+            cells = np.flatnonzero(kept)[::-1]  # the older first among equals
             worth = self._density.worth.ravel()
             cells = cells[np.argsort(worth[cells], kind="stable")]
             sizes = kept.ravel()[cells]

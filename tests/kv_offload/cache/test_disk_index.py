@@ -113,8 +113,8 @@ CHANGES = {
         {"description": {"dtype": "bfloat16"}, "num_slots": 32},
         "model was 'llama', is None; it had 64 slots, and there are 32",
     ),
-    "another file": ({"files": {**FILES, "1": "c3"}}, "the file of rank 1 is another one"),
-    "another rank": ({"files": {**FILES, "2": "c3"}}, "the file of rank 2 is another one"),
+    "another file": ({"files": {**FILES, "1": "c3"}}, "the file of rank 1 is a different one"),
+    "another rank": ({"files": {**FILES, "2": "c3"}}, "the file of rank 2 is a different one"),
 }
 
 
@@ -405,7 +405,7 @@ def test_what_is_no_index_of_this_version_is_named(path):
             assert begun.keys == []
             return begun.reason
 
-    cache = "It is only a cache: the next engine that has this folder begins a new one"
+    cache = "It is only a cache: the next engine that uses this folder creates a new one"
     assert reason(b"no database" * 100) == (
         f"{path}: cannot be used: file is not a database. {cache}"
     )
@@ -417,15 +417,15 @@ def test_what_is_no_index_of_this_version_is_named(path):
         "a slot does not exist": f"UPDATE slots SET slot = {NUM_SLOTS}, "
         f"sum = sum_of({NUM_SLOTS}, key) WHERE slot = 1",
         "a time does not exist": "UPDATE slots SET used = 9223372036854775807 WHERE slot = 1",
-        "a time is no number": "UPDATE slots SET used = 1e300",
-        "a key is no bytes": "UPDATE slots SET key = 'text' WHERE slot = 1",
+        "a time is not an integer": "UPDATE slots SET used = 1e300",
+        "a key is not bytes": "UPDATE slots SET key = 'text' WHERE slot = 1",
         "its tables are not those": "CREATE INDEX other ON slots (used)",
         "not enough values to unpack": "DELETE FROM meta",
-        "a description is no mapping": "UPDATE meta SET description = '[]'",
-        "a value is no text": "UPDATE meta SET files = '{\"0\": 1}'",
+        "a description is not a mapping": "UPDATE meta SET description = '[]'",
+        "a value is not text": "UPDATE meta SET files = '{\"0\": 1}'",
         "the generation has 1 bytes": "UPDATE meta SET generation = x'00'",
-        "the generation is no bytes": "UPDATE meta SET generation = NULL",
-        "the number of slots is no number": "UPDATE meta SET num_slots = 'many'",
+        "the generation is not bytes": "UPDATE meta SET generation = NULL",
+        "the number of slots is not an integer": "UPDATE meta SET num_slots = 'many'",
     }.items():
         assert problem in reason(b"", statement)
 
@@ -496,8 +496,8 @@ def test_one_engine_has_a_file_until_it_ends(path):
     with opened(path) as running:
         running.put(keys(1), slots(0))
         assert refusal(path) == (
-            f"kv-offload: {path}: another engine uses it. Give each engine a disk.path of its own, "
-            f"or end the other one; `fuser {path}.lock` names its process"
+            f"kv-offload: {path}: another engine uses it. Give each engine its own disk.path, "
+            f"or stop the other one; `fuser {path}.lock` names its process"
         )
         running.close(LIMIT_SECONDS)
         with opened(path) as later:
@@ -579,7 +579,7 @@ def test_a_full_disk_is_counted_and_what_came_meanwhile_is_written_later(disk, q
         wait_until(lambda: read_index(path).keys == keys(*range(2, 40)))
         assert running.errors <= errors + 1
     (message,) = caplog.messages
-    assert f"kv-offload: {path}: what is on the disk cannot be noted: " in message
+    assert f"kv-offload: {path}: the disk index cannot be written: " in message
     with opened(path) as again:
         assert contents(again) == list(zip(keys(*range(2, 40)), range(2, 40), strict=True))
 

@@ -183,7 +183,7 @@ def test_a_slot_is_named_by_the_last_hash_of_its_block_and_by_any_group_but_the_
 
 
 def test_keys_that_do_not_begin_with_the_hash_are_refused():
-    with pytest.raises(UnsupportedError, match="makes the keys of its blocks in an unknown way"):
+    with pytest.raises(UnsupportedError, match="builds its block keys in an unknown way"):
         PrefixMap([FULL], 4, lambda block_hash, group_id: b"%d " % group_id + block_hash)
 
 
