@@ -1,6 +1,7 @@
 """The user's configuration, and the size of host memory for it.
 
-Every room may import this one. `host_memory` alone reads the size of memory, `sizes` alone units.
+Any package may import this one. Only `host_memory` reads the size of memory, only `sizes` parses
+units.
 """
 
 from kv_offload.config.schema import SCHEMA, SECTIONS, DiskConfig, OffloadConfig, RemoteConfig

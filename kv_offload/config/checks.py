@@ -1,6 +1,6 @@
-"""Checks of a configuration against this machine that `config`, `doctor` and an engine share.
+"""Checks of a configuration against this machine, shared by `config`, `doctor` and the engine.
 
-The engine makes them before it loads the model, which takes minutes.
+The engine runs them before it loads the model, which takes minutes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from kv_offload.config.trace import ResolvedConfig
 from kv_offload.errors import CapacityError, ConfigError
 
 ANSWER_SECONDS = 5.0
-"""A start waits for a network filesystem for so long."""
+"""How long a start waits for a network filesystem to answer."""
 
 
 def check_sizes(traced: ResolvedConfig) -> None:
-    """Refuse host memory or a disk without room for blocks, and a disk larger than its filesystem.
+    """Refuse memory or a disk that is too small for blocks, or larger than its filesystem.
 
-    What is free now is not looked at. A disk that is not there yet fits. Raises `CapacityError`.
+    Ignores how much is free now. A disk that does not exist yet is accepted. Raises
+    `CapacityError`.
     """
     _check_pool_size(traced)
     disk = traced.config.disk
@@ -51,7 +52,7 @@ def check_sizes(traced: ResolvedConfig) -> None:
         place = find_place(Path(disk.path))
         filesystem_bytes = shutil.disk_usage(place).total
     except (ConfigError, OSError):
-        return  # `check_disk` says why
+        return  # `check_disk` reports it
     if disk.bytes * traced.replicas > filesystem_bytes:
         raise CapacityError(
             f"{_describe_request(traced, disk)}, but the filesystem of {place} has "
@@ -61,7 +62,7 @@ def check_sizes(traced: ResolvedConfig) -> None:
 
 
 def _check_pool_size(traced: ResolvedConfig) -> None:
-    """Refuse host memory that the filesystem of its pool could never have."""
+    """Refuse host memory that the filesystem of its pool could never hold."""
     config = traced.config
     if config.host_pool is None:
         return
@@ -69,7 +70,7 @@ def _check_pool_size(traced: ResolvedConfig) -> None:
     try:
         filesystem_bytes = shutil.disk_usage(path).total
     except OSError:
-        return  # `check_pool_folder` says why
+        return  # `check_pool_folder` reports it
     if config.cpu_bytes * traced.replicas > filesystem_bytes:
         raise CapacityError(
             f"{traced.describe_request()} in the host pool, but the filesystem of {path} has "
@@ -80,10 +81,10 @@ def _check_pool_size(traced: ResolvedConfig) -> None:
 
 
 def find_place(path: Path) -> Path:
-    """Return the folder that a disk's files would be made in or below: `path`, or what has it.
+    """Return the folder in which a disk's files would be made: `path`, or its parent.
 
-    An engine makes `path` itself, and nothing above: where a disk is not mounted, that would be a
-    folder of another one. Raises `ConfigError` where it could make no file.
+    An engine creates `path` but no parent of it: if a disk is not mounted, they would be folders of
+    another disk. Raises `ConfigError` if the engine could not create a file.
     """
     try:
         place = path if os.path.lexists(path) else path.parent
@@ -97,7 +98,7 @@ def find_place(path: Path) -> Path:
 
 
 def unusable_folder(path: Path, error: OSError) -> ConfigError:
-    """Return the refusal of a `disk.path`."""
+    """Return the error that refuses a `disk.path`."""
     return ConfigError(
         f"disk.path: {str(path)!r}: the folder cannot be made or used: {error}. Make it, for the "
         "user that runs the engine, or name another"
@@ -105,9 +106,10 @@ def unusable_folder(path: Path, error: OSError) -> ConfigError:
 
 
 def check_shared_folder(path: Path) -> None:
-    """Refuse a shared folder that is not there, or that this user may not write: `ConfigError`.
+    """Refuse a shared folder that is missing or not writable. Raises `ConfigError`.
 
-    One that does not answer within `ANSWER_SECONDS`, since its server is away, may be used later.
+    A folder that does not answer within `ANSWER_SECONDS`, because its server is away, is accepted:
+    it may be usable later.
     """
     problems: list[OSError] = []
 
@@ -132,18 +134,18 @@ def check_shared_folder(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """The bytes that are free on a disk, and those that files of kv-offload have there already."""
+    """Free bytes on a disk, and bytes that kv-offload's files already take there."""
 
     free_bytes: int
     taken_bytes: int
 
     def fits(self, needed_bytes: int) -> bool:
-        """Return whether so many fit, of which the files that are there have a part."""
+        """Return whether this many bytes fit, counting the existing files as part of them."""
         return needed_bytes <= self.free_bytes + self.taken_bytes
 
 
 def read_room(path: Path) -> DiskRoom:
-    """Look at the disk of a `disk.path`.
+    """Read the free and taken bytes of the disk of a `disk.path`.
 
     Raises `ConfigError` as `find_place` does, and `OSError` for a replica's folder of another user.
     """
@@ -155,7 +157,7 @@ def read_room(path: Path) -> DiskRoom:
 
 
 def check_disk(traced: ResolvedConfig) -> None:
-    """Refuse a disk whose folder cannot be made or written, or that has too little room now.
+    """Refuse a disk whose folder cannot be created or written, or that has too little room now.
 
     Does nothing without a disk. Raises `ConfigError` or `CapacityError`.
     """
@@ -165,7 +167,7 @@ def check_disk(traced: ResolvedConfig) -> None:
     path = Path(disk.path)
     try:
         room = read_room(path)
-    except OSError:  # of another replica, which may be another user's
+    except OSError:  # another replica's folder, perhaps another user's
         return
     if not room.fits(disk.bytes * traced.replicas):
         taken = f", and files of kv-offload have {format_size(room.taken_bytes)}"
@@ -177,32 +179,32 @@ def check_disk(traced: ResolvedConfig) -> None:
 
 
 def check_recording(path: Path) -> None:
-    """Raise `ConfigError` where no file of requests could be begun, without making one."""
+    """Raise `ConfigError` if a trace could not be recorded at `path`, without creating a file."""
     with refused_recording(path):
         with contextlib.suppress(FileNotFoundError):
             if not check_regular(path.stat()).st_size:
                 return
         path.parent.stat()
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "its folder may not be written")
+            raise PermissionError(errno.EACCES, "its folder is not writable")
 
 
 @contextlib.contextmanager
 def refused_recording(path: Path) -> Iterator[None]:
-    """Turn what stands in the way of a file of requests into a `ConfigError`."""
+    """Turn errors of opening a trace file into a `ConfigError`."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"record_trace: {str(path)!r}: the file cannot be begun: {error.strerror}. Name one in "
-            "a folder that this user may write, or leave record_trace out"
+            f"record_trace: {str(path)!r}: the file cannot be created: {error.strerror}. Name one "
+            "in a folder that this user may write, or leave record_trace out"
         ) from error
 
 
 def check_regular(found: os.stat_result) -> os.stat_result:
-    """Return what a file is. Raises `OSError` for a folder, a device or a pipe."""
+    """Return `found` if it is of a regular file; raise `OSError` for a folder, device or pipe."""
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return found
 
 

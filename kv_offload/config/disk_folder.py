@@ -1,4 +1,4 @@
-"""Which files a disk's folder has: an index, and a file of slots for each rank.
+"""The files in a disk's folder: an index, and a file of slots for each rank.
 
 PATH/index.sqlite, PATH/rank-0.kv, ...
 PATH/replica-1/index.sqlite, ...               of data-parallel replicas after the first
@@ -18,14 +18,14 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def replica_folder(folder: Path, replica: int) -> Path:
-    """Return the folder of a data-parallel replica; that of the first is the folder itself."""
+    """Return the folder of a data-parallel replica; the first replica uses `folder` itself."""
     return folder / f"replica-{replica}" if replica else folder
 
 
 def find_replicas(folder: Path) -> list[Path]:
-    """Return the folders in which a replica has files: this one, or those of several replicas.
+    """Return the folders in which a replica has files: `folder`, and those of further replicas.
 
-    Raises `OSError` where one cannot be read.
+    Raises `OSError` if a folder cannot be read.
     """
     named = [found for _, found in _numbered(folder, r"replica-(\d+)")]
     folders = [folder, *(found for found in named if found.is_dir())]
@@ -33,7 +33,7 @@ def find_replicas(folder: Path) -> list[Path]:
 
 
 def find_ranks(folder: Path) -> dict[int, Path]:
-    """Return the files of slots that a replica's folder has, by rank."""
+    """Return the slot files in a replica's folder, by rank."""
     return dict(_numbered(folder, r"rank-(\d+)\.kv"))
 
 

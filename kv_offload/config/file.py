@@ -1,4 +1,4 @@
-"""Reads files that users name; every way in which the YAML file can be wrong is one error."""
+"""Reads files that users name, and turns every mistake in the YAML file into a `ConfigError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import yaml
 from kv_offload.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-"""All keys with comments take some kilobytes; what is larger are weights, named by mistake."""
+"""All keys with comments take a few kilobytes; a larger file is probably weights, named by
+mistake."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
@@ -26,47 +27,48 @@ _REPR.maxlevel = 2
 _NO_SPACE = re.compile(
     r"^(\w+)[ \t]*(?:=|:(?=\S))[ \t]*([^\n#=:]+?)[ \t\r]*(?:#.*)?$", re.MULTILINE
 )
-"""A line such as `cpu_bytes=1GiB` or `cpu_bytes:1GiB`, which YAML takes for text."""
+"""Matches lines such as `cpu_bytes=1GiB` or `cpu_bytes:1GiB`, which YAML reads as text."""
 
 _NOT_DECIMAL = re.compile(r"^[-+]?0[0-9_]|:")
-"""An integer that YAML 1.1 reads in base 8 or 60: `010` is 8, `1:30` is 90."""
+"""Matches integers that YAML 1.1 reads in base 8 or 60: `010` is 8, `1:30` is 90."""
 
 
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-"""A variable of a shell in a path."""
+"""Matches a shell variable in a path."""
 
 
 def show(value: Any) -> str:
-    """Return a value as a message shows it: shortened, and never an error of its own."""
+    """Return a value for an error message: shortened, and never raising."""
     try:
         return _REPR.repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except ValueError:  # Python refuses to print that many digits
         return "a huge integer"
 
 
 def resolve_path(path: str) -> Path:
-    """Return the absolute path that a user means. Raises `ValueError` for what names no file."""
+    """Return a user's path as an absolute path. Raises `ValueError` if it cannot name a file."""
     if "\0" in path:
-        raise ValueError("a path has no null character.")
+        raise ValueError("a path cannot contain a null character.")
     expanded = os.path.expanduser(path)
     if path.startswith("~") and expanded == path:
-        raise ValueError("there is no user of this name. Write the path itself.")
+        raise ValueError("there is no user of that name. Write the path itself.")
     resolved = Path(expanded).absolute()
     if (variable := _VARIABLE.search(path)) and not os.path.lexists(resolved):
         raise ValueError(
-            f"{variable[0]} is not replaced, as a shell would do. Write the path itself, or ~ for "
+            f"{variable[0]} is not expanded as in a shell. Write the path itself, or ~ for "
             "your home."
         )
     return resolved
 
 
 def read_small(path: Path, most_bytes: int, what: str) -> bytes:
-    """Return what is in a regular file of `most_bytes` at most, as `what` has: "a config.json".
+    """Return the contents of a regular file of at most `most_bytes`.
 
-    Raises `OSError`, and `ValueError` for another file.
+    `what` describes the file in errors: "a config.json". Raises `OSError`, and `ValueError` for a
+    file that is not regular or is too large.
     """
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # a pipe would block who reads it, a device may never end
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block, a device may never end
         raise ValueError("it is not a regular file")
     if found.st_size > most_bytes:
         raise ValueError(f"it has {found.st_size:,} bytes, but {what} has at most {most_bytes:,}")
@@ -80,14 +82,14 @@ class ConfigFile:
     path: Path | None
     values: Mapping[Any, Any]
     texts: Mapping[str, str]
-    """Scalars as they are written, which YAML may have converted: `yes`, `0x1f`, `1_000`. Those of
-    a section have its name: `disk.bytes`."""
+    """Scalars as written in the file, before YAML converted them: `yes`, `0x1f`, `1_000`. A
+    section's keys include its name: `disk.bytes`."""
 
 
 def read_file(named_by: str, value: Any) -> ConfigFile:
     """Read a YAML file. `named_by` says where the user gave `value` as its path.
 
-    Raises `ConfigError`, with line and column where the content is wrong.
+    Raises `ConfigError`, with line and column if the content is wrong.
     """
     remedy = "Give the path of a YAML file that this process can read."
     if value == "-":
@@ -109,11 +111,11 @@ def read_file(named_by: str, value: Any) -> ConfigFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+    """PyYAML's safe loader, with an error for duplicate keys, of which PyYAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
-        # `!!map x` brings a node that is no mapping; PyYAML refuses it below.
+        # `!!map x` makes a node that is not a mapping; PyYAML refuses it below.
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key, yaml.ScalarNode):
                 continue
@@ -121,7 +123,7 @@ class _Loader(yaml.SafeLoader):
                 given = show(value.value) if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
                 first = lines[key.value]
                 raise _wrong(
-                    key, f"{key.value}: {given}: this key was given before, in line {first}"
+                    key, f"{key.value}: {given}: duplicate key, first given in line {first}"
                 )
             lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
@@ -130,12 +132,12 @@ class _Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
-            # Errors that PyYAML itself lets out for `2024-13-45`, `!!bool x` or `!!timestamp x`.
+            # PyYAML itself raises these for `2024-13-45`, `!!bool x` or `!!timestamp x`.
             kind = node.tag.rpartition(":")[2]
             raise _wrong(node, f"{show(node.value)} is not a valid {kind}") from error
         if type(value) is int and _NOT_DECIMAL.search(node.value):
             meant = f"{show(node.value)} means {show(value)} in YAML"
-            raise _wrong(node, f"{meant}: write the number that you mean")
+            raise _wrong(node, f"{meant}: write the number you mean")
         return value
 
 
@@ -154,7 +156,7 @@ def _scalars(mapping: yaml.Node, section: str = "") -> Iterator[tuple[str, str]]
 
 
 def _parse(path: Path, content: bytes) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
-    """Return the top-level mapping of a YAML file, and its scalars as they are written."""
+    """Return the top-level mapping of a YAML file, and its scalars as written."""
     line, column = 1, 1
     mistake = None
     try:

@@ -1,4 +1,4 @@
-"""How much host memory there is for this process, and how much of it can be had now."""
+"""The host memory that exists for this process, and the part that is available now."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 HEADROOM_BYTES = 2 << 30
-"""Memory that no pool takes: where none is left, the kernel ends processes. One half is for what
-engines need once they serve: requests, graphs, buffers of NCCL. The other half is for pools that
-grow at the same time unseen: 32 MiB for each of 4 threads of 8 ranks. A sum, not a measurement."""
+"""Memory that no pool takes, because the kernel kills processes when none is left. One half is for
+what engines need while serving: requests, graphs, NCCL buffers. The other half is for pools that
+grow at the same time without seeing each other: 32 MiB for each of 4 threads of 8 ranks. This is a
+sum, not a measurement."""
 
 HEADROOM_PART = 16
-"""A small machine keeps one part in so many of its memory free: 256 MiB of 4 GiB."""
+"""A small machine keeps this fraction of its memory free: 256 MiB of 4 GiB."""
 
 
 class HostMemory(NamedTuple):
-    """An amount of memory, in bytes, and the file that says so."""
+    """An amount of memory in bytes, and the file that reports it."""
 
     size_bytes: int
     source: str
 
 
 def headroom_bytes(host: HostMemory) -> int:
-    """Return how much of the memory that there is stays free of pools, in bytes."""
+    """Return the number of bytes that pools must leave free."""
     return min(HEADROOM_BYTES, host.size_bytes // HEADROOM_PART)
 
 
 def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     """Return the smallest of the machine's memory and the limits of this process's cgroups.
 
-    It is what exists, not what is free. Limits outside the cgroup namespace cannot be seen. Raises
-    `CapacityError` if the machine's memory or a limit that exists cannot be read.
+    Counts all memory, free or not. Limits outside the cgroup namespace cannot be seen. Raises
+    `CapacityError` if the machine's memory or an existing limit cannot be read.
     """
     return _smallest(_amounts(proc, cgroups, free=False), proc, cgroups)
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Return what this process could take now without the kernel ending or slowing one for it.
+    """Return the memory that this process can take now before the kernel kills or throttles one.
 
-    That is the smallest of the machine's `MemAvailable` and, in every cgroup with a limit, the
-    limit less what is in use. Cached files do not count as in use: the kernel drops them first.
-    Reads some ten files, in 0.3 ms on a machine with 2 cores. Any thread may call it. Raises
+    This is the smallest of the machine's `MemAvailable` and, for every cgroup with a limit, the
+    limit minus the memory in use. Cached files do not count as in use, because the kernel drops
+    them first. Reads about ten files, in 0.3 ms on a machine with 2 cores. Thread safe. Raises
     `CapacityError` if the machine's memory, a limit or its use cannot be read.
     """
     return _smallest(_amounts(proc, cgroups, free=True), proc, cgroups)
@@ -59,13 +60,14 @@ def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostM
         return min(amounts, key=lambda amount: amount.size_bytes)
     except (OSError, ValueError) as error:
         raise CapacityError(
-            f"cannot tell how much memory this machine has: {error}. "
+            f"cannot determine how much memory this machine has: {error}. "
             f"Make {proc}/meminfo and the limits under {cgroups} readable to this process"
         ) from error
 
 
 def _amounts(proc: Path, cgroups: Path, *, free: bool) -> Iterator[HostMemory]:
-    """Yield the machine's memory and the limits of the cgroups: all of it, or what is free."""
+    """Yield the memory of the machine and the limits of the cgroups, or the free parts if
+    `free`."""
     meminfo, name = proc / "meminfo", "MemAvailable" if free else "MemTotal"
     match = re.search(rf"^{name}:\s+([0-9]+) kB$", meminfo.read_text(), re.MULTILINE)
     if match is None:
@@ -82,14 +84,14 @@ def _amounts(proc: Path, cgroups: Path, *, free: bool) -> Iterator[HostMemory]:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The names of one version of cgroups."""
+    """File names of one version of cgroups."""
 
     limits: tuple[str, ...]
-    """Above `memory.high` the kernel takes back what it can and slows the processes down. It cannot
-    take back locked memory, so they would stay slow."""
+    """Above `memory.high` the kernel reclaims memory and slows the processes down. It cannot
+    reclaim locked memory, so they would stay slow."""
     used: str
     cached: tuple[str, str]
-    """In `memory.stat`, with the cgroups below."""
+    """Names in `memory.stat` that include the child cgroups."""
 
 
 _V1 = _Version(
@@ -101,7 +103,7 @@ _V2 = _Version(("memory.max", "memory.high"), "memory.current", ("inactive_file"
 
 
 def _read(file: Path) -> str | None:
-    """Return a file of a cgroup; `None` for a root cgroup or one outside this namespace."""
+    """Return the text of a cgroup file; None for a root cgroup or one outside this namespace."""
     try:
         return file.read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -109,23 +111,23 @@ def _read(file: Path) -> str | None:
 
 
 def _read_bytes(file: Path) -> int | None:
-    """Return the number in a file; `None` for no limit, or where no such file is."""
+    """Return the number in a file; None if there is no limit or no such file."""
     text = _read(file)
     if text is None or text == "max":
         return None
     if not text.isdecimal():
-        raise ValueError(f"{file} holds {text!r} where bytes belong")
+        raise ValueError(f"{file} holds {text!r} instead of a number of bytes")
     return int(text)
 
 
 def _cached_bytes(file: Path, names: tuple[str, ...]) -> int:
-    """Return the sum of the values of `names`; a name that the file lacks counts as nothing."""
+    """Return the sum of the values of `names`; a missing name counts as 0."""
     lines = [line.partition(" ") for line in (_read(file) or "").splitlines()]
     return sum(int(value) for name, _, value in lines if name in names)
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path, int]]:
-    """Yield the limits of this process's cgroups and of every one above, each with its file."""
+    """Yield the limits of this process's cgroup and its ancestors, each with its file."""
     try:
         text = (proc / "self/cgroup").read_text(errors="surrogateescape")
     except FileNotFoundError:
@@ -140,7 +142,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path, 
             continue
         parts = PurePosixPath(path).parts[1:]
         if ".." in parts:
-            parts = ()  # it lies outside the namespace; only the namespace's root can be seen
+            parts = ()  # outside the namespace, of which only the root is visible
         folders = [r.joinpath(*parts[:depth]) for r in roots for depth in range(len(parts), -1, -1)]
         for file in (folder / name for folder in folders for name in version.limits):
             limit = _read_bytes(file)

@@ -25,9 +25,9 @@ FilePath = Annotated[str, Meta(min_length=1)]
 def _says(
     description: str, allowed: str = "", takes: str = "", kind: str = "", **limits: Any
 ) -> Meta:
-    """Describe a key; `allowed` is left out where the type has the names that are allowed.
+    """Describe a key; `allowed` may be omitted if the type is a `Literal` of names.
 
-    A key with a `kind` is for a remote store of that kind, which needs it.
+    A key with a `kind` belongs to that kind of remote store, which requires it.
     """
     extra = {"allowed": allowed, "takes": takes, "kind": kind}
     return Meta(description=description, extra=extra, **limits)
@@ -45,7 +45,7 @@ def _path(description: str, allowed: str, kind: str = "") -> Meta:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """A folder on a local disk that takes blocks which leave host memory."""
+    """A folder on a local disk for blocks that leave host memory."""
 
     path: Annotated[
         FilePath,
@@ -61,22 +61,25 @@ class DiskConfig:
     write_rate: Annotated[
         Size,
         _size(
-            "Bytes per second that one replica writes to the disk at most, over all its ranks.",
+            "Maximum bytes per second that one replica writes to the disk, over all its ranks.",
             "bytes, or a size (1GiB)",
         ),
     ] = 1 << 30
     keep_on_restart: Annotated[
-        bool, _says("Whether what is on the disk serves after a restart.", "true or false")
+        bool, _says("Whether blocks on the disk are reused after a restart.", "true or false")
     ] = True
     keep_on_reset: Annotated[
         bool,
-        _says("Whether the disk still serves after a reset of the prefix cache.", "true or false"),
+        _says(
+            "Whether blocks on the disk stay usable after a reset of the prefix cache.",
+            "true or false",
+        ),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """A store that several engines share."""
+    """A remote store that several engines share."""
 
     kind: Annotated[
         Literal["mooncake", "folder", "s3"],
@@ -108,8 +111,8 @@ class RemoteConfig:
     bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_INT)],
         _size(
-            "Of mooncake: memory that one replica of the engine gives to it, over all its ranks. "
-            "Of a folder or a bucket: what all engines together may keep there.",
+            "For mooncake: memory that one replica of the engine gives to it, over all its ranks. "
+            "For a folder or a bucket: the limit for all engines together.",
             "bytes, or a size (64GiB); 0 to use what others give to Mooncake, or for a bucket with "
             "a rule that removes objects",
         ),
@@ -117,19 +120,19 @@ class RemoteConfig:
     write_rate: Annotated[
         Size,
         _size(
-            "Bytes per second that one replica writes to it at most, over all its ranks.",
+            "Maximum bytes per second that one replica writes to it, over all its ranks.",
             "bytes, or a size (1GiB)",
         ),
     ] = 1 << 30
     keep_on_reset: Annotated[
         bool,
-        _says("Whether it still serves after a reset of the prefix cache.", "true or false"),
+        _says("Whether its blocks stay usable after a reset of the prefix cache.", "true or false"),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The effective configuration of one engine, as `trace_config` checked and resolved it."""
+    """The effective configuration of one engine, checked and resolved by `trace_config`."""
 
     cpu_bytes: Annotated[
         Size,
@@ -142,14 +145,14 @@ class OffloadConfig:
     host_pool: Annotated[
         Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")] | None,
         _says(
-            "Name of a pool of this host: its engines read each other's host memory, and one that "
-            "starts again takes over what the one before it left, however that ended.",
+            "Name of a pool on this host: its engines read each other's host memory, and a "
+            "restarted engine takes over the blocks of the one before it, even after a crash.",
             "a name of 1 to 64 letters, digits, dots, underscores and hyphens",
         ),
     ] = None
     host_pool_path: Annotated[
         FilePath,
-        _path("Folder of a memory filesystem that has the pools.", "the path of a folder"),
+        _path("Folder of a memory filesystem that holds the pools.", "the path of a folder"),
     ] = "/dev/shm"
     eviction_policy: Annotated[
         Literal["auto", "lru"],
@@ -157,17 +160,17 @@ class OffloadConfig:
     ] = "auto"
     store_blocks: Annotated[
         Literal["all", "prompt"],
-        _says("What is copied to host memory: all blocks, or only those of the prompt."),
+        _says("Blocks to copy to host memory: all, or only those of the prompt."),
     ] = "all"
     transfer_engine: Annotated[
         Literal["auto", "host", "cuda"],
-        _says("What copies: the host (for the CPU engine), CUDA, or whichever fits."),
+        _says("Engine that copies: the host (for the CPU engine), CUDA, or whichever fits."),
     ] = "auto"
     pack_kv: Annotated[
         bool,
         _says(
-            "Whether bfloat16 KV is packed without loss while it is copied, so that host memory "
-            "holds more of it.",
+            "Whether to pack bfloat16 KV without loss while copying it, so that host memory holds "
+            "more.",
             "true or false",
         ),
     ] = False
@@ -184,8 +187,7 @@ class OffloadConfig:
         float,
         _says(
             "Share of host memory, and of a disk, that blocks of one cache_salt may take.",
-            "a number from 0.01 to 1, which bounds nothing; requests without a cache_salt share "
-            "one part",
+            "a number from 0.01 to 1 (no limit); requests without a cache_salt share one part",
             ge=0.01,
             le=1,
         ),
@@ -194,7 +196,7 @@ class OffloadConfig:
         float,
         _says(
             "Share of host memory that requests may retain, over all of them.",
-            "a number from 0, which retains nothing, to 0.9",
+            "a number from 0 (retain nothing) to 0.9",
             ge=0,
             le=0.9,
         ),
@@ -210,14 +212,17 @@ class OffloadConfig:
     ] = 0.25
     load_or_recompute: Annotated[
         Literal["measured", "always_load"],
-        _says("Whether a hit is computed where that was measured to be sooner."),
+        _says("Whether to recompute a hit if measurements show that this is faster."),
     ] = "measured"
     keep_on_sleep: Annotated[
-        bool, _says("Whether host memory still serves after a sleep of level 1.", "true or false")
+        bool,
+        _says(
+            "Whether blocks in host memory stay usable after a sleep of level 1.", "true or false"
+        ),
     ] = False
     on_load_failure: Annotated[
         Literal["recompute", "fail"],
-        _says("Whether a request whose load failed is computed again or fails."),
+        _says("Whether a request whose load failed is recomputed or fails."),
     ] = "recompute"
     disk: DiskConfig | None = None
     remote: RemoteConfig | None = None
@@ -231,60 +236,60 @@ class OffloadConfig:
     record_trace_bytes: Annotated[
         Size,
         _size(
-            "What recordings to that file take at most, with those of earlier starts.",
+            "Maximum size of the recordings in that file, including those of earlier starts.",
             "bytes, or a size (256MiB)",
         ),
     ] = 256 << 20
 
     @property
     def host_bytes(self) -> int:
-        """The memory of the host that one replica takes, over all its ranks."""
+        """Host memory in bytes that one replica takes, over all its ranks."""
         return self.cpu_bytes + self.given_bytes
 
     @property
     def given_bytes(self) -> int:
-        """Host memory that one replica gives to a remote store, over all its ranks."""
+        """Host memory in bytes that one replica gives to a remote store, over all its ranks."""
         is_given = self.remote is not None and self.remote.kind == "mooncake"
         return self.remote.bytes if self.remote is not None and is_given else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key as error messages, the command line and docs/use/configuration.md describe it."""
+    """A key as described in error messages, the command line and docs/use/configuration.md."""
 
     name: str
-    """With the section that it is in, if any: `disk.path`."""
+    """Includes the section, if any: `disk.path`."""
     type: Any
     description: str
     allowed: str
     takes: str
-    """`size`, `path`, or nothing of what is read in its own way."""
+    """`size`, `path`, or empty for other types."""
     default: Any
-    """As a user writes it, of a size. None, and `is_required`, without one."""
+    """As a user writes it, even for a size. None if there is no default or the key is required."""
     is_required: bool = False
-    """True if its section must have it."""
+    """True if its section requires it."""
     kind: str = ""
-    """The kind of remote store that it is for; nothing for a key of all."""
+    """The kind of remote store it belongs to; empty for a key of all kinds."""
 
     @property
     def section(self) -> str:
-        """The section that it is in, or nothing."""
+        """Its section, or empty."""
         return self.name.rpartition(".")[0]
 
     @property
     def written_default(self) -> str:
-        """The default as a user writes it into the file."""
+        """The default as a user writes it in the file."""
         return "required" if self.is_required else as_yaml(self.default)
 
 
 def as_yaml(value: Any) -> str:
-    """Return a plain value as a user writes it into the file: `false`, `25%`."""
+    """Return a plain value as a user writes it in the file: `false`, `25%`."""
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
 SECTIONS: dict[str, type[DiskConfig | RemoteConfig]] = {"disk": DiskConfig, "remote": RemoteConfig}
-"""The mappings of a configuration, each of which may be left out: without a disk, without a remote
-store."""
+"""The nested mappings of a configuration. Without `disk` there is no disk, without `remote` no
+remote store."""
 
 
 def _keys(config: type[Any], section: str = "") -> Iterator[Key]:
@@ -312,7 +317,7 @@ SCHEMA = {key.name: key for key in _keys(OffloadConfig)}
 
 
 def keys_of(section: str) -> list[str]:
-    """Return the keys of a section by the names that they have in it, or of the top level."""
+    """Return the keys of a section without its name; of the top level if `section` is empty."""
     if not section:
         return [*dict.fromkeys(key.section or key.name for key in SCHEMA.values())]
     return [key.name.rpartition(".")[2] for key in SCHEMA.values() if key.section == section]

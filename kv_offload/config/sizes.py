@@ -1,4 +1,4 @@
-"""Sizes as people write them, and as messages show them."""
+"""Parses sizes as people write them, and formats them for messages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from fractions import Fraction
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
 SMALLEST_BYTES = 1 << 20
-"""The smallest pool. It needs thousands of blocks, and one of a small model takes a third of this
-(SmolLM2-135M: 360 KiB). So a smaller number was meant to have a unit, and a smaller percentage to
-be larger. Rates may be smaller, with a unit."""
+"""The smallest pool. A pool needs thousands of blocks, and one block of a small model takes a third
+of this (SmolLM2-135M: 360 KiB). So a smaller number probably lacks its unit, and a smaller
+percentage is a mistake. Rates may be smaller, with a unit."""
 
 TOO_LITTLE = "less than 1 MiB (1048576 bytes), hardly one block"
 _UNIT_BYTES = {
@@ -20,15 +20,14 @@ _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([a-z%]*)\s*", re.ASCI
 
 
 def parse_size(size: str | float, whole_bytes: int | None) -> int:
-    """Return the bytes that `size` means, rounded down: `48GiB`, `1.5 TB`, or `40%` of a whole.
+    """Return `size` in bytes, rounded down: `48GiB`, `1.5 TB`, or `40%` of `whole_bytes`.
 
-    Without a whole there is no `%`.
+    `%` is not allowed if `whole_bytes` is None. An integer is in bytes. Units ignore case, so `Gb`
+    is a gigabyte, not a gigabit. `Gi`, as in Kubernetes, is `GiB`.
 
-    An integer is bytes. Units are matched without regard to case, so `Gb` is a gigabyte, not a
-    gigabit. `Gi`, as Kubernetes writes it, is `GiB`.
-
-    Raises `ValueError`, with a sentence that says what to write, for what is no positive number
-    with a unit of `UNITS` or `%`, and for an integer or a percentage below `SMALLEST_BYTES`.
+    Raises `ValueError`, with a sentence that says what to write, for anything that is not a
+    positive number with a unit of `UNITS` or `%`, and for an integer or a percentage below
+    `SMALLEST_BYTES`.
     """
     if isinstance(size, float):
         raise ValueError("a number with a fraction needs a unit.")  # noqa: TRY004 - a wrong value
@@ -65,11 +64,11 @@ def _check_bare_size(size_bytes: int, *, has_whole: bool) -> int:
     if size_bytes < 1:
         raise ValueError(f"{TOO_LITTLE}.")
     meant = _with_units(str(size_bytes), has_whole=has_whole)
-    raise ValueError(f"without a unit it is bytes, {TOO_LITTLE}. Did you mean {meant}?")
+    raise ValueError(f"without a unit this means bytes, {TOO_LITTLE}. Did you mean {meant}?")
 
 
 def _with_units(number: str, *, has_whole: bool) -> str:
-    """Return what a number that lacks its unit may mean: the size of a pool, or so many bytes."""
+    """Return suggestions for a number without a unit: the size of a pool, or bytes."""
     value = float(number)
     if value >= SMALLEST_BYTES:
         return f"{number}B"
@@ -88,6 +87,6 @@ def format_size(size_bytes: int) -> str:
 
 
 def describe_bytes(size_bytes: int) -> str:
-    """Return a size as people read it, and exactly: for errors that compare sizes."""
+    """Return a size rounded and in exact bytes, for errors that compare sizes."""
     exactly = f"{size_bytes} byte{'' if size_bytes == 1 else 's'}"
     return exactly if size_bytes < 1024 else f"{format_size(size_bytes)} ({exactly})"

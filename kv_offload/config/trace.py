@@ -1,7 +1,7 @@
-"""The effective configuration, and where each of its values is from.
+"""Resolves the effective configuration, and records the source of each value.
 
-Keys in vLLM's `kv_connector_extra_config` win over the YAML file, which wins over the defaults.
-Every value that is given is checked, also one that another source overrides.
+Keys in vLLM's `kv_connector_extra_config` override the YAML file, which overrides the defaults.
+Every given value is checked, even one that another source overrides.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _NOT_MEANT_FOR_US = re.compile(
     rf"{VARIABLES}(BENCH_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|"
     r"PORT(_[0-9]+_(TCP|UDP|SCTP).*)?))"
 )
-"""Variables of this repository's benches, and those that Kubernetes sets in containers next to a
-Service named `kv-offload`: `KV_OFFLOAD_SERVICE_HOST`, `KV_OFFLOAD_PORT_8000_TCP_ADDR`."""
+"""Matches variables of this repository's benches, and those that Kubernetes sets in containers next
+to a Service named `kv-offload`: `KV_OFFLOAD_SERVICE_HOST`, `KV_OFFLOAD_PORT_8000_TCP_ADDR`."""
 
 
 class Given(NamedTuple):
-    """The value of a key: where from, as it was read, and as it was written."""
+    """The value of a key: its source, as it was read, and as it was written."""
 
     source: str
     value: Any
@@ -53,7 +53,7 @@ class Given(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The value as an error shows it: text in quotation marks, all else as it was written."""
+        """The value for an error message: text in quotes, anything else as it was written."""
         if self.value is None:
             return "no value"
         return show(self.value) if isinstance(self.value, str) else self.written
@@ -61,7 +61,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A configuration, its file, and what was given for every key, or for a section without."""
+    """A configuration, its file, and the value given for every key or left-out section."""
 
     config: OffloadConfig
     file: Path | None
@@ -69,10 +69,10 @@ class ResolvedConfig:
     host: HostMemory
     replicas: int
     warnings: tuple[str, ...]
-    """Settings next to it that are not read."""
+    """Settings outside the configuration that are ignored."""
 
     def describe_given(self) -> str:
-        """Return the file, and what differs from the defaults, as one line for the log."""
+        """Return the file and all values that differ from the defaults, as one line for the log."""
         shown = [f"{k}={v.written}" for k, v in self.given.items() if v.source != DEFAULT]
         given = f"{self.file}: {', '.join(shown)}" if self.file else ", ".join(shown)
         return f"configured by {given or 'nothing: all defaults'}"
@@ -84,7 +84,7 @@ class ResolvedConfig:
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def describe_request(self) -> str:
-        """Return what `cpu_bytes` asks for, for an error: where from, as written, in bytes."""
+        """Return the size that `cpu_bytes` asks for, for an error: source, as written, in bytes."""
         given = self.given["cpu_bytes"]
         size_bytes = self.config.cpu_bytes
         text = f"{given.source}: cpu_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
@@ -106,17 +106,18 @@ def trace_config(
 ) -> ResolvedConfig:
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
-    The file is `file`, which a command was given, else `extra_config["config_file"]`, else what
-    `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` stands in for `read_host_memory()`. The
-    data-parallel `replicas` on this host divide a percentage; each takes an absolute size.
+    The file is `file`, which a command was given, else `extra_config["config_file"]`, else the one
+    that `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` replaces `read_host_memory()`. The
+    data-parallel `replicas` on this host share a percentage; an absolute size is for each of them.
 
-    All problems are in one error, but those of sizes that do not fit are looked for at the end.
+    One error reports all problems, except that a size too large for the machine is only checked if
+    there are no others.
 
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
             keys contradict each other, or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
-            the headroom. What is free now is not looked at.
+            the headroom. Memory in use is not considered.
     """
     problems = Problems()
     warnings = tuple(_check_variables(environ, problems))
@@ -125,7 +126,7 @@ def trace_config(
         read = read_file("", file)
     elif FILE_KEY in extra_config:
         read = read_file(f"{EXTRA_CONFIG}: {FILE_KEY}: ", extra_config[FILE_KEY])
-    elif named := environ.get(FILE_VARIABLE):  # an empty variable is an absent one
+    elif named := environ.get(FILE_VARIABLE):  # an empty variable counts as absent
         read = read_file(f"environment: {FILE_VARIABLE}: ", named)
     inline = {k: v for k, v in extra_config.items() if k != FILE_KEY}
     host = host or read_host_memory()
@@ -163,11 +164,11 @@ def trace_config(
 
 
 def _check_variables(environ: Mapping[str, str], problems: Problems) -> Iterator[str]:
-    """Yield a warning for each variable that begins like ours and is not read.
+    """Yield a warning for each variable with our prefix that is not read.
 
-    It may belong to another program, such as a start script, so it stops no engine. One that is
-    named after a key does, as a `ConfigError`: a user who sets `KV_OFFLOAD_CPU_BYTES` wants that
-    value, and the engine would take another.
+    It may belong to another program, such as a start script, so it stops no engine. A variable
+    named after a key does, with a `ConfigError`: a user who sets `KV_OFFLOAD_CPU_BYTES` expects
+    that value, and the engine would use another.
     """
     for name, value in sorted(environ.items()):
         is_ours = name.startswith(VARIABLES) and not _NOT_MEANT_FOR_US.fullmatch(name)
@@ -178,18 +179,18 @@ def _check_variables(environ: Mapping[str, str], problems: Problems) -> Iterator
         with problems:
             if keys:
                 raise ConfigError(
-                    f"environment: {name}: {value[:100]!r}: no variable sets a key. Write "
+                    f"environment: {name}: {value[:100]!r}: variables do not set keys. Write "
                     f"{keys[0]} into the file that {FILE_VARIABLE} names, or into {EXTRA_CONFIG}, "
                     f"and unset {name}."
                 )
         yield (
             f"environment: {name} is not read: the plugin reads {FILE_VARIABLE} only. Unset it "
-            "unless another reads it."
+            "unless another program reads it."
         )
 
 
 def _written(value: Any, text: str | None) -> str:
-    """Return a value as the user wrote it, as far as that is known, on one line and shortened."""
+    """Return a value as the user wrote it, if known, shortened and on one line."""
     text = value if isinstance(value, str) else text
     if text is not None:
         return show(text)[1:-1]
@@ -199,9 +200,9 @@ def _written(value: Any, text: str | None) -> str:
 def _flatten(
     source: str, values: Mapping[Any, Any], texts: Mapping[str, str], problems: Problems
 ) -> Iterator[tuple[str, Given]]:
-    """Yield what a source says, by `disk.path` for `disk: {path: ...}`.
+    """Yield the values of a source, with `disk.path` for `disk: {path: ...}`.
 
-    The section itself comes first, with None if it is to be left out.
+    A section itself comes before its keys, with the value None if it is to be left out.
     """
     for name, value in values.items():
         given = Given(source, value, _written(value, texts.get(name)))
@@ -234,9 +235,10 @@ def _unknown(section: str, name: Any, given: Given) -> ConfigError:
 
 
 def _complete(given: Mapping[str, Given], problems: Problems) -> dict[str, Given]:
-    """Return what was given, in the order of the schema, with defaults and without what has none.
+    """Return the given values in the order of the schema, with defaults filled in.
 
-    Of a section that is left out there is its name alone. A key that a section lacks is a problem.
+    A section that is left out is represented by its name alone. A required key that is missing is a
+    problem.
     """
     complete: dict[str, Given] = {}
     for key in SCHEMA.values():
@@ -267,7 +269,7 @@ def _complete(given: Mapping[str, Given], problems: Problems) -> dict[str, Given
 
 
 def _nested(values: Mapping[str, Any]) -> OffloadConfig:
-    """Return the configuration of values by `disk.path`."""
+    """Build the configuration from values with flat names such as `disk.path`."""
     nested: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     kinds: Mapping[str, Callable[..., Any]] = SECTIONS
     for section, make in kinds.items():
@@ -278,7 +280,7 @@ def _nested(values: Mapping[str, Any]) -> OffloadConfig:
 
 
 def _checked(name: str, given: Given, whole_bytes: int) -> Any:
-    """Return a value as the engine uses it. Raises `ConfigError` for one that is not allowed."""
+    """Return a value as the engine uses it. Raises `ConfigError` if it is not allowed."""
     key, source, value = SCHEMA[name], given.source, given.value
     if name in _REMOVED_VALUES and value == _REMOVED_VALUES[name][0]:
         remedy = _REMOVED_VALUES[name][1]
@@ -296,7 +298,7 @@ def _checked(name: str, given: Given, whole_bytes: int) -> Any:
             value = parse_size(value, whole_bytes if name == "cpu_bytes" else None)
         converted = msgspec.convert(value, key.type)
         return str(resolve_path(converted)) if key.takes == "path" and converted else converted
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter of half a letter
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a surrogate
         is_large = isinstance(value, int) and value > MAX_INT
         problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
     except ValueError as error:
@@ -322,11 +324,11 @@ _REMOVED_VALUES = {
         "remove the key: auto, the default, has the copy engine copy where blocks are long",
     ),
 }
-"""By key, a value that earlier versions had, and what to do now."""
+"""By key: a value that earlier versions had, and what to do now."""
 
 
 def _check_shares(config: OffloadConfig, given: Mapping[str, Given]) -> None:
-    """Raise `ConfigError` where one user may retain more than all of them together."""
+    """Raise `ConfigError` if one user may retain more than all users together."""
     one, every = "max_retained_share_per_salt", "max_retained_share"
     share, limit = given[one], given[every]
     if share.source != DEFAULT and config.max_retained_share_per_salt > config.max_retained_share:

@@ -1,5 +1,6 @@
-"""Refuses keys that there are not, and says which is meant: those of earlier versions, of vLLM's
-connectors and of LMCache have an answer each.
+"""Refuses unknown keys and suggests the right one.
+
+Keys of earlier versions, of vLLM's connectors and of LMCache have a specific answer each.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from kv_offload.config.schema import SCHEMA, SECTIONS, keys_of
 from kv_offload.errors import ConfigError
 
 ALIKE = 0.75
-"""How similar to a key of ours another one must be to be suggested: `evict_policy` and
-`eviction_policy` are 0.89 alike, `store_policy` and `store_blocks`, another thing, 0.67."""
+"""Minimum similarity for suggesting a key: `evict_policy` and `eviction_policy` are 0.89 alike, the
+unrelated `store_policy` and `store_blocks` 0.67."""
 
 _VLLMS_KEYS = frozenset(
     (
@@ -23,7 +24,7 @@ _VLLMS_KEYS = frozenset(
         "kv_connector_extra_config",
     )
 )
-"""Those of vLLM's argument that people write among ours."""
+"""Keys of vLLM's own argument that people write among ours."""
 
 _RENAMED = {
     "disk_path": "disk.path",
@@ -37,7 +38,7 @@ _RENAMED = {
     "store_write_rate": "remote.write_rate",
     "store_keep_on_reset": "remote.keep_on_reset",
 }
-"""Ours by the names that they had."""
+"""Our keys by their former names."""
 
 _OTHERS_KEYS = {
     # vLLM
@@ -59,7 +60,7 @@ _OTHERS_KEYS = {
     "remote_url": "remote.address",
     "save_decode_cache": "store_blocks",
 }
-"""Ours by keys of vLLM's connectors and of LMCache."""
+"""Our keys by the equivalent keys of vLLM's connectors and of LMCache."""
 
 _NOT_NEEDED = {
     "block_size": "blocks have the size of the engine's --block-size",
@@ -73,15 +74,15 @@ _NOT_NEEDED = {
     "spec_name": "there is one kind of host memory, of cpu_bytes",
     "use_layerwise": "the engine decides when layers are copied",
 }
-"""Keys of vLLM's connectors and of LMCache for which there is none here, with the reason."""
+"""Keys of vLLM's connectors and of LMCache without an equivalent here, with the reason."""
 
 
 def unknown_key(
     source: str, section: str, name: str, value: str, extra: Sequence[str] = ()
 ) -> ConfigError:
-    """Return the refusal of a key, which says what to do instead.
+    """Return the error that refuses a key, with advice on what to write instead.
 
-    `value` is shown as it is. `extra` are keys of the top level that this source has besides.
+    `value` is shown as it is. `extra` lists further top-level keys that this source allows.
     """
     place = f"{section}.{name}" if section else name
     refused = f"{source}: {place}: {value}: "
@@ -96,16 +97,16 @@ def unknown_key(
     refused += "unknown key. "
     if written in _VLLMS_KEYS:
         return ConfigError(
-            f"{refused}It belongs into vLLM's argument --kv-transfer-config. Here only the "
+            f"{refused}It belongs in vLLM's argument --kv-transfer-config. Here only the "
             f"plugin's own keys are read: {_describe_keys('', extra)}."
         )
     others = written.removeprefix("lmcache").lstrip("_.")
     if ours := _OTHERS_KEYS.get(others):
         hint = f"It is a key of another connector; write {_as_place(ours)}. "
     elif reason := _NOT_NEEDED.get(others):
-        hint = f"It is a key of another connector, and not needed here: {reason}. "
+        hint = f"It is a key of another connector, not needed here: {reason}. "
     elif others != written:
-        hint = "It is a key of LMCache, and there is none for it here. "
+        hint = "It is a key of LMCache without an equivalent here. "
     else:
         hint = _suggest(section, written, extra)
     return ConfigError(
@@ -115,8 +116,8 @@ def unknown_key(
 
 
 def _suggest(section: str, written: str, extra: Sequence[str]) -> str:
-    """Return a question about the key that is meant, if one is alike."""
-    # `disk.path` or `path` at the top level, or a key in another section; `remote_bytes`.
+    """Return a question that suggests the closest key; empty if none is similar."""
+    # Also for `disk.path` or `path` at the top level, a key in the wrong section, `remote_bytes`.
     near = [name for name in SCHEMA if written in (name, name.rpartition(".")[2])]
     flat = {name.replace(".", "_"): name for name in SCHEMA if "." in name}
     own = [*keys_of(section), *(() if section else extra)]
@@ -128,13 +129,13 @@ def _suggest(section: str, written: str, extra: Sequence[str]) -> str:
 
 
 def _as_place(name: str) -> str:
-    """Return a key with its place, as a user writes it: `disk: {path: ...}`."""
+    """Return a key in its section, as a user writes it: `disk: {path: ...}`."""
     section, _, key = name.rpartition(".")
     return f"{section}: {{{key}: ...}}" if section else name
 
 
 def _describe_keys(section: str, extra: Sequence[str]) -> str:
-    """Return the keys of a section, or all."""
+    """Return the keys of a section, or all keys."""
     if section:
         return ", ".join(keys_of(section))
     names = [

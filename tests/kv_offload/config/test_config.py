@@ -118,7 +118,7 @@ def test_what_was_removed_is_refused_with_what_to_use(write, key, value, remedy)
         assert message.startswith(f"{source}: {key}: {value!r}: was removed: {remedy}")
 
 
-BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one block."
+BARE = "without a unit this means bytes, less than 1 MiB (1048576 bytes), hardly one block."
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one 
         ("eviction_policy", "\ud800", "must be auto or lru"),
         ("max_pinned_share", 0.0099, "must be a number from 0.01 to 1; with less, too few blocks"),
         ("max_pinned_share", 1.01, "must be a number from 0.01 to 1"),
-        ("max_share_per_salt", 0, "must be a number from 0.01 to 1, which bounds nothing"),
+        ("max_share_per_salt", 0, "must be a number from 0.01 to 1 (no limit)"),
         ("keep_on_sleep", "yes", "must be true or false"),
         ("on_load_failure", {}, "must be recompute or fail"),
         ("disk.path", "", "must be the path of a folder"),
         ("disk.path", 7, "must be the path of a folder"),
         ("disk.path", None, "must be the path of a folder"),
-        ("disk.path", "/nvme/\0", "a path has no null character. Allowed"),
+        ("disk.path", "/nvme/\0", "a path cannot contain a null character. Allowed"),
         ("disk.bytes", "10%", "unknown unit '%', known are B, kB, MB, GB, TB, KiB, MiB, GiB, Ti"),
         ("disk.bytes", "500", "the unit is missing, write 500MiB. Allowed"),
         ("disk.bytes", 64, f"{BARE} Did you mean 64GiB? Allowed: bytes, or a size (500GiB)"),
@@ -152,13 +152,13 @@ BARE = "without a unit it is bytes, less than 1 MiB (1048576 bytes), hardly one 
             "nothing would be written to the disk. To run without a disk, remove disk. Allowed",
         ),
         ("disk.write_rate", 8, f"{BARE} Did you mean 8GiB?"),
-        ("disk.path", "$HOME/kv", "$HOME is not replaced, as a shell would do. Write the path"),
-        ("record_trace", "/data/${USER}/trace", "${USER} is not replaced"),
-        ("disk.path", "~no such user/kv", "there is no user of this name. Write the path itself."),
+        ("disk.path", "$HOME/kv", "$HOME is not expanded as in a shell. Write the path"),
+        ("record_trace", "/data/${USER}/trace", "${USER} is not expanded"),
+        ("disk.path", "~no such user/kv", "there is no user of that name. Write the path itself."),
         ("disk.write_rate", None, "must be bytes, or a size (1GiB)"),
         ("disk.keep_on_restart", "no", "must be true or false"),
         ("remote.kind", "redis", "must be mooncake, folder or s3"),
-        ("remote.path", "$SHARED/kv", "$SHARED is not replaced, as a shell would do. Write the"),
+        ("remote.path", "$SHARED/kv", "$SHARED is not expanded as in a shell. Write the"),
         (
             "remote.address",
             "10.0.0.5",
@@ -340,12 +340,12 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
         ("num_cpu_blocks", "It is a key of another connector; write cpu_bytes. "),
         (
             "block_size",
-            "It is a key of another connector, and not needed here: blocks have the size of the "
+            "It is a key of another connector, not needed here: blocks have the size of the "
             "engine's --block-size. Correct or remove it",
         ),
-        ("chunk_size", "It is a key of another connector, and not needed here: blocks have"),
-        ("lazy_offload", "It is a key of another connector, and not needed here: blocks are"),
-        ("LMCACHE_BLEND_RECOMPUTE_RATIOS", "It is a key of LMCache, and there is none for it"),
+        ("chunk_size", "It is a key of another connector, not needed here: blocks have"),
+        ("lazy_offload", "It is a key of another connector, not needed here: blocks are"),
+        ("LMCACHE_BLEND_RECOMPUTE_RATIOS", "It is a key of LMCache without an equivalent"),
         ("store_policy", "Correct or remove it"),
         ("path", "Did you mean disk: {path: ...} or remote: {path: ...}? "),
         ("address", "Did you mean remote: {address: ...}? "),
@@ -353,7 +353,7 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
         ("disk.path", "Did you mean disk: {path: ...}? "),
         ("remote_byte", "Did you mean remote: {bytes: ...}? "),
         ("disks", "Did you mean disk? "),
-        ("kv-transfer-config", "It belongs into vLLM's argument --kv-transfer-config. "),
+        ("kv-transfer-config", "It belongs in vLLM's argument --kv-transfer-config. "),
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, hint):
@@ -461,7 +461,7 @@ def test_a_variable_named_after_a_key_is_refused():
     for key in (*SCHEMA, *SECTIONS):
         name = f"KV_OFFLOAD_{key.replace('.', '_').upper()}"
         assert refusal({}, {name: "100GiB"}) == (
-            f"environment: {name}: '100GiB': no variable sets a key. Write {key} into the file "
+            f"environment: {name}: '100GiB': variables do not set keys. Write {key} into the file "
             "that KV_OFFLOAD_CONFIG_FILE names, or into kv_connector_extra_config, and unset "
             f"{name}."
         )
@@ -498,8 +498,8 @@ READABLE = "Give the path of a YAML file that this process can read."
     ("path", "reason"),
     [
         ("missing.yaml", "No such file or directory"),
-        ("~nobody-has-this-name/kv.yaml", "there is no user of this name"),
-        ("$HOME/kv.yaml", "$HOME is not replaced, as a shell would do"),
+        ("~nobody-has-this-name/kv.yaml", "there is no user of that name"),
+        ("$HOME/kv.yaml", "$HOME is not expanded as in a shell"),
         ("a\0b", "null "),
         ("pipe", "is not a regular file"),
         ("model.safetensors", "it has 5,368,709,120 bytes, but a configuration has at most 1,048"),
@@ -547,10 +547,10 @@ NO_SPACE = "write `cpu_bytes: 1GiB`, with a space after the colon"
         ("a: !!bool x", 1, 4, "'x' is not a valid bool"),
         ("a: !!map x", 1, 4, "expected a mapping node, but found scalar"),
         ("a: " + "1" * 5000, 1, 4, "is not a valid int"),
-        ("max_pinned_share: 010", 1, 19, "'010' means 8 in YAML: write the number that you mean"),
+        ("max_pinned_share: 010", 1, 19, "'010' means 8 in YAML: write the number you mean"),
         ("max_pinned_share: 1:30", 1, 19, "'1:30' means 90 in YAML"),
-        ("a: {b: 1}\na: {c: 2}", 2, 1, "a: a mapping: this key was given before, in line 1"),
-        ("{store_blocks: all, 'store_blocks': all}", 1, 21, "was given before, in line 1"),
+        ("a: {b: 1}\na: {c: 2}", 2, 1, "a: a mapping: duplicate key, first given in line 1"),
+        ("{store_blocks: all, 'store_blocks': all}", 1, 21, "duplicate key, first given in line 1"),
         ("[" * 3000, 1, 1, "nested too deeply"),
         ("a: 1\nb: \x01", 2, 4, "character 0x1 is not allowed in YAML"),
         (b"a: 1\nb: \xff", 2, 4, "byte 0xff is not UTF-8"),

@@ -88,7 +88,11 @@ def test_which_limits_count(tmp_path, what, cgroup, limits, size_bytes):
         (None, Machine.memory, r"No such file or directory.*Make .*/meminfo .*readable"),
         ("MemFree: 1 kB\n", Machine.memory, r"no MemTotal in .*/meminfo"),
         ("MemTotal: 1 kB\n", Machine.available, r"no MemAvailable in .*/meminfo"),
-        ("MemTotal: 1 kB\n", Machine.memory, r"a/memory.max holds 'lots' where bytes belong"),
+        (
+            "MemTotal: 1 kB\n",
+            Machine.memory,
+            r"a/memory.max holds 'lots' instead of a number of bytes",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, meminfo, read, reason):

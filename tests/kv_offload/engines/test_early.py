@@ -109,7 +109,7 @@ def test_a_disk_or_a_trace_that_no_model_could_use(place, tmp_path, monkeypatch)
         (disk(file / "kv"), "cannot be made"),
         (disk(tmp_path / "no" / "kv"), "cannot be made"),
         (disk(file), "cannot be made"),
-        ({"record_trace": str(tmp_path)}, "it is no regular file"),
+        ({"record_trace": str(tmp_path)}, "it is not a regular file"),
         ({"record_trace": str(tmp_path / "no" / "trace")}, "No such file or directory"),
         ({"record_trace": str(file / "trace")}, "Not a directory"),
     ]

@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_begun_is_refused_with_the_remedy(tmp_path):
         pipe: "No such device or address",
     }.items():
         assert refusal(path) == (
-            f"kv-offload: record_trace: {str(path)!r}: the file cannot be begun: {problem}. Name "
+            f"kv-offload: record_trace: {str(path)!r}: the file cannot be created: {problem}. Name "
             "one in a folder that this user may write, or leave record_trace out"
         )
     empty = tmp_path / "empty"
@@ -251,7 +251,7 @@ def test_what_another_user_recorded_keeps_no_engine_from_its_start():
             os.seteuid(0)
             os.chmod(folder, 0o755)
             os.seteuid(65534)
-            assert f"{path}.3': the file cannot be begun: Permission denied" in refusal(path)
+            assert f"{path}.3': the file cannot be created: Permission denied" in refusal(path)
         finally:
             os.seteuid(0)
         assert files(path) == {path.name: 1, "trace.jsonl.1": 1, "trace.jsonl.2": 1}

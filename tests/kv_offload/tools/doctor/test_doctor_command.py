@@ -72,7 +72,7 @@ def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, report):
         ("cpu_bytes: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
         (f"{disk}: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
         (f"{disk}: 900TiB", "configuration", f"but the filesystem of {tmp_path} has "),
-        (f"record_trace: {tmp_path}", "recording", "it is no regular file"),
+        (f"record_trace: {tmp_path}", "recording", "it is not a regular file"),
         (f"{disk}: 1MiB", "disk", ""),
         ("record_trace: new", "recording", ""),
     ):

@@ -207,7 +207,7 @@ def test_what_is_wrong_with_a_file_is_said(folder, shown):
 def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(folder, shown):
     rank_file(folder, 0).unlink()
     os.mkfifo(rank_file(folder, 0))
-    assert f"{rank_file(folder, 0)}: it is no regular file" in shown(folder, status=1)
+    assert f"{rank_file(folder, 0)}: it is not a regular file" in shown(folder, status=1)
 
 
 @pytest.mark.parametrize(
