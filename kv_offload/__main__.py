@@ -1,4 +1,4 @@
-"""`python -m kv_offload` is `kv-offload`."""
+"""`python -m kv_offload` runs `kv-offload`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """The error tree of `kv_offload`; `transfer` has its own in `kv_swap.errors`.
 
-A message names the value, the limit and the remedy. As text it begins with `kv-offload: `, by which
-it is found in an engine's log. An error of several problems has several arguments.
+A message names the value, the limit and the remedy. Its text begins with `kv-offload: `, so that it
+can be found in an engine's log. An error that combines several problems has several arguments.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ class KVOffloadError(Exception):
 
     @property
     def message(self) -> str:
-        """All problems, as one line: a search for `kv-offload:` in a log finds all of it."""
+        """All problems on one line, so that a search for `kv-offload:` in a log finds them all."""
         problems = [str(problem) for problem in self.args]
         if len(problems) < 2:
             return "".join(problems)
         return " ".join(f"({number}) {text}" for number, text in enumerate(problems, 1))
 
     def __str__(self) -> str:
-        """Return the message with the name of the plugin in front."""
+        """Return the message, prefixed with the plugin's name."""
         return f"kv-offload: {self.message}"
 
 
@@ -31,25 +31,26 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnsupportedError(KVOffloadError, RuntimeError):
-    """The engine's version, model or settings cannot be served; refused at start, never guessed."""
+    """The engine's version, model or settings are not supported; refused at start, never
+    guessed."""
 
 
 class CapacityError(KVOffloadError, RuntimeError):
-    """The memory asked for does not exist, is not available, or cannot hold a single slot."""
+    """The requested memory does not exist, is not available, or cannot hold a single slot."""
 
 
 class ServerError(KVOffloadError, RuntimeError):
-    """A server is not there, is not vLLM, or runs without the plugin."""
+    """A server is unreachable, is not vLLM, or runs without the plugin."""
 
 
 class RequestError(KVOffloadError, ValueError):
-    """A request's `kv_transfer_params` are wrong; that request alone is refused."""
+    """A request's `kv_transfer_params` are invalid; only that request is refused."""
 
 
 class Problems:
-    """Collects refusals, so that a user sees all of them at once.
+    """Collects errors, so that a user sees all of them at once.
 
-    A block `with problems:` that raises one ends there; the code after it runs.
+    A `with problems:` block that raises a `KVOffloadError` ends there, and the code after it runs.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Problems:
         return isinstance(error, KVOffloadError)
 
     def raise_all(self) -> None:
-        """Raise one error of all that was found, of the type of the first, if there is any."""
+        """Raise one error with all collected problems, if any, of the type of the first."""
         if not self._found:
             return
         first, messages = self._found[0], [arg for error in self._found for arg in error.args]

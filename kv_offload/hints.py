@@ -1,8 +1,8 @@
-"""A request's hints about its blocks in `kv_transfer_params`, and their check.
+"""A request's hints about its blocks in `kv_transfer_params`, and their validation.
 
     {"kv_offload": {"store": true, "max_load_tokens": 4096, "retain_seconds": 600, "priority": 2}}
 
-Other keys of `kv_transfer_params` belong to other connectors, and are left alone.
+Other keys of `kv_transfer_params` belong to other connectors and are ignored.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kv_offload.config.file import show
 from kv_offload.errors import RequestError
 
 KEY = "kv_offload"
-"""Where a request's hints stand in its `kv_transfer_params`."""
+"""The key of a request's hints in its `kv_transfer_params`."""
 
 MAX_DEPTH = 32
-"""Levels of objects and lists in `kv_transfer_params`; connectors use three. At 470 the core of
-vLLM 0.32 fails to pickle them for its ranks, and ends."""
+"""Maximum nesting depth of `kv_transfer_params`; connectors use three levels. At a depth of 470 the
+core of vLLM 0.32 fails to pickle them for its ranks, and ends."""
 MAX_RETAIN_SECONDS = 24 * 3600
 MAX_PRIORITY = 9
 MAX_TOKENS = 2**31 - 1
@@ -34,7 +34,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Retain blocks for `owner`, the request's `cache_salt`, for some seconds after each use."""
+    """Retain blocks for `owner`, the request's `cache_salt`, for `seconds` after each use."""
 
     owner: str | None
     seconds: float
@@ -51,7 +51,7 @@ class RequestHints:
     keep: Keep | None = None
 
     def load_limit(self, start_tokens: int, limit_tokens: int) -> int:
-        """Return up to which token may be loaded after `start_tokens`, at most `limit_tokens`."""
+        """Return the token up to which loading is allowed, at most `limit_tokens`."""
         if self.max_load_tokens is None:
             return limit_tokens
         return min(limit_tokens, start_tokens + self.max_load_tokens)
@@ -61,9 +61,9 @@ NO_HINTS = RequestHints()
 
 
 def read_hints(params: Any, owner: str | None = None) -> RequestHints:
-    """Read a request's `kv_transfer_params`.
+    """Parse a request's `kv_transfer_params`.
 
-    Raises `RequestError` for a key that is unknown, and for a value out of its limits.
+    Raises `RequestError` for an unknown key or a value outside its limits.
     """
     if not isinstance(params, Mapping) or KEY not in params:
         return NO_HINTS
@@ -93,9 +93,9 @@ def read_hints(params: Any, owner: str | None = None) -> RequestHints:
 
 
 def check_depth(params: Any) -> None:
-    """Refuse a request's `kv_transfer_params`, of any connector, if they are nested too deeply.
+    """Raise `RequestError` if `kv_transfer_params`, of any connector, are nested too deeply.
 
-    Takes as long as they have values. Raises `RequestError`.
+    Takes time linear in their number of values.
     """
     level = [params]
     for _ in range(MAX_DEPTH):
@@ -109,7 +109,7 @@ def check_depth(params: Any) -> None:
 
 
 def _children(value: Any) -> Iterator[Any]:
-    """Yield the objects and lists in a value of JSON."""
+    """Yield the objects and lists directly inside a JSON value."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -130,7 +130,7 @@ def _is_allowed(name: str, value: Any) -> bool:
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
-    """Raise `RequestError` where two hints contradict each other."""
+    """Raise `RequestError` if two hints contradict each other."""
     for name, contradicts in (("max_load_tokens", "load"), ("retain_seconds", "store")):
         if name in given and given.get(contradicts) is False:
             raise RequestError(

@@ -1,19 +1,20 @@
-"""Hints of a router about a request's KV: vLLM's envelope of versioned actions.
+"""A router's hints about a request's KV: vLLM's envelope of versioned actions.
 
     {"protocol_version": "0.1", "message_id": "m", "actions": [{"action_id": "a",
      "action_type": "kv.retain", "action_version": "1.0",
      "payload": {"ttl_seconds": 600, "priority": 3}}]}
 
-vLLM carries it from 0.33 on as `kv_hints` of a request, and gives no action a meaning. Dynamo also
-puts it into `kv_transfer_params.kv_hint`. The actions are those of Dynamo and SGLang, version 1.0:
+vLLM 0.33 and later carry it as `kv_hints` of a request, without giving actions a meaning. Dynamo
+also puts it into `kv_transfer_params.kv_hint`. The actions are those of Dynamo and SGLang, version
+1.0:
 
-- `kv.retain`: the blocks of this request are retained, as by `retain_seconds`.
-- `kv.evict`, `kv.deref`: its session ends, so nothing more of this request is stored.
-- `kv.prefetch`: lower tiers are read while the request is queued, which is done without it, too.
-- `kv.demote`: blocks go to lower tiers, which is done without it, too.
+- `kv.retain`: retain the blocks of this request, as with `retain_seconds`.
+- `kv.evict`, `kv.deref`: the session ends, so store nothing more of this request.
+- `kv.prefetch`: read lower tiers while the request is queued; done without the hint, too.
+- `kv.demote`: write blocks to lower tiers; done without the hint, too.
 
-Hints are advice. Actions of other types and versions are for others, such as the `kv.fetch` of
-engines that read from each other; what is malformed changes nothing.
+Hints are advice. Actions of other types and versions are for other components, such as `kv.fetch`
+for engines that read from each other; malformed actions change nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from typing import Any
 from kv_offload.hints import MAX_PRIORITY, MAX_RETAIN_SECONDS, Keep, RequestHints
 
 KEY = "kv_hint"
-"""Where Dynamo puts the envelope in `kv_transfer_params`."""
+"""The key under which Dynamo puts the envelope in `kv_transfer_params`."""
 
 MAX_ACTIONS = 64
-"""Actions of one envelope that are looked at."""
+"""Maximum number of actions of one envelope that are read."""
 
 VERSION = "1"
-"""Major version of the actions below."""
+"""Major version of the supported actions."""
 
 ENDS = ("kv.evict", "kv.deref")
 ALWAYS_DONE = ("kv.prefetch", "kv.demote")
@@ -49,9 +50,10 @@ def find_envelope(request: Any) -> Any:
 def apply_kv_hints(
     envelope: Any, hints: RequestHints, owner: str | None
 ) -> tuple[RequestHints, int, int]:
-    """Add what a router says to the hints of the client, which count where both say more.
+    """Add a router's actions to the client's hints, which win in case of conflict.
 
-    `owner` retains the blocks. Returns the hints, and how many actions were followed and were not.
+    `owner` retains the blocks. Returns the hints, and the number of actions that were followed and
+    that were not.
     """
     actions = _get(envelope, "actions")
     if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
@@ -65,13 +67,14 @@ def apply_kv_hints(
 
 
 def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints | None:
-    """Return the hints with one action followed; None if it cannot be."""
+    """Return the hints after one action; None if it is not followed."""
     kind, version = _get(action, "action_type"), _get(action, "action_version")
     payload = _get(action, "payload")
     is_known = isinstance(version, str) and version.partition(".")[0] == VERSION
     if not is_known or not isinstance(payload, Mapping):
         return None
-    # Block hashes name more than this request: what it shares with others of its session.
+    # Block hashes name more than this request: also blocks that it shares with others of its
+    # session.
     if payload.get("include_current_request", True) is not True:
         return None
     if payload.get("execute_at", "request_completion") != "request_completion":
@@ -85,7 +88,7 @@ def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints 
     seconds, priority = payload.get("ttl_seconds"), payload.get("priority", 0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return None
-    if not 0 < seconds <= MAX_RETAIN_SECONDS:  # also not a number
+    if not 0 < seconds <= MAX_RETAIN_SECONDS:  # also false for NaN
         return None
     if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
         return None
@@ -96,5 +99,5 @@ def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints 
 
 
 def _get(part: Any, name: str) -> Any:
-    """Return a field of a struct of vLLM's, or of an object of JSON; None if it has none."""
+    """Return a field of a vLLM struct or of a JSON object; None if it is absent."""
     return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)

@@ -1,17 +1,18 @@
-"""Medians of recent measurements: one that a hiccup spoiled changes nothing."""
+"""Medians of recent measurements, which a single outlier does not change."""
 
 from __future__ import annotations
 
 from collections import deque
 
 ASSUMED_BYTES_PER_SECOND = 12e9
-"""The speed of copies until it was measured: that of PCIe Gen4 x8, so that none is too long."""
+"""The assumed copy speed until it is measured: that of PCIe Gen4 x8, so that no copy is too
+long."""
 
 MIN_MEASUREMENTS = 3
-"""Fewer are no evidence."""
+"""A median of fewer measurements is not evidence."""
 
 CLEARLY = 2.0
-"""A speed that is higher by this factor than the median was not measured by chance."""
+"""A speed that is this many times the median is not a chance result."""
 
 
 class RecentMedian:
@@ -25,18 +26,18 @@ class RecentMedian:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """Take one more value."""
+        """Add a value."""
         self._values.append(value)
         self._median = None
 
     @property
     def value(self) -> float:
-        """The median; there must be a value."""
+        """The median; there must be at least one value."""
         if self._median is None:
             self._median = sorted(self._values)[(len(self._values) - 1) // 2]
         return self._median
 
     @property
     def has_risen(self) -> bool:
-        """True if the last value is so far above the median that this may be out of date."""
+        """True if the last value is so far above the median that the median may be outdated."""
         return bool(self._values) and self._values[-1] >= CLEARLY * self.value

@@ -15,20 +15,20 @@ Pairs = NDArray[np.int32]
 
 
 class Outcome(enum.IntEnum):
-    """How a job ended on a rank. Of several ranks the greatest counts."""
+    """How a job ended on a rank. Of several ranks, the greatest counts."""
 
     OK = 0
     FAILED = 1
-    """Its destination may hold anything; no forward has read it."""
+    """The destination may hold anything; no forward pass has read it."""
     LOST = 2
-    """A forward read blocks that a synchronous load had not filled: its results are wrong."""
+    """A forward pass read blocks that a synchronous load had not filled: its results are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
     """Copy blocks of the KV cache to host memory, at the start of the next step.
 
-    Of ranks that share host memory each copies a part (`Peers.own_part`), and all report the job.
+    Ranks that share host memory each copy a part (`Peers.own_part`), and all report the job.
     """
 
     job_id: int
@@ -37,12 +37,13 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Copy slots of host memory into blocks that were allocated to one waiting request.
+    """Copy slots of host memory into blocks that are allocated to one waiting request.
 
-    `incomplete`: host memory has nothing for some block. Nothing is copied and the load fails.
-    `synchronous`: its request runs in this very step, and the forward must come after the load.
-    `whole`: it brings all tokens of its request; the forward computes the last one again, and
-    writes its KV over what was loaded.
+    - `incomplete`: host memory lacks data for some block. Nothing is copied and the load fails.
+    - `synchronous`: the request runs in this very step, and the forward pass must wait for the
+      load.
+    - `whole`: the load covers all tokens of its request; the forward pass recomputes the last one
+      and overwrites its loaded KV.
     """
 
     job_id: int
@@ -55,11 +56,11 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class MoveJob:
-    """Copy slots between host memory and a lower tier: up if it `promotes`, else down.
+    """Copy slots between host memory and a lower tier: up if it `promotes`, otherwise down.
 
-    `tier` is the name of the tier, `disk` or `remote`. `pairs` has the slot in host memory and the
-    slot in the tier. `names` say what each block is: the tier keeps them with the bytes, and a
-    promotion brings nothing else.
+    `tier` is the name of the tier, `disk` or `remote`. `pairs` holds the slot in host memory and
+    the slot in the tier. `names` identify the blocks: the tier keeps them with the bytes, and a
+    promotion refuses a slot with another name.
     """
 
     job_id: int
@@ -76,37 +77,38 @@ class OffloadMetadata:
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     next_job_id: int = 0
-    """Every job below this was sent by now: what has not reached a rank never will."""
+    """All jobs below this id have been sent: one that has not reached a rank by now never will."""
     known: tuple[int, ...] = ()
-    """Jobs that no rank has to report any more: the scheduler knows how they ended."""
+    """Jobs that ranks need not report any more, because the scheduler knows how they ended."""
     admissions: int = 0
-    """How often requests had been given blocks when the step was planned."""
+    """Number of times that requests had been given blocks when the step was planned."""
     moves: tuple[MoveJob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The report of one rank. None stands for a figure that has not changed."""
+    """The report of one rank. A field that is None has not changed."""
 
     jobs: dict[int, Outcome] = field(default_factory=dict)
-    """By job id, every job that has ended and is not `known`. Each is reported until it is."""
+    """By job id: all ended jobs that are not `known`. Each is reported until it is."""
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By job id of a store or move that has ended: which of its pairs failed, if not all went well.
+    """By job id of an ended store or move: the indices of its pairs that failed, unless all
+    succeeded.
 
-    Of a store that is `OK` these are the blocks that do not fit packed slots. A move that was never
-    begun has failed without them."""
+    For a store that is `OK`, these blocks do not fit packed slots. A move that never began has
+    failed without them."""
     aborted_step: int | None = None
-    """The `admissions` of the last step that an error of the engine cut short: it is unknown which
-    blocks it computed."""
+    """The `admissions` of the last step that an engine error aborted: it is unknown which blocks it
+    computed."""
     load_bytes_per_second: float | None = None
     """The speed of a load that ran alone."""
     store_bytes_per_second: float | None = None
     promote_bytes_per_second: dict[str, float] | None = None
     """By tier."""
     ready_slots: int | None = None
-    """Slots from 0 on whose memory is ready."""
+    """The number of slots from 0 on whose memory is ready."""
     weight_loads: int | None = None
-    """How often the model has been given weights since the start."""
+    """How often the model has received weights since the start."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class OffloadWorkerMetadata:
     ranks: dict[int, RankReport] = field(default_factory=dict)
 
     def merge(self, other: OffloadWorkerMetadata) -> Self:
-        """Return what both say together."""
+        """Return the reports of both."""
         return type(self)(self.ranks | other.ranks)
 
 
@@ -126,9 +128,9 @@ class TierCapacity:
 
     num_slots: int
     file_id: str
-    """Identifies the file that has the slots; a file that was begun again has another one."""
+    """Identifies the file that holds the slots; a recreated file has a different id."""
     sharing_ranks: int = 1
-    """How many ranks share host memory, and so write each slot once between them."""
+    """The number of ranks that share host memory and divide the writing of each slot."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,11 @@ class WorkerCapacity:
     rank: int
     num_slots: int
     ready_slots: int
-    """Slots from 0 on whose memory was ready when this was sent; reports say how it grows."""
+    """The number of slots from 0 on whose memory was ready when this was sent; reports say how it
+    grows."""
     tiers: dict[str, TierCapacity] = field(default_factory=dict)
     """By name."""
     slot_bytes: int = 0
-    """Size of one slot of the arena."""
+    """Size of one slot of the arena in bytes."""
     arena: str = ""
-    """The path of the arena's file, with a `host_pool`."""
+    """The path of the arena's file; only with a `host_pool`."""

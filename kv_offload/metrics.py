@@ -1,6 +1,6 @@
 """The name, kind and help of every metric, and the figures that scheduler and worker count.
 
-In Prometheus names start with `PREFIX`: vLLM clears what carries its own prefix when a second
+In Prometheus, names start with `PREFIX`: vLLM clears metrics with its own prefix when a second
 engine is built in a process, and the prefixes of its own offloading connectors are taken.
 """
 
@@ -39,7 +39,7 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
 PREFIX = "vllm:host_kv_cache_"
 
 OTHER_SIZES: Mapping[str, float] = {"half": 0.5, "same": 1, "twice": 2, "four_times": 4}
-"""Sizes of host memory for which hits are estimated, by the end of the metric's name."""
+"""Sizes of host memory for which hits are estimated, by the suffix of the metric's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +158,23 @@ METRICS = (
         "load_seconds",
         "histogram",
         "Time from when a load could start to its end, on the first rank; one value for each load.",
-        # 0.1 ms, below which a load is all start, to 5 s, when something is wrong. 0.5 ms and
-        # 100 ms are among them: the limits of synchronous loads next to other requests, and alone.
+        # 0.1 ms, where a load is all overhead, to 5 s, where something is wrong. Includes 0.5 ms
+        # and 100 ms, the limits of synchronous loads alongside other requests, and alone.
         tuple(step * 10.0**power for power in range(-4, 1) for step in (1, 2.5, 5)),
     ),
     Metric(
         "load_bytes",
         "histogram",
         "Bytes of a load on the first rank; one value for each load.",
-        # 64 KiB, a block of a small model, to 16 GiB, a long prompt of a large one. 16 MiB is among
-        # them: from there on a synchronous load arrives in waves.
+        # 64 KiB, a block of a small model, to 16 GiB, a long prompt of a large one. Includes 16
+        # MiB, at and above which a synchronous load arrives in waves.
         tuple(4.0**power for power in range(8, 18)),
     ),
     Metric(
         "request_hit_tokens",
         "histogram",
         "Tokens that a hit saved its request from computing; one value for each hit.",
-        # A few blocks to 262,144 tokens, in steps of two: the time that is saved grows with them.
+        # A few blocks to 262,144 tokens, doubling: the saved time grows with the tokens.
         tuple(2.0**power for power in range(6, 19)),
     ),
 )
@@ -185,7 +185,7 @@ KINDS: Mapping[str, Kind] = {metric.name: metric.kind for metric in METRICS}
 class OffloadStats:
     """Figures by metric name, in a flat dictionary that can be sent to another process.
 
-    Counters add up, a gauge has its last value, a histogram has a list of values.
+    Counters add up, a gauge keeps its last value, a histogram has a list of values.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -204,10 +204,10 @@ class OffloadStats:
         self.data.setdefault(name, []).extend(values)
 
     def take(self) -> OffloadStats | None:
-        """Return what was counted since the last call; None if nothing was."""
+        """Return the figures since the last call; None if there are none."""
         data, self.data = self.data, {}
         return OffloadStats(data) if data else None
 
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to report."""
+        """Return whether there is nothing to report."""
         return not self.data

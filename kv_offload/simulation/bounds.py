@@ -9,11 +9,11 @@ from kv_offload.simulation.replay import ReplayResult
 from kv_offload.simulation.trace import TraceRequest
 
 NEVER = 1 << 62
-"""The next use of a block that does not come again."""
+"""The next use of a block that is not used again."""
 
 
 def infinite(requests: Iterable[TraceRequest]) -> ReplayResult:
-    """Return what a cache brings that keeps everything."""
+    """Return the result of a cache that keeps everything."""
     result, seen = ReplayResult(), set[int]()
     for request in requests:
         result.blocks += len(request.hash_ids)
@@ -24,7 +24,7 @@ def infinite(requests: Iterable[TraceRequest]) -> ReplayResult:
 
 
 def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
-    """Return what a cache of `capacity` blocks brings that evicts what is needed last.
+    """Return the result of a cache of `capacity` blocks that evicts the block needed last.
 
     A block that is needed later than all others is not stored. L. A. Belady, "A Study of
     Replacement Algorithms", IBM Systems Journal 1966. Within a request the tail is needed last.
@@ -32,7 +32,7 @@ def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
     coming = _next_uses(requests)
     result, kept = ReplayResult(), set[int]()
     next_use: dict[int, int] = {}
-    latest: list[tuple[int, int]] = []  # (-next use, block), stale ones included
+    latest: list[tuple[int, int]] = []  # (-next use, block), including stale entries
     for request, uses in zip(requests, coming, strict=True):
         result.blocks += len(request.hash_ids)
         result.hits += _prefix(request, kept)
@@ -53,7 +53,7 @@ def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
 
 
 def _prefix(request: TraceRequest, kept: set[int]) -> int:
-    """Return how many blocks from the first on are kept."""
+    """Return the length of the request's longest kept prefix, in blocks."""
     for count, block in enumerate(request.hash_ids):
         if block not in kept:
             return count
@@ -61,7 +61,7 @@ def _prefix(request: TraceRequest, kept: set[int]) -> int:
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
-    """Return by request when each of its blocks comes next, in accesses from the first on."""
+    """Return by request the next access to each of its blocks, numbered from the first access."""
     at = sum(len(request.hash_ids) for request in requests)
     last_seen: dict[int, int] = {}
     found = []

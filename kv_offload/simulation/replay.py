@@ -1,7 +1,8 @@
-"""Replays a trace through the real cache manager: what a policy keeps in so much memory.
+"""Replays a trace through the real cache manager, to see which blocks a policy keeps.
 
-Each request loads its longest readable prefix and stores what is missing of its prompt. Both end at
-once, and no GPU cache serves a part of it before. So the hits are those of host memory alone.
+Each request loads its longest readable prefix and stores the missing blocks of its prompt. Both
+complete at once, and no GPU cache serves a part of it before. So the hits are those of host memory
+alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class ReplayResult:
     blocks: int = 0
     """Blocks of all prompts."""
     hits: int = 0
-    """Those of them in the prefixes that were loaded."""
+    """Blocks in loaded prefixes."""
     stored: int = 0
     evicted: int = 0
 
@@ -31,7 +32,7 @@ class ReplayResult:
 
 
 class Replay:
-    """One cache of `capacity` blocks, which requests go through one after the other."""
+    """One cache of `capacity` blocks, which serves requests one after another."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         """Raises `CapacityError` for a capacity below 1."""
@@ -39,7 +40,7 @@ class Replay:
         self.result = ReplayResult()
 
     def serve(self, request: TraceRequest) -> int:
-        """Serve one request; return how many of its blocks were loaded."""
+        """Serve one request; return the number of its blocks that were loaded."""
         sampled = SampledRequest(request.hash_ids, prompt_tokens=request.input_length)
         (hits,) = self._cache.serve([sampled])
         result, manager = self.result, self._cache.manager
@@ -50,7 +51,7 @@ class Replay:
 
 
 def replay(requests: Iterable[TraceRequest], policy: str, capacity: int) -> ReplayResult:
-    """Replay a whole trace, and return what it counted. Raises `CapacityError`."""
+    """Replay a whole trace and return its counts. Raises `CapacityError`."""
     cache = Replay(policy, capacity)
     for request in requests:
         cache.serve(request)

@@ -1,4 +1,4 @@
-"""Traces of requests: which blocks each prompt has, by names that share prefixes share."""
+"""Traces of requests: the blocks of each prompt, by ids that shared prefixes have in common."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from msgspec import Meta
 from kv_offload.errors import KVOffloadError
 
 BLOCK_TOKENS = 512
-"""Tokens of a block where a request does not say it (`block_size`), as in Mooncake's traces."""
+"""Tokens of a block if a request does not give `block_size`, as in Mooncake's traces."""
 
 Count = Annotated[int, Meta(ge=0)]
 
 
 class TraceError(KVOffloadError, ValueError):
-    """A trace cannot be read: names the file, the line and what is wrong there."""
+    """A trace cannot be read; names the file, the line and the problem."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request. Equal prefixes have equal `hash_ids`, one for each block of the prompt.
+    """One request. Equal prefixes have equal `hash_ids`, one per block of the prompt.
 
-    Raises `ValueError` for a block that is named twice: what is before it is part of its name.
+    Raises `ValueError` for a repeated id: the id of a block covers the blocks before it.
     """
 
     timestamp: Annotated[float, Meta(ge=0)]
@@ -32,7 +32,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     input_length: Count
     """Tokens of the prompt."""
     output_length: Count
-    """Tokens that were generated."""
+    """Generated tokens."""
     hash_ids: tuple[Count, ...]
     block_tokens: Annotated[int, Meta(ge=1)] = msgspec.field(
         default=BLOCK_TOKENS, name="block_size"
@@ -40,7 +40,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens of each block."""
 
     def __post_init__(self) -> None:
-        """Check the names of the blocks."""
+        """Check that the ids are distinct."""
         if len(set(self.hash_ids)) < len(self.hash_ids):
             raise ValueError("hash_ids names a block twice: ids cover what lies before, too")
 
@@ -48,8 +48,8 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 def read_trace(path: Path) -> Iterator[TraceRequest]:
     """Yield the requests of a file of JSON lines, which need not fit into memory.
 
-    Empty lines are passed over, and a last line without its end, after others: an engine writes
-    it, or was killed meanwhile. Raises `TraceError` for a file or a line that cannot be read.
+    Skips empty lines, and an incomplete last line unless it is the only one: an engine is writing
+    it, or was killed while doing so. Raises `TraceError` for a file or a line that cannot be read.
     """
     try:
         with path.open("rb") as lines:
@@ -68,7 +68,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def split_blocks(requests: Iterable[TraceRequest], parts: int) -> Iterator[TraceRequest]:
-    """Cut each block into so many: a trace of blocks of 512 tokens becomes one of 16 by 32."""
+    """Split each block into `parts`: with 32, a trace of blocks of 512 tokens becomes one of 16."""
     for request in requests:
         ids = tuple(block * parts + part for block in request.hash_ids for part in range(parts))
         tokens = request.block_tokens // parts
