@@ -150,8 +150,7 @@ class RankEngine(Protocol):
         """Return the stream that copies sampled tokens to the host; None if there is none."""
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Return a function that counts how often the model has received weights since this
-        call."""
+        """Return a function that counts the model's weight loads since this call."""
 
     def forward_context(self) -> object | None:
         """Return an identity of the current or next forward pass; None if there is none."""

@@ -31,8 +31,7 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnsupportedError(KVOffloadError, RuntimeError):
-    """The engine's version, model or settings are not supported; refused at start, never
-    guessed."""
+    """The engine's version, model or settings are unsupported; refused at start, never guessed."""
 
 
 class CapacityError(KVOffloadError, RuntimeError):

@@ -46,8 +46,7 @@ class KeyMap:
             del shards[hash(key) & mask][key]
 
     def rename_all(self, key_of: list[Key], values: Sequence[int], keys: Sequence[Key]) -> None:
-        """Rename the keys of `values` to new, distinct `keys`, and update `key_of` (value to
-        key)."""
+        """Rename the keys of `values` to new, distinct `keys`; updates `key_of` (value to key)."""
         shards, mask = self._shards, self._mask
         for key, value in zip(keys, values, strict=True):
             gone = key_of[value]

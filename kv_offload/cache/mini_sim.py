@@ -50,8 +50,7 @@ def sample_blocks(hashes: Sequence[bytes], rarity_bits: int, step: int = 1) -> l
 
 
 def _runs(rarity_bits: int) -> Iterator[tuple[int, int, int]]:
-    """Yield runs: first block, length, and the number of blocks up to the end of the run's
-    chooser."""
+    """Yield runs: first block, length, and the number of blocks up to their chooser's end."""
     growing = _growing_runs(rarity_bits)
     yield from growing
     rarity = 1 << rarity_bits

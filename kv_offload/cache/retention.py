@@ -166,8 +166,7 @@ class Retention:
         return distinct(named[self._lease_of[named] == lease.number])
 
     def _room(self, lease: Lease, wanted: int) -> int:
-        """Return how many of `wanted` new slots a lease may have, after displacing weaker
-        leases."""
+        """Return how many of `wanted` new slots a lease may have; displaces weaker leases."""
         usable = self._manager.usable_slots
         owner = self._owners.get(lease.owner, Owner())
         own_room = int(self._max_owner_share * usable) - owner.slots
@@ -241,8 +240,7 @@ class Retention:
 
     @property
     def named_slots(self) -> int:
-        """Slots in the lists of all leases, including slots that moved on; measures their
-        memory."""
+        """Length of all leases' lists, including slots that moved on; measures their memory."""
         return sum(lease.named for lease in self._leases.values())
 
     def check_integrity(self) -> None:

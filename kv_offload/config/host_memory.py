@@ -66,8 +66,7 @@ def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostM
 
 
 def _amounts(proc: Path, cgroups: Path, *, free: bool) -> Iterator[HostMemory]:
-    """Yield the memory of the machine and the limits of the cgroups, or the free parts if
-    `free`."""
+    """Yield the machine's memory and the limits of the cgroups, or the free parts of these."""
     meminfo, name = proc / "meminfo", "MemAvailable" if free else "MemTotal"
     match = re.search(rf"^{name}:\s+([0-9]+) kB$", meminfo.read_text(), re.MULTILINE)
     if match is None:

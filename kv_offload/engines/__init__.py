@@ -1,1 +1,1 @@
-"""One folder an engine: its hooks, and all that is known of it."""
+"""Engine integrations: one folder per engine, with its hooks and everything specific to it."""

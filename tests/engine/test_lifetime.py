@@ -80,7 +80,7 @@ def test_a_second_engine_in_the_process_of_the_first_is_refused(model_folder, pl
         settings["kv_transfer_config"] = transfer_config(plugin)
     with offloading(model_folder) as first:
         assert first.generate(prompts) == expected
-        with pytest.raises(UnsupportedError, match="kv-offload: another engine of this"):
+        with pytest.raises(UnsupportedError, match="kv-offload: another engine in this"):
             LLM(**settings)
         assert first.reload(prompts) == expected
 
@@ -129,7 +129,7 @@ def test_what_is_left_of_a_start_that_failed_serves_no_other_engine(
     """A traceback keeps it, as in a notebook. It has other settings, and another KV cache."""
     caught = fail_to_start(model_folder, monkeypatch, method)
     try:
-        with pytest.raises(UnsupportedError, match="another engine of this process"):
+        with pytest.raises(UnsupportedError, match="another engine in this process"):
             LLM(**engine_settings(model_folder, "qwen3"), kv_transfer_config=transfer_config({}))
         assert caught.value
     finally:

@@ -98,12 +98,11 @@ class PrefixOrder:
         return freed
 
     def left(self, slots: Slots) -> None:
-        """Note that slots have left."""
+        """Record that slots have left."""
         self._leaves_from[slots] = 0
 
     def _list(self, slots: Slots) -> None:
-        """List slots of one bucket that have to stay: until the next ranking if there is no
-        room."""
+        """List slots of one bucket that stay; if there is no room, until the next ranking."""
         first, end = self._num_listed, self._num_listed + len(slots)
         if end > len(self._listed):
             return

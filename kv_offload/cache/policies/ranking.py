@@ -174,8 +174,7 @@ class Ranking:
                 self._enqueue(bucket, self._densities[bucket], slots)
 
     def _open(self) -> None:
-        """Open the next bucket; of recent ones, all of an epoch together, ordered by last
-        access."""
+        """Open the next bucket; for recent ones, all of an epoch, ordered by last access."""
         first = self._order[self._at]
         end = self._at + 1
         if first // CLASSES >= self._recent_from:

@@ -1,8 +1,9 @@
-"""vLLM: the only folder that imports it.
+"""The vLLM integration: the only folder that imports vLLM.
 
-`plugin` is what vLLM calls in every process, `connector` the class that it builds. `start` runs
-once, `hooks` in every step. `model` knows a model's KV cache, `patches` the methods we wrap.
+vLLM calls `plugin` in every process, and builds the class in `connector`. `start` runs once,
+`hooks` in every step. `model` describes a model's KV cache, `patches` lists the methods that we
+wrap.
 """
 
 CONNECTOR = "KVOffloadConnector"
-"""Our name in vLLM's `--kv-transfer-config`."""
+"""The connector's name in vLLM's `--kv-transfer-config`."""

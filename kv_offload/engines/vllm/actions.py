@@ -1,7 +1,7 @@
-"""Actions that a front end has the engine core run, by vLLM's own way to call an engine.
+"""Actions that a front end runs in the engine core, through vLLM's own `collective_rpc`.
 
-That is `collective_rpc`, with a name that no worker has: `patches.weights.watch_call` acts on it.
-Every data-parallel replica that the front end serves gets the call.
+The method name is one that no worker has; `patches.weights.watch_call` intercepts it. Every
+data-parallel replica that the front end serves gets the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ACTIONS = frozenset((PAUSE_STORES, RESUME_STORES))
 
 
 def act(core: Any, action: str) -> str:
-    """Do as an operator asks, between two steps; return `paused` or `running`."""
+    """Run an operator's action between two steps; return `paused` or `running`."""
     connector = connector_of(core)
     if connector is None:
         raise UnsupportedError(f"{action}: this engine has no KVOffloadConnector: configure it")
@@ -29,5 +29,5 @@ def act(core: Any, action: str) -> str:
     connector.offload_scheduler.pause_stores(paused=paused)
     publish_stats(core)
     state = "paused" if paused else "running"
-    logger.info("kv-offload: stores are %s, as an operator asked", state)
+    logger.info("kv-offload: stores are %s, as an operator requested", state)
     return state

@@ -1,4 +1,4 @@
-"""The class that vLLM builds, in the scheduler's process and in each rank's."""
+"""The connector class that vLLM builds, in the scheduler's process and in each rank's."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# A MultiConnector looks a member's stats up by this name, also if the member was given by the path
-# of this module.
+# A MultiConnector looks up a member's stats by this name, even if the member was configured by the
+# path of this module.
 register()
 
 
 class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     """Keeps computed KV blocks in host memory and loads them for later requests.
 
-    Raises `ConfigError`, `CapacityError` or `UnsupportedError` at start; afterwards nothing it does
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError` at start; after that, no error in it
     ends the engine.
     """
 
@@ -48,7 +48,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         self._is_member = bool(engine.enclosing)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self._only_rank = vllm_config.parallel_config.world_size == 1
-        # One of the two stays None; vLLM calls a hook only on the half that it belongs to.
+        # One of the two stays None; vLLM calls each hook only on the half that it belongs to.
         self.offload_scheduler = None  # type: ignore[assignment]
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
@@ -64,16 +64,16 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
 
     @survives(lambda self: None)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return what this half counted since the last call. vLLM asks at the end of every step."""
+        """Return this half's figures since the last call. vLLM asks at the end of every step."""
         errors = self.hook_errors.take()
         scheduler = self.offload_scheduler
         if scheduler is None:
             return ConnectorStats.of(self.offload_worker.take_stats(errors))
-        scheduler.step_ended()  # first: whatever fails below, the step has ended
+        scheduler.step_ended()  # first: the step has ended even if something below fails
         counted = scheduler.take_stats(errors)
         if counted is not None and counted.data.get("hit_tokens"):
             self._first_hits.loaded()
-        # No step may follow that would report what was polled just now.
+        # Poll the local rank, because there may be no further step to report its figures.
         rank = self._local_rank()
         moved = None if rank is None else rank.take_stats()
         if counted is None or moved is None:
@@ -88,9 +88,10 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the order of the KV cache that is best to copy, where vLLM has it in any case.
+        """Return the KV cache order that is fastest to copy, if vLLM supports it for this model.
 
-        None for a member: a MultiConnector refuses to start if two members ask for different ones.
+        None for a member: a MultiConnector refuses to start if two members ask for different
+        orders.
         """
         return None if is_asked_of_member() else wanted_layout(vllm_config)
 

@@ -1,7 +1,7 @@
-"""Routes on vLLM's API server with which an operator empties host memory and pauses stores.
+"""Routes on vLLM's API server for operators: empty host memory, pause and resume stores.
 
-vLLM loads this endpoint plugin only if `VLLM_PLUGINS` names it. It guards paths
-below `/v1` with `--api-key`; without a key these routes refuse all calls.
+vLLM loads this endpoint plugin only if `VLLM_PLUGINS` names it. It protects paths below `/v1` with
+`--api-key`; without a key these routes refuse all calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fastapi.requests import Request
 from kv_offload.engines.vllm.actions import PAUSE_STORES, RESUME_STORES
 
 PREFIX = "/v1/kv-offload"
-"""vLLM asks for its key below `/v1`."""
+"""vLLM requires its key for paths below `/v1`."""
 
 
 class ControlRoutes:
-    """The interface that vLLM asks of an endpoint plugin."""
+    """The interface that vLLM expects of an endpoint plugin."""
 
     name = "kv_offload_control"
     required_tasks = None
@@ -35,7 +35,7 @@ class ControlRoutes:
             app.add_api_route(f"{PREFIX}/{path}", route, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the engine where the routes find it, if calls to them must have a key."""
+        """Store the engine for the routes, but only if calls to them need a key."""
         has_key = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
         state.kv_offload_engine = engine_client if has_key else None
 
@@ -45,7 +45,7 @@ def _engine(request: Request) -> Any:
     if engine is None:
         raise HTTPException(
             403,
-            f"kv-offload: {PREFIX} is off, since this server has no engine or asks for no key: "
+            f"kv-offload: {PREFIX} is off, because this server has no engine or requires no key: "
             "start it with --api-key",
         )
     return engine
@@ -58,12 +58,12 @@ async def empty(request: Request) -> dict[str, str]:
 
 
 async def pause_stores(request: Request) -> dict[str, str]:
-    """Store nothing new; what host memory has is loaded as ever."""
+    """Pause stores; blocks in host memory can still be loaded."""
     return await _act(request, PAUSE_STORES)
 
 
 async def resume_stores(request: Request) -> dict[str, str]:
-    """Store again."""
+    """Resume stores."""
     return await _act(request, RESUME_STORES)
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MEDIA = {"": "CPU", "disk": "STORAGE"}
-"""vLLM's own names, by tier; routers may take one that they do not know for the GPU."""
+"""vLLM's own names, by tier; routers may mistake an unknown name for the GPU."""
 
 Said: TypeAlias = tuple[int | None, str | None, tuple[Any, ...] | None]
-"""Id and name of the LoRA adapter, and what else is in the block's hash."""
+"""Id and name of the LoRA adapter, and the other extra keys in the block's hash."""
 
 NOTHING: Said = (None, None, None)
 
@@ -34,7 +34,7 @@ def events_are_on(vllm_config: VllmConfig) -> bool:
 def describe_blocks(
     request: Request, first_token: int, end_token: int, block_tokens: int
 ) -> list[Said] | None:
-    """Return what is in the hashes of a request's blocks beyond their tokens; None if nothing is.
+    """Return by block what its hash covers beyond the tokens; None if nothing.
 
     See `Describe`.
     """
@@ -44,7 +44,7 @@ def describe_blocks(
         return None
     said: list[Said] = []
     adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
-    place = 0  # among the multimodal inputs
+    place = 0  # index among the multimodal inputs
     for first in range(first_token, end_token, block_tokens):
         keys, place = kv_cache_utils.generate_block_hash_extra_keys(
             request, first, first + block_tokens, place
@@ -54,10 +54,10 @@ def describe_blocks(
 
 
 class EventMaker:
-    """Makes vLLM's events of announcements."""
+    """Turns announcements into vLLM's events."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        # By cache group: what all its events say of its layers.
+        # By cache group: the fields that all events of its layers share.
         self._kinds = [_kind_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
 
     def make(self, announcements: Iterable[Announcement]) -> list[KVCacheEvent]:
@@ -76,7 +76,7 @@ class EventMaker:
             block_hashes=_external(blocks.hashes),
             parent_block_hash=None if parent is None else _external([parent])[0],
             token_ids=blocks.tokens,
-            # vLLM's own events of blocks without tokens have 0, and routers count on that.
+            # vLLM's own events for blocks without tokens have 0, and routers rely on that.
             block_size=group.block_tokens if blocks.tokens else 0,
             lora_id=lora_id,
             lora_name=lora_name,
@@ -98,7 +98,7 @@ def _place_of(blocks: Announcement) -> dict[str, Any]:
 
 
 def _kind_of(spec: Any) -> dict[str, Any]:
-    """Return what the events of a cache group say of its layers."""
+    """Return the event fields that describe the layers of a cache group."""
     from vllm.v1 import kv_cache_interface as interface
 
     return {
@@ -108,6 +108,6 @@ def _kind_of(spec: Any) -> dict[str, Any]:
 
 
 def _external(hashes: Sequence[bytes]) -> list[Any]:
-    """Return hashes as vLLM publishes them: bytes, or integers where its environment says so."""
+    """Return hashes as vLLM publishes them: bytes, or integers if its environment says so."""
     convert = kv_cache_utils.maybe_convert_block_hash
     return [convert(block_hash) for block_hash in hashes]

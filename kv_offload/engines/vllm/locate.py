@@ -1,4 +1,4 @@
-"""Finds what no reference leads to: vLLM's objects that call us, and our part inside of them."""
+"""Finds objects that nothing refers to: vLLM's callers of the plugin, our connector in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_offload.messages import OffloadWorkerMetadata
 
 
 def callers(name: str = "self") -> Iterator[Any]:
-    """Yield what has this name in the caller and in its callers, the nearest first."""
+    """Yield the local variable `name` of the caller and of its callers, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_locals.get(name)
@@ -19,7 +19,7 @@ def callers(name: str = "self") -> Iterator[Any]:
 
 
 def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[Any]:
-    """Yield our connector if it has this half: the engine's own, or inside a MultiConnector."""
+    """Yield our connectors with this half: the engine's own, or a MultiConnector's members."""
     if getattr(connector, half, None) is not None:
         yield connector
     for member in getattr(connector, "_connectors", ()):
@@ -27,15 +27,16 @@ def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[A
 
 
 def connector_of(core: Any) -> Any | None:
-    """Return our connector in vLLM's engine core; None without it, and while the core is built."""
+    """Return our connector in vLLM's engine core; None without it, or during its construction."""
     scheduler = getattr(core, "scheduler", None)
     return None if scheduler is None else next(connectors_in(scheduler.get_kv_connector()), None)
 
 
 class EngineState:
-    """Requests to pause or end that reached the engine while it is being built.
+    """Tells whether the engine was asked to pause or end, also while it is being built.
 
-    Its scheduler, and its core if that is a process, are on the call stack.
+    Must be created while the engine's scheduler, and its core if that is a process, are on the call
+    stack.
     """
 
     def __init__(self) -> None:
@@ -43,11 +44,11 @@ class EngineState:
         self._parts = tuple(found.values())
 
     def is_to_rest(self) -> bool:
-        """Return whether it pauses or ends."""
+        """Return whether the engine pauses or ends."""
         return self._has("pause_state") or self.is_ending()
 
     def is_ending(self) -> bool:
-        """Return whether it was asked to end, as by SIGTERM."""
+        """Return whether the engine was asked to end, for example by SIGTERM."""
         return self._has("shutdown_state")
 
     def _has(self, name: str) -> bool:
@@ -55,9 +56,9 @@ class EngineState:
 
 
 def find_waker() -> Callable[[], None] | None:
-    """Return what has the core of the engine that is being built look for work, if it waits.
+    """Return a function that wakes up the waiting core of the engine that is being built.
 
-    Any thread may call it. None for a core that is no process: its caller steps it.
+    It is thread safe. None if the core is not a process of its own: then its caller steps it.
     """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
@@ -75,7 +76,7 @@ def find_waker() -> Callable[[], None] | None:
 
 
 def _is_of_core(caller: Any) -> bool:
-    """Return whether it is vLLM's scheduler, whose state is not there yet, or its engine core."""
+    """Return whether this is vLLM's scheduler, which has no such state yet, or its engine core."""
     from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.engine.core import EngineCore
 
@@ -92,9 +93,9 @@ def worker_of_process() -> Any:
 def connectors_with_reports(
     connector: Any, report: Any
 ) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
-    """Yield our connector in vLLM's scheduler, with what its ranks report in a step's output.
+    """Yield our connectors in vLLM's scheduler, each with its ranks' report from a step's output.
 
-    The report of a MultiConnector has a list with an entry for each member.
+    A MultiConnector's report is a list with one entry per member.
     """
     if getattr(connector, "offload_scheduler", None) is not None:
         yield connector, report if isinstance(report, OffloadWorkerMetadata) else None

@@ -1,4 +1,4 @@
-"""The plugin's figures as vLLM takes them, for its log line and for `/metrics`."""
+"""The plugin's figures in vLLM's form, for its log line and for `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kv_offload.metrics import KINDS, METRICS, PREFIX, Metric, OffloadStats
 
 
 class ConnectorStats(OffloadStats, KVConnectorStats):
-    """Counters of one half; vLLM adds up figures of ranks and of steps."""
+    """Counters of one half; vLLM adds up the figures of ranks and of steps."""
 
     @classmethod
     def of(cls, stats: OffloadStats | None) -> ConnectorStats | None:
-        """Return figures as vLLM takes them."""
+        """Return figures in vLLM's form."""
         return None if stats is None else cls(stats.data)
 
     def reset(self) -> None:
         self.data = {}
 
     def aggregate(self, other: OffloadStats) -> ConnectorStats:
-        """Add another rank's, or a later, set of figures."""
+        """Add the figures of another rank or of a later step."""
         for name, value in other.data.items():
             kind = KINDS[name]
             if kind == "counter":
@@ -39,7 +39,7 @@ class ConnectorStats(OffloadStats, KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures for vLLM's periodic log line; of a histogram median and maximum."""
+        """Return figures for vLLM's periodic log line; for a histogram, median and maximum."""
         line: dict[str, int | float] = {}
         for name, value in self.data.items():
             if KINDS[name] == "histogram":
@@ -51,11 +51,11 @@ class ConnectorStats(OffloadStats, KVConnectorStats):
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics with the engine's labels and feeds them."""
+    """Registers the metrics with the engine's labels, and updates them."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, per_engine)
-        # One child per engine and metric now, so that each reads 0 before its first event.
+        # Create each metric per engine now, so that it reads 0 before its first event.
         self._metrics = {
             metric.name: {
                 engine: family.labels(*labelvalues) for engine, labelvalues in per_engine.items()
@@ -77,9 +77,9 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
 
 def _register(metric: Metric, metric_types: Any, labels: Any) -> Any:
-    """Return the family of a metric, of vLLM's class for its kind."""
+    """Return the metric family, in vLLM's class for its kind."""
     kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
-    # Each of several API servers gets other steps' figures: the latest value of a gauge counts.
+    # With several API servers, each gets the figures of different steps: the latest gauge counts.
     more: dict[str, dict[str, Any]] = {
         "gauge": {"multiprocess_mode": "mostrecent"},
         "histogram": {"buckets": metric.buckets},

@@ -11,16 +11,16 @@ from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 
 PREFIX = "kv-offload: "
-"""How every line of ours begins, errors included (`kv_offload.errors`)."""
+"""Prefix of all our log lines, errors included (`kv_offload.errors`)."""
 VLLM_LOG = logging.getLogger("vllm.kv_offload")
 """Only children of the logger `vllm` have a handler."""
 
 
 class _Forward(logging.Handler):
-    """Hands records to vLLM's log, each with the name of the plugin in front."""
+    """Forwards records to vLLM's log, with the plugin's name as a prefix."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record as if it were logged there. `kv_swap` does not know whose part it is."""
+        """Forward a record; `kv_swap` does not add the plugin's name itself."""
         if VLLM_LOG.isEnabledFor(record.levelno):
             message = record.getMessage()
             if not message.startswith(PREFIX):
@@ -30,11 +30,12 @@ class _Forward(logging.Handler):
 
 
 def register() -> None:
-    """Make `KVOffloadConnector` known to vLLM; a second call does nothing.
+    """Register `KVOffloadConnector` with vLLM; a second call does nothing.
 
-    Also shows our log in vLLM's, and patches what every process needs. vLLM calls this in engines
-    that do not ask for the plugin, too. So a vLLM that is not supported, and lacks what is needed
-    here, is an error in its log, and the engine continues: to it our connector has an unknown name.
+    Also forwards our log to vLLM's, and installs the patches that every process needs. vLLM calls
+    this even in engines that do not use the plugin. So if vLLM is unsupported and lacks something
+    needed here, that is only logged, and the engine continues; our connector is then an unknown
+    name to it.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -42,7 +43,7 @@ def register() -> None:
         _show_log()
         install_in_process()
         if CONNECTOR not in KVConnectorFactory._registry:
-            # Imported by vLLM only if it is configured.
+            # vLLM imports the module only if the connector is configured.
             KVConnectorFactory.register_connector(
                 CONNECTOR, "kv_offload.engines.vllm.connector", CONNECTOR
             )
@@ -60,5 +61,5 @@ def _show_log() -> None:
         if not any(isinstance(handler, _Forward) for handler in source.handlers):
             source.addHandler(_Forward())
             source.setLevel(logging.INFO)
-            # vLLM's logger may reach the root logger too: each line would be there twice.
+            # vLLM's logger may propagate to the root logger too: each line would appear twice.
             source.propagate = False

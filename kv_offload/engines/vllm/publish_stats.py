@@ -1,4 +1,4 @@
-"""Sends vLLM's front end figures that have changed while the engine makes no step."""
+"""Sends changed figures to vLLM's front end while the engine runs no step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 def publish_stats(core: Any) -> None:
     """Send the plugin's figures to the front end of a vLLM engine core, between two steps.
 
-    vLLM asks connectors for figures at the end of a step only. An engine in its user's process has
-    no front end; its next step does. An error is only logged: what the caller was asked for is
-    done.
+    vLLM asks connectors for figures only at the end of a step. An engine in its user's process has
+    no front end; its next step sends them. An error is only logged, because the caller's own work
+    is done.
     """
     outputs = getattr(core, "output_queue", None)
     if outputs is None:
@@ -26,11 +26,11 @@ def publish_stats(core: Any) -> None:
         if made is not None:
             outputs.put_nowait((0, EngineCoreOutputs(scheduler_stats=made)))
     except Exception:
-        logger.exception("kv-offload: metrics stand still until the engine's next step")
+        logger.exception("kv-offload: metrics are not updated until the engine's next step")
 
 
 def _stats_of(connector: Any) -> Any:
-    """Return our figures as the engine's connector, which may enclose ours, would."""
+    """Return our figures in the form of the engine's connector, which may enclose ours."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
     from kv_offload.engines.vllm.metrics import ConnectorStats

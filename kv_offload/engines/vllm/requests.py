@@ -1,4 +1,4 @@
-"""Changes of requests in vLLM's scheduler that no hook can ask for."""
+"""Changes to requests in vLLM's scheduler for which there is no hook."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ logger = logging.getLogger(__name__)
 
 
 def waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return which of the requests wait for a load, or for their turn after it."""
+    """Return those requests that wait for a load, or for their turn after it."""
     return _in_state(engine_scheduler, request_ids, "WAITING_FOR_REMOTE_KVS")
 
 
 def waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return which of the loaded requests have had their turn, and found too few free blocks."""
+    """Return those loaded requests that have had their turn and found too few free blocks."""
     return _in_state(engine_scheduler, request_ids, "WAITING", "PREEMPTED")
 
 
@@ -25,18 +25,18 @@ def _in_state(engine_scheduler: Any, request_ids: set[str], *states: str) -> set
 
 
 def keep_at(request: Any, shared_tokens: int) -> None:
-    """Have vLLM name the windows and states at the end of a prefix that a request shares.
+    """Make vLLM cache the windows and states at the end of a prefix that a request shares.
 
-    So it does itself where its own cache has the rest of the prefix. Otherwise it names them at the
-    end of a prompt alone, unless it is asked to name more.
+    vLLM does so itself if its own cache has the rest of the prefix. Otherwise it caches them only
+    at the end of a prompt, unless it is asked for more.
     """
     request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared_tokens)
 
 
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Have vLLM free requests once their loads have ended, and schedule them as ones without any.
+    """Make vLLM free requests once their loads have ended, and schedule them without loads.
 
-    So it does with `failed_recving_kv_req_ids` that have no computed tokens (0.31 to 0.33).
+    vLLM treats `failed_recving_kv_req_ids` without computed tokens this way (0.31 to 0.33).
     """
     for request_id in request_ids:
         _forget_load(engine_scheduler, request_id)
@@ -44,10 +44,10 @@ def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
-    """Have vLLM know nothing of what was loaded for a request; return the request.
+    """Discard vLLM's record of a request's loaded tokens; return the request.
 
-    When its load is given up a request stays in `_inflight_prefills`, for which vLLM keeps blocks
-    free. Then it would need its blocks twice to be admitted.
+    A request whose load is given up stays in `_inflight_prefills`, for which vLLM keeps blocks
+    free. It would then need its blocks twice to be admitted.
     """
     request = engine_scheduler.requests[request_id]
     request.num_computed_tokens = 0
@@ -56,18 +56,18 @@ def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
 
 
 def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Have requests whose loads have ended wait without blocks, as if nothing had been loaded.
+    """Make requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    vLLM looks them up again when it is their turn. No step reads or writes these blocks. Of those
-    that vLLM takes to wait for their loads, `recompute` must have been called; vLLM frees them once
-    more, which does no harm.
+    vLLM looks them up again when it is their turn. No step reads or writes these blocks. For
+    requests that vLLM still considers loading, `recompute` must be called first; vLLM then frees
+    their blocks a second time, which is harmless.
     """
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
         engine_scheduler.kv_cache_manager.free(request)
-    # Requests that hold blocks have a separate queue. vLLM goes through it first, and stops at one
-    # that finds no room: one without blocks would hold up those that free some, such as sessions
-    # whose prompts grow.
+    # Requests that hold blocks have a separate queue, which vLLM serves first and in which it stops
+    # at a request that finds no room. A request without blocks at its head would hold up requests
+    # that free blocks, such as sessions whose prompts grow.
     holding = engine_scheduler.kv_holding_waiting
     moved = [request for request in holding if request.request_id in request_ids]
     if moved:
@@ -76,11 +76,12 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def make_room(engine_scheduler: Any, stranded: set[str]) -> None:
-    """Have loaded requests give their blocks back where they keep each other from running.
+    """Make loaded requests give back their blocks if they keep each other from running.
 
-    vLLM loads for many requests side by side. It keeps free what they need to run, but of windows
-    too little. A loaded request that vLLM has tried to run keeps its blocks, since it is tried
-    again first, unless it is the only one; otherwise all of them could load and give back forever.
+    vLLM loads for many requests at a time. It reserves the blocks that they need to run, but too
+    few for windows. The first loaded request that vLLM has tried to run keeps its blocks, since it
+    is tried again first, unless it is the only one. Otherwise all of them could load and give back
+    forever.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -96,17 +97,17 @@ def make_room(engine_scheduler: Any, stranded: set[str]) -> None:
     recompute(engine_scheduler, waiting)
     give_blocks_back(engine_scheduler, given)
     logger.info(
-        "kv-offload: no loaded request found room to run: %d of them gave their GPU blocks back, "
-        "and load again when it is their turn",
+        "kv-offload: no loaded request had room to run: %d of them gave back their GPU blocks, "
+        "and will load again when it is their turn",
         len(given),
     )
 
 
 def tell_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: bool) -> list[Any]:
-    """Tell vLLM whose loads have failed, before it learns that they have ended.
+    """Report failed loads to vLLM before it learns that they have ended.
 
-    vLLM recomputes these requests, or they end with an error. Returns those that ended so and had
-    not ended before.
+    vLLM recomputes these requests, or ends them with an error. Returns the requests that this call
+    ended.
     """
     failed = waiting_for_loads(engine_scheduler, request_ids)
     if recomputes:
@@ -116,14 +117,14 @@ def tell_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: boo
 
 
 def tell_loaded(engine_scheduler: Any) -> None:
-    """Have vLLM ask its connector which loads have ended, outside of a step's output."""
+    """Make vLLM ask its connector which loads have ended, outside of a step's output."""
     from vllm.v1.outputs import KVConnectorOutput
 
     engine_scheduler._update_from_kv_xfer_finished(KVConnectorOutput())
 
 
 def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
-    """End requests with an error; return those that had not ended."""
+    """End requests with an error; return those that had not ended yet."""
     from vllm.v1.request import RequestStatus
 
     if not request_ids:
@@ -133,9 +134,9 @@ def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
 
 
 def end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
-    """End requests that may have computed with KV that was not there; return those alive.
+    """End requests that may have computed with missing KV; return those that were still alive.
 
-    No block keeps its key then: others would be served what was computed with that KV.
+    Also clears the keys of all GPU blocks: other requests could hit blocks computed with that KV.
     """
     num_blocks = engine_scheduler.kv_cache_config.num_blocks
     engine_scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))
@@ -143,7 +144,7 @@ def end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
 
 
 def add_ends(outputs: Any, ended: Sequence[Any]) -> None:
-    """Add to what vLLM returns of a step that these requests have ended."""
+    """Add the end of these requests to vLLM's outputs of a step."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     for request in ended:

@@ -1,4 +1,4 @@
-"""Parts of vLLM that a rank uses: its model runner, which calls it, and the forward's context."""
+"""Parts of vLLM that a rank uses: the model runner that calls it, and the forward context."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def find_runner() -> Any | None:
-    """Return the model runner on the call stack, which vLLM hands no connector; the nearest.
+    """Return the innermost model runner on the call stack; vLLM passes it to no connector.
 
-    While the connector is built there is none, but vLLM's worker, which has the same method.
+    While the connector is built there is no runner, but vLLM's worker, which has the same method.
     """
     return next((caller for caller in callers() if hasattr(caller, "execute_model")), None)
 
@@ -50,9 +50,9 @@ class VLLMRank:
         self._kv_cache_config = kv_cache_config
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
-        """Return the layout, the tensors, and which regions each layer reads.
+        """Return the layout, the tensors, and the regions that each layer reads.
 
-        Warns where everything is to be packed and nothing can be.
+        Warns if packing is on but nothing can be packed.
         """
         layout = describe_kv_caches(kv_caches, self._kv_cache_config, packs=self._packs)
         if self._packs and not any(region.packing for region in layout.regions):
@@ -60,7 +60,7 @@ class VLLMRank:
         return KVCaches(layout, [*kv_caches.values()], layer_regions(kv_caches, layout))
 
     def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
-        """Return a digest of where in a slot each value of a block is; see `model.layout`."""
+        """Return a digest of where each value of a block is in a slot; see `model.layout`."""
         return describe_pages(
             self._vllm_config, self._kv_cache_config, kv_caches, packs=self._packs
         )
@@ -68,7 +68,8 @@ class VLLMRank:
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream on which the model runner copies sampled tokens to the host, if any.
 
-        Runner V2 always has it. Runner V1 makes it at first use, or here if it will use it.
+        Runner V2 always has it. Runner V1 creates it at first use; this creates it if the runner
+        will use it.
         """
         for runner in callers():
             stream = getattr(runner, "output_copy_stream", None)
@@ -80,9 +81,9 @@ class VLLMRank:
         return None
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Have the runner's model count its `load_weights`; return a getter of the count, from 0.
+        """Make the model count calls of its `load_weights`; return a getter of the count, from 0.
 
-        Trainers in the engine's process call that method, and the engine core does not see it.
+        Trainers in the engine's process call that method without the engine core seeing it.
         """
         loads = 0
 
@@ -96,17 +97,17 @@ class VLLMRank:
         return lambda: loads
 
     def forward_context(self) -> object | None:
-        """Return vLLM's context of the forward that runs or is about to; None without one."""
+        """Return vLLM's context of the current or next forward pass; None if there is none."""
         from vllm import forward_context as contexts
 
         return contexts.get_forward_context() if contexts.is_forward_context_available() else None
 
     def forward_with_layer_calls(self) -> tuple[object, Hashable] | None:
-        """Return the forward about to run if its attention layers call `wait_for_layer_load`.
+        """Return the next forward pass if its attention layers call `wait_for_layer_load`.
 
-        Asked when the connector's metadata is bound. Then runner V1 has set the forward's context,
-        and so has runner V2 unless it replays a full graph. None for a full graph, for
-        micro-batches (several threads with contexts of their own), and for steps without attention.
+        Called when the connector's metadata is bound. At that point runner V1 has set the forward
+        context, and so has runner V2 unless it replays a full graph. None for a full graph, for
+        micro-batches (several threads, each with its own context), and for steps without attention.
         """
         context: Any = self.forward_context()
         if context is None or context.ubatch_slices is not None:
@@ -118,9 +119,10 @@ class VLLMRank:
 
 
 def before_each_step(call: Callable[..., None]) -> None:
-    """Have the model runner call `call`, like its `execute_model`, before it does so for a step.
+    """Make the model runner call `call`, with the same arguments, before each `execute_model`.
 
-    The connector's own first hook comes some milliseconds later, in which the link would idle.
+    The connector's own first hook comes a few milliseconds later, and the link would idle until
+    then.
     """
     runner = find_runner()
     if runner is not None:

@@ -1,4 +1,4 @@
-"""Hands spans to the OpenTelemetry tracer that vLLM has set up."""
+"""Passes spans to the OpenTelemetry tracer that vLLM has set up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def find_tracer(vllm_config: VllmConfig) -> ReportSpan | None:
-    """Return what reports spans; None where vLLM does not trace (`--otlp-traces-endpoint`)."""
+    """Return a function that reports spans; None without `--otlp-traces-endpoint`."""
     if vllm_config.observability_config.otlp_traces_endpoint is None:
         return None
     from opentelemetry import trace
@@ -20,7 +20,7 @@ def find_tracer(vllm_config: VllmConfig) -> ReportSpan | None:
     tracer = trace.get_tracer("kv_offload")
 
     def report(span: Span) -> None:
-        # Without headers of the client it is a trace of its own, as vLLM's own span then is.
+        # Without headers from the client this starts a new trace, as vLLM's own span does.
         context = extract_trace_context(span.request.trace_headers)
         attributes = {**span.attributes, "gen_ai.request.id": span.request.request_id}
         copied = tracer.start_span(

@@ -1,4 +1,4 @@
-"""The supported versions of vLLM, and what they name or count in different ways."""
+"""The supported versions of vLLM, and accessors for names that differ between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST, NEWEST = (0, 31), (0, 33)
-"""Minor versions whose connector interface this plugin was written against and tested with."""
+"""Minor versions whose connector interface this plugin was written and tested for."""
 
 
 def check_version(version: str) -> tuple[int, int]:
@@ -21,15 +21,15 @@ def check_version(version: str) -> tuple[int, int]:
         major, minor = -1, -1
     if not OLDEST <= (major, minor) <= NEWEST:
         raise UnsupportedError(
-            f"works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is {version!r}; what it "
-            "relies on in vLLM's scheduler differs between versions: install a vLLM in that range "
-            "or a kv-offload that supports yours"
+            f"works with vLLM {dotted(OLDEST)} to {dotted(NEWEST)}, this is {version!r}; it "
+            "relies on parts of vLLM's scheduler that differ between versions: install a vLLM in "
+            "that range or a kv-offload that supports yours"
         )
     return major, minor
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """Return a version as it is written."""
+    """Return a version with a dot, as in `0.33`."""
     return ".".join(map(str, version))
 
 
@@ -52,13 +52,13 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
 def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes of one block over all tensors of this rank.
 
-    All tensors are places in one allocation, whose size each of them gives.
+    All tensors are views of one allocation, and each gives the size of that allocation.
     """
     return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
 
 
 def host_hit_source() -> Any:
-    """Return the engine's label for hits in host memory; None with vLLM 0.31, which has none."""
+    """Return the engine's label for hits in host memory; None in vLLM 0.31, which has none."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -69,7 +69,7 @@ def host_hit_source() -> Any:
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
     """Return whether vLLM accepts embeddings in place of images because of `kv_role`.
 
-    It turns `enable_mm_embeds` on, and does not say whether the user had.
+    It turns `enable_mm_embeds` on without telling whether the user had.
     """
     inputs = vllm_config.model_config.multimodal_config
     encoders = vllm_config.ec_transfer_config

@@ -84,7 +84,7 @@ def test_hashes_that_another_process_draws_anew_are_refused(tmp_path, monkeypatc
         "kv_offload.engines.vllm.model.namespace.reproducible_hashes", lambda _: "so it is"
     )
     with pytest.raises(
-        ConfigError, match=r"serve no other process: so it is.*keep_on_restart: false"
+        ConfigError, match=r"useless to any other process: so it is.*keep_on_restart: false"
     ):
         find(tmp_path)
     assert find(tmp_path, keep_on_restart=False)

@@ -313,7 +313,7 @@ def test_an_option_of_ours_beside_the_members_is_refused(deep, option):
     with pytest.raises(UnsupportedError) as caught:
         build(misplaced)
     assert str(caught.value).endswith(
-        f"{name}: {value!r} stands beside connectors in the kv_connector_extra_config of the "
+        f"{name}: {value!r} is next to connectors in the kv_connector_extra_config of the "
         "MultiConnector, where no member reads it: move it into the kv_connector_extra_config of "
         "the member KVOffloadConnector"
     )
@@ -333,7 +333,7 @@ def test_options_of_others_beside_the_members_are_left_alone(warned):
 
     build(outside)
     (message,) = warned
-    assert message.startswith("kv-offload: eviction_policy: 'lru' stands beside connectors in the ")
+    assert message.startswith("kv-offload: eviction_policy: 'lru' is next to connectors in the ")
 
 
 @pytest.mark.parametrize("deep", [False, True])

@@ -359,5 +359,5 @@ def test_a_role_that_opens_embeddings_is_named(role, asked, monkeypatch):
     log.log_warnings(traced, engine.vllm, ())
     assert len(said) == opened
     for message in said:
-        assert message.startswith("kv-offload: kv_role 'kv_both' has vLLM accept embeddings")
+        assert message.startswith("kv-offload: kv_role 'kv_both' makes vLLM accept embeddings")
         assert "set 'kv_producer'" in message

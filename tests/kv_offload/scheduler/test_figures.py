@@ -175,7 +175,7 @@ def test_a_front_end_that_cannot_be_told_fails_no_reset(engine, caplog, monkeypa
 
     monkeypatch.setattr(engine.scheduler, "make_stats", fail)
     assert engine.reset(reset_connector=True)
-    assert "metrics stand still until the engine's next step" in caplog.text
+    assert "metrics are not updated until the engine's next step" in caplog.text
 
 
 def test_gauges_are_reported_now_and_then_while_requests_run_and_at_their_end(now):

@@ -1,1 +1,1 @@
-"""The connector's hooks, as vLLM calls them: on its scheduler's thread and on a rank."""
+"""The connector's hooks, called by vLLM on its scheduler's thread and on each rank."""

@@ -1,4 +1,4 @@
-"""Errors of the plugin's own hooks: the engine continues without the plugin and logs it once."""
+"""Errors in the plugin's own hooks: the engine continues without the plugin, and logs it once."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ class HookErrors:
         self._new = 0
 
     def caught(self, hook: str) -> None:
-        """Take note of the exception that is being handled."""
+        """Count the exception that is being handled, and log it if it is the hook's first."""
         self._new += 1
         if hook not in self._seen:
             self._seen.add(hook)
             logger.exception(
-                "kv-offload: an error in its hook %s. The engine goes on without host memory for "
-                "what the hook was asked; further errors of this hook are only counted "
-                "(hook_errors). Please report this",
+                "kv-offload: an error in its hook %s. The engine continues without host memory "
+                "for this call; further errors of this hook are only counted (hook_errors). "
+                "Please report this",
                 hook,
             )
 
     def take(self) -> int:
-        """Return how many there were since the last call."""
+        """Return the number of exceptions since the last call."""
         new, self._new = self._new, 0
         return new
 
 
 def survives(instead: Callable[..., Any]) -> Callable[[Hook], Hook]:
-    """Decorate a connector's hook: where it raises, return `instead(self, *arguments)`.
+    """Decorate a connector's hook: if it raises, return `instead(self, *arguments)`.
 
-    After `instead` no request waits for a report that never comes, and nothing is read that was not
-    loaded.
+    `instead` must ensure that no request waits for a report that never comes, and that no KV is
+    read that was not loaded.
     """
 
     def decorate(hook: Hook) -> Hook:

@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 
 class ConnectorMetadata(OffloadMetadata, KVConnectorMetadata):
-    """One step's plan as vLLM sends it to every rank."""
+    """One step's plan in the form in which vLLM sends it to every rank."""
 
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
-    """The half of `KVOffloadConnector` that lives with vLLM's scheduler."""
+    """The half of `KVOffloadConnector` in the process of vLLM's scheduler."""
 
     engine_id: str | None
     offload_scheduler: OffloadScheduler
     _is_member: bool
     _multi_connectors: Sequence[MultiConnector]
-    """Those around this connector, the inner first."""
+    """The MultiConnectors around this connector, innermost first."""
     _only_rank: bool
-    """Return whether the engine has one rank, which may live in this process."""
+    """True if the engine has one rank, which may be in this process."""
     _num_slots: int
     _slot_bytes: int
     _make_scheduler: SchedulerMaker
@@ -60,25 +60,26 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
     loaded: frozenset[str] = frozenset()
-    """Requests whose asynchronous loads have ended, and that were not reported to vLLM yet."""
+    """Requests whose asynchronous loads have ended, not yet reported to vLLM."""
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a store that is dropped is a later miss, nothing more."""
+        """False: a dropped store is only a later miss."""
         return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
-        """Take the ranks' capacities, or ask for them: a MultiConnector passes on another member's.
+        """Apply the ranks' capacities, asking the ranks for them if `metadata` is incomplete.
 
-        With prefill context parallelism vLLM passes on only some: several ranks have one place in
-        `metadata`. Called at the start, and from vLLM 0.33 also whenever the engine core wakes up.
+        A MultiConnector passes on another member's metadata. With prefill context parallelism vLLM
+        passes on only some, because several ranks share one place in `metadata`. Called at start,
+        and in vLLM 0.33 also whenever the engine core wakes up.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         world_size = self._vllm_config.parallel_config.world_size
         if self._is_member or 0 < len(capacities) < world_size:
             capacities = ask_ranks(rank_capacity)
         if capacities:
-            # The smallest rank's. Of packed slots only ranks know how large they are.
+            # The smallest rank's capacity counts. Only ranks know the size of packed slots.
             num_slots = min(self._num_slots, *(rank.num_slots for rank in capacities))
             slot_bytes = min(self._slot_bytes, max(rank.slot_bytes for rank in capacities))
             if (num_slots, slot_bytes) != (self._num_slots, self._slot_bytes):
@@ -90,9 +91,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
                 self._pool_is_logged = True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Build the scheduler's half: the block sizes are final now."""
+        """Build the scheduler's half; the block sizes are final now."""
         self._pool = gpu_block_pool
-        if self._engine_state is None:  # else ranks hold fewer slots
+        if self._engine_state is None:  # otherwise a rebuild, because ranks hold fewer slots
             self._engine_state, self._wake = EngineState(), find_waker()
         self.offload_scheduler = self._make_scheduler(
             gpu_block_pool,
@@ -102,20 +103,20 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self._wake,
         )
 
-    @survives(lambda self, request: None)  # it is looked up later, as ever
+    @survives(lambda self, request: None)  # the request is looked up later as usual
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
         if self._is_member and params.get("do_remote_prefill"):
-            return  # another member brings its tokens: lower tiers are not read for it ahead
+            return  # another member loads its tokens: do not read lower tiers ahead for it
         self.offload_scheduler.arrived(request)
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. A rank in this process reports new weights first.
+        """See `OffloadScheduler.match`. A rank in this process first reports new weights.
 
-        Inside a MultiConnector the tokens of the first member that has some are loaded.
+        Inside a MultiConnector, the first member that has tokens loads them.
         """
         if self.offload_scheduler.still_waits(request.request_id):
             return None, False
@@ -142,30 +143,30 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
 
     def loads(self, request_id: str) -> bool:
-        """Return whether this member is to load, or was to load, a request's tokens."""
+        """Return whether this member loads, or was to load, a request's tokens."""
         loading = self.offload_scheduler.in_flight.loading
         return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
     def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
-        """Take in a step's report, then the current report of a rank in this process.
+        """Apply a step's report, then the current report of a rank in this process.
 
-        A report is as old as the launch of its step. Under asynchronous scheduling it reports a
-        copy's end one or two steps late.
+        A step's report dates from the launch of the step. With asynchronous scheduling it reports
+        the end of a copy one or two steps late.
         """
         if report is not None:
             self._take_report(report)
         self._poll_local_rank()
 
-    @survives(lambda self, report: self.offload_scheduler.take_report(report))  # once more
+    @survives(lambda self, report: self.offload_scheduler.take_report(report))  # retry once
     def _take_report(self, report: OffloadWorkerMetadata) -> None:
         self.offload_scheduler.take_report(report)
 
-    @survives(lambda self, report: None)  # a report that was not taken in is repeated
+    @survives(lambda self, report: None)  # a report that was not applied is repeated
     def hear_drain(self, report: OffloadWorkerMetadata) -> None:
-        """Take in a rank's report between two steps."""
+        """Apply a rank's report between two steps."""
         self._take_report(report)
 
-    @survives(lambda self: None)  # its next report has it
+    @survives(lambda self: None)  # its next report includes it
     def _poll_local_rank(self) -> None:
         rank = self._local_rank()
         if rank is not None and self.offload_scheduler.in_flight.awaits_ranks:
@@ -173,9 +174,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self.offload_scheduler.take_report(rank.ended())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Name the requests whose loads every rank has ended; the ranks name none to vLLM.
+        """Name the requests whose loads have ended on all ranks; the ranks name none to vLLM.
 
-        What the ranks report has been taken in before (`patches.update_from_output`).
+        The ranks' reports have been applied before (`patches.update_from_output`).
         """
         loaded, self.loaded = self.loaded, frozenset()
         if loaded:
@@ -195,16 +196,17 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the engine free the blocks at once: what is being stored is pinned."""
+        """Let the engine free the blocks at once: blocks that are being stored are pinned."""
         self.offload_scheduler.finished(request, block_ids)
         self._first_hits.ended()
         return False, None
 
     @survives(lambda self: False)
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping: until the last store is reported, and once at the start.
+        """Keep an idle engine stepping until the last store is reported, and once at the start.
 
-        Not one that ends: vLLM would kill it after 5 s, and host memory ends with it.
+        An engine that is ending is not kept: vLLM would kill it after 5 s, and host memory ends
+        with it.
         """
         if self._engine_state is not None and self._engine_state.is_ending():
             return False
@@ -215,22 +217,22 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Let the engine wait for a store rather than preempt a request."""
         return self.offload_scheduler.in_flight.holds_idle_blocks
 
-    @survives(lambda self: False)  # it may still have what was to be forgotten
+    @survives(lambda self: False)  # host memory may not have been emptied
     def reset_cache(self) -> bool:
-        """Forget what is in host memory, for instance after the weights changed."""
+        """Empty host memory, for instance after the weights changed."""
         self.offload_scheduler.resets.reset_cache()
         return True
 
     @survives(lambda self: [])
     def take_events(self) -> list[KVCacheEvent]:
-        """Return what vLLM's KV events say of host memory; vLLM asks in every step."""
+        """Return vLLM's KV events about host memory; vLLM asks in every step."""
         announced = self.offload_scheduler.take_announcements()
         return self._events.make(announced) if announced else []
 
     def _local_rank(self) -> OffloadWorker | None:
-        """Return the engine's only rank if it lives in this process, but inside no MultiConnector.
+        """Return the engine's only rank if it is in this process, but None inside a MultiConnector.
 
-        That adds up what its members report.
+        A MultiConnector adds up its members' reports.
         """
         if not self._only_rank or not kv_transfer.has_kv_transfer_group():
             return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
-    """Return whether the runner zeroes or copies KV blocks for this step, before its forward.
+    """Return whether the runner zeroes or copies KV blocks for this step before its forward pass.
 
     Copies of states between the blocks of a running request do not count.
     """
@@ -46,20 +46,20 @@ class HandshakeMetadata(WorkerCapacity, KVConnectorHandshakeMetadata):
 
 
 class WorkerHooks(KVConnectorBase_V1):
-    """The half of `KVOffloadConnector` that lives on a rank."""
+    """The half of `KVOffloadConnector` on a rank."""
 
     offload_worker: OffloadWorker
     _is_member: bool
     _vllm_worker: weakref.ref[Any] | None
-    """vLLM's worker for which the half was built, if one was found."""
+    """The vLLM worker for which this half was built, if one was found."""
 
     @property
     def engine_is_gone(self) -> bool:
-        """Return whether this half belongs to an engine that vLLM did not shut down."""
+        """Return whether this half belongs to a former engine that vLLM did not shut down."""
         return self._vllm_worker is not None and self._vllm_worker() is None
 
     def _is_anothers(self) -> bool:
-        """Return whether the worker on the call stack is not the one that this was built for."""
+        """Return whether this half was built for another worker than that on the call stack."""
         if self._vllm_worker is None:
             return False
         worker = self._vllm_worker()
@@ -67,12 +67,11 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.offload_worker.transfer is not None or self._is_anothers():
-            # vLLM has one connector in a process, and gives it to each engine there.
+            # vLLM has one connector per process, and gives it to each engine there.
             raise UnsupportedError(
-                "another engine of this process, or what is left of one that failed to start, has "
-                "host memory, and blocks of two engines would be taken for one another: end the "
-                "other one before, leave VLLM_ENABLE_V1_MULTIPROCESSING at 1, or start a new "
-                "process"
+                "another engine in this process, or the remains of one that failed to start, has "
+                "host memory, and the blocks of two engines would be confused: end the other one "
+                "first, leave VLLM_ENABLE_V1_MULTIPROCESSING at 1, or start a new process"
             )
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)
@@ -85,19 +84,21 @@ class WorkerHooks(KVConnectorBase_V1):
         self.offload_worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
-        """Tell the scheduler how many slots this rank holds, and how many are ready.
+        """Report to the scheduler how many slots this rank holds, and how many are ready.
 
-        None inside a MultiConnector: it hands one member's to all of them, most of which fail then.
+        None inside a MultiConnector: it passes one member's metadata to all members, most of which
+        fail on it.
         """
         if self._is_member:
             return None
         return HandshakeMetadata(**vars(self.offload_worker.capacity()))
 
-    @survives(lambda self, *_, **__: None)  # the later hooks start what was not
+    @survives(lambda self, *_, **__: None)  # the later hooks start the remaining copies
     def begin_step(self, scheduler_output: SchedulerOutput, *_: Any, **__: Any) -> None:
-        """Submit this step's copies before the engine prepares it, unless that touches KV blocks.
+        """Submit this step's copies before its preparation, unless that zeroes or copies KV blocks.
 
-        Inside a MultiConnector the metadata is the outer one's: copies start with the later hooks.
+        Inside a MultiConnector the metadata is the outer connector's, so copies start in later
+        hooks.
         """
         metadata = scheduler_output.kv_connector_metadata
         if not isinstance(metadata, OffloadMetadata):
@@ -106,35 +107,35 @@ class WorkerHooks(KVConnectorBase_V1):
         if not changes_blocks(scheduler_output):
             self.offload_worker.start_copies(metadata, first=True)
 
-    @survives(lambda self, metadata: None)  # what is queued stays so
+    @survives(lambda self, metadata: None)  # queued stores stay queued
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
-        """Submit the last step's stores if they were not: this is the first hook of every step.
+        """Submit the last step's stores if necessary: this is the first hook of every step.
 
-        Runner V1 zeroes and copies blocks after it, runner V2 before it. Neither touches the pinned
-        sources of a store.
+        Runner V1 zeroes and copies blocks after this hook, runner V2 before it. Neither touches the
+        pinned sources of a store.
         """
         self.offload_worker.submit_stores()
 
     @survives(lambda self, metadata: self.offload_worker.rescue(metadata))
     def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
-        """Have the forward wait for its loads. This hook comes after zeroing, just before it.
+        """Make the forward pass wait for its loads. vLLM calls this after zeroing, just before it.
 
-        `start_load_kv` would not do: vLLM calls it after the forward was launched, unless the step
-        has synchronous loads.
+        `start_load_kv` comes too late: vLLM calls it after the forward pass was launched, unless
+        the step has synchronous loads.
         """
         super().bind_connector_metadata(connector_metadata)
         self.offload_worker.start_kv_transfers(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing: the loads of this step run already."""
+        """Do nothing: the loads of this step are already running."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Have compute wait for what this layer reads, if a load of this step still arrives."""
+        """Make compute wait for this layer's regions, while a load of this step is arriving."""
         on_layer = self.offload_worker.on_layer
         if on_layer is not None:
             self._call_on_layer(on_layer, layer_name)
 
-    @survives(lambda self, on_layer, layer_name: None)  # such a layer counts as one without a call
+    @survives(lambda self, on_layer, layer_name: None)  # the layer counts as not called
     def _call_on_layer(self, on_layer: Callable[[str], None], layer_name: str) -> None:
         on_layer(layer_name)
 
@@ -149,15 +150,15 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self: None)  # `get_finished` queues them
     def wait_for_save(self) -> None:
-        """Queue this step's stores. Nothing is waited for: their sources are pinned."""
+        """Queue this step's stores without waiting for them: their sources are pinned."""
         self.offload_worker.prepare_store_kv(self._get_connector_metadata())
 
     @survives(lambda self, _: self._end_step_anyhow())
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        """Queue this step's stores unless `wait_for_save` has; take in what ended.
+        """Queue this step's stores unless `wait_for_save` has done so, and poll for ended jobs.
 
-        With a draft model vLLM calls `wait_for_save` later, after the drafts; after an error there
-        the stores would be lost. The scheduler's half names requests to vLLM.
+        With a draft model, vLLM calls `wait_for_save` later, after the drafts; after an error in
+        between, the stores would be lost. The scheduler's half names requests to vLLM.
         """
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())
@@ -165,13 +166,13 @@ class WorkerHooks(KVConnectorBase_V1):
         return None, None
 
     def _end_step_anyhow(self) -> tuple[None, None]:
-        """Let nothing of this step be left; what ended is reported by the next one."""
+        """Discard everything of this step; ended jobs are reported in the next one."""
         if self.has_connector_metadata():
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
 
     @survives(lambda self: ConnectorWorkerMetadata(**vars(self.offload_worker.take_losses())))
     def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
-        """Report the jobs that ended; after an error only what must be reported in this step."""
+        """Report the jobs that ended; after an error, only what this step must report."""
         report = self.offload_worker.take_report()
         return None if report is None else ConnectorWorkerMetadata(**vars(report))

@@ -1,1 +1,1 @@
-"""A model's KV cache as the plugin sees it: tensors, cache groups, unsupported kinds."""
+"""A model's KV cache for the plugin: tensors, cache groups, unsupported kinds."""

@@ -1,4 +1,4 @@
-"""The model's cache groups, and which ranks hold the same bytes, as vLLM's specs say it."""
+"""The model's cache groups, and the ranks that hold the same bytes, derived from vLLM's specs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ WINDOW_SPECS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
 CHUNK_SPEC = "ChunkedLocalAttentionSpec"
 STATE_SPEC = "MambaSpec"
 SPECS = FULL_SPECS | WINDOW_SPECS | {CHUNK_SPEC, STATE_SPEC}
-"""Names of vLLM's KV-cache specs whose blocks are written no more once the pool knows them by hash.
+"""Names of vLLM's KV-cache specs whose blocks are never written again once the pool has their hash.
 
-Subclasses with other rules have names of their own and are refused, but for those whose blocks vLLM
+Subclasses with other rules have their own names and are refused, except those whose blocks vLLM
 never gives to another request (`is_scratch`). `docs/design/cache_groups.md` has a line for each."""
 
 
 def is_scratch(spec: Any) -> bool:
-    """Return whether vLLM serves no block of such a layer to another request.
+    """Return whether vLLM never serves a block of such a layer to another request.
 
-    A hit in its own cache leaves these blocks empty, too, and is right.
+    A hit in vLLM's own cache leaves these blocks empty, too, and is correct.
     """
     return not spec.prefix_cacheable
 
 
 def scratch_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
-    """Return the layers of which nothing is stored."""
+    """Return the layers whose blocks are not stored."""
     groups = kv_cache_config.kv_cache_groups
     scratch = [group for group in groups if is_scratch(group.kv_cache_spec)]
     return frozenset(name for group in scratch for name in group.layer_names)
@@ -47,10 +47,10 @@ def has_draft_head(vllm_config: VllmConfig) -> bool:
 
 
 def drops_last_block(vllm_config: VllmConfig) -> bool:
-    """Return whether a hit drops its last matching block, which a draft head reads.
+    """Return whether a hit drops its last matching block, because a draft head reads it.
 
     Not with `disable_eagle_block_drop`: then vLLM keeps no window after the end of a hit, and the
-    user has the head draft with KV that another token may have followed.
+    user accepts that the head drafts with KV that may depend on another token.
     """
     return has_draft_head(vllm_config) and vllm_config.speculative_config.use_eagle_block_drop()
 
@@ -58,7 +58,7 @@ def drops_last_block(vllm_config: VllmConfig) -> bool:
 def engine_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> tuple[CacheGroup, ...]:
-    """Return the groups of an engine's model, as its configuration has them stored and served."""
+    """Return the cache groups of an engine's model, as configured for storing and serving."""
     return cache_groups(
         kv_cache_config,
         vllm_config.parallel_config.decode_context_parallel_size,
@@ -77,10 +77,10 @@ def cache_groups(
     """Return the groups of a supported model in the order in which block tables list them.
 
     With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
-    context parallelism alone every rank holds them all. Where vLLM drops a block for a draft head
-    and does not say which groups hold its layers, all of them count as such; so they do for vLLM.
-    The KV of drafts depends on `lookahead_tokens` after a token: MTP modules write all but one of
-    the last ones again, and vLLM names these later.
+    context parallelism alone, every rank holds them all. If vLLM drops a block for a draft head
+    without telling which groups hold its layers, all groups count as such, as in vLLM. The KV of
+    drafts depends on `lookahead_tokens` after a token: MTP modules rewrite all but one of the last
+    ones, and vLLM gives these blocks their hash later.
     """
     specs = layer_specs(kv_cache_config)
     retention_tokens = kv_cache_config.prefix_cache_retention_interval
@@ -98,7 +98,7 @@ def cache_groups(
         unnamed_tokens = max(0, lookahead_tokens - 1)
         group = CacheGroup(group_id, block_tokens, **rule, unnamed_tokens=unnamed_tokens)
         may_be_of_head = of_head[group_id] or not any(of_head)
-        # Draft heads have no states, and vLLM drops none for them.
+        # Draft heads have no states, and vLLM drops no states for them.
         has_proof = not (group.holds_state or group.is_scratch)
         sees_next_token = drops_last_block and may_be_of_head and has_proof
         groups.append(dataclasses.replace(group, sees_next_token=sees_next_token))
@@ -115,8 +115,8 @@ def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
     """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
 
     Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
-    covers the others. Of a window vLLM gives a hit the blocks of `extra_retained_tokens` before it,
-    too, and knows them by hash afterwards, so they must be loaded.
+    covers the others. For a window, vLLM also gives a hit the blocks of `extra_retained_tokens`
+    before it, and caches them under their hashes afterwards, so they must be loaded.
     """
     kinds = {type(spec).__name__ for spec in specs}
     if kinds <= WINDOW_SPECS:
@@ -134,8 +134,8 @@ def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheCon
     """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
 
     `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
-    other tokens. Ranks compute latents from the same inputs, and a spec says over how many ranks it
-    is split, if it knows. What is not stored may differ.
+    different tokens. Ranks compute latents from the same inputs, and a spec tells over how many
+    ranks it is split, if it knows. Scratch layers, which are not stored, may differ.
     """
     scratch = scratch_layers(kv_cache_config)
     specs = [spec for name, spec in layer_specs(kv_cache_config).items() if name not in scratch]

@@ -1,8 +1,9 @@
-"""Which model it is: its weights, its configuration, and how both are used.
+"""Identifies the model: its weights, its configuration, and how both are used.
 
-Weights of a repository are known by its commit, those in a folder by the names, sizes and times of
-its files: they are not read twice. A file that is replaced by one of the same size and time is not
-noticed. What a loader fetches from elsewhere is known by its address.
+Weights of a repository are identified by its commit, weights in a folder by the names, sizes and
+times of its files, because reading them twice would take too long. A file that is replaced by one
+of the same size and time goes unnoticed. Weights that a loader fetches from elsewhere are
+identified by their address.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 
 OF_TEXT = ("tokenizer", "generation_config", "README", "LICENSE", "__pycache__", ".")
-"""How the names of files and folders begin that change no KV of given tokens."""
+"""Prefixes of the names of files and folders that do not affect the KV of given tokens."""
 
 TENSORIZED = ("tensorizer_uri", "tensorizer_dir")
-"""Options of the loader `tensorizer`: its file of weights, or the folder that has it."""
+"""Options of the loader `tensorizer`: its file of weights, or the folder that contains it."""
 
 
 def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, str]:
-    """Return by name what makes the KV of given tokens and images what it is.
+    """Return by name everything in the model that determines the KV of given tokens and images.
 
-    `download_dir` is where weights of repositories are kept; None is the usual cache.
+    `download_dir` is the cache folder for repositories; None is the usual one.
     """
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
@@ -38,15 +39,15 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
         "revision": str(model.revision or "main"),
         "code_revision": str(model.code_revision),
         "commit": str(_find_commit(str(model.model), model.revision, download_dir)),
-        # Those that are streamed from an object store. Its small files are fetched at every start.
+        # Weights streamed from an object store. Its small files are fetched at every start.
         "weights": model.model_weights or _describe_folder(Path(model.model)),
         "architecture": str(model.architecture),
         "config": digest(config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        # How weights are quantized while they are loaded.
+        # The way weights are quantized while they are loaded.
         "quantization_config": digest(model.quantization_config),
-        "max_model_len": str(model.max_model_len),  # chooses the factors of some position codes
+        "max_model_len": str(model.max_model_len),  # selects the factors of some position codes
         "implementation": str(model.model_impl),
         "classes": digest(model.model_class_overrides),
         "inputs": "text" if inputs is None else _describe_inputs(inputs),
@@ -54,17 +55,17 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
 
 
 def _find_commit(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """Return which commit of a repository was loaded; None for a folder, and where it is given.
+    """Return the commit that was loaded from a repository; None for a folder, or if unknown.
 
-    vLLM 0.32 and 0.33 ask for it first, and have it in the revision. Else the cache knows which one
-    was loaded last; transformers 5 does not note it in the configuration.
+    vLLM 0.32 and 0.33 resolve it first, and keep it in the revision. Otherwise the cache records
+    which commit was loaded last; transformers 5 does not note it in the configuration.
     """
     from huggingface_hub import constants
 
     resolved: str | None = getattr(revision, "resolved", None)
     if resolved:
         return resolved
-    repository = model.partition(":")[0]  # the name of the GGUF file follows
+    repository = model.partition(":")[0]  # The name of a GGUF file may follow
     name = "--".join(["models", *repository.split("/")])
     folder = Path(download_dir or constants.HF_HUB_CACHE, name)
     try:
@@ -74,8 +75,8 @@ def _find_commit(model: str, revision: str | None, download_dir: str | None) -> 
 
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:
-    """Describe what becomes of an image: its hash, which is in the key, is that of its data."""
-    # Videos that are pruned in another way have the same tokens at first.
+    """Describe how an image is processed: the key covers only the hash of its data."""
+    # Videos that are pruned in different ways have the same tokens at first.
     pruning = [inputs.video_pruning_rate, inputs.video_pruning_method]
     kwargs = [inputs.mm_processor_kwargs, inputs.media_io_kwargs]
     return digest([inputs.compute_hash(), *kwargs, *pruning])
@@ -90,16 +91,16 @@ def describe_loading(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _describe_loader(options: Mapping[str, Any]) -> str:
-    """Describe the options of a loader; of local files that Tensorizer is to read, these too."""
+    """Describe the options of a loader, and any local files that Tensorizer reads."""
     tensorizer = options.get("tensorizer_config") or options
     paths = [Path(path) for name in TENSORIZED if (path := tensorizer.get(name))]
-    # Each rank of a sharded model puts its number into the name.
+    # Each rank of a sharded model inserts its number into the name.
     paths = [path.parent if "%" in path.name else path for path in paths]
     return digest([{**options}, *map(_describe_folder, paths)])
 
 
 def _describe_folder(path: Path) -> str:
-    """Describe the files of a model by name, size and time; "" for what is no path here."""
+    """Describe the files of a model by name, size and time; "" if `path` is not a local path."""
     if path.is_file():
         return digest(_describe_file(path, path.name))
     found = []
@@ -116,13 +117,13 @@ def _describe_folder(path: Path) -> str:
 
 def _describe_file(path: Path, name: str) -> tuple[str, int, int]:
     try:
-        found = path.stat()  # of what a link leads to
+        found = path.stat()  # of the link's target
     except FileNotFoundError:
         return name, -1, -1
     return name, found.st_size, found.st_mtime_ns
 
 
 def digest(value: Any) -> str:
-    """Return 16 letters that change with a value, whatever it is made of."""
+    """Return 16 hexadecimal digits that depend on a value of any type."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

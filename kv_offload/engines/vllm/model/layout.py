@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, frozenset[int]]:
-    """Return for each registered layer which regions of the layout hold what it reads.
+    """Return for each registered layer the regions of the layout that it reads.
 
-    `layout` describes these tensors. A layer that reads the cache of another has its regions. A
-    layer of which nothing is stored has none.
+    `layout` describes these tensors. A layer that reads the cache of another layer has its regions.
+    A layer that is not stored has none.
     """
     found: dict[str, set[int]] = {}
     for index, region in enumerate(layout.regions):
@@ -43,9 +43,10 @@ def describe_kv_caches(
 ) -> KVLayout:
     """Return the layout of the registered tensors, one per layer, without scratch.
 
-    With `packs` slots hold packed what can be packed.
+    With `packs`, slots hold everything packed that can be packed.
 
-    Raises `UnsupportedError`, with the layer and its shape, if it could not be copied exactly.
+    Raises `UnsupportedError`, with the layer and its shape, if the tensors could not be copied
+    exactly.
     """
     num_blocks = kv_cache_config.num_blocks
     specs, scratch = layer_specs(kv_cache_config), scratch_layers(kv_cache_config)
@@ -58,7 +59,7 @@ def describe_kv_caches(
                 page_bytes = specs[name].page_size_bytes
                 tensors.append(_describe(name, cache, num_blocks, page_bytes))
             elif not any(cache is kv_caches[other] for other in specs if other in kv_caches):
-                raise _unknown(name, cache)  # else it is a layer that reads the cache of another
+                raise _unknown(name, cache)  # else it reads another layer's cache
         layout = KVLayout.from_tensors(num_blocks, tensors)
         return layout.packed(_packings(kv_caches, kv_cache_config)) if packs else layout
     except LayoutError as error:
@@ -81,7 +82,7 @@ def _unknown(name: str, cache: Any) -> LayoutError:
 def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
     """Find the dimension that a block id indexes: the first, or the second after one for K and V.
 
-    Backends whose kernels use smaller blocks than the manager multiply it.
+    Backends whose kernels use smaller blocks than the manager multiply its size.
     """
     for dim in (0, 1):
         if num_blocks > 2 and dim < len(shape) and shape[dim] and shape[dim] % num_blocks == 0:
@@ -93,7 +94,7 @@ def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
 
 
 def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> dict[str, Packing]:
-    """Return the places of a page's channels, for each layer with bfloat16 KV of attention."""
+    """Return the packing of each layer with bfloat16 attention KV that can be packed."""
     import torch
 
     specs, num_blocks = layer_specs(kv_cache_config), kv_cache_config.num_blocks
@@ -108,11 +109,11 @@ def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> d
 
 
 def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int) -> Packing | None:
-    """Return how the channels of one layer repeat in its page; None if no token begins a group.
+    """Return how the channels of a layer repeat in its page; None if no token begins a group.
 
-    Values of a channel, of one head of K or V, are alike over the tokens, so they are packed
-    together. The tokens' dimension is known by its size. The heads' may have the same, and comes
-    before it. A wrong answer takes room, and is exact.
+    The values of a channel, in one head of K or V, are similar across tokens, so they are packed
+    together. The token dimension is recognised by its size. The head dimension may have the same
+    size, and comes before it. A wrong guess costs space, not correctness.
     """
     block = block_dim(name, tuple(cache.shape), num_blocks)
     tokens = block_tokens * num_blocks // cache.shape[block]
@@ -128,7 +129,7 @@ def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int)
 
 
 def describe_unpacked(kv_caches: Mapping[str, Any], layout: KVLayout) -> str:
-    """Say why nothing is packed, with the remedy."""
+    """Return why nothing is packed, with the remedy."""
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in kv_caches.values()})
     largest = max(region.page_bytes for region in layout.regions)
     return (
@@ -146,10 +147,10 @@ def describe_pages(
     *,
     packs: bool = False,
 ) -> str:
-    """Return a digest of where in a slot each value of a block is, on the rank that registered it.
+    """Return a digest of where each value of a block is in a slot, on the rank that registered it.
 
-    That depends on the attention backend that vLLM chose there, not on the number of blocks, and on
-    what of a slot is packed.
+    That depends on the attention backend that vLLM chose for the rank and on what is packed, not on
+    the number of blocks.
     """
     layout = describe_kv_caches(kv_caches, kv_cache_config, packs=packs)
     layers = vllm_config.compilation_config.static_forward_context
@@ -170,7 +171,7 @@ def describe_pages(
 
 
 def _page_dims(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield size and stride of each dimension within a block; stride 0 if it leads out of it."""
+    """Yield size and stride of each dimension within a block; stride 0 if it leads outside."""
     dim = block_dim(name, tuple(tensor.shape), num_blocks)
     kernel_blocks = tensor.shape[dim] // num_blocks
     block_stride = kernel_blocks * tensor.stride(dim)

@@ -1,10 +1,11 @@
-"""The meaning of a block's key and bytes: blocks of another process are used only if it is equal.
+"""The meaning of a block's key and bytes: another process's blocks are used only if it is equal.
 
-A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (from vLLM
-0.32 its path, too). Everything else that makes the bytes what they are is described here.
+A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (in vLLM
+0.32 and later also its path). Everything else that determines the bytes is described here.
 
-An adapter's files are not read, so of an engine with LoRA no other process uses anything
-(`start.contents`), and one that is replaced under its name needs a reset of the prefix cache.
+An adapter's files are not read. So no other process uses blocks of an engine with LoRA
+(`start.contents`), and an adapter that is replaced under its name needs a reset of the prefix
+cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FORMAT = 1
-"""Changes with what the plugin puts into a slot, or with what it names a slot by."""
+"""Changes with the format of a slot's contents, or of its name."""
 
 PARALLEL = (
     "tensor_parallel_size",
@@ -31,7 +32,7 @@ PARALLEL = (
     "decode_context_parallel_size",
     "cp_kv_cache_interleave_size",
 )
-"""Which part of a block a rank has."""
+"""Settings that determine which part of a block a rank has."""
 
 CPU_FLAGS = ("flags", "Features")
 """Names of a line of /proc/cpuinfo, on x86 and on Arm."""
@@ -41,10 +42,10 @@ DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
 
 
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """Return by name all that must be equal for a block of another process to be of use here.
+    """Return by name everything that must be equal for another process's block to be usable here.
 
-    If each process draws its own hashes, no description equals that of another process. What only
-    a rank knows is in `layout.describe_pages`.
+    If each process draws its own hash seed, no description equals that of another process.
+    `layout.describe_pages` covers what only a rank knows.
     """
     import vllm
 
@@ -78,7 +79,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
 
 
 def _describe_device() -> str:
-    """Return its name. Attention on a CPU packs pages for the instructions that the CPU has."""
+    """Return the device's name. On a CPU, attention packs pages for the available instructions."""
     from vllm.platforms import current_platform
 
     name = f"{current_platform.device_name}, {current_platform.get_device_name()}"
@@ -89,20 +90,20 @@ def _describe_device() -> str:
 
 
 def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
-    """Return None if a key means the same in another process, else why not and what to do."""
+    """Return None if a key means the same in another process, else the reason and the remedy."""
     if _hash_seed(vllm_config) is not None:
         return None
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     return (
         f"with prefix_caching_hash_algo {algorithm!r} and without PYTHONHASHSEED vLLM draws a seed "
-        "for the hashes of blocks in each process, so that nothing is found again: set the "
+        "for the hashes of blocks in each process, so nothing is found again: set the "
         "environment variable PYTHONHASHSEED to a number, the same one at every start, or "
         "--prefix-caching-hash-algo to sha256"
     )
 
 
 def _hash_seed(vllm_config: VllmConfig) -> str | None:
-    """Return what vLLM begins the chain of hashes with; None if each process draws it."""
+    """Return the seed of vLLM's hash chain; None if each process draws its own."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 

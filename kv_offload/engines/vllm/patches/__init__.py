@@ -1,6 +1,6 @@
-"""Every patch of vLLM; there is no other. The modules have what runs around the methods.
+"""The complete list of vLLM patches. The modules contain the wrappers.
 
-`docs/design/patches.md` says of each why it is needed and what is lost without it.
+`docs/design/patches.md` explains why each is needed and what is lost without it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ PATCHES = (
 
 
 def install_in_process() -> None:
-    """Patch what every process needs that has loaded it; a second call replaces nothing."""
+    """Patch the loaded modules that every process needs patched; a second call replaces nothing."""
     for patch in PATCHES:
         if patch.where == "process" and patch.target.partition(":")[0] in sys.modules:
             patch.install_on_class()
 
 
 def install_for_scheduler(setup: Setup) -> None:
-    """Patch what this engine and configuration need; a second call replaces nothing."""
+    """Apply the patches that this engine and configuration need; a second call replaces nothing."""
     for patch in PATCHES:
         if patch.where == "scheduler" and (patch.needed is None or patch.needed(setup)):
             patch.install_on_class()

@@ -1,4 +1,4 @@
-"""Refuses a request whose `kv_transfer_params` are wrong where vLLM checks its other parameters."""
+"""Refuses requests with invalid `kv_transfer_params` where vLLM checks its other parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def check_hints(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run around `InputProcessor.process_inputs`, through which every request comes.
+    """Run around `InputProcessor.process_inputs`, which handles every request.
 
-    A server answers what it raises with status 400, to that request alone: what is not one of
-    vLLM's own errors would be status 500.
+    A server answers vLLM's own errors with status 400, to that request alone; any other error would
+    be status 500.
     """
     from vllm.exceptions import VLLMValidationError
 

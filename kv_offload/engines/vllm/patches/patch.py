@@ -1,7 +1,7 @@
-"""How a method of vLLM is wrapped.
+"""Wraps methods of vLLM.
 
 A wrapper calls the method that it found, so it works with wrappers of other plugins. Each also
-works when set twice: another plugin may hide ours in a wrapper without `functools.wraps`.
+works when applied twice: another plugin may hide ours in a wrapper without `functools.wraps`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Method = Callable[..., Any]
 Version = tuple[int, int]
 
 MARK = "_kv_offload_patch"
-"""Attribute of our wrappers: the target. `functools.wraps` of others' copies it to theirs."""
+"""Attribute of our wrappers that names the target. `functools.wraps` copies it to others'
+wrappers."""
 
 _unlogged: list[str] = []
 
@@ -41,14 +42,14 @@ class Patch:
     """One method of vLLM that the plugin wraps."""
 
     target: str
-    """`module:Class.method`, or `object.method` of an object that a rank finds."""
+    """`module:Class.method`, or `object.method` for an object that a rank finds."""
     around: Method
-    """Runs in place of the method: gets the method that was found, then its arguments."""
+    """Runs in place of the method, with the method that was found and its arguments."""
     where: Literal["process", "front end", "scheduler", "rank"] = "scheduler"
     """Wrapped in every process, where an engine with our connector is configured, where a scheduler
     is built, or on one object of a rank."""
     needed: Callable[[Setup], bool] | None = None
-    """Tells if an engine needs the patch; None where all do."""
+    """Returns whether an engine needs the patch; None if all engines do."""
 
     @property
     def method(self) -> str:
@@ -56,9 +57,10 @@ class Patch:
         return self.target.rpartition(".")[2]
 
     def wrap(self, found: Method, *state: Any) -> Method:
-        """Return the wrapper of a method; `around` gets `state` first."""
+        """Return a wrapper of `found`; `around` gets `state` as its first arguments."""
 
-        # vLLM converts the arguments of some calls by the method's signature, hence `wraps`.
+        # vLLM converts the arguments of some calls by the method's signature, which `wraps`
+        # preserves.
         @functools.wraps(found)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return self.around(*state, found, *args, **kwargs)
@@ -67,12 +69,12 @@ class Patch:
         return wrapper
 
     def install(self, owner: Any, found: Method, *state: Any) -> None:
-        """Wrap `found`, which `owner` has."""
+        """Wrap `found`, a method of `owner`."""
         setattr(owner, self.method, self.wrap(found, *state))
         _unlogged.append(self.target.rpartition(":")[2])
 
     def install_on_class(self) -> None:
-        """Wrap the method of its class, once; a process may have a vLLM that does not have it."""
+        """Wrap the method of its class once. In other processes vLLM may lack the method."""
         module, _, path = self.target.partition(":")
         owner = getattr(importlib.import_module(module), path.partition(".")[0], None)
         if self.where == "process" and not hasattr(owner, self.method):
@@ -83,21 +85,21 @@ class Patch:
 
 
 def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
-    """Have a method of this one object call `listener` first, with the same arguments."""
+    """Make a method of this one object call `listener` first, with the same arguments."""
     found = vars(owner).get(patch.method) or _method_of_class(owner, patch.method)
     patch.install(owner, found, listener)
 
 
 def log_new() -> None:
-    """Log, for debugging, which patches this process got since the last call."""
+    """Log, at debug level, the patches that this process got since the last call."""
     if _unlogged:
         logger.debug("kv-offload: patches of vLLM in this process: %s", ", ".join(_unlogged))
         _unlogged.clear()
 
 
 def _method_of_class(owner: Any, name: str) -> Method:
-    """Return what calls the method that the object's class has at the time of the call."""
-    found = weakref.ref(owner)  # a cycle would keep its KV tensors until the next collection
+    """Return a function that calls the method of the object's class at the time of the call."""
+    found = weakref.ref(owner)  # a cycle would keep its KV tensors alive until the next collection
 
     @functools.wraps(getattr(type(owner), name))
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +110,6 @@ def _method_of_class(owner: Any, name: str) -> Method:
 
 
 def tell_first(listener: Callable[..., None], original: Method, *args: Any, **kwargs: Any) -> Any:
-    """Run around a method whose calls `listener` gets."""
+    """Call `listener` with the arguments, then the original method."""
     listener(*args, **kwargs)
     return original(*args, **kwargs)

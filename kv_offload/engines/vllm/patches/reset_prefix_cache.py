@@ -1,7 +1,8 @@
-"""Ends all copies before vLLM resets its prefix cache, since their blocks keep it from doing so.
+"""Ends all copies before vLLM resets its prefix cache; the blocks that they hold would prevent it.
 
-A reset also ends what a disk has for a restart. The caller gets `True` only once that is sure:
-a process can be killed at any moment, and a trainer that changes weights relies on the answer.
+A reset also invalidates a disk's contents for a restart. The caller gets `True` only once that is
+certain: a process can be killed at any moment, and a trainer that changes weights relies on the
+answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""Bound of the wait for the index of a disk, after that for the ranks' files."""
+"""Time limit for the index of a disk, and after that for the ranks' files."""
 
 
 def reset_after_drain(
@@ -32,18 +33,18 @@ def reset_after_drain(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run around `EngineCore.reset_prefix_cache`, through which sleep and pause reset as well.
+    """Run around `EngineCore.reset_prefix_cache`, which sleep and pause also call.
 
-    Returns False, too, if a restart might find on the disk what was there before.
+    Also returns False if a restart might find the disk's earlier contents.
     """
     connector = connector_of(self)
     if connector is None:
         return original(self, reset_running_requests, *args, **kwargs)
     offload = connector.offload_scheduler
-    # A rank's own report may come after the reset, and must not empty what is stored since.
+    # A rank's own report may come after the reset, and must not empty what is stored since then.
     for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
         offload.resets.weights_were_loaded(weight_loads)
-    # Running requests can make the reset fail. Then those that wait for loads keep waiting.
+    # Running requests can make the reset fail. Then requests that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
     drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):
@@ -56,7 +57,7 @@ def reset_after_drain(
 
 
 def settle(core: Any, offload: OffloadScheduler) -> bool:
-    """See to it that no restart finds what was forgotten; say whether that is sure. Waits."""
+    """Ensure that no restart finds dropped blocks; return whether that is certain. Blocks."""
     if offload.tiers.is_settled:
         return True
     problems = core.model_executor.collective_rpc(revoke_rank)
@@ -64,13 +65,14 @@ def settle(core: Any, offload: OffloadScheduler) -> bool:
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
-    """Have all ranks end the copies of our connector, and release the blocks that they hold.
+    """Make all ranks end the copies of our connector, and release the blocks that they hold.
 
-    With `requeue` aborted requests are freed, and a request that waits for its load, or for room to
-    run with what was loaded, gives its blocks back; vLLM looks it up again when it is its turn.
+    With `requeue`, aborted requests are freed, and a request that waits for its load, or for room
+    to run after it, gives its blocks back; vLLM looks it up again when it is its turn.
 
-    The ranks are called directly: a step would also run live requests, and its outputs would have
-    no receiver. A rank has executed all steps that were launched before, so it knows their jobs.
+    The ranks are called directly, because a step would also run live requests, and its outputs
+    would have no receiver. A rank has executed all steps that were launched before, so it knows
+    their jobs.
     """
     engine_scheduler, offload = core.scheduler, connector.offload_scheduler
     in_flight = offload.in_flight
@@ -85,9 +87,10 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:
-        # Also those whose loads have not ended on all ranks: one may have failed where it has.
+        # Also requests whose loads have not ended on all ranks: one may have failed on a rank where
+        # it has ended.
         requests.recompute(engine_scheduler, waiting)
-        # Those whose loads have failed are among these. vLLM frees aborted requests.
+        # `loaded` includes requests whose loads have failed. vLLM frees aborted requests.
         connector.loaded |= offload.take_effects(between_steps=True).loaded
         requests.tell_loaded(engine_scheduler)
         requests.give_blocks_back(engine_scheduler, waiting - in_flight.loading | loaded)
@@ -105,7 +108,7 @@ def revoke_rank(_worker: Any) -> str:
 
 
 def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
-    """Return how often this process's model has been given weights, by rank."""
+    """Return how often this process's model has received weights, by rank."""
     loads: dict[int, int] = worker_of_process().weight_loads
     return loads
 
@@ -117,12 +120,12 @@ def fence_rank(_worker: Any) -> bool:
 
 @contextlib.contextmanager
 def blocks_freed_at_once(core: Any) -> Iterator[None]:
-    """Have vLLM's scheduler free at once all blocks that it holds back for steps in flight.
+    """Make vLLM's scheduler free at once all blocks that it holds back for steps in flight.
 
     Those steps may still write a block, and a load into it might not wait for them. A reset of
-    running requests raises while blocks are held back. The ranks have executed all steps that were
-    launched, so from now on their loads wait for these. Nothing is known of other connectors, so
-    inside a MultiConnector nothing changes.
+    running requests raises while blocks are held back. The ranks have executed all launched steps,
+    so fencing makes their loads wait for these. Other connectors may not do so; inside a
+    MultiConnector nothing changes.
     """
     engine_scheduler = core.scheduler
     alone = getattr(engine_scheduler.get_kv_connector(), "offload_scheduler", None) is not None

@@ -1,9 +1,8 @@
-"""Takes in what ranks report before vLLM takes in the tokens of their step.
+"""Applies the ranks' reports before vLLM processes the tokens of their step.
 
-vLLM has no right way to learn of a synchronous load that failed: under asynchronous scheduling it
-rewinds a running request's computed tokens without its placeholders, and asserts or computes a
-token in the wrong place (0.31 to 0.33). So requests that computed with KV that was not there end
-here.
+vLLM handles a failed synchronous load incorrectly: with asynchronous scheduling it rewinds a
+running request's computed tokens without its placeholders, and asserts or computes a token in the
+wrong place (0.31 to 0.33). So requests that computed with missing KV are ended here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def hear_ranks_first(
         lost = set(scheduler_output.num_scheduled_tokens)
         logger.exception(
             "kv-offload: an error while looking for requests with wrong KV: the %d requests of "
-            "this step end, since any of them may be one. Please report this",
+            "this step end, because any of them may be affected. Please report this",
             len(lost),
         )
         ended = requests.end_lost(self, lost)
@@ -42,13 +41,13 @@ def hear_ranks_first(
     for connector in connectors_in(self.connector):
         if connector.loaded:  # no rank had anything to report, so vLLM did not ask
             requests.tell_loaded(self)
-    if stranded:  # hardly ever
+    if stranded:  # rare
         requests.make_room(self, stranded)
     return outputs
 
 
 def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> list[Any]:
-    """Apply what ranks report; return the requests that ended with an error.
+    """Apply the ranks' reports; return the requests that ended with an error.
 
     Adds to `stranded` the loaded requests that keep each other from running.
     """
@@ -59,11 +58,11 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
             _drop_false_names(engine_scheduler, connector, reported)
         offload = connector.offload_scheduler
         if reported is not None and reported.invalid_block_ids:
-            offload.others_load_failed()  # ours name none
+            offload.others_load_failed()  # ours name no blocks
         connector.hear_ranks(report)
         effects = offload.take_effects()
         stranded |= effects.stranded
-        # Only what has not failed, in case that an error follows.
+        # Only loads that have not failed, in case an error follows.
         connector.loaded |= effects.loaded - effects.failed
         if effects.tainted is not None:
             ended += requests.end_lost(engine_scheduler, effects.tainted)
@@ -75,10 +74,10 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
 
 
 def _drop_false_names(engine_scheduler: Any, connector: Any, reported: Any) -> None:
-    """Keep from vLLM that others have received what ours loads, or loaded.
+    """Hide from vLLM that other connectors received requests that ours loads or loaded.
 
-    Mooncake's connector in 0.31 says so where nothing is to be fetched. vLLM would run the request
-    before our load has ended, or free its blocks, or end with an error.
+    Mooncake's connector in 0.31 reports this when there is nothing to fetch. vLLM would run the
+    request before our load has ended, or free its blocks, or end with an error.
     """
     received = reported.finished_recving & engine_scheduler.requests.keys()
     reported.finished_recving = {name for name in received if not connector.loads(name)}

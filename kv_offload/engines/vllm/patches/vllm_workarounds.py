@@ -1,4 +1,4 @@
-"""Corrections of vLLM's errors with its own prefix cache, or with any connector."""
+"""Workarounds for vLLM's bugs with its own prefix cache, or with any connector."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 def unname_uncomputed(
     original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run around `Scheduler._preempt_request`: names of blocks that no step computes go.
+    """Run around `Scheduler._preempt_request` and clear the hashes of blocks that no step computes.
 
-    vLLM names the full blocks of a step's tokens when it allocates them. With priorities it may
+    vLLM hashes the full blocks of a step's tokens when it allocates them. With priorities it may
     preempt a request that it has given tokens in the same step, and frees these blocks with their
-    names. The next look-up of that prefix would get what lay there before, and the plugin would
-    keep that in host memory, where it outlives a reset. Blocks of steps under way count as
-    computed.
+    hashes. The next lookup of that prefix would hit their old contents, and the plugin would keep
+    these in host memory, where they outlive a reset. Blocks of steps under way count as computed.
     """
     uncomputed = set(_named_uncomputed(self.kv_cache_manager, request))
     if uncomputed:
@@ -24,7 +23,7 @@ def unname_uncomputed(
 
 
 def _named_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
-    """Yield a request's blocks that have a name and tokens that no step computes."""
+    """Yield a request's blocks that have a hash and tokens that no step computes."""
     blocks = kv_cache_manager.block_pool.blocks
     tables = kv_cache_manager.get_block_ids(request.request_id)
     managers = kv_cache_manager.coordinator.single_type_managers
@@ -38,11 +37,12 @@ def _named_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
 def forget_what_a_part_dropped(
     original: Callable[..., Any], self: Any, session: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run around `Scheduler._update_request_as_session`: what was dropped has no KV and no hash.
+    """Run around `Scheduler._update_request_as_session` and drop the hashes of dropped tokens.
 
-    A session continues where it has computed, and drops the last token of an answer. In 0.31 a
-    block that the token filled keeps its hash, by which others then get the KV of what came in its
-    place. In 0.31 and 0.32 drafts that were accepted after the end of an answer count as computed.
+    A session continues from its computed tokens, and drops the last token of an answer. In 0.31 a
+    block that the token filled keeps its hash, by which other requests then hit the KV of the token
+    that replaced it. In 0.31 and 0.32 drafts that were accepted after the end of an answer count as
+    computed.
     """
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]

@@ -1,8 +1,7 @@
-"""Empties host memory at a call that may change weights; keeps it over a sleep if the user wants.
+"""Empties host memory at a call that may change weights; keeps it over a sleep if configured.
 
-vLLM resets the connector for several reasons in the same words: sleep of level 1 and 2, a pause for
-a weight update, a user's reset. So the engine core's own methods are watched, which know the
-reason.
+vLLM resets the connector in the same way for several reasons: sleep of level 1 and 2, a pause for a
+weight update, a user's reset. So the engine core's own methods are wrapped, which know the reason.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ KEEPS_WEIGHTS = frozenset(
         "update_max_model_len",
     }
 )
-"""Methods that vLLM's front ends call on the workers and that change no weight.
+"""Methods that vLLM's front ends call on the workers and that change no weights.
 
-`checkpoint_prepare` and `checkpoint_restore` concern what ranks share with each other. Front ends
-do not call these by `collective_rpc`: LoRA adapters, sleep, profiles, health, sharded states."""
+`checkpoint_prepare` and `checkpoint_restore` concern state that ranks share with each other. Front
+ends do not use `collective_rpc` for LoRA adapters, sleep, profiles, health or sharded states."""
 
 
 def may_change_weights(method: str | Callable[..., Any]) -> bool:
-    """Tell whether a call on the workers may change weights; functions and unknown names may."""
+    """Return whether a call on the workers may change weights; functions and unknown names may."""
     return not isinstance(method, str) or method not in KEEPS_WEIGHTS
 
 
@@ -60,7 +59,7 @@ def watch_call(
             was_settled = offload.tiers.is_settled
             if offload.resets.weights_change():
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
-            if was_settled:  # else a trainer would wait for a dead disk with each of its tensors
+            if was_settled:  # else a trainer would wait for a dead disk with each tensor
                 settle(self, offload)
         publish_stats(self)
     return original(self, method, *args, **kwargs)
@@ -85,6 +84,6 @@ def keep_on_sleep(
 def _call_kept(
     offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call what sleeps; host memory outlives the resets that happen meanwhile."""
+    """Run `call`, which sleeps; host memory survives the resets that happen meanwhile."""
     with offload.resets.kept_over_resets():
         return call(*args, **kwargs)

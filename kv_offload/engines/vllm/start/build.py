@@ -66,10 +66,11 @@ class Engine:
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
-    """Patch vLLM for the scheduler's half; return its slots, their size, and what builds it.
+    """Patch vLLM for the scheduler's half; return its slots, their size in bytes, and its factory.
 
-    Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots. Where
-    KV is packed only ranks know how much of it: until they report, slots are as many as could be.
+    Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots. With
+    packed KV only ranks know the size of a slot: until they report, the number of slots is an upper
+    bound.
     """
     config, enclosing = engine.traced.config, engine.enclosing
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)
@@ -77,12 +78,13 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         support.check_keep_on_sleep()
     install_for_scheduler(Setup(engine.version, config))
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
-    # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward.
+    # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward
+    # pass.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
     world_size = engine.vllm_config.parallel_config.world_size
     block_bytes = bytes_per_block(engine.kv_cache_config)
 
-    # One, though the scheduler's half is built again if ranks hold fewer slots.
+    # A single recorder, even if the scheduler's half is built again because ranks hold fewer slots.
     recorder = trace.find_recorder(config, engine.vllm_config)
 
     def make(
@@ -124,7 +126,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
-    """Build a rank's half. No rank takes memory before all have looked how much there is."""
+    """Build a rank's half. No rank takes memory before all ranks have checked how much there is."""
     parallel, seat = engine.vllm_config.parallel_config, None
     if engine.pool is not None:
         seat = engine.pool.take_seat(parallel.rank, ranks.gather_over_ranks)

@@ -1,7 +1,7 @@
-"""Reads vLLM's argument on this process's command line, and says why the plugin is not in use.
+"""Reads vLLM's argument on this process's command line, and logs why the plugin is not in use.
 
-vLLM keeps neither that the argument was given empty nor a key that was given twice. Imports no
-vLLM: most engines that start without the plugin want none.
+vLLM does not record that the argument was given empty, or that a key was given twice. Imports no
+vLLM, because most engines that start without the plugin do not want it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 ARGUMENT = "--kv-transfer-config"
 SUPERVISOR = "--data-parallel-multi-port-external-lb"
-"""Starts a server for each replica of a host. These have its command line as their own."""
+"""Starts one server per replica on this host, each with the same command line."""
 LOCAL_SIZE = ("--data-parallel-size-local", "-dpl")
 RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-"""Names, with commas between, of further variables that vLLM passes to the actors of Ray."""
+"""Lists, separated by commas, further variables that vLLM passes to the actors of Ray."""
 NOTHING = ("", "None")
-"""Values of the argument that vLLM takes for none, as a shell may leave it."""
+"""Values of the argument that vLLM treats as absent, as a shell may leave it."""
 
 
 def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,30 +68,30 @@ def _log_not_in_use() -> None:
 
 
 def tell_ray_of_file(environ: MutableMapping[str, str]) -> None:
-    """Have engines and ranks that Ray starts read the file that the environment names here."""
+    """Make engines and ranks started by Ray read the file that the environment names here."""
     names = [name for name in environ.get(RAY_VARIABLES, "").split(",") if name.strip()]
     if FILE_VARIABLE in environ and FILE_VARIABLE not in names:
         environ[RAY_VARIABLES] = ",".join([*names, FILE_VARIABLE])
 
 
 def check_keys(argv: Sequence[str]) -> None:
-    """Raise `ConfigError` for a key that the argument's JSON has twice in one place.
+    """Raise `ConfigError` for a duplicate key in the argument's JSON.
 
-    Python's JSON keeps the last of them and says nothing.
+    Python's JSON silently keeps the last one.
     """
     for text in _values(argv):
         try:
             json.loads(text or "", object_pairs_hook=_without_duplicates)
         except ConfigError:
             raise
-        except ValueError:  # vLLM says what is wrong with it, or has a form of its own for it
+        except ValueError:  # vLLM reports the mistake, or accepts another form
             continue
 
 
 def supervised_replicas(argv: Sequence[str]) -> int:
     """Return for how many replicas of this host a supervisor starts a server each; 1 without one.
 
-    Such a server gets a warning that it has one.
+    Such a server gets a warning that there is one replica only.
     """
     if SUPERVISOR not in (word.replace("_", "-") for word in argv):
         return 1
@@ -100,9 +100,9 @@ def supervised_replicas(argv: Sequence[str]) -> int:
 
 
 def _values(argv: Sequence[str], *names: str) -> list[str | None]:
-    """Return each value of the argument: the next word, if there is one, or the text after a `=`.
+    """Return each value of an argument: the next word, if there is one, or the text after `=`.
 
-    It is ours, or one of `names`. vLLM takes names with `_` too.
+    The argument is `ARGUMENT`, or one of `names`. vLLM accepts names with `_` too.
     """
     values = []
     for word, following in zip(argv, [*argv[1:], None], strict=True):

@@ -1,4 +1,4 @@
-"""The description that all of an engine's blocks below host memory share."""
+"""The description that all of an engine's blocks in lower tiers share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 PROCESS = "process"
-"""Names in a description what no other process has."""
+"""Key in a description whose value no other process has."""
 
 
 def check_contents(
@@ -25,35 +25,34 @@ def check_contents(
     keep_on_reset: bool,
     remedy: str = "",
 ) -> None:
-    """Raise `ConfigError` where another process could not know what keys or bytes of blocks mean.
+    """Raise `ConfigError` if another process could not know what keys or bytes of blocks mean.
 
-    `key` is the tier's section of the configuration, and `keep_on_reset` whether that is set
-    there. `remedy` is what else can be done. What is `private`, or of an
-    engine with LoRA, is for no other process.
+    `key` is the tier's section of the configuration, and `keep_on_reset` the value of that key in
+    it. `remedy` is an alternative to offer. Blocks that are `private`, or of an engine with LoRA,
+    are for no other process.
     """
     has_lora = vllm_config.lora_config is not None
     is_shared = not private and not has_lora
     if is_shared and (problem := namespace.reproducible_hashes(vllm_config)):
         raise ConfigError(
-            f"{key}: what is kept there could serve no other process: {problem}{remedy}"
+            f"{key}: blocks kept there would be useless to any other process: {problem}{remedy}"
         )
     if has_lora and keep_on_reset:
         raise ConfigError(
-            f"{key}.keep_on_reset: true: an engine with LoRA has to forget the "
-            "blocks of an adapter that was replaced under its name, and a reset is the way: remove "
-            "the key"
+            f"{key}.keep_on_reset: true: an engine with LoRA must drop the blocks of an "
+            "adapter that was replaced under its name, and does so by a reset: remove the key"
         )
 
 
 def describe_contents(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, private: bool = False
 ) -> dict[str, str]:
-    """Return by name all that must be equal for a block of another process to be of use here.
+    """Return by name everything that must be equal for another process's block to be usable here.
 
-    No other's is if `private`, or with LoRA.
+    With `private` or LoRA, no other process's description is equal.
     """
     contents = namespace.describe(vllm_config, kv_cache_config)
     if private or vllm_config.lora_config is not None:
-        # An adapter's files may change under its name, and a key has only the name.
+        # An adapter's files may change under its name, and a key includes only the name.
         contents[PROCESS] = secrets.token_hex(16)
     return contents

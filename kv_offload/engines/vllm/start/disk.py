@@ -1,4 +1,4 @@
-"""Parts that an engine with a disk is built with."""
+"""Builds the parts of an engine that need a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def find_disk(
     config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> Disk | None:
-    """Return the disk that the configuration gives this replica, with its folder; None without.
+    """Return the disk that the configuration gives this replica, with its folder; None without one.
 
     Raises `ConfigError` as `check_disk` and `make_folder` do.
     """
@@ -37,7 +37,7 @@ def find_disk(
 
 
 def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` for a folder of no use, or keys that mean nothing to another process."""
+    """Raise `ConfigError` for an unusable folder, or for block keys that no other process knows."""
     if config.disk is None:
         return
     find_place(Path(config.disk.path))
@@ -51,16 +51,16 @@ def check_disk(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 
 
 def make_folder(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
-    """Make the folder of this replica, and return it; None without a disk.
+    """Create the folder of this replica and return it; None without a disk.
 
-    Raises `ConfigError` where it cannot be made or written.
+    Raises `ConfigError` if it cannot be created or written.
     """
     if config.disk is None:
         return None
     path = Path(config.disk.path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # KV reveals the prompts of users: no other user may enter.
+        # KV reveals the prompts of users, so no other user may enter.
         path.mkdir(0o700, exist_ok=True)
         folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
@@ -69,16 +69,16 @@ def make_folder(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
 
 
 def replica_index(vllm_config: VllmConfig) -> int:
-    """Return which data-parallel replica this is; the folder of each is its own."""
+    """Return the index of this data-parallel replica; each replica has a separate folder."""
     parallel = vllm_config.parallel_config
-    # Only this shows a replica of a dense model that it is not the only one.
+    # Replicas of a dense model do not see each other; only this index tells them apart.
     return int(parallel.data_parallel_index)
 
 
 def disk_tier(
     config: DiskConfig, disk: Disk, slot_bytes: int, num_ranks: int, sharing_ranks: int
 ) -> TierSpec:
-    """Return what makes the tier."""
+    """Return the specification of the disk tier."""
     num_slots = disk.file_slots(num_ranks, slot_bytes) * sharing_ranks
     open_index = partial(DiskIndex, disk.folder / INDEX_FILE, disk.contents)
     return TierSpec(

@@ -1,8 +1,8 @@
-"""Refuses what is wrong with the settings before the engine loads its weights.
+"""Refuses invalid settings before the engine loads its weights.
 
-vLLM builds connectors when the weights are there, after minutes for a large model. This runs in the
-process that reads the user's arguments. The connector checks everything once more: not every engine
-starts from arguments.
+vLLM builds connectors after loading the weights, which takes minutes for a large model. These
+checks run in the process that reads the user's arguments. The connector repeats them all, because
+not every engine starts from arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(arguments: EngineArgs) -> None:
-    """Refuse the argument with which vLLM replaces the plugin. Raises `ConfigError`."""
+    """Refuse the argument that makes vLLM replace the plugin. Raises `ConfigError`."""
     size = arguments.kv_offloading_size
     if size is not None and members.asks_for_us(arguments.kv_transfer_config):
         raise ConfigError(
@@ -39,9 +39,9 @@ def check_arguments(arguments: EngineArgs) -> None:
 
 
 def check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse settings that no model could be served with, unless the engine runs on another host.
+    """Refuse settings that cannot work with any model, unless the engine runs on another host.
 
-    All that is wrong is in one error.
+    One error reports all problems.
 
     Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
@@ -56,7 +56,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         replicas = ranks.count_local_replicas(vllm_config).count
         traced = trace_config(transfer.kv_connector_extra_config, replicas=replicas)
         config = traced.config
-        own = copy.copy(vllm_config)  # as a MultiConnector makes it for a member
+        own = copy.copy(vllm_config)  # as a MultiConnector does for a member
         own.kv_transfer_config = transfer
         device = str(vllm_config.device_config.device_type)
         problems = Problems()
@@ -72,7 +72,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         with problems:
             pool.check_pool(config, own)
         with problems:
-            if not parallel.node_rank_within_dp:  # else the scheduler is elsewhere
+            if not parallel.node_rank_within_dp:  # else the scheduler is on another host
                 trace.check_trace(config, own)
         with problems:
             if transfer_kind(config, device) != "host":
@@ -86,7 +86,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
 def _check_cupy() -> None:
     """Raise `UnsupportedError` if CuPy is not installed, or has no folder for compiled kernels.
 
-    Where it is installed, it is not imported here.
+    Does not import CuPy if it is installed.
     """
     try:
         if importlib.util.find_spec("cupy") is None:

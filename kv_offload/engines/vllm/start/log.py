@@ -1,4 +1,4 @@
-"""Log lines of the start: the configuration, its effects on others, the pool; the first hits."""
+"""Log lines at start: the configuration, its side effects, the pool; and missing first hits."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_LETTERS = 180
-"""Most letters of a line in the log, less `kv-offload: `."""
+"""Maximum length of a log line, without `kv-offload: `."""
 
 FIRST_REQUESTS = 1000
-"""Ended requests without any hit after which the log says so."""
+"""Number of ended requests without any hit after which a warning is logged."""
 
 
 def log_warnings(
     traced: ResolvedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> None:
-    """Warn of what in the user's settings is not read, or changes more than the plugin."""
+    """Warn of the user's settings that are ignored, or that affect more than the plugin."""
     warnings = [*traced.warnings, *members.unread(vllm_config, enclosing)]
     engine_config = members.engine_transfer(vllm_config, enclosing)
     if role_accepts_embeddings(vllm_config, engine_config):
         warnings.append(
-            f"kv_role {engine_config.kv_role!r} has vLLM accept embeddings in place of images "
+            f"kv_role {engine_config.kv_role!r} makes vLLM accept embeddings in place of images "
             "(enable_mm_embeds), for trusted users only: set 'kv_producer', unless another engine "
             "sends KV to this one"
         )
@@ -44,7 +44,7 @@ def log_warnings(
 
 
 def log_configuration(traced: ResolvedConfig, *, hidden_replicas: bool) -> None:
-    """Log what the configuration gives, in one line; all of it for debugging."""
+    """Log the given configuration in one line, and the whole configuration at debug level."""
     logger.info("kv-offload: %s", textwrap.shorten(traced.describe_given(), LINE_LETTERS))
     logger.debug("kv-offload: %s", traced.describe())
     if hidden_replicas:
@@ -57,11 +57,11 @@ def log_pool(
     kv_cache_config: KVCacheConfig,
     num_slots: int,
 ) -> None:
-    """Log the pool's share of host memory, and its tokens next to the engine's own cache.
+    """Log the pool's share of host memory, and its tokens relative to the engine's own cache.
 
     Warns if it holds fewer.
 
-    Tokens are those of vLLM's line `KV cache size`: of requests of the model's full length.
+    Tokens are counted as in vLLM's line `KV cache size`: for requests of the model's full length.
     """
     requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
     engine_tokens = int(requests * vllm_config.model_config.max_model_len)
@@ -81,10 +81,10 @@ def log_pool(
 
 
 class FirstHits:
-    """Logs once if none of the first requests had a hit, with the page to read."""
+    """Logs once if none of the first requests had a hit, with a link to the reasons."""
 
     def __init__(self) -> None:
-        self._requests: int | None = 0  # None once there was a hit, or the line
+        self._requests: int | None = 0  # None once there was a hit, or the warning
 
     def ended(self) -> None:
         """Count a request that ended."""
@@ -100,5 +100,5 @@ class FirstHits:
             )
 
     def loaded(self) -> None:
-        """Note that a request had a hit."""
+        """Record that a request had a hit."""
         self._requests = None

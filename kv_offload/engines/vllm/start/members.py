@@ -1,7 +1,7 @@
-"""Reads the MultiConnectors around the connector, and what they set for all their members.
+"""Reads the MultiConnectors around the connector, and the settings for all their members.
 
-vLLM gives a member its own part of the configuration, and nothing of what stands around it. But the
-engine reads the outermost configuration.
+vLLM gives a member only its own part of the configuration. But the engine reads the outermost
+configuration.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OTHERS_OPTIONS = frozenset({"eviction_policy"})
-"""Options of ours that another connector has by the same name: vLLM's `OffloadingConnector`."""
+"""Options of ours that another connector also has: vLLM's `OffloadingConnector`."""
 
 
 def enclosing_connectors() -> tuple[MultiConnector, ...]:
-    """Return the MultiConnectors around the connector, the inner first.
+    """Return the MultiConnectors around the connector, innermost first.
 
-    Looks for them on the call stack, while the connector is built.
+    Finds them on the call stack, so it must be called while the connector is built.
     """
     return tuple(caller for caller in callers() if isinstance(caller, MultiConnector))
 
 
 def is_asked_of_member() -> bool:
-    """Return whether a MultiConnector asks its members' classes, before any of them is built."""
+    """Return whether a MultiConnector is asking its members' classes, before any is built."""
     return any(isinstance(cls, type) and issubclass(cls, MultiConnector) for cls in callers("cls"))
 
 
 def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
-    """Return whether a member that is asked before this connector brings tokens of a request.
+    """Return whether a member that is asked before this connector loads tokens of a request.
 
-    Asked while the MultiConnectors ask this connector. The member may have said so in an earlier
+    Called while the MultiConnectors ask this connector. The member may have answered in an earlier
     step only.
     """
     places = _places(connector, enclosing, request_id)
@@ -55,7 +55,7 @@ def is_chosen(connector: Any, enclosing: Sequence[MultiConnector], request_id: s
 def _places(
     connector: Any, enclosing: Sequence[MultiConnector], request_id: str
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield of each MultiConnector the place of our member, and of that which loads a request."""
+    """Yield per MultiConnector the indices of our member and of the one that loads."""
     for outer in enclosing:
         yield outer._connectors.index(connector), outer._requests_to_connector.get(request_id)
         connector = outer
@@ -76,9 +76,9 @@ def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
 def own_parts(
     transfer: KVTransferConfig | dict[str, Any] | None,
 ) -> Iterator[tuple[KVTransferConfig, ...]]:
-    """Yield each configuration of our connector, followed by those around it, the inner first.
+    """Yield each configuration of our connector, followed by the enclosing ones, innermost first.
 
-    Arguments may have a dictionary, which vLLM turns into a configuration.
+    `transfer` may be a dictionary, as in arguments, which vLLM turns into a configuration.
     """
     if transfer is None:
         return
@@ -92,7 +92,7 @@ def own_parts(
 
 
 def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
-    """Yield what stands in the way of any engine with these members."""
+    """Yield reasons why no engine with these members can be served."""
     for name, where in _misplaced(vllm_config, enclosing).items():
         if name not in OTHERS_OPTIONS:
             yield where
@@ -105,16 +105,16 @@ def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> 
 
 
 def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
-    """Say what a MultiConnector leaves unread that may be another connector's, with the remedy."""
+    """Return warnings about options that a MultiConnector ignores and another member may read."""
     misplaced = _misplaced(vllm_config, enclosing)
     return (where for name, where in misplaced.items() if name in OTHERS_OPTIONS)
 
 
 def _misplaced(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> dict[str, str]:
-    """Return the plugin's options next to `connectors`, unless the member has the same value."""
+    """Return our options next to `connectors`, unless the member has the same value."""
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
     return {
-        name: f"{name}: {show(value)} stands beside connectors in the {EXTRA_CONFIG} of the "
+        name: f"{name}: {show(value)} is next to connectors in the {EXTRA_CONFIG} of the "
         f"MultiConnector, where no member reads it: move it into the {EXTRA_CONFIG} of the member "
         f"{CONNECTOR}"
         for outer in enclosing

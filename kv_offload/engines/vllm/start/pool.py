@@ -1,4 +1,4 @@
-"""The host pool that an engine is built with."""
+"""Builds the parts of an engine that need a host pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def find_pool(
     config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> Pool | None:
-    """Return the pool that the configuration names; None without.
+    """Return the pool that the configuration names; None without one.
 
     Raises `ConfigError` as `check_pool` does.
     """
@@ -32,9 +32,9 @@ def find_pool(
 
 
 def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` where another process could not know what the keys of blocks mean.
+    """Raise `ConfigError` if another process could not know what the keys of blocks mean.
 
-    Also where the folder that has the pools is not there, may not be written, or is not in memory.
+    Also raises it if the folder of the pools is missing, is not writable, or is not in memory.
     """
     if config.host_pool is None:
         return
@@ -43,7 +43,7 @@ def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 
 
 def peer_tier() -> TierSpec:
-    """Return what makes the tier of the other engines in the pool, which is only read."""
+    """Return the specification of the read-only tier of the pool's other engines."""
 
     def open_peers(file_ids: Mapping[int, str]) -> PeerDirectories:
         return PeerDirectories({rank: Path(arena) for rank, arena in file_ids.items()})

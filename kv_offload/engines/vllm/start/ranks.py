@@ -1,9 +1,9 @@
 """Facts that ranks exchange with the scheduler at start; the number of replicas on this host.
 
-A replica's configuration may not say how many there are. vLLM makes each replica of a dense model
-an engine of its own. With external load balancing, and where a user starts the replicas
-(`VLLM_DP_SIZE`), every process says that it has one. So the front end notes the number; else it is
-inferred from the address at which replicas meet.
+A replica's configuration may not tell how many replicas there are. vLLM makes each replica of a
+dense model a separate engine. With external load balancing, and if a user starts the replicas
+(`VLLM_DP_SIZE`), every process claims to have one. So the front end records the number; otherwise
+it is inferred from the address at which replicas meet.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NOTED = "_kv_offload_local_replicas"
-"""Attribute of a `ParallelConfig`: replicas that its front end starts on this host."""
+"""Attribute of a `ParallelConfig`: number of replicas that its front end starts on this host."""
 
 _REPLICA_ID = re.compile(r"_dp[0-9]+$")
 """The suffix that vLLM appends to the engine id of each replica."""
 
 
 def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
-    """Have every rank call `method(worker)`; return the answers, in the order of the ranks. Blocks.
+    """Call `method(worker)` on every rank; return the answers in rank order. Blocks.
 
     Raises `UnsupportedError` unless the engine core is on the call stack.
     """
@@ -47,7 +47,7 @@ def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
 
 
 def rank_capacity(_worker: Any) -> WorkerCapacity:
-    """Return what this process's rank holds, once its KV cache is there."""
+    """Return the capacity of this process's rank, once its KV cache is registered."""
     capacity: WorkerCapacity = worker_of_process().capacity()
     return capacity
 
@@ -61,10 +61,10 @@ def tensor_parallel_ranks() -> Peers:
 
 
 def gather_over_ranks(value: Any) -> list[Any]:
-    """Return what each rank of this replica gives; this rank's alone if vLLM has formed no groups.
+    """Return the value of each rank of this replica; only `value` if vLLM has formed no groups.
 
-    All ranks of the replica must call it; it blocks. Not through vLLM's group of all ranks: for a
-    mixture of experts it has the other replicas' too.
+    All ranks of the replica must call it; it blocks. Avoids vLLM's group of all ranks, which for a
+    mixture of experts includes those of other replicas.
     """
     import torch
     from vllm.distributed import parallel_state
@@ -88,15 +88,15 @@ def _gather(value: Any, group: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LocalReplicas:
-    """The replicas of one engine on this host, the asking one included."""
+    """The replicas of one engine on this host, including the caller's."""
 
     count: int
     hidden: bool = False
-    """True if there may be more, which cannot be seen from here."""
+    """True if there may be more that cannot be seen from here."""
 
 
 def note_local_replicas(vllm_config: VllmConfig, supervised: int = 1) -> None:
-    """Have the front end note how many replicas it starts on this host, or its supervisor does."""
+    """Record how many replicas the front end, or its supervisor, starts on this host."""
     parallel = vllm_config.parallel_config
     setattr(parallel, _NOTED, max(supervised, int(parallel.data_parallel_size_local)))
 
@@ -104,7 +104,7 @@ def note_local_replicas(vllm_config: VllmConfig, supervised: int = 1) -> None:
 def count_local_replicas(
     vllm_config: VllmConfig, environ: Mapping[str, str] = os.environ
 ) -> LocalReplicas:
-    """Return how many replicas of this engine run on this host, as far as it can be seen.
+    """Return how many replicas of this engine run on this host, as far as visible.
 
     All processes of a replica get the same answer. Other engines on the host are not counted.
     """

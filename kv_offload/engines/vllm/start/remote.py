@@ -1,4 +1,4 @@
-"""Parts that an engine with a remote store is built with."""
+"""Builds the parts of an engine that need a remote store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def find_remote(
     config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> Remote | None:
-    """Return the store that the configuration names; None without.
+    """Return the store that the configuration names; None without one.
 
     Raises `ConfigError` as `check_remote` does.
     """
@@ -33,9 +33,9 @@ def find_remote(
 
 
 def check_remote(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` where other engines could not know what the keys of blocks mean.
+    """Raise `ConfigError` if other engines could not know what the keys of blocks mean.
 
-    And as `check_usable` does.
+    Also raises it as `check_usable` does.
     """
     if config.remote is not None:
         check_contents(vllm_config, "remote", keep_on_reset=config.remote.keep_on_reset)
@@ -43,7 +43,7 @@ def check_remote(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 
 
 def remote_tier(config: RemoteConfig, num_ranks: int) -> TierSpec:
-    """Return what makes the tier."""
+    """Return the specification of the remote tier."""
 
     def open_directory(prefixes: Sequence[str]) -> RemoteDirectory:
         from kv_swap.tiers.remote.keys import object_keys

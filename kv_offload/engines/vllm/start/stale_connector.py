@@ -1,8 +1,8 @@
 """Ends the connector of an engine that failed to start, before the process builds another engine.
 
-vLLM has one connector in a process, and gives it to each engine there. It leaves the connector of
-an engine that failed to start. The next engine would get it, with the settings, the KV cache and
-the host memory of the one before.
+vLLM has one connector per process, and gives it to each engine there. It keeps the connector of an
+engine that failed to start. The next engine would get it, with the settings, the KV cache and the
+host memory of the failed one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_stale_connector() -> None:
-    """Shut down what a gone engine of this process left; does nothing while the engine is there."""
+    """Shut down the connector that a former engine left; does nothing while that engine exists."""
     if "kv_offload.engines.vllm.connector" not in sys.modules:
         return
     from vllm.distributed import kv_transfer
@@ -32,12 +32,12 @@ def end_stale_connector() -> None:
     if not ours.engine_is_gone:
         _collect()
     if ours.engine_is_gone:
-        logger.info("kv-offload: the engine before this one is gone: its host memory is let go of")
+        logger.info("kv-offload: the previous engine is gone: releasing its host memory")
         ensure_kv_transfer_shutdown()
 
 
 def _collect() -> None:
-    """Collect garbage, also what vLLM froze at the start: an engine consists of cycles."""
+    """Collect garbage, including objects that vLLM froze at start: an engine contains cycles."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Which engines, models and settings can be served: everything else is refused at start."""
+"""Checks that the engine, model and settings are supported; others are refused at start."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ CACHE_DTYPES = {
     *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
     *("octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit"),
 }
-"""Cache types whose pages carry all that is needed to read them back.
+"""Cache types whose pages contain everything that is needed to read them back.
 
-With one scale per tensor the scales are the layer's own and never change. Those per token, head or
-group of values are in the page; the first forward sets them to 1, and nothing can be loaded before
-it: only forwards fill host memory. Rotations, signs and codebooks are constants of vLLM's source.
-Types that others register with vLLM may keep what they need elsewhere."""
+With one scale per tensor, the scales belong to the layer and never change. Scales per token, head
+or group of values are in the page; the first forward pass sets them to 1, and nothing can be loaded
+before it, because only forward passes fill host memory. Rotations, signs and codebooks are
+constants in vLLM's source. Types that other plugins register with vLLM may keep such data
+elsewhere."""
 
 REFUSED_SPECS = {
     "CrossAttentionSpec": "encoder-decoder models have no prefix that another request shares",
     "RSWASpec": (
         "the KV of an answer depends on where its prompt ended, which the hash of a block does not "
-        "cover, so that a longer prompt would be served what another one never computes"
+        "cover, so a longer prompt would be served KV that it would never compute"
     ),
-    "SinkFullAttentionSpec": "this vLLM itself cannot plan a cache with prefixes for it",
+    "SinkFullAttentionSpec": "this vLLM cannot plan a prefix cache for it",
 }
-"""Why layers with these specs are not served; of others it is not known what a hit needs."""
+"""Why layers with these specs are not supported; the needs of a hit are unknown for any others."""
 
 ROLES = frozenset({"kv_both", "kv_producer"})
-"""Values of `kv_role` with which vLLM calls all hooks that the plugin stores and loads by.
+"""Values of `kv_role` with which vLLM calls all hooks that the plugin uses to store and load.
 
-It calls them with `kv_consumer` too, but that says that the KV comes from elsewhere."""
+vLLM calls them with `kv_consumer` too, but that means that the KV comes from elsewhere."""
 
 
 def check_supported(
@@ -56,10 +57,10 @@ def check_supported(
     enclosing: Sequence[KVTransferConfig] = (),
     kv_cache_config: KVCacheConfig | None = None,
 ) -> None:
-    """Raise one `UnsupportedError` that lists everything that stands in the way.
+    """Raise one `UnsupportedError` that lists all problems.
 
-    Without `kv_cache_config`, which is not known before the engine loads its weights: what stands
-    in the way of any model.
+    Without `kv_cache_config`, which is unknown before the engine loads its weights, only problems
+    that do not depend on the model.
     """
     problems = [
         *_engine_problems(vllm_config, version),
@@ -84,12 +85,12 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
     if backend == "external_launcher" and world_size > 1:
         yield (
             f"distributed_executor_backend is 'external_launcher' with {world_size} ranks, where "
-            "each rank has a scheduler that knows of no other, so no block in host memory would "
-            "ever become readable: start one process, with 'mp' or 'ray'"
+            "each rank has a separate scheduler, so no block in host memory would ever become "
+            "readable: start one process, with 'mp' or 'ray'"
         )
     stages = parallel.pipeline_parallel_size
     pools = vllm_config.model_config.runner_type == "pooling"
-    # Each stage of runner V2 reports; of runner V1 only the last.
+    # Each stage reports in runner V2, only the last in runner V1.
     if pools and stages > 1 and not vllm_config.use_v2_model_runner:
         yield (
             f"pipeline_parallel_size is {stages} with a pooling model, whose first request ends "
@@ -114,13 +115,13 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield (
             "enable_return_routed_experts is on, and vLLM has the experts only of tokens that this "
-            "engine computed, not of those that host memory brings back: remove "
+            "engine computed, not of tokens loaded from host memory: remove "
             "--enable-return-routed-experts"
         )
     if vllm_config.model_config.is_diffusion and vllm_config.scheduler_config.async_scheduling:
         yield (
-            "the model is a diffusion model, and with asynchronous scheduling vLLM names blocks of "
-            "a canvas that it only reads (diffusion_read_only) and does not compute: set "
+            "the model is a diffusion model, and with asynchronous scheduling vLLM hashes blocks "
+            "of a canvas that it only reads (diffusion_read_only) and does not compute: set "
             "--no-async-scheduling"
         )
     if version < (0, 32) and not vllm_config.model_config.disable_cascade_attn:
@@ -131,7 +132,7 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
 
 
 def _model_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield what of the model's KV cache stands in the way."""
+    """Yield the problems of the model's KV cache."""
     if not kv_cache_config.kv_cache_groups:
         yield "the model has no KV cache"
     if kv_cache_config.hisparse_host_num_blocks is not None:
@@ -157,7 +158,7 @@ def _state_problems(vllm_config: VllmConfig, states: Sequence[Any]) -> Iterator[
         yield (
             f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
         )
-    # vLLM ends chunks of a prompt by block_size, and then names states that it has not computed.
+    # vLLM ends chunks of a prompt by block_size, and then hashes states that it has not computed.
     block_tokens = vllm_config.cache_config.block_size
     for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
         yield (
@@ -165,18 +166,18 @@ def _state_problems(vllm_config: VllmConfig, states: Sequence[Any]) -> Iterator[
             "of all groups: leave mamba_block_size unset, and use no draft model with smaller "
             "blocks, so that both are the same"
         )
-    if "all" in modes and vllm_config.speculative_config is not None:  # of vLLM 0.31
+    if "all" in modes and vllm_config.speculative_config is not None:  # possible in vLLM 0.31
         yield (
             f"mamba_cache_mode is 'all' with speculative method "
-            f"{vllm_config.speculative_config.method!r}, of which it is not known when states are "
+            f"{vllm_config.speculative_config.method!r}, for which it is unknown when states are "
             "final: use 'align'"
         )
 
 
 def _draft_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield what stands in the way of drafts.
+    """Yield the problems of drafts.
 
-    What a draft's layers keep decides how many drafts are accepted, and no token.
+    The KV of a draft's layers only affects how many drafts are accepted, never a token.
     """
     ahead = vllm_config.num_prefill_lookahead_tokens
     groups = engine_groups(vllm_config, kv_cache_config)
@@ -190,9 +191,9 @@ def _draft_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def check_keep_on_sleep() -> None:
-    """Raise `UnsupportedError` where a change of weights could pass unseen.
+    """Raise `UnsupportedError` if a change of weights could go unnoticed.
 
-    Must be called while the engine core builds its scheduler: it is looked for on the call stack.
+    Must be called while the engine core, which it finds on the call stack, builds its scheduler.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 

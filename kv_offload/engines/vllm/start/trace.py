@@ -1,4 +1,4 @@
-"""The file that an engine records its requests to."""
+"""The file to which an engine records its requests."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def find_recorder(config: OffloadConfig, vllm_config: VllmConfig) -> TraceRecorder | None:
-    """Return what records this replica's requests; None without `record_trace`.
+    """Return a recorder of this replica's requests; None without `record_trace`.
 
-    Raises `ConfigError` where the file cannot be made.
+    Raises `ConfigError` if the file cannot be created.
     """
     path = _path(config, vllm_config)
     return None if path is None else TraceRecorder(path, config.record_trace_bytes)
 
 
 def check_trace(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` where this replica's file could not be made; make none."""
+    """Raise `ConfigError` if this replica's file could not be created; creates none."""
     path = _path(config, vllm_config)
     if path is not None:
         check_recording(path)
 
 
 def _path(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
-    """Return this replica's file: those after the first have `.replica-1` and so on after it."""
+    """Return this replica's file; replicas after the first append `.replica-1` and so on."""
     if config.record_trace is None:
         return None
     replica = replica_index(vllm_config)
