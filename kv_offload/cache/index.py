@@ -138,13 +138,13 @@ class SlotIndex:
 
     def forget(self, slots: Slots) -> None:
         """Drop the keys of `slots`, and free the slots."""
-        self._free += self._unname(slots)
+        self._free += self._drop_keys(slots)
 
     def disown(self, slots: Slots) -> None:
         """Drop the keys of `slots`, which become orphans."""
-        self.num_orphans += len(self._unname(slots))
+        self.num_orphans += len(self._drop_keys(slots))
 
-    def _unname(self, slots: Slots) -> list[int]:
+    def _drop_keys(self, slots: Slots) -> list[int]:
         unnamed: list[int] = slots.tolist()
         self._slot_of.remove_all([self._key_of[slot] for slot in unnamed])
         for slot in unnamed:

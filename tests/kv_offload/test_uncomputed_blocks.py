@@ -75,7 +75,7 @@ def test_a_block_that_a_preempted_request_never_computed_is_not_served(
 def test_without_the_mend_vllm_serves_what_lay_there_before(monkeypatch, groups, blocks):
     """The control. With states the request's next look-up ends before these blocks."""
     monkeypatch.setattr(
-        "kv_offload.engines.vllm.patches.vllm_workarounds._named_uncomputed", lambda *_: iter(())
+        "kv_offload.engines.vllm.patches.vllm_workarounds._hashed_uncomputed", lambda *_: iter(())
     )
     with wrong_bytes():
         preempt_what_the_step_has_scheduled(groups, blocks, async_scheduling=False)

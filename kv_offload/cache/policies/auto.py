@@ -122,7 +122,7 @@ class AutoPolicy(EvictionPolicy):
         self._begun.append(buckets)
         self._count(len(keys))
         if self._rivals.see_new(known > 0):
-            self._rank_anew()
+            self._rerank()
         if free >= len(keys) or self._rivals.stores_all:
             self._admitted = hashes, buckets, before
             return np.ones(len(keys), bool)
@@ -150,7 +150,7 @@ class AutoPolicy(EvictionPolicy):
             return worth
         each = self._ranking.densities(wanted)
         if each[-1] == np.inf:  # all ranked slots have left or changed their bucket
-            self._rank_anew()
+            self._rerank()
             each = self._ranking.densities(wanted)
         worth = np.ones(len(classes), bool)
         taken = 0
@@ -207,7 +207,7 @@ class AutoPolicy(EvictionPolicy):
         popped = self._ranking.pop(len(keys), self._held, self._parked)
         missing = len(keys) - sum(len(slots) for _, slots in popped)
         if missing:
-            self._rank_anew()
+            self._rerank()
             popped += self._ranking.pop(missing, self._held, self._parked)
         for bucket, slots in popped:
             self._gone.append((self._hash_of[slots], np.full(len(slots), bucket)))
@@ -227,7 +227,7 @@ class AutoPolicy(EvictionPolicy):
     def use(self, slots: Slots) -> None:
         self._advance()
         if self._rivals.see_known():
-            self._rank_anew()
+            self._rerank()
         self._found += len(slots)
         old = self._bucket_of[slots]
         classes = old % CLASSES
@@ -284,7 +284,7 @@ class AutoPolicy(EvictionPolicy):
     def _rank(self) -> None:
         self._ranking.rank(self._rivals.recent_from)
 
-    def _rank_anew(self) -> None:
+    def _rerank(self) -> None:
         self._take_in()
         self._rank()
 

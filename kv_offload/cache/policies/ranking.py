@@ -141,10 +141,10 @@ class Ranking:
         self._at = 0
         self._recent_from = recent_from
 
-    def _merge_old(self, first_told_apart: int) -> None:
+    def _merge_old(self, first_distinct: int) -> None:
         """Move slots of ages that are no longer distinguished to the buckets of epoch `OLD`."""
         for bucket in sorted(self._entries):
-            if bucket >= first_told_apart:
+            if bucket >= first_distinct:
                 break
             old = OLD * CLASSES + bucket % CLASSES
             if bucket != old and len(slots := self._take(bucket)):

@@ -384,7 +384,7 @@ def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth():
         manager.complete_store(slots)
     let_density_lead(policy)
     policy._density.worth[:, -LENGTHS:] = 0.0
-    policy._rank_anew()
+    policy._rerank()
     for at in range(20):
         manager.complete_store(manager.prepare_store([b"new %d" % at]))
         for prompt in prompts:
@@ -535,7 +535,7 @@ def test_a_whole_prompt_leaves_before_a_block_that_is_worth_more():
     let_density_lead(policy)
     for uses, density in enumerate((2.0, 3.0, 1.0, 1.0)):
         policy._density.worth[:, uses * LENGTHS :][:, :LENGTHS] = density
-    policy._rank_anew()
+    policy._rerank()
     for at in range(8):
         manager.complete_store(manager.prepare_store([b"new %d" % at]))
         manager.check_integrity()
@@ -554,7 +554,7 @@ def test_one_victim_does_not_have_a_long_prompt_followed_to_its_beginning(monkey
         manager.complete_store(manager.offer([key], [Run(1, tokens, parent=parent)])[0])
     let_density_lead(policy)
     policy._density.worth[:, :LENGTHS] = np.arange(1, 1 + LENGTHS)
-    policy._rank_anew()
+    policy._rerank()
     looked, leave = [], PrefixOrder.leave
 
     def count(self: PrefixOrder, slots: Slots) -> Slots:
@@ -582,7 +582,7 @@ def test_what_was_used_before_its_turn_came_does_not_leave_with_its_tail():
     let_density_lead(policy)
     policy._density.worth[:, :LENGTHS] = np.arange(1, 1 + LENGTHS)
     policy._density.worth[:, LENGTHS:] = 100.0
-    policy._rank_anew()
+    policy._rerank()
     manager.complete_store(manager.prepare_store([b"first"]))
     assert not manager.readable([b"d"]).any(), "its tail"
     manager.complete_load(manager.prepare_load([b"a", b"b", b"c"]))

@@ -58,7 +58,7 @@ class WorkerHooks(KVConnectorBase_V1):
         """Return whether this half belongs to a former engine that vLLM did not shut down."""
         return self._vllm_worker is not None and self._vllm_worker() is None
 
-    def _is_anothers(self) -> bool:
+    def _belongs_to_other_worker(self) -> bool:
         """Return whether this half was built for another worker than that on the call stack."""
         if self._vllm_worker is None:
             return False
@@ -66,7 +66,7 @@ class WorkerHooks(KVConnectorBase_V1):
         return worker is None or all(caller is not worker for caller in callers())
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self.offload_worker.transfer is not None or self._is_anothers():
+        if self.offload_worker.transfer is not None or self._belongs_to_other_worker():
             # vLLM has one connector per process, and gives it to each engine there.
             raise UnsupportedError(
                 "another engine in this process, or the remains of one that failed to start, has "

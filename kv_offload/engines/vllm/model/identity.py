@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 
-OF_TEXT = ("tokenizer", "generation_config", "README", "LICENSE", "__pycache__", ".")
+IRRELEVANT_PREFIXES = ("tokenizer", "generation_config", "README", "LICENSE", "__pycache__", ".")
 """Prefixes of the names of files and folders that do not affect the KV of given tokens."""
 
 TENSORIZED = ("tensorizer_uri", "tensorizer_dir")
@@ -105,12 +105,12 @@ def _describe_folder(path: Path) -> str:
         return digest(_describe_file(path, path.name))
     found = []
     for folder, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(OF_TEXT)]
+        folders[:] = [name for name in folders if not name.startswith(IRRELEVANT_PREFIXES)]
         within = Path(folder)
         found += [
             _describe_file(within / name, str((within / name).relative_to(path)))
             for name in files
-            if not name.startswith(OF_TEXT)
+            if not name.startswith(IRRELEVANT_PREFIXES)
         ]
     return digest(sorted(found)) if found else ""
 

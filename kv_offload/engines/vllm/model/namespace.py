@@ -37,7 +37,7 @@ PARALLEL = (
 CPU_FLAGS = ("flags", "Features")
 """Names of a line of /proc/cpuinfo, on x86 and on Arm."""
 
-DRAFTS_OF_TEXT = ("ngram", "ngram_gpu", "suffix")
+DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 """Methods without a draft model: the KV is that of the model alone."""
 
 
@@ -54,7 +54,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
     method = "none" if speculative is None else speculative.method
     groups = engine_groups(vllm_config, kv_cache_config)
     draft, loading = {}, vllm_config.load_config
-    if method not in ("none", *DRAFTS_OF_TEXT):
+    if method not in ("none", *DRAFTS_WITHOUT_MODEL):
         of_loading = speculative.draft_load_config or loading
         of_draft = describe_model(speculative.draft_model_config, of_loading.download_dir)
         draft = {"draft": method, **{f"draft_{name}": value for name, value in of_draft.items()}}

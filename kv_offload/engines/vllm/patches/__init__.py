@@ -12,8 +12,8 @@ from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
-    forget_what_a_part_dropped,
-    unname_uncomputed,
+    clear_uncomputed_hashes,
+    drop_stale_session_hashes,
 )
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
 from kv_offload.engines.vllm.start.command_line import check_settings
@@ -31,10 +31,10 @@ PATCHES = (
         needed=lambda setup: setup.config.keep_on_sleep,
     ),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", hear_ranks_first),
-    Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", unname_uncomputed),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", clear_uncomputed_hashes),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
-        forget_what_a_part_dropped,
+        drop_stale_session_hashes,
         needed=lambda setup: setup.version < (0, 33),
     ),
     EXECUTE_MODEL,

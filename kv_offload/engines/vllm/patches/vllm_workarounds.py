@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def unname_uncomputed(
+def clear_uncomputed_hashes(
     original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run around `Scheduler._preempt_request` and clear the hashes of blocks that no step computes.
@@ -16,13 +16,13 @@ def unname_uncomputed(
     hashes. The next lookup of that prefix would hit their old contents, and the plugin would keep
     these in host memory, where they outlive a reset. Blocks of steps under way count as computed.
     """
-    uncomputed = set(_named_uncomputed(self.kv_cache_manager, request))
+    uncomputed = set(_hashed_uncomputed(self.kv_cache_manager, request))
     if uncomputed:
         self.kv_cache_manager.evict_blocks(uncomputed)
     return original(self, request, *args, **kwargs)
 
 
-def _named_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
+def _hashed_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
     """Yield a request's blocks that have a hash and tokens that no step computes."""
     blocks = kv_cache_manager.block_pool.blocks
     tables = kv_cache_manager.get_block_ids(request.request_id)
@@ -34,7 +34,7 @@ def _named_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
                 yield block_id
 
 
-def forget_what_a_part_dropped(
+def drop_stale_session_hashes(
     original: Callable[..., Any], self: Any, session: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run around `Scheduler._update_request_as_session` and drop the hashes of dropped tokens.
