@@ -84,7 +84,8 @@ class Quotas:
             return
         slot_of = dict(zip(new, slots.tolist(), strict=False))
         for owner, own_keys in owners.items():
-            own = [slot_of[key] for key in own_keys if key in slot_of]
+            # Requests that share a prefix have its keys more than once.
+            own = [slot_of.pop(key) for key in own_keys if key in slot_of]
             self.filled(owner, np.array(own, np.int32))
 
     def filled(self, owner: Owner, slots: Slots) -> None:

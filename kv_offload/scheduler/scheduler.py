@@ -65,7 +65,7 @@ class OffloadScheduler:
         self.manager, self.watch = core.manager, core.watch
         self._transfers, self._requests = core.transfers, core.requests
         self._statistics, self._retention = core.statistics, core.retention
-        self._tell = core.tell
+        self._tell, self._quotas = core.tell, core.quotas
         self._lookups = Lookups(core.prefixes, core.manager)
         mode, block_bytes = config.load_or_recompute, slots.block_bytes
         overlaps, queue = engine.loads_overlap, self._transfers.load_queue
@@ -395,6 +395,8 @@ class OffloadScheduler:
         self.manager.check_integrity()
         self._retention.check_integrity()
         self.tiers.check_integrity()
+        if self._quotas is not None:
+            self._quotas.check_integrity()
         loading = self.in_flight.loading
         for tracked in self._requests:
             planned = self._transfers.plans_load_of(tracked)

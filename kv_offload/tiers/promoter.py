@@ -411,9 +411,11 @@ class Promoter:
 
     def _locate(self, keys: list[SlotKey]) -> list[Tier]:
         """Return the first tier that has each of these keys, which one of them had just now."""
-        *first, last = self._readable_tiers
-        sources = [last] * len(keys)  # also of what it has forgotten meanwhile: its read fails
-        for tier in reversed(first):
+        tiers = self._readable_tiers
+        # What peers have forgotten meanwhile is read from where that may fail: no disk holds it.
+        last = next((tier for tier in reversed(tiers) if tier.manager is None), tiers[-1])
+        sources = [last] * len(keys)
+        for tier in reversed(tiers):
             for row in np.flatnonzero(tier.readable(keys)).tolist():
                 sources[row] = tier
         return sources

@@ -232,3 +232,15 @@ def test_requests_of_several_tenants_in_one_step_count_for_each() -> None:
     assert engine.totals["quota_evictions"] > 0
     for number in range(4):
         assert hits(engine, OTHER, f"b {number}") > 0
+
+
+@played
+def test_a_prefix_that_requests_of_a_step_share_counts_once() -> None:
+    engine = PlayedEngine(plugin={"max_share_per_salt": 0.5}, slots=32)
+    for name in ("first", "same"):
+        engine.add(name, PROMPT, 1, cache_salt="a")
+    engine.add("other", OTHER, 1, cache_salt="b")
+    engine.run()
+    quotas = engine.offload._quotas
+    assert quotas.slots_of("a") == PROMPT_BLOCKS
+    quotas.check_integrity()
