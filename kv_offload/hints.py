@@ -134,8 +134,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
     for name, contradicts in (("max_load_tokens", "load"), ("retain_seconds", "store")):
         if name in given and given.get(contradicts) is False:
             raise RequestError(
-                f"kv_transfer_params.{KEY}.{name}: {show(given[name])} beside {contradicts}: "
-                "false, which leaves nothing for it. Remove one of the two"
+                f"kv_transfer_params.{KEY}.{name}: {show(given[name])} next to {contradicts}: "
+                "false, which rules it out. Remove one of the two"
             )
     if "priority" in given and "retain_seconds" not in given:
         raise RequestError(

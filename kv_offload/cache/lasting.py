@@ -42,7 +42,7 @@ class LastingManager(CacheManager):
             self._directory = Directory(folder, files, self.num_slots)
         except OSError as error:
             raise CapacityError(
-                f"host_pool: a directory of {self.num_slots} slots cannot be made in {folder}: "
+                f"host_pool: a directory of {self.num_slots} slots cannot be created in {folder}: "
                 f"{error.strerror}. It needs {SLOT_BYTES} bytes per slot: make room, or lower "
                 "cpu_bytes"
             ) from error

@@ -100,8 +100,8 @@ def find_place(path: Path) -> Path:
 def unusable_folder(path: Path, error: OSError) -> ConfigError:
     """Return the error that refuses a `disk.path`."""
     return ConfigError(
-        f"disk.path: {str(path)!r}: the folder cannot be made or used: {error}. Make it, for the "
-        "user that runs the engine, or name another"
+        f"disk.path: {str(path)!r}: the folder cannot be created or used: {error}. Create it for "
+        "the user that runs the engine, or name another"
     )
 
 
@@ -172,9 +172,9 @@ def check_disk(traced: ResolvedConfig) -> None:
     if not room.fits(disk.bytes * traced.replicas):
         taken = f", and files of kv-offload have {format_size(room.taken_bytes)}"
         raise CapacityError(
-            f"{_describe_request(traced, disk)}, but of the filesystem of {path} only "
-            f"{describe_bytes(room.free_bytes)} are free{taken if room.taken_bytes else ''}. Free "
-            "space, or ask for less"
+            f"{_describe_request(traced, disk)}, but only "
+            f"{describe_bytes(room.free_bytes)} are free on the filesystem of {path}"
+            f"{taken if room.taken_bytes else ''}. Free space, or ask for less"
         )
 
 

@@ -156,7 +156,7 @@ def trace_config(
     headroom = headroom_bytes(host)
     if traced.config.host_bytes * replicas + headroom > host.size_bytes:
         raise CapacityError(
-            f"{traced.describe_request()}, but {host.source} says that there are "
+            f"{traced.describe_request()}, but {host.source} reports "
             f"{describe_bytes(host.size_bytes)}, of which {format_size(headroom)} must stay free. "
             f"Ask for less, for example {DEFAULT_CPU_BYTES}, or give the process more."
         )

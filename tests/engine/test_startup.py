@@ -23,5 +23,5 @@ def test_a_wrong_setting_is_refused_before_weights_are_read(model_folder, tmp_pa
     trace = {"record_trace": str(tmp_path / "no" / "trace.jsonl")}
     assert "No such file or directory" in refusal(tmp_path, ConfigError, plugin=trace)
     disk = {"disk": {"path": str(tmp_path / "no" / "kv"), "bytes": "64MiB"}}
-    assert "the folder cannot be made" in refusal(tmp_path, ConfigError, plugin=disk)
+    assert "the folder cannot be created" in refusal(tmp_path, ConfigError, plugin=disk)
     assert "model weights" in refusal(tmp_path, RuntimeError, plugin={})

@@ -47,8 +47,8 @@ def test_all_that_may_be_said():
         ({"retain_seconds": 1, "priority": 10}, "priority: 10 is not allowed. Give an integer "),
         ({"retain_seconds": 1, "priority": -1}, "priority: -1 is not allowed."),
         ({"priority": 1}, "priority: 1 without retain_seconds."),
-        ({"store": False, "retain_seconds": 60}, "retain_seconds: 60 beside store: false"),
-        ({"load": False, "max_load_tokens": 6}, "max_load_tokens: 6 beside load: false"),
+        ({"store": False, "retain_seconds": 60}, "retain_seconds: 60 next to store: false"),
+        ({"load": False, "max_load_tokens": 6}, "max_load_tokens: 6 next to load: false"),
     ],
 )
 def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_remedy(given, message):

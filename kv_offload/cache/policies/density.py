@@ -152,7 +152,7 @@ class HitDensity:
         room = taken[:, None, 1:] - taken[:, :-1, None]
         densities = (hits / np.maximum(room, 1e-12)).max(axis=2)  # else it would leave no later
         self.worth: NDArray[np.float64] = densities.T[BIN_OF_AGE]
-        """The worth of a block, by age and class."""
+        """The worth of a block, by age and class, shape `(AGES + 1, CLASSES)`."""
         self._chance = (1 - unused[:, -1:] / np.maximum(unused[:, :-1], 1e-300))[:, BIN_OF_AGE]
         self.new = self.worth[0].copy()
         """The worth of a block of each class right after an access."""

@@ -306,7 +306,7 @@ def test_a_message_shows_what_was_written_and_not_what_yaml_made_of_it(write, co
 def test_more_than_the_machine_has():
     assert refusal({"cpu_bytes": "65GiB"}, kind=CapacityError) == (
         "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
-        "/proc/meminfo says that there are 64 GiB (68719476736 bytes), of which 2 GiB must stay "
+        "/proc/meminfo reports 64 GiB (68719476736 bytes), of which 2 GiB must stay "
         "free. Ask for less, for example 25%, or give the process more."
     )
     assert "cpu_bytes: 66571993089:" in refusal({"cpu_bytes": 62 * GIB + 1}, kind=CapacityError)
@@ -318,7 +318,7 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
     for value in ("100%", "8GiB", 8 * GIB):
         assert (
             f"cpu_bytes: {value!r}: asks for 8 GiB (8589934592 bytes) for each of 8 replicas on "
-            "this host, 64 GiB (68719476736 bytes) in all, but /proc/meminfo says"
+            "this host, 64 GiB (68719476736 bytes) in all, but /proc/meminfo reports"
         ) in refusal({"cpu_bytes": value}, kind=CapacityError, replicas=8)
 
 

@@ -55,13 +55,13 @@ def test_a_later_replica_has_a_folder_of_its_own(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be made.*Make it, for the user"):
+    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be created.*Create it for the user"):
         find(tmp_path / "file" / "kv")
 
 
 @pytest.mark.parametrize("replica", [0, 2])
 def test_no_replica_makes_the_place_of_a_disk_that_is_not_mounted(replica, tmp_path):
-    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be made.*Make it, for the user"):
+    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be created.*Create it for the user"):
         find(tmp_path / "nvme" / "kv", engine={"parallel_config.data_parallel_index": replica})
     assert not (tmp_path / "nvme").exists()
 

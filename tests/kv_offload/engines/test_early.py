@@ -106,9 +106,9 @@ def test_a_disk_or_a_trace_that_no_model_could_use(place, tmp_path, monkeypatch)
     file = tmp_path / "file"
     file.write_text("a line")
     cases: list[tuple[dict[str, Any], str]] = [
-        (disk(file / "kv"), "cannot be made"),
-        (disk(tmp_path / "no" / "kv"), "cannot be made"),
-        (disk(file), "cannot be made"),
+        (disk(file / "kv"), "cannot be created"),
+        (disk(tmp_path / "no" / "kv"), "cannot be created"),
+        (disk(file), "cannot be created"),
         ({"record_trace": str(tmp_path)}, "it is not a regular file"),
         ({"record_trace": str(tmp_path / "no" / "trace")}, "No such file or directory"),
         ({"record_trace": str(file / "trace")}, "Not a directory"),
@@ -138,7 +138,7 @@ def test_sizes_that_hold_no_block_and_disks_without_room(tmp_path, monkeypatch):
         config = make_vllm_config({})
         extra_config = config.kv_transfer_config.kv_connector_extra_config
         extra_config.update(disk(tmp_path / "kv", size))
-        with pytest.raises(CapacityError, match=r"only .* are free\. Free space, or ask for less"):
+        with pytest.raises(CapacityError, match=r"only .* are free on .* Free space, or ask"):
             early.check_settings(config)
 
 

@@ -115,7 +115,7 @@ def test_a_folder_that_the_engine_would_not_make_is_a_problem(tmp_path):
     for path in (tmp_path / "gone" / "kv", tmp_path / "file"):
         found = checks(path)
         assert [check.state for check in found.values()] == ["problem"]
-        assert "the folder cannot be made or used" in found["disk"].found
+        assert "the folder cannot be created or used" in found["disk"].found
 
 
 def test_access_through_the_kernel_is_a_warning(tmp_path, monkeypatch):
