@@ -101,6 +101,12 @@ def test_a_trace_that_cannot_be_replayed(simulate, trace, problem):
     assert problem in done.err
 
 
+def test_a_trace_that_is_not_there(command):
+    done = command("simulate", "nowhere", "--cpu-bytes=1GiB", "--model-config=nowhere")
+    assert done.status == 2
+    assert "nowhere: cannot be read: No such file or directory. Give a file of JSON" in done.err
+
+
 def test_traces_of_two_block_sizes_are_refused(simulate):
     done = simulate(f"{trace_of(TURNS)}\n{trace_of(TURNS, block_size=16)}", "1GiB")
     assert done.status == 2
