@@ -92,6 +92,7 @@ def test_what_is_wrong_is_said_with_the_remedy(simulate, sizes, options, model, 
     ("trace", "problem"),
     [
         ("", "it has no requests"),
+        (trace_of([[], []]), "no prompt fills a block of 512 tokens"),
         ('{"timestamp": 0}', "line 1: Object missing required field `input_length`"),
     ],
 )
