@@ -18,6 +18,9 @@ MAX_INT = 2**63 - 1
 PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 """A regular expression for 1 to 65535."""
 
+ADDRESS = rf"^[^\s:/]+:{PORT}\Z"
+"""A regular expression for the address of Mooncake's master."""
+
 Size = Annotated[int, Meta(ge=1, le=MAX_INT)]
 FilePath = Annotated[str, Meta(min_length=1)]
 
@@ -89,7 +92,7 @@ class RemoteConfig:
         ),
     ]
     address: Annotated[
-        Annotated[str, Meta(pattern=rf"^[^\s:/]+:{PORT}\Z")] | None,
+        Annotated[str, Meta(pattern=ADDRESS)] | None,
         _says(
             "Address of Mooncake's master.",
             "host:port, a port from 1 to 65535, for example 10.0.0.5:50051",

@@ -64,7 +64,10 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
                     return
                 yield request
     except OSError as error:
-        raise TraceError(f"{path}: {error}") from error
+        raise TraceError(
+            f"{path}: cannot be read: {error.strerror}. Give a file of JSON lines, such as "
+            "record_trace writes"
+        ) from error
 
 
 def split_blocks(requests: Iterable[TraceRequest], parts: int) -> Iterator[TraceRequest]:

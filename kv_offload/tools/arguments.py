@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from kv_offload.config.trace import FILE_VARIABLE
 
@@ -24,6 +25,13 @@ def add_count(
     parser.add_argument(
         *names, type=_count, default=default, metavar=metavar, help=f"{of} (default: %(default)s)"
     )
+
+
+def path(text: str) -> Path:
+    """Return a path. An empty one is a shell's variable that is not set, not the folder here."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: write . for the folder here")
+    return Path(text)
 
 
 def _count(text: str) -> int:

@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> Report:
     table = make_table("pool", "seat", "engine", "memory", "readable slots", "peers", "model")
     for one in states:
         hours = (time.time() - (one.started or time.time())) / 3600
-        engine = f"started {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
+        engine = f"ended, began {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
         readable = f"{one.readable_slots:,} of {one.slots:,}"
         memory, model = format_size(one.memory_bytes), printable(one.model)
         table.add_row(
@@ -92,13 +92,16 @@ def _read(folder: Path) -> Iterator[SeatState]:
         about = _about(seat)
         alike = [one for one in kinds if one.parent == seat.parent and kinds[one] == kind != {}]
         _, readable, slots = read_directory(seat) or ((), (), 0)
+        memory_bytes, runs = sum(find_arenas(seat).values()), _runs(seat)
+        if not (memory_bytes or runs):  # it was freed: its folder and lock stay
+            continue
         yield SeatState(
             pool=seat.parent.name,
             seat=seat_number(seat),
-            pid=about.get("pid") if _runs(seat) else None,
+            pid=about.get("pid") if runs else None,
             started=about.get("started"),
             model=str(about.get("contents", {}).get("model", "")),
-            memory_bytes=sum(find_arenas(seat).values()),
+            memory_bytes=memory_bytes,
             readable_slots=len(readable),
             slots=slots,
             peers=max(0, len(alike) - 1),

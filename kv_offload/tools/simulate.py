@@ -62,6 +62,11 @@ def _run(arguments: argparse.Namespace) -> Report:
     path = Path(os.path.expanduser(arguments.trace))
     requests = sorted(read_trace(path), key=lambda request: request.timestamp)
     size = read_size(arguments.model_config, arguments, _block_tokens(path, requests))
+    if not any(request.hash_ids for request in requests):
+        raise ConfigError(
+            f"{path}: no prompt fills a block of {size.block_tokens} tokens, so the trace does not "
+            "tell which prompts repeat: give one of longer prompts"
+        )
     if size.prompt_bytes:
         raise UnsupportedError(
             f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "

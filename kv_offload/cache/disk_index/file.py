@@ -28,6 +28,9 @@ SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Suffixes of the files that SQLite makes."""
 
 
+NO_INDEX = "it has no index: it is new, or a reset or new weights emptied it"
+
+
 def lock(path: Path) -> int:
     """Lock the lock file of `path`; return its descriptor, which holds the lock until it is closed.
 
@@ -72,7 +75,7 @@ def lock_file(path: Path) -> Path:
 
 def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskContents, str]:
     """Open the index, or create one from `new`; return its contents, and why it was created."""
-    reason = "there was none"
+    reason = NO_INDEX
     if path.exists():
         found_file = path.stat()
         if not stat.S_ISREG(found_file.st_mode):

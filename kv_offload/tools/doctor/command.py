@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 from kv_offload import __version__
 from kv_offload.config import RemoteConfig
-from kv_offload.tools.arguments import add_count, add_file
+from kv_offload.config.schema import ADDRESS
+from kv_offload.tools.arguments import add_count, add_file, path
 from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, remote, report
 from kv_offload.tools.output import Report, shows_colour
 
@@ -31,16 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk",
         metavar="PATH",
-        type=Path,
+        type=path,
         help="folder of a disk to check and measure (default: the configuration's disk.path)",
     )
     parser.add_argument(
         "--remote",
         metavar="ADDRESS",
+        type=_address,
         help="HOST:PORT of a mooncake_master to check, with a round trip of 64 MiB (default: the "
         "configuration's remote)",
     )
     parser.set_defaults(run=_run)
+
+
+def _address(text: str) -> str:
+    if not re.search(ADDRESS, text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 10.0.0.5:50051")
+    return text
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -66,11 +75,11 @@ def _run(arguments: argparse.Namespace) -> Report:
         ],
         "Engine": [installation.check_plugin(os.environ), *memory.check_recording(traced)],
     }
-    path = arguments.disk
-    if path is None and traced is not None and traced.config.disk is not None:
-        path = Path(traced.config.disk.path)
-    if path is not None:
-        checks = disk.check_disk(path, traced, measures=not arguments.no_measure)
+    folder = arguments.disk
+    if folder is None and traced is not None and traced.config.disk is not None:
+        folder = Path(traced.config.disk.path)
+    if folder is not None:
+        checks = disk.check_disk(folder, traced, measures=not arguments.no_measure)
         sections = {**sections, "Disk": [*checks]}
     store = None if traced is None else traced.config.remote
     if arguments.remote is not None:

@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         ("bytes per slot", f"{size.slot_bytes:,} on a rank, with blocks of {tokens}"),
         ("in 1 GiB", _fitting(size, GIB)),
     ]
-    if cpu_bytes is not None:
+    if cpu_bytes not in (None, GIB):
         rows.append((f"in {format_size(cpu_bytes)}", _fitting(size, cpu_bytes)))
     if size.may_pack:
         rows.append(("with pack_kv", _packed(size, cpu_bytes or GIB)))

@@ -62,7 +62,7 @@ def _listed(values: dict[str, float]) -> str:
 
 def _table(figures: Figures) -> Table:
     table, seconds, values = make_table(), figures.seconds, figures.values
-    table.add_column("", no_wrap=True)
+    table.add_column("")  # in a narrow terminal names wrap, and figures stay whole
     for heading in ("since start", "share", "" if seconds is None else f"last {seconds:.1f} s"):
         table.add_column(heading, justify="right", no_wrap=True)
 

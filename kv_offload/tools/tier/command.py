@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from kv_swap.tiers.record import Verdict
 
 from kv_offload.config.sizes import format_size
+from kv_offload.tools.arguments import path
 from kv_offload.tools.output import UNWRAPPED, Report, as_fields, make_progress, printable
 from kv_offload.tools.tier.read import RankFile, Replica, read_folder
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file cannot be used or was cut, or if --verify found damage on a disk that no engine "
         "uses; 2 if there is nothing of kv-offload's; else 0."
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help="the disk.path of an engine")
+    parser.add_argument("path", metavar="PATH", type=path, help="the disk.path of an engine")
     parser.add_argument(
         "--verify",
         action="store_true",

@@ -31,6 +31,7 @@ import pytest
 from kv_offload.cache.disk_index import DiskIndex, index
 from kv_offload.cache.disk_index.changes import Changes
 from kv_offload.cache.disk_index.contents import read_index, row_sum
+from kv_offload.cache.disk_index.file import NO_INDEX
 from kv_offload.errors import ConfigError
 from tests.support import disk_uses
 from tests.support.processes import kill_group, run_code, start_module
@@ -85,7 +86,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_restart_goes_on_with_what_was_there_the_least_recently_used_first(path):
     with opened(path) as first:
-        assert (first.reason, contents(first)) == ("there was none", [])
+        assert (first.reason, contents(first)) == (NO_INDEX, [])
         assert len(first.generation) == 16
         first.put(keys(1, 2, 3, 4), slots(10, 11, 12, 13))
         first.use(slots(11, 10))
@@ -144,7 +145,7 @@ def test_after_a_reset_a_restart_begins_empty(path, quick):
     assert first.errors == 0
     assert not path.exists()
     with opened(path) as again:
-        assert (again.reason, again.keys) == ("there was none", [])
+        assert (again.reason, again.keys) == (NO_INDEX, [])
         assert again.generation not in (before, first.generation)
     with opened(path) as once_more:
         assert once_more.reason == ""
@@ -289,7 +290,7 @@ def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path):
         killed.close(LIMIT_SECONDS)
         found.append(killed.reason)
         assert disk_uses.last_put(killed) < reset_at
-    assert "there was none" in found
+    assert NO_INDEX in found
 
 
 def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(path):
@@ -314,7 +315,7 @@ def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(pa
     )
     assert killed.stdout == b"answered\n", killed.stderr.decode()
     with opened(path) as again:
-        assert (again.reason, again.keys) == ("there was none", [])
+        assert (again.reason, again.keys) == (NO_INDEX, [])
 
 
 @pytest.mark.parametrize("how", ["moved", "linked"])
@@ -719,7 +720,7 @@ def test_a_reset_is_not_undone_where_the_power_is_cut(power, quick):
         cut()
     start_again()
     with opened(path) as again:
-        assert again.reason == "there was none"
+        assert again.reason == NO_INDEX
 
 
 def test_a_reset_that_cannot_reach_the_disk_is_not_taken_for_done(power, quick):

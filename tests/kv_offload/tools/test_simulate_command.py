@@ -92,6 +92,7 @@ def test_what_is_wrong_is_said_with_the_remedy(simulate, sizes, options, model, 
     ("trace", "problem"),
     [
         ("", "it has no requests"),
+        (trace_of([[], []]), "no prompt fills a block of 512 tokens"),
         ('{"timestamp": 0}', "line 1: Object missing required field `input_length`"),
     ],
 )
@@ -99,6 +100,12 @@ def test_a_trace_that_cannot_be_replayed(simulate, trace, problem):
     done = simulate(trace, "1GiB")
     assert done.status == 2
     assert problem in done.err
+
+
+def test_a_trace_that_is_not_there(command):
+    done = command("simulate", "nowhere", "--cpu-bytes=1GiB", "--model-config=nowhere")
+    assert done.status == 2
+    assert "nowhere: cannot be read: No such file or directory. Give a file of JSON" in done.err
 
 
 def test_traces_of_two_block_sizes_are_refused(simulate):

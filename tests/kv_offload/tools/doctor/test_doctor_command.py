@@ -65,6 +65,14 @@ def test_a_wrong_file_is_a_problem(tmp_path, report):
         assert check.keys() == {"section", "name", "state", "found", "needed", "remedy"}
 
 
+def test_arguments_that_name_nothing_are_refused(command):
+    """An empty path is a variable that is not set: 512 MiB would be written into this folder."""
+    for words in (["doctor", "--disk", ""], ["tier", ""], ["doctor", "--remote", "10.0.0.5"]):
+        done = command(*words)
+        assert done.status == 2
+        assert "path is empty" in done.err or "'10.0.0.5' is not host:port" in done.err
+
+
 def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, report):
     """By the same checks: an engine would say it minutes later."""
     disk = f"disk:\n  path: {tmp_path}/new\n  bytes"

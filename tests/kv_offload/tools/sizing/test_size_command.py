@@ -162,6 +162,10 @@ def test_a_wrong_argument_is_refused_before_the_model_is_read(tmp_path, command,
     assert option.partition("=")[0] in done.err
 
 
+def test_a_size_of_1_gib_has_one_line(size):
+    assert size("Llama-3.1-8B", "--cpu-bytes", "1GiB").out.count("in 1 GiB ") == 1
+
+
 def table() -> dict[str, list[str]]:
     """Return the rows of the page's table of models, by model."""
     rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", DOCS.read_text(), re.MULTILINE)]

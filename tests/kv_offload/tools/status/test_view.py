@@ -131,3 +131,4 @@ def test_a_page_with_every_line_fits_the_lowest_terminal_and_loses_no_figure():
     assert re.search(r"last [5-9]\.\d s", text)
     assert re.search(r"from host memory: not computed +864 +48\.0 % +[\d,]+/s", text)
     assert re.search(r"Copies to host memory, .*/s +1023 GiB +[\d.]+ .iB/s", text)
+    assert "…" not in drawn(page, earlier, width=60), "in half a screen names wrap"
