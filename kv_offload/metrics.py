@@ -14,6 +14,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 SkipReason = Literal[
     "moved_on",
     "not_worth_it",
+    "in_pool",
     "no_budget",
     "pool_busy",
     "copy_failed",
@@ -26,6 +27,7 @@ SKIP_REASONS: Mapping[SkipReason, str] = {
     "moved_on": "Slots not stored because vLLM reused the block before it could be stored.",
     "not_worth_it": "Slots not stored because eviction_policy auto expects more hits from what "
     "they would displace.",
+    "in_pool": "Slots not stored because another engine in the host_pool has the block.",
     "no_budget": "Slots not stored because too many waited, host memory was emptied, stores were "
     "paused, or the engine came to rest.",
     "pool_busy": "Slots not stored because every slot of host memory was being read or written.",

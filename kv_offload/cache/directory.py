@@ -1,11 +1,11 @@
 """A file that maps the slots of an arena to their keys; it outlives the process and peers read it.
 
-FOLDER/directory        a header of `HEADER_BYTES`, then `ENTRY_BYTES` for each slot, then the
-                        index, `WAYS` cells of 8 bytes for each slot
+FOLDER/directory        a header of `HEADER_BYTES`; the marks, a byte a slot and one more, which
+                        peers write; the entries, `ENTRY_BYTES` a slot; the index of keys
 
-Only the scheduler of the engine that owns the arena writes the file. A process may end at any
-instruction and still leaves a true directory, because an entry names a key only while the slot
-holds all bytes of that key:
+Only the scheduler of the engine that owns the arena writes the file, but for the marks. A process
+may end at any instruction and still leaves a true directory, because an entry names a key only
+while the slot holds all bytes of that key:
 
 - `withdraw` runs before any byte of the slot is written, and `publish` after every rank has
   reported the last byte.
@@ -15,7 +15,9 @@ holds all bytes of that key:
 - No two publications share a version. If a peer finds the same sum before and after it copies a
   slot, its copy is the block that the entry names (`kv_offload.cache.peers`).
 
-The index is only a hint to where a key may be; the entry decides. docs/design/host_pool.md has the
+The index (`kv_offload.cache.key_index`) is only a hint to where a key may be; the entry decides. A
+mark says that a peer has used a slot, and the last mark that there are others. Any value in them is
+harmless: it only changes which block the owner evicts next. docs/design/host_pool.md has the
 argument.
 """
 
@@ -32,26 +34,29 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.key_index import (
+    CELL_BYTES,
+    KEY_BYTES,
+    NAME_WORDS,
+    TAG_BYTES,
+    WAYS,
+    KeyIndex,
+    Names,
+)
+from kv_offload.cache.slots import NO_SLOTS, Slots
 
 DIRECTORY = "directory"
-MAGIC = b"kvpool-2"
+MAGIC = b"kvpool-3"
 """Changes with the format."""
 HEADER_BYTES = 64 << 10
 GENERATION_BYTES = 16
-NAME_WORDS = 5
-KEY_BYTES = 8 * NAME_WORDS - 1
-"""vLLM's keys have 20 or 36 bytes. A longer key is not published."""
-
-WAYS = 8
-"""Cells of the index that may hold a given key. There are as many buckets as slots, so about one
-bucket in a million has more keys than cells, and peers miss one of its keys."""
+MARKS_STEP = 64 << 10
+"""The marks take whole pages of any CPU, which peers map to write nothing else."""
 
 TOUCH_SECONDS = 60.0
 """The file's modification time tells when the arena was last used; it lags by at most this much."""
@@ -73,21 +78,10 @@ ENTRY = np.dtype(
     [("sum", "<u8"), ("used", "<u8"), ("version", "<u8"), ("name", "<u8", (NAME_WORDS,))]
 )
 ENTRY_BYTES = ENTRY.itemsize
-SLOT_BYTES = ENTRY_BYTES + 8 * WAYS
+SLOT_BYTES = ENTRY_BYTES + TAG_BYTES + CELL_BYTES + 1
 """Bytes of the file per slot."""
 
 _PLACE = struct.Struct("<QQ")
-_FACTORS = np.array(
-    [
-        0x9E3779B97F4A7C15,
-        0xC2B2AE3D27D4EB4F,
-        0x165667B19E3779F9,
-        0xD6E8FEB86659FD93,
-        0xFF51AFD7ED558CCD,
-    ],
-    np.uint64,
-)
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def order_memory() -> None:
@@ -101,66 +95,38 @@ def order_memory() -> None:
     lock.acquire()
 
 
-class Names(NamedTuple):
-    """Keys as they are stored in entries, with their hashes.
-
-    `words` is uint64 of shape `(n, NAME_WORDS)`: a byte with the length plus one, the key, and
-    zeros. A key that is too long is all zeros. `hashes` is uint64 of shape `(n,)`.
-    """
-
-    words: NDArray[np.uint64]
-    hashes: NDArray[np.uint64]
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes]) -> Names:
-        """Return the names of keys; fast if all keys have the same length."""
-        names = np.zeros((len(keys), 8 * NAME_WORDS), np.uint8)
-        lengths = [*map(len, keys)]
-        for length in {*lengths}:
-            if length <= KEY_BYTES:
-                own = [row for row, other in enumerate(lengths) if other == length]
-                text = b"".join(keys if len(own) == len(keys) else [keys[row] for row in own])
-                read = np.frombuffer(text, np.uint8).reshape(len(own), length)
-                names[own, 0], names[own, 1 : length + 1] = length + 1, read
-        return cls.of_words(names.view("<u8"))
-
-    @classmethod
-    def of_words(cls, words: NDArray[np.uint64]) -> Names:
-        """Return names with their hashes."""
-        hashes = (words * _FACTORS).sum(axis=1, dtype=np.uint64)
-        hashes ^= hashes >> _HALF
-        hashes *= _FACTORS[0]
-        hashes ^= hashes >> np.uint64(29)
-        return cls(words, hashes)
-
-    def keys(self) -> list[bytes]:
-        """Return the keys."""
-        text = self.words.tobytes()
-        step = 8 * NAME_WORDS
-        return [text[at + 1 : at + max(1, text[at])] for at in range(0, len(text), step)]
-
-
 class Contents:
-    """The mapped file of a directory. `header`, `entries` and `index` are views of it."""
+    """The mapped file of a directory. `header`, `marks`, `entries` and `index` are views of it."""
 
-    def __init__(self, fd: int, *, writes: bool = False) -> None:
-        """Raises `OSError`, or `ValueError` for a file that is not a directory."""
-        self.num_slots = (os.fstat(fd).st_size - HEADER_BYTES) // SLOT_BYTES
-        if self.num_slots < 1:
-            raise ValueError("it has no slots")
+    def __init__(self, fd: int, num_slots: int, *, writes: bool = False) -> None:
+        """Map a file that may be written; without `writes` only the marks are. Raises `OSError`."""
+        self.num_slots = num_slots
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
-        memory = mmap.mmap(fd, file_bytes(self.num_slots), prot=prot)
+        memory = mmap.mmap(fd, file_bytes(num_slots), prot=prot)
         self.header = np.frombuffer(memory, HEADER, 1).reshape(())
-        self.entries = np.frombuffer(memory, ENTRY, self.num_slots, HEADER_BYTES)
-        first = HEADER_BYTES + self.num_slots * ENTRY_BYTES
-        cells = np.frombuffer(memory, "<u8", self.num_slots * WAYS, first)
-        self.index = cells.reshape(self.num_slots, WAYS)
+        self.marks = np.frombuffer(mmap.mmap(fd, num_slots + 1, offset=HEADER_BYTES), np.uint8)
+        """Per slot, and of any slot: not 0 if a peer has used it since the owner has looked."""
+        at = HEADER_BYTES + _marks_bytes(num_slots)
+        self.entries = np.frombuffer(memory, ENTRY, num_slots, at)
+        at += num_slots * ENTRY_BYTES
+        tags = np.frombuffer(memory, "<u2", num_slots * WAYS, at)
+        at += num_slots * TAG_BYTES
+        cells = np.frombuffer(memory, "<u4", num_slots * WAYS, at)
+        shape = num_slots, WAYS
+        self.index = KeyIndex(tags.reshape(shape), cells.reshape(shape))
 
-    @property
-    def is_one(self) -> bool:
-        """True if the file has a valid header."""
-        magic, slots = bytes(self.header["magic"].item()), self.header["num_slots"].item()
-        return magic == MAGIC and slots == self.num_slots
+    @classmethod
+    def open(cls, fd: int, *, writes: bool = False) -> Contents | None:
+        """Map a file; None if it is no directory. Raises `OSError`."""
+        text = os.pread(fd, HEADER.itemsize, 0)
+        if len(text) < HEADER.itemsize:
+            return None
+        header = np.frombuffer(text, HEADER, 1).reshape(())
+        num_slots = int(header["num_slots"])
+        sizes = file_bytes(num_slots), os.fstat(fd).st_size
+        if bytes(header["magic"].item()) != MAGIC or not num_slots or sizes[0] != sizes[1]:
+            return None
+        return cls(fd, num_slots, writes=writes)
 
     @property
     def generation(self) -> bytes:
@@ -191,24 +157,20 @@ class Contents:
         ]
         return np.array(fits, bool)
 
-    def buckets(self, hashes: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the row of the index in which each key may be."""
-        rows = ((hashes >> _HALF) * np.uint64(self.num_slots)) >> _HALF
-        return rows.astype(np.intp)
-
     def find(self, names: Names) -> Slots:
         """Return the slot whose entry names each key, -1 if none does; sums are not verified."""
         found = np.full(len(names.hashes), -1, np.int32)
-        cells = self.index[self.buckets(names.hashes)]
-        rows, ways = np.nonzero((cells >> _HALF) == (names.hashes & _LOW)[:, None])
-        if len(rows):
-            slots = (cells[rows, ways] & _LOW).astype(np.int64) - 1
-            valid = (slots >= 0) & (slots < self.num_slots)
-            rows, slots = rows[valid], slots[valid]
-            entries = self.entries[slots]
-            same = (entries["name"] == names.words[rows]).all(axis=1) & (entries["sum"] != 0)
-            found[rows[same]] = slots[same]
+        slots, rows = self.index.slots(names.hashes)
+        entries = self.entries[slots]
+        same = (entries["name"] == names.words[rows]).all(axis=1) & (entries["sum"] != 0)
+        found[rows[same]] = slots[same]
         return found
+
+    def mark(self, slots: Slots) -> None:
+        """Have the owner count a use of slots, once it evicts. Any process may, at any time."""
+        self.marks[slots] = 1
+        order_memory()
+        self.marks[-1] = 1
 
 
 class Directory:
@@ -236,13 +198,10 @@ class Directory:
 
     def withdraw(self, slots: Slots) -> None:
         """Mark slots as empty. Must run before any byte is written into them."""
-        entries, index = self._contents.entries, self._contents.index
+        entries = self._contents.entries
         entries["sum"][slots] = 0
         order_memory()
-        buckets = self._contents.buckets(Names.of_words(entries["name"][slots]).hashes)
-        cells = slots.astype(np.uint64)[:, None] + np.uint64(1)
-        rows, ways = np.nonzero((index[buckets] & _LOW) == cells)
-        index[buckets[rows], ways] = 0
+        self._contents.index.remove(slots, Names.of_words(entries["name"][slots]).hashes)
 
     def publish(self, slots: Slots, keys: Sequence[bytes]) -> None:
         """Record the keys of withdrawn slots, which must hold all bytes of these keys."""
@@ -260,21 +219,21 @@ class Directory:
         order_memory()
         entries["sum"][slots] = sums
         if not self._is_retired:
-            self._show(slots, names.hashes)
+            self._contents.index.add(slots, names.hashes)
 
-    def _show(self, slots: Slots, hashes: NDArray[np.uint64]) -> None:
-        """Add keys to the index; in a full bucket, one cell is replaced."""
-        index = self._contents.index
-        buckets = self._contents.buckets(hashes)
-        cells = ((hashes & _LOW) << _HALF) | (slots.astype(np.uint64) + np.uint64(1))
-        for _ in range(WAYS):
-            ways = (index[buckets] == 0).argmax(axis=1)
-            index[buckets, ways] = cells
-            # If several keys share a bucket, only the last write survives.
-            left = index[buckets, ways] != cells
-            if not left.any():
-                return
-            buckets, cells = buckets[left], cells[left]
+    def take_marks(self) -> Slots:
+        """Return the slots that peers have used since the last call, in no order of use.
+
+        Takes O(num_slots) where there are any, some nanoseconds a hundred slots.
+        """
+        marks = self._contents.marks
+        if not marks[-1]:
+            return NO_SLOTS
+        marks[-1] = 0
+        order_memory()
+        slots = np.flatnonzero(marks[:-1]).astype(np.int32)
+        marks[slots] = 0
+        return slots
 
     def use(self, slots: Slots) -> None:
         """Record a use of slots, the last of them the most recent."""
@@ -297,7 +256,7 @@ class Directory:
         order_memory()
         self._generation = secrets.token_bytes(GENERATION_BYTES)
         self._is_retired = True
-        self._contents.index[:] = 0
+        self._contents.index.clear()
 
     def close(self) -> None:
         """Release the lock so that another process can take over the directory."""
@@ -322,16 +281,15 @@ def read_directory(folder: Path) -> tuple[Slots, list[bytes], int] | None:
 def open_directory(folder: Path) -> Contents | None:
     """Map the directory in `folder` for reading, without a lock; None if there is none."""
     try:
-        fd = os.open(folder / DIRECTORY, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(folder / DIRECTORY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        contents = Contents(fd)
+        return Contents.open(fd)
     except (OSError, ValueError):
         return None
     finally:
         os.close(fd)
-    return contents if contents.is_one else None
 
 
 def entry_sum(generation: bytes, slot: int, version: int, name: bytes) -> int:
@@ -348,8 +306,8 @@ def _take_over(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[in
     try:
         found = os.fstat(fd)
         if found.st_uid == os.geteuid() and found.st_size == file_bytes(num_slots):
-            contents = Contents(fd, writes=True)
-            if contents.is_one and contents.files == file_names(files):
+            contents = Contents.open(fd, writes=True)
+            if contents is not None and contents.files == file_names(files):
                 _lock(fd)
                 return fd, contents
     except OSError:
@@ -383,7 +341,7 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
         # Allocate all of it: touching a page that the filesystem cannot provide would kill the
         # process.
         os.posix_fallocate(fd, 0, file_bytes(num_slots))
-        contents = Contents(fd, writes=True)
+        contents = Contents(fd, num_slots, writes=True)
         header, names = contents.header, file_names(files)
         header["magic"], header["num_slots"] = MAGIC, num_slots
         header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
@@ -398,7 +356,13 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
 
 def file_bytes(num_slots: int) -> int:
     """Return the size of a directory in bytes."""
-    return HEADER_BYTES + num_slots * SLOT_BYTES
+    others = ENTRY_BYTES + TAG_BYTES + CELL_BYTES
+    return HEADER_BYTES + _marks_bytes(num_slots) + num_slots * others
+
+
+def _marks_bytes(num_slots: int) -> int:
+    """Return the bytes of the marks, and of what fills their last page."""
+    return -(-(num_slots + 1) // MARKS_STEP) * MARKS_STEP
 
 
 def file_names(files: Mapping[int, str]) -> bytes:

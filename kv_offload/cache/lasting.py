@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kv_offload.cache.directory import SLOT_BYTES, Directory
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.slot_refcounts import distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Run, Runs, Slots
 from kv_offload.errors import CapacityError
 
 logger = logging.getLogger(__name__)
+
+PeersHave: TypeAlias = Callable[[Sequence[Any]], NDArray[np.bool_]]
+"""Says for each key whether a peer keeps it, which counts as a use there."""
 
 
 class LastingManager(CacheManager):
@@ -23,11 +30,22 @@ class LastingManager(CacheManager):
     `prepare_store` withdraws a slot from the directory before the plan that writes the slot is
     sent. `complete_store` publishes it after every rank has written all of it. So the directory is
     true whenever the process ends. No slot is usable before `open`.
+
+    A pool keeps a block once. What a peer has is not stored here, unless it must be. What was
+    copied from one is the first to leave, if it is still there: a copy is withdrawn before its
+    peers are asked, so two engines never drop the same block because the other one has it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)
         self._directory: Directory | None = None
+        self._peers_have: PeersHave = lambda keys: np.zeros(len(keys), bool)
+        self._copies: dict[int, None] = {}
+        """Slots that were copied from peers, those first that leave first."""
+
+    def share(self, peers_have: PeersHave) -> None:
+        """Keep only once what peers have."""
+        self._peers_have = peers_have
 
     def open(self, arenas: Mapping[int, Path]) -> None:
         """Open the directory of the ranks' arenas, which are in one folder; called once.
@@ -80,15 +98,75 @@ class LastingManager(CacheManager):
         self.directory.use(distinct(slots)[::-1])
         return slots
 
+    @property
+    def reads_runs(self) -> bool:
+        """True: what must be stored is stored though a peer has it."""
+        return True
+
+    def offer(
+        self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
+    ) -> tuple[Slots, NDArray[np.bool_]]:
+        """See `CacheManager`. What a peer has is not worth a slot."""
+        wanted = ~self._peers_have(keys) if len(keys) else np.ones(0, bool)
+        if not wanted.all():
+            must = np.repeat([run.must for run in runs], [run.keys for run in runs])
+            wanted |= must
+            self.left_to_peers += len(keys) - int(wanted.sum())
+            keys, runs = [*compress(keys, wanted.tolist())], _runs_of(runs, wanted)
+        self._make_room(len(keys), along)
+        slots, worth = super().offer(keys, runs, along)
+        wanted[wanted] = worth
+        return slots, wanted
+
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """See `CacheManager`."""
+        self._make_room(len(keys), along)
         slots = super().prepare_store(keys, along)
         if len(slots):
+            self._no_copies(slots)
             self.directory.withdraw(slots)
             self.directory.use(slots[::-1])
         if len(along):
             self.directory.use(distinct(along)[::-1])
         return slots
+
+    def _make_room(self, wanted: int, along: Slots) -> None:
+        """Drop copies where too few slots are free, but none of `along`.
+
+        First the policy learns what peers have used, as far as no store writes it.
+        """
+        lacking = wanted - (self.usable_slots - self.slots_in_use)
+        if lacking <= 0:
+            return
+        used = self.directory.take_marks()
+        if len(used):
+            keys = self.readable_keys(used[used < self._index.given_out])
+            self._policy.use(used[[row for row, key in enumerate(keys) if key is not None]])
+        if not self._copies:
+            return
+        slots = np.fromiter(islice(self._copies, lacking), np.int32)
+        idle = self._running.are_idle(slots) & ~np.isin(slots, along)
+        self._no_copies(slots)
+        self._copies.update(dict.fromkeys(slots[~idle].tolist()))
+        slots = slots[idle]
+        keys = self.keys_of(slots)
+        self.directory.withdraw(slots)
+        kept = self._peers_have(keys)
+        super().forget(slots[kept])
+        if not kept.all():  # they are the only ones by now
+            self.directory.publish(slots[~kept], [*compress(keys, (~kept).tolist())])
+
+    def are_copies(self, slots: Slots) -> None:
+        """Note that slots were filled from peers just now, as far as they have a key."""
+        keys = self.keys_of(slots)
+        self._copies.update(
+            (slot, None) for slot, key in zip(slots.tolist(), keys, strict=True) if key is not None
+        )
+
+    def _no_copies(self, slots: Slots) -> None:
+        if self._copies:
+            for slot in slots.tolist():
+                self._copies.pop(slot, None)
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """See `CacheManager`."""
@@ -102,6 +180,7 @@ class LastingManager(CacheManager):
 
     def forget(self, slots: Slots) -> None:
         """See `CacheManager`."""
+        self._no_copies(slots)
         self.directory.withdraw(slots)
         super().forget(slots)
 
@@ -113,9 +192,25 @@ class LastingManager(CacheManager):
         """
         if self._directory is not None:
             self._directory.retire()
+        self._copies.clear()
         super().reset()
 
     def close(self) -> None:
         """Let another process take over the blocks."""
         if self._directory is not None:
             self._directory.close()
+
+
+def _runs_of(runs: Runs, wanted: NDArray[np.bool_]) -> list[Run]:
+    """Return the runs of the keys that are wanted; one that has others in it becomes several."""
+    parts, first = [], 0
+    for run in runs:
+        its = wanted[first : first + run.keys]
+        first += run.keys
+        if its.all():
+            parts.append(run)
+            continue
+        edges = np.flatnonzero(np.diff(its, prepend=False, append=False)).tolist()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            parts.append(run._replace(keys=end - begin, parent=None if begin else run.parent))
+    return parts

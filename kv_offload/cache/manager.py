@@ -45,6 +45,8 @@ class CacheManager:
         """Keys evicted since the start; a reset does not count."""
         self.stored_slots = 0
         """Slots whose key has become readable since the start."""
+        self.left_to_peers = 0
+        """Keys that were offered and not stored since the start, because a peer has them."""
         self.adopted_slots = 0
         """Slots that had a key at the start, left by an earlier process."""
         self.changes: ChangeLog | None = None

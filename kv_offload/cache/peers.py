@@ -1,6 +1,7 @@
 """Finds the other engines of a host pool, and reads what their directories say.
 
-Nothing here writes to what an engine has, or waits for one. Whoever copies bytes of another's slot
+Nothing here waits for another engine, or writes to what it has, but for the marks that say which
+slots were used. Whoever copies bytes of another's slot
 does so between `PeerDirectory.claim` and `PeerDirectory.still_holds`:
 
     claim = peer.claim(keys)         entries whose sums fit
@@ -32,11 +33,11 @@ from numpy.typing import NDArray
 from kv_offload.cache.directory import (
     DIRECTORY,
     Contents,
-    Names,
     file_names,
     open_directory,
     order_memory,
 )
+from kv_offload.cache.key_index import Names, hash_keys, may_have
 from kv_offload.cache.slots import Slots
 
 REFRESH_SECONDS = 1.0
@@ -64,7 +65,7 @@ class PeerDirectory:
 
     def __init__(self, seat: Path, contents: Contents, inode: int, files: Mapping[int, str]):
         self.seat, self.files = seat, files
-        self._contents, self._inode = contents, inode
+        self.contents, self._inode = contents, inode
         self._arenas: dict[str, NDArray[np.uint8]] = {}
 
     @classmethod
@@ -91,13 +92,9 @@ class PeerDirectory:
         except OSError:
             return False
 
-    def has(self, names: Names) -> NDArray[np.bool_]:
-        """Say for each key whether it seems to have it, without proof. Takes 0.1 us a key."""
-        return self._contents.find(names) >= 0
-
     def claim(self, keys: Sequence[bytes]) -> Claim:
         """Return what it has of some keys, before their slots are read."""
-        contents, names = self._contents, Names.of(keys)
+        contents, names = self.contents, Names.of(keys)
         generation = contents.generation
         slots = contents.find(names)
         rows = np.flatnonzero(slots >= 0)
@@ -111,8 +108,8 @@ class PeerDirectory:
     def still_holds(self, claim: Claim) -> NDArray[np.bool_]:
         """Say for each slot of a claim whether what was read from it since is what it said."""
         order_memory()
-        same: NDArray[np.bool_] = self._contents.entries["sum"][claim.slots] == claim.sums
-        if self._contents.generation != claim.generation or not self.is_current:
+        same: NDArray[np.bool_] = self.contents.entries["sum"][claim.slots] == claim.sums
+        if self.contents.generation != claim.generation or not self.is_current:
             same[:] = False
         return same
 
@@ -172,6 +169,26 @@ class PeerDirectories:
                 found.append(peer)
         if found != [*self.all]:
             self.all = tuple(found)
+
+    def have(self, keys: Sequence[bytes], *, uses: bool = False) -> NDArray[np.bool_]:
+        """Say for each key whether a peer seems to have it, without proof.
+
+        That none of 2,048 is in any of seven peers takes 0.2 ms. With `uses` the owners count that
+        as a use. Keys as those of `hash_keys`.
+        """
+        peers, found = self.all, np.zeros(len(keys), bool)
+        maybe = may_have([peer.contents.index for peer in peers], hash_keys(keys))
+        if not maybe.any():
+            return found
+        for peer, its in zip(peers, maybe, strict=True):
+            rows = np.flatnonzero(its & ~found)
+            if not len(rows):
+                continue
+            slots = peer.contents.find(Names.of([keys[row] for row in rows.tolist()]))
+            found[rows] = has = slots >= 0
+            if uses and has.any():
+                peer.contents.mark(slots[has])
+        return found
 
     def close(self) -> None:
         """Let go of all of them."""

@@ -31,6 +31,7 @@ from kv_offload.scheduler.resets import Resets
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.lower import LowerTiers, TierSpec
+from kv_offload.tiers.peers import PeerTier
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,9 @@ class OffloadScheduler:
         overlaps, queue = engine.loads_overlap, self._transfers.load_queue
         self._costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)
         self.tiers = LowerTiers(core, self._lookups, self._costs, tiers)
+        peers = self.tiers.tiers.get("peers")
+        if isinstance(peers, PeerTier) and isinstance(core.manager, LastingManager):
+            peers.share_with(core.manager)
         self._admissions = Admissions(core, self._lookups, self._costs, self.tiers)
         self._stores = StorePlanner(core)
         self.resets = Resets(core, self._stores, self.tiers)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.directory import Names
+from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.peers import PeerDirectories
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.messages import TierCapacity
@@ -34,9 +34,19 @@ class PeerTier(Tier):
     def __init__(self, open_peers: PeersOpener) -> None:
         super().__init__()
         self._open_peers = open_peers
+        self._host: LastingManager | None = None
         self._peers: PeerDirectories | None = None
         self._lost = RecentKeys()
         self._is_cut_off = False
+
+    def share_with(self, host: LastingManager) -> None:
+        """Have this engine's host memory keep only once what peers have."""
+        self._host = host
+        host.share(self._keep)
+
+    def _keep(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Say for each key whether it can be read from a peer, which counts that as a use."""
+        return self._find(keys, uses=True) if self.may_read else np.zeros(len(keys), bool)
 
     @property
     def is_open(self) -> bool:
@@ -70,12 +80,12 @@ class PeerTier(Tier):
 
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """See `Tier`."""
-        found = np.zeros(len(keys), bool)
+        return self._find(keys)
+
+    def _find(self, keys: Sequence[bytes], *, uses: bool = False) -> NDArray[np.bool_]:
         if self._is_cut_off or self._peers is None or not len(keys):
-            return found
-        names = Names.of(keys)
-        for peer in self._peers.all:
-            found |= peer.has(names)
+            return np.zeros(len(keys), bool)
+        found = self._peers.have(keys, uses=uses)
         if found.any():
             found &= ~self._lost.has(keys)
         return found
@@ -96,8 +106,10 @@ class PeerTier(Tier):
         return np.arange(len(keys), dtype=np.int32)
 
     def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """See `Tier`."""
+        """See `Tier`. What was read is a copy, which leaves before other blocks do."""
         self._lost.add(key for key, bad in zip(move.keys, failed, strict=True) if bad)
+        if self._host is not None:
+            self._host.are_copies(move.slots[~failed])
 
     def forget_all(self) -> bool:
         """See `Tier`."""

@@ -84,6 +84,8 @@ class _Copies(Mover):
         claimed = [rows[number] for number in claim.rows.tolist()]
         for row, slot in zip(claimed, claim.slots.tolist(), strict=True):
             self._arena[row.arena_slot] = arena[slot]
-        good = peer.still_holds(claim).tolist()
-        copied = {row.number for row, ok in zip(claimed, good, strict=True) if ok}
+        good = peer.still_holds(claim)
+        if good.any():
+            peer.contents.mark(claim.slots[good])
+        copied = {row.number for row, ok in zip(claimed, good.tolist(), strict=True) if ok}
         return [row for row in rows if row.number not in copied]

@@ -309,12 +309,15 @@ class StorePlanner:
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
         new, blocks = list(chosen.new), chosen.blocks
         runs = self._choice.runs_of(chosen) if self._manager.reads_runs else ()
+        in_pool = -self._manager.left_to_peers
         stored, worth = self._manager.offer(new, runs, along)
+        in_pool += self._manager.left_to_peers
         taken = len(stored)
         if not worth.all():
             chosen_ones = worth.tolist()
             new, blocks = [*compress(new, chosen_ones)], [*compress(blocks, chosen_ones)]
-            self._statistics.skipped("not_worth_it", len(worth) - len(blocks))
+            self._statistics.skipped("in_pool", in_pool)
+            self._statistics.skipped("not_worth_it", len(worth) - len(blocks) - in_pool)
         self._statistics.skipped("pool_busy", len(blocks) - taken)
         if taken:
             self.budget.count_planned(taken)

@@ -14,10 +14,11 @@ from kv_offload.cache.directory import (
     DIRECTORY,
     ENTRY_BYTES,
     HEADER_BYTES,
-    KEY_BYTES,
-    SLOT_BYTES,
+    MARKS_STEP,
     Directory,
+    file_bytes,
 )
+from kv_offload.cache.key_index import KEY_BYTES
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.policies import make_policy
 
@@ -32,13 +33,13 @@ def found(directory: Directory) -> dict[int, bytes]:
 
 
 def entry(folder: Path) -> bytes:
-    start = HEADER_BYTES + 2 * ENTRY_BYTES
+    start = HEADER_BYTES + MARKS_STEP + 2 * ENTRY_BYTES
     return (folder / DIRECTORY).read_bytes()[start : start + ENTRY_BYTES]
 
 
 def put_entry(folder: Path, content: bytes) -> None:
     with (folder / DIRECTORY).open("r+b") as file:
-        file.seek(HEADER_BYTES + 2 * ENTRY_BYTES)
+        file.seek(HEADER_BYTES + MARKS_STEP + 2 * ENTRY_BYTES)
         file.write(content)
 
 
@@ -170,7 +171,7 @@ def test_a_directory_that_is_about_to_be_closed_is_waited_for(
     assert found(second) == {2: OLD}
 
 
-@pytest.mark.parametrize("damage", [b"", b"?" * 7, b"\0" * (HEADER_BYTES + 4 * SLOT_BYTES)])
+@pytest.mark.parametrize("damage", [b"", b"?" * 7, b"\0" * file_bytes(4)])
 def test_a_file_that_is_no_directory_is_replaced(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / DIRECTORY).write_bytes(damage)
     (tmp_path / f"{DIRECTORY}.left").write_bytes(b"of a process that ended while it made one")
