@@ -166,4 +166,5 @@ def _buckets(hashes: NDArray[np.uint64], count: int) -> NDArray[np.intp]:
 
 
 def _tags(hashes: NDArray[np.uint64]) -> NDArray[np.uint16]:
-    return np.maximum(hashes & _TAG, np.uint64(1)).astype(np.uint16)
+    tags: NDArray[np.uint16] = np.maximum(hashes & _TAG, np.uint64(1)).astype(np.uint16)
+    return tags

@@ -31,8 +31,8 @@ class LastingManager(CacheManager):
     sent. `complete_store` publishes it after every rank has written all of it. So the directory is
     true whenever the process ends. No slot is usable before `open`.
 
-    A pool keeps a block once. What a peer has is not stored here, unless it must be. What was
-    copied from one is the first to leave, if it is still there: a copy is withdrawn before its
+    A pool keeps a block once. A block that a peer has is not stored, unless it must be. A copy from
+    a peer leaves first, once it was loaded, if a peer still has the block. It is withdrawn before
     peers are asked, so two engines never drop the same block because the other one has it.
     """
 
@@ -40,8 +40,10 @@ class LastingManager(CacheManager):
         super().__init__(policy)
         self._directory: Directory | None = None
         self._peers_have: PeersHave = lambda keys: np.zeros(len(keys), bool)
+        self._arrived: set[int] = set()
+        """Slots that were copied from peers and not loaded since: a request waits for them."""
         self._copies: dict[int, None] = {}
-        """Slots that were copied from peers, those first that leave first."""
+        """Slots that were copied from peers and loaded since; the first of them leave first."""
 
     def share(self, peers_have: PeersHave) -> None:
         """Keep only once what peers have."""
@@ -95,6 +97,10 @@ class LastingManager(CacheManager):
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
         """See `CacheManager`."""
         slots = super().prepare_load(keys)
+        if self._arrived and (loaded := self._arrived.intersection(slots.tolist())):
+            self._arrived -= loaded
+            # The end of a prompt leaves first.
+            self._copies.update((slot, None) for slot in slots.tolist()[::-1] if slot in loaded)
         self.directory.use(distinct(slots)[::-1])
         return slots
 
@@ -140,8 +146,9 @@ class LastingManager(CacheManager):
             return
         used = self.directory.take_marks()
         if len(used):
-            keys = self.readable_keys(used[used < self._index.given_out])
-            self._policy.use(used[[row for row, key in enumerate(keys) if key is not None]])
+            used = used[used < self._index.given_out]
+            named = [key is not None for key in self.readable_keys(used)]
+            self._policy.use(used[np.array(named, bool)])
         if not self._copies:
             return
         slots = np.fromiter(islice(self._copies, lacking), np.int32)
@@ -149,7 +156,7 @@ class LastingManager(CacheManager):
         self._no_copies(slots)
         self._copies.update(dict.fromkeys(slots[~idle].tolist()))
         slots = slots[idle]
-        keys = self.keys_of(slots)
+        keys: Sequence[Any] = self.keys_of(slots)
         self.directory.withdraw(slots)
         kept = self._peers_have(keys)
         super().forget(slots[kept])
@@ -158,13 +165,12 @@ class LastingManager(CacheManager):
 
     def are_copies(self, slots: Slots) -> None:
         """Note that slots were filled from peers just now, as far as they have a key."""
-        keys = self.keys_of(slots)
-        self._copies.update(
-            (slot, None) for slot, key in zip(slots.tolist(), keys, strict=True) if key is not None
-        )
+        named = [key is not None for key in self.keys_of(slots)]
+        self._arrived.update(compress(slots.tolist(), named))
 
     def _no_copies(self, slots: Slots) -> None:
-        if self._copies:
+        if self._arrived or self._copies:
+            self._arrived.difference_update(slots.tolist())
             for slot in slots.tolist():
                 self._copies.pop(slot, None)
 
@@ -192,6 +198,7 @@ class LastingManager(CacheManager):
         """
         if self._directory is not None:
             self._directory.retire()
+        self._arrived.clear()
         self._copies.clear()
         super().reset()
 
