@@ -1,11 +1,11 @@
 """A file that maps the slots of an arena to their keys; it outlives the process and peers read it.
 
-FOLDER/directory        a header of `HEADER_BYTES`; the marks, a byte a slot and one more, which
-                        peers write; the entries, `ENTRY_BYTES` a slot; the index of keys
+FOLDER/directory        a header of `HEADER_BYTES`; the marks, one byte per slot and one more,
+                        which peers write; the entries, `ENTRY_BYTES` per slot; the index of keys
 
-Only the scheduler of the engine that owns the arena writes the file, but for the marks. A process
-may end at any instruction and still leaves a true directory, because an entry names a key only
-while the slot holds all bytes of that key:
+Only the scheduler of the engine that owns the arena writes the file, except for the marks. A
+process may end at any instruction and still leaves a true directory, because an entry names a key
+only while the slot holds all bytes of that key:
 
 - `withdraw` runs before any byte of the slot is written, and `publish` after every rank has
   reported the last byte.
@@ -16,9 +16,9 @@ while the slot holds all bytes of that key:
   slot, its copy is the block that the entry names (`kv_offload.cache.peers`).
 
 The index (`kv_offload.cache.key_index`) is only a hint to where a key may be; the entry decides. A
-mark says that a peer has used a slot, and the last mark that there are others. Any value in them is
-harmless: it only changes which block the owner evicts next. docs/design/host_pool.md has the
-argument.
+mark records that a peer has used a slot; the last mark records that some other mark is set. Any
+value in them is harmless: it only changes which block the owner evicts next.
+docs/design/host_pool.md has the argument.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ MAGIC = b"kvpool-3"
 HEADER_BYTES = 64 << 10
 GENERATION_BYTES = 16
 MARKS_STEP = 64 << 10
-"""The marks take whole pages of any CPU, which peers map to write nothing else."""
+"""The marks fill whole pages on any CPU, so that peers can map them, and nothing else, for
+writing."""
 
 TOUCH_SECONDS = 60.0
 """The file's modification time tells when the arena was last used; it lags by at most this much."""
@@ -99,13 +100,17 @@ class Contents:
     """The mapped file of a directory. `header`, `marks`, `entries` and `index` are views of it."""
 
     def __init__(self, fd: int, num_slots: int, *, writes: bool = False) -> None:
-        """Map a file that may be written; without `writes` only the marks are. Raises `OSError`."""
+        """Map a file of `num_slots` slots; without `writes`, only its marks are writable.
+
+        Raises `OSError`.
+        """
         self.num_slots = num_slots
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
         memory = mmap.mmap(fd, file_bytes(num_slots), prot=prot)
         self.header = np.frombuffer(memory, HEADER, 1).reshape(())
         self.marks = np.frombuffer(mmap.mmap(fd, num_slots + 1, offset=HEADER_BYTES), np.uint8)
-        """Per slot, and of any slot: not 0 if a peer has used it since the owner has looked."""
+        """Per slot, and a last one for all slots: not 0 if a peer has used it since the owner last
+        looked."""
         at = HEADER_BYTES + _marks_bytes(num_slots)
         self.entries = np.frombuffer(memory, ENTRY, num_slots, at)
         at += num_slots * ENTRY_BYTES
@@ -167,7 +172,10 @@ class Contents:
         return found
 
     def mark(self, slots: Slots) -> None:
-        """Have the owner count a use of slots, once it evicts. Any process may, at any time."""
+        """Mark a use of slots, which the owner counts when it evicts.
+
+        Any process may call this at any time.
+        """
         self.marks[slots] = 1
         order_memory()
         self.marks[-1] = 1
@@ -224,7 +232,7 @@ class Directory:
     def take_marks(self) -> Slots:
         """Return the slots that peers have used since the last call, in no order of use.
 
-        Takes O(num_slots) where there are any, some nanoseconds a hundred slots.
+        Takes O(num_slots) if there are any, a few nanoseconds per hundred slots.
         """
         marks = self._contents.marks
         if not marks[-1]:
@@ -361,7 +369,7 @@ def file_bytes(num_slots: int) -> int:
 
 
 def _marks_bytes(num_slots: int) -> int:
-    """Return the bytes of the marks, and of what fills their last page."""
+    """Return the size of the marks in bytes, padded to whole pages."""
     return -(-(num_slots + 1) // MARKS_STEP) * MARKS_STEP
 
 

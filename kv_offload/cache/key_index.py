@@ -1,4 +1,4 @@
-"""The index of a directory: the slots that may hold a key, or that none does, from one cache line.
+"""The index of a directory: finds the slots that may hold a key; a miss reads one cache line.
 
 The hash of a key selects one of as many buckets as there are slots. A bucket has `WAYS` tags of 16
 bits, which are 0 without a key, and `WAYS` slot numbers in a separate array. About one bucket in a
@@ -74,10 +74,10 @@ class Names(NamedTuple):
 
 
 def hash_keys(keys: Sequence[bytes]) -> NDArray[np.uint64]:
-    """Return the hashes of keys, as `Names` has them, in 40 ns a key.
+    """Return the hashes of keys, equal to those of `Names`; takes 40 ns per key.
 
-    Keys have at most two lengths, as vLLM's: with and without a cache group. Of more lengths some
-    hashes may be those of no key.
+    The keys may have at most two lengths, as vLLM's do: with and without a cache group. With more
+    lengths, some hashes may belong to no key.
     """
     text = b"".join(keys)
     if keys and len(keys[0]) * len(keys) == len(text):
@@ -144,10 +144,10 @@ class KeyIndex:
 
 
 def may_have(indices: Sequence[KeyIndex], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Say for each index and key whether it may be there, `(indices, keys)`.
+    """Return for each index and key whether the key may be there, shape `(indices, keys)`.
 
-    Wrong for one absent key in 65,536, and never for one that is there. Reads one cache line of
-    each index for each key.
+    True for one absent key in 65,536; never False for a key that is there. Reads one cache line per
+    index and key.
     """
     tags = _tags(hashes).repeat(WAYS)
     words = TAG_BYTES // 8

@@ -21,7 +21,7 @@ from kv_offload.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 PeersHave: TypeAlias = Callable[[Sequence[Any]], NDArray[np.bool_]]
-"""Says for each key whether a peer keeps it, which counts as a use there."""
+"""Returns for each key whether a peer has it; the peer counts this as a use."""
 
 
 class LastingManager(CacheManager):
@@ -31,9 +31,10 @@ class LastingManager(CacheManager):
     sent. `complete_store` publishes it after every rank has written all of it. So the directory is
     true whenever the process ends. No slot is usable before `open`.
 
-    A pool keeps a block once. A block that a peer has is not stored, unless it must be. A copy from
-    a peer leaves first, once it was loaded, if a peer still has the block. It is withdrawn before
-    peers are asked, so two engines never drop the same block because the other one has it.
+    A pool keeps each block once. A block that a peer has is not stored, unless it must be. A copy
+    from a peer is dropped first, once it has been loaded, if a peer still has the block. The copy
+    is withdrawn before peers are asked, so two engines never drop the same block because the other
+    one has it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -41,12 +42,12 @@ class LastingManager(CacheManager):
         self._directory: Directory | None = None
         self._peers_have: PeersHave = lambda keys: np.zeros(len(keys), bool)
         self._arrived: set[int] = set()
-        """Slots that were copied from peers and not loaded since: a request waits for them."""
+        """Slots copied from peers and not loaded since: a request is waiting for them."""
         self._copies: dict[int, None] = {}
-        """Slots that were copied from peers and loaded since; the first of them leave first."""
+        """Slots copied from peers and loaded since; the first ones are dropped first."""
 
     def share(self, peers_have: PeersHave) -> None:
-        """Keep only once what peers have."""
+        """Store a block only if `peers_have` does not report that a peer has it."""
         self._peers_have = peers_have
 
     def open(self, arenas: Mapping[int, Path]) -> None:
@@ -99,20 +100,20 @@ class LastingManager(CacheManager):
         slots = super().prepare_load(keys)
         if self._arrived and (loaded := self._arrived.intersection(slots.tolist())):
             self._arrived -= loaded
-            # The end of a prompt leaves first.
+            # The end of a prompt is dropped first.
             self._copies.update((slot, None) for slot in slots.tolist()[::-1] if slot in loaded)
         self.directory.use(distinct(slots)[::-1])
         return slots
 
     @property
     def reads_runs(self) -> bool:
-        """True: what must be stored is stored though a peer has it."""
+        """True: the runs tell which keys must be stored even if a peer has them."""
         return True
 
     def offer(
         self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
     ) -> tuple[Slots, NDArray[np.bool_]]:
-        """See `CacheManager`. What a peer has is not worth a slot."""
+        """See `CacheManager`. A key that a peer has is not worth a slot."""
         wanted = ~self._peers_have(keys) if len(keys) else np.ones(0, bool)
         if not wanted.all():
             must = np.repeat([run.must for run in runs], [run.keys for run in runs])
@@ -137,9 +138,9 @@ class LastingManager(CacheManager):
         return slots
 
     def _make_room(self, wanted: int, along: Slots) -> None:
-        """Drop copies where too few slots are free, but none of `along`.
+        """Drop copies if too few slots are free, except those in `along`.
 
-        First the policy learns what peers have used, as far as no store writes it.
+        Before that, the policy counts the peers' uses of slots that no store is writing.
         """
         lacking = wanted - (self.usable_slots - self.slots_in_use)
         if lacking <= 0:
@@ -160,11 +161,11 @@ class LastingManager(CacheManager):
         self.directory.withdraw(slots)
         kept = self._peers_have(keys)
         super().forget(slots[kept])
-        if not kept.all():  # they are the only ones by now
+        if not kept.all():  # no peer has these blocks any more
             self.directory.publish(slots[~kept], [*compress(keys, (~kept).tolist())])
 
     def are_copies(self, slots: Slots) -> None:
-        """Note that slots were filled from peers just now, as far as they have a key."""
+        """Record that slots, as far as they have a key, were just filled from peers."""
         named = [key is not None for key in self.keys_of(slots)]
         self._arrived.update(compress(slots.tolist(), named))
 
@@ -209,7 +210,7 @@ class LastingManager(CacheManager):
 
 
 def _runs_of(runs: Runs, wanted: NDArray[np.bool_]) -> list[Run]:
-    """Return the runs of the keys that are wanted; one that has others in it becomes several."""
+    """Return the runs of the wanted keys; a run that contains other keys is split."""
     parts, first = [], 0
     for run in runs:
         its = wanted[first : first + run.keys]
