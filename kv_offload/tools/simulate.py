@@ -1,4 +1,4 @@
-"""`kv-offload simulate TRACE`: the hit ratio of a trace by the size of host memory and policy."""
+"""`kv-offload simulate TRACE`: the hit ratio of a trace by host memory size and policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_siz
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload simulate TRACE`."""
+    """Add the arguments of `kv-offload simulate TRACE`."""
     parser.description = (
         "Replay a trace of requests through the cache manager and the eviction policies, and print "
         "which share of the prompts host memory of each size would have brought. A trace has a "
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    # No share of this machine's memory: the question is usually about another machine.
+    # A share of this machine's memory is refused: the question is usually about another machine.
     give = "sizes with units, with commas between them: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
     policies = arguments.policies.split(",")
@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         total = len(fitting) * len(policies) * len(requests)
         task = progress.add_task("replaying", total=total)
         for cpu_bytes, blocks in fitting.items():
-            slots = min(blocks, endless.stored + 1)  # with more, the same hits
+            slots = min(blocks, endless.stored + 1)  # more slots give no more hits
             ratios = {}
             for policy in policies:
                 served = progress.track(requests, total, task_id=task)
