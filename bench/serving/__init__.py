@@ -1,4 +1,4 @@
-"""How an engine serves with and without offloading: `python -m bench.serving --help`.
+"""Measures how an engine serves with and without offloading: `python -m bench.serving --help`.
 
     __main__.py     the command
     runs.py         which engine is started when, and what is asked of it; collects the results
@@ -11,6 +11,6 @@
     report.py       tables of a result; the proof that all loads took place
     stats.py        medians, percentiles, and the interval of paired ratios
 
-A new connector is a line in `CONNECTORS`. A new section is a function in `sections.py`, which
-`process.py` lists, its name in `SECTIONS` and `OF_ONE_ENGINE`, and a table in `report.py`.
+A new connector needs a line in `CONNECTORS`. A new section needs a function in `sections.py`,
+listed in `process.py`, its name in `SECTIONS` and `OF_ONE_ENGINE`, and a table in `report.py`.
 """

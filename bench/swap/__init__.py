@@ -1,4 +1,4 @@
-"""How fast blocks move between GPU and host memory, and what page-locking that memory costs.
+"""Measures block copies between GPU and host memory, and the cost of page-locking that memory.
 
 bench_swap.py   rates, latencies and the slowdown of compute: pytest-benchmark
 bed.py          what it measures on: a CUDA engine, the roofline and vLLM's own copy
