@@ -68,7 +68,7 @@ def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
             if remote.kind != "mooncake":
                 raise
             # Before the first engine starts, no process gives memory.
-            where = "in doctor's own memory, since no engine gives any"
+            where = "in doctor's own memory, as no engine gives any"
             rates = measure(asker, make_client(remote, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:
         remedy = "Look at what the store's memory or disk is, and at the network to it."
