@@ -35,7 +35,7 @@ from bench.machine import machine, write_result
 TOKENS, BLOCK_TOKENS = 4096, 128
 OUTLIER_SHARE = 0.03
 POWERS = {0: 1, 3: 1, 5: 1, 7: 6, 9: 2}
-"""By power of 2 of the outliers' size: the number of random choices of channels."""
+"""Maps the outliers' factor, as a power of 2, to the number of random choices of channels."""
 
 KV = NDArray[np.uint16]
 """bf16 of shape `(layers, 2, tokens, heads, channels)`: K, after rotation, and V."""

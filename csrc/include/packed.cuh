@@ -17,7 +17,7 @@ namespace kv_swap {
 
 constexpr u32 kTileBytes = 16384;
 constexpr u32 kMantissaBytes = 8192;
-constexpr u32 kMainBytes = 12288;  // with the codes; of a raw tile what lies in its place
+constexpr u32 kMainBytes = 12288;  // with the codes; of a raw tile the part in its place
 constexpr u32 kPoolEntryBytes = kTileBytes - kMainBytes;
 constexpr u32 kPackedTileBytes = KV_SWAP_PACKED_TILE_BYTES;
 constexpr u32 kTailBytes = kPackedTileBytes - kMainBytes;  // header, bases and escapes

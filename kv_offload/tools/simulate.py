@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> Report:
     policies = arguments.policies.split(",")
     if unknown := [name for name in policies if name not in POLICIES]:
         raise ConfigError(
-            f"--policies: {show(unknown[0])} is no policy: give some of {','.join(POLICIES)}"
+            f"--policies: {show(unknown[0])} is not a policy: give some of {','.join(POLICIES)}"
         )
     path = Path(os.path.expanduser(arguments.trace))
     requests = sorted(read_trace(path), key=lambda request: request.timestamp)
@@ -69,8 +69,8 @@ def _run(arguments: argparse.Namespace) -> Report:
         )
     if size.prompt_bytes:
         raise UnsupportedError(
-            f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "
-            "which a trace does not tell. Start the engine, and look at its metrics"
+            f"{arguments.model_config}: windows and states are kept only at the end of a prompt, "
+            "which a trace does not show. Start the engine, and look at its metrics"
         )
     fitting = {cpu_bytes: size.blocks_in(cpu_bytes) for cpu_bytes in sizes}
     if least := [cpu_bytes for cpu_bytes, blocks in fitting.items() if not blocks]:

@@ -156,7 +156,7 @@ class Seat:
         return self.folder / self.files.name
 
     def leave(self) -> None:
-        """Let another engine take the seat."""
+        """Release the seat, so that another engine can take it."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1

@@ -237,7 +237,7 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
         split.append(inner.pop(0))
     if count > _MAX_PIECES:
         raise LayoutError(
-            f"{name}: one block lies in {count} pieces of {span} bytes, the limit is "
+            f"{name}: one block consists of {count} pieces of {span} bytes, the limit is "
             f"{_MAX_PIECES}; shape {tensor.shape}, strides {tensor.strides_bytes} bytes"
         )
     nbytes, remainder = divmod(tensor.page_bytes, count)
@@ -276,7 +276,7 @@ def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[t
     if remainder or kernel_blocks < 1:
         raise LayoutError(
             f"{name}: dimension {tensor.block_dim} has {shape[tensor.block_dim]} blocks, "
-            f"which is no multiple of the {num_blocks} blocks of the manager"
+            f"which is not a multiple of the {num_blocks} blocks of the manager"
         )
     kernel_stride = strides[tensor.block_dim]
     dims = [dim for i, dim in enumerate(zip(shape, strides, strict=True)) if i != tensor.block_dim]
@@ -338,5 +338,6 @@ def _refuse_misalignment(piece: _Piece) -> None:
     for what, value in sizes.items():
         if value % PAGE_ALIGNMENT_BYTES:
             raise LayoutError(
-                f"{min(piece.names)}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+                f"{min(piece.names)}: {what} {value} is not a multiple of "
+                f"{PAGE_ALIGNMENT_BYTES} bytes"
             )

@@ -41,7 +41,7 @@ def check_links(machine: Machine) -> Iterator[Check]:
     for gpu in machine.gpus:
         name = f"GPU {gpu.index}"
         if None in (gpu.generation, gpu.max_generation, gpu.width, gpu.max_width):
-            yield not_checked(name, f"{gpu.name}; NVML does not tell its PCIe link")
+            yield not_checked(name, f"{gpu.name}; NVML does not report its PCIe link")
             continue
         most = f"{gpu.max_generation}.0 x{gpu.max_width}"
         found = f"{gpu.name}, PCIe {gpu.generation}.0 x{gpu.width}, at most {most}"
@@ -159,7 +159,7 @@ def judge_rates(name: str, rates: Rates, gpu: Gpu | None) -> Check:
     found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
     per_lane = LANE_GBPS.get(gpu.max_generation or 0) if gpu else None
     if gpu is None or per_lane is None or gpu.max_width is None:
-        return not_checked(name, f"{found}; NVML does not tell what the link carries")
+        return not_checked(name, f"{found}; NVML does not report what the link carries")
     link = per_lane * gpu.max_width
     needed = f"{ENOUGH * link:.0f} GB/s each way, {ENOUGH:.0%} of the link"
     remedy = (
@@ -191,7 +191,7 @@ def check_nodes(
     for gpu in machine.gpus:
         node = device_node(gpu.pci_bus_id, sysfs)
         if node is None:
-            yield not_checked(name, f"the system does not tell that of GPU {gpu.index}")
+            yield not_checked(name, f"the system does not report that of GPU {gpu.index}")
             continue
         found = f"GPU {gpu.index} is at node {node}, this process may use {allowed}"
         remedy = (

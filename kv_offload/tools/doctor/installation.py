@@ -156,7 +156,7 @@ def check_driver(torch: Torch | None, machine: Machine) -> Check:
     """Compare the newest CUDA that the driver supports with the one that torch is built for."""
     name = "NVIDIA driver"
     if machine.driver is None or machine.cuda is None:
-        return not_checked(name, machine.problem or "NVML does not tell it", machine.remedy)
+        return not_checked(name, machine.problem or "NVML does not report it", machine.remedy)
     found = f"{machine.driver}, up to CUDA {machine.cuda[0]}.{machine.cuda[1]}"
     if torch is None or torch.cuda_major is None:
         return Check(name, "ok", found)

@@ -55,7 +55,7 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
     if seed.isdecimal():
         return Check("remote keys", "ok", f"{SEED} is {seed}", needed)
     remedy = f"Start all engines with the same one, such as {SEED}=0."
-    found = f"{SEED} is no number; an engine says when it starts whether its vLLM needs one"
+    found = f"{SEED} is not a number; at startup an engine says whether its vLLM needs one"
     return not_checked("remote keys", found, remedy)
 
 
@@ -72,7 +72,7 @@ def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
             rates = measure(asker, make_client(remote, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:
         remedy = "Look at what the store's memory or disk is, and at the network to it."
-        return Check(name, "problem", str(error), "blocks come back as they were", remedy)
+        return Check(name, "problem", str(error), "blocks are read back unchanged", remedy)
     return judged(
         name,
         _describe(rates, where),

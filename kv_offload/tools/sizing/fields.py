@@ -66,9 +66,9 @@ class Fields:
     def unsupported(self, problem: str) -> UnsupportedError:
         """Return the error for a model whose cache has parts that this command does not know."""
         return UnsupportedError(
-            f"{self.file}: {self.model_type} {problem}, whose size this file does not tell. Start "
-            "the engine with kv-offload: it refuses what it cannot serve, else its log says how "
-            "many bytes a slot takes"
+            f"{self.file}: {self.model_type} {problem}, whose size does not follow from this file. "
+            "Start the engine with kv-offload: it refuses what it cannot serve, else its log says "
+            "how many bytes a slot takes"
         )
 
 

@@ -136,7 +136,7 @@ def slot_size(
         state_bytes = model.state.rank_bytes(
             tensor_parallel_size, 4 if cache_dtype == "float32" else 2
         )
-        # As `_align_hybrid_block_size` in vLLM does it.
+        # The same as `_align_hybrid_block_size` in vLLM.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     window_blocks = -(-(model.window_tokens - 1) // block_tokens)
     index_bytes = model.indexes * model.index_bytes

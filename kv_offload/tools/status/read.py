@@ -74,7 +74,7 @@ def metrics_url(address: str) -> str:
         known = False
     if not known:
         raise ServerError(
-            f"{short(address)!r} is no address of a server; write localhost:8000 or "
+            f"{short(address)!r} is not the address of a server; write localhost:8000 or "
             "http://localhost:8000: a host in ASCII letters, no password, a port of at most 65535"
         )
     path = parts.path.rstrip("/").removesuffix("/metrics")
@@ -109,7 +109,7 @@ def read(url: str) -> Reading:
     if len(answer) > MAX_PAGE_BYTES:
         raise ServerError(
             f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
-            "metrics: it is no page of vLLM's; give the address of vLLM's API server"
+            "metrics: it is not a page of vLLM; give the address of vLLM's API server"
         )
     address = url if led_to == url else f"{url}, which leads to {short(led_to)},"
     return parse(answer.decode(errors="replace"), address)
@@ -190,7 +190,7 @@ def parse(page: str, address: str) -> Reading:
                     by_name[sample.name] = by_name.get(sample.name, 0.0) + sample.value
     except (ValueError, LookupError) as error:  # the parser raises either
         raise ServerError(
-            f"{address} is no page of metrics ({short(error)}); give the address of vLLM's API "
+            f"{address} is not a page of metrics ({short(error)}); give the address of vLLM's API "
             "server"
         ) from error
     if not is_vllm:

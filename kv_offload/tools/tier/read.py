@@ -41,7 +41,7 @@ class Replica:
 
     folder: Path
     in_use: bool | None
-    """Whether an engine used the disk before or after verification; None if that is unknown."""
+    """True if an engine used the disk before or after verification; None if that is unknown."""
     problem: str
     description: dict[str, str] | None
     slots: int | None

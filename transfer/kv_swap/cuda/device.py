@@ -72,7 +72,7 @@ def device_index(device: torch.device) -> int:
     import torch
 
     if device.type != "cuda":
-        raise DeviceError(f"device {device} is no CUDA device; use the host engine for it")
+        raise DeviceError(f"device {device} is not a CUDA device; use the host engine for it")
     index: int = torch.cuda.current_device() if device.index is None else device.index
     return index
 

@@ -175,7 +175,7 @@ class HostSwapEngine(SwapEngine):
                 ctypes.memset(address, 0, region.page_bytes)
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Let the worker finish and end; completions can still be polled."""
+        """Wait for the worker to finish; completions can still be polled."""
         self._copy_waves(self._num_waves)
         self._closed = True
         stop(self._state)

@@ -133,7 +133,7 @@ class ArenaFiles:
             raise PinnedMemoryError(
                 f"cannot keep an arena of {nbytes} bytes in {self.folder}: {error.strerror}; mount "
                 f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
-                f"Memory), remove what nobody uses, or use a smaller pool"
+                f"Memory), remove unused files, or use a smaller pool"
             ) from error
         return name, SharedMemory(fd, nbytes, None)
 

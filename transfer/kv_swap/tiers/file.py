@@ -171,7 +171,7 @@ def remove_file(path: Path) -> int:
 def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
     """Lock the file until its descriptor is closed, at the latest when the process ends."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise TierError(f"{path} is no regular file; name a file in a folder of a disk")
+        raise TierError(f"{path} is not a regular file; name a file in a folder of a disk")
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:

@@ -164,7 +164,7 @@ def open_described(path: Path) -> Iterator[tuple[int, FileDescription]]:
     try:
         found = read_region(fd, path)
         if isinstance(found, str):
-            raise TierError(f"{path} cannot be used: {found}; an engine would begin it afresh")
+            raise TierError(f"{path} cannot be used: {found}; an engine would start it over")
         yield fd, found
     finally:
         os.close(fd)

@@ -43,7 +43,7 @@ _FULL = {-101, -200}
 _OTHER_SIZE = -600
 _MEANINGS = {
     _TRANSFER_FAIL: "the process that has the memory for it is gone, or the network between; "
-    "the master forgets that memory ten seconds after its process",
+    "the master drops that memory ten seconds after its process ends",
     -601: "the master does not know this client yet, which it does some seconds after its restart",
 }
 

@@ -21,8 +21,8 @@ _SETTINGS = {
 """Settings that Mooncake reads only from the environment. Its default limits are 30 s each."""
 
 _PROBE_SECONDS = 2.0
-"""For a look whether there is a master. Mooncake itself takes 4.3 s to find none, and its `setup`
-holds all Python threads meanwhile."""
+"""Timeout for checking that there is a master. Mooncake itself takes 4.3 s to find none, and its
+`setup` blocks all Python threads meanwhile."""
 
 _METADATA = "P2PHANDSHAKE"
 """Peer-to-peer exchange of memory addresses; no server other than the master is needed."""

@@ -21,7 +21,7 @@ from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
 from kv_swap.tiers.remote.keys import object_keys
 
 _FULL = TierError(
-    "the store is full, or nobody gives it memory: give it more, or look at what its engines "
+    "the store is full, or no process gives it memory: give it more, or look at what its engines "
     "write and how fast it evicts"
 )
 
