@@ -75,7 +75,7 @@ def test_engines_are_told_apart_and_samples_with_other_labels_added():
     [
         ("python_info 1\n", "has no metrics of vLLM: .*--disable-log-stats"),
         ('vllm:a{engine="0"} 0\n', "without kv-offload: .*not in use.*VLLM_PLUGINS"),
-        ("<html>It works</html>", "no page of metrics .*API server"),
+        ("<html>It works</html>", "not a page of metrics .*API server"),
     ],
 )
 def test_a_page_without_our_metrics_says_what_may_be_the_reason(page, message):
