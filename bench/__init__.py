@@ -1,4 +1,4 @@
-"""Measurements and the demo. All of it runs as modules from the checkout.
+"""Benchmarks and the demo, which run as modules from the checkout.
 
     serving/     a real engine with and without offloading: `python -m bench.serving`
     swap/        copies between GPU and host memory
@@ -7,6 +7,6 @@
     demo.py      `make demo`; environment.py makes the environments of the Makefile
     results/     one current run a subject: h100/swap.json, cpu/scheduler.json, ...
 
-`docs/benchmarks` says what the figures mean. Files called `bench_*.py` are for pytest-benchmark.
-Benches may import `tests.support`, and nothing else of the tests.
+`docs/benchmarks` explains the figures. Files named `bench_*.py` are for pytest-benchmark.
+Benchmarks may import `tests.support`, but nothing else from the tests.
 """

@@ -1,7 +1,7 @@
 """Check an installed kv-offload from outside the checkout: `check_installed.py CHECKOUT`.
 
-Its device code, its dashboard and its alert rules are there, byte for byte those of the checkout,
-and importing it brings neither torch, cupy nor vllm.
+The installation must have the device code, dashboard and alert rules of the checkout, byte for
+byte, and importing it must not import torch, cupy or vllm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(checkout: Path) -> None:
-    """Raise `SystemExit` with what is wrong."""
+    """Raise `SystemExit` with the problem if there is one."""
     import kv_swap
 
     import kv_offload
@@ -33,7 +33,7 @@ def main(checkout: Path) -> None:
 
 
 def check_copies(folder: Path, installed: Path) -> None:
-    """Raise `SystemExit` unless every file of a folder is installed as it is."""
+    """Raise `SystemExit` unless every file of a folder is installed unchanged."""
     sources = [file for file in folder.rglob("*") if file.is_file()]
     if not sources:
         raise SystemExit(f"{folder} has no files: give the folder of the checkout")

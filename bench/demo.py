@@ -1,7 +1,7 @@
-"""The plugin on real input: prompts with shared prefixes, computed once, then loaded from the host.
+"""Demonstrates the plugin: prompts with shared prefixes, computed once, then loaded.
 
-`make demo` installs what this needs and runs it. Engines answer the same prompts, one after the
-other and one prompt at a time:
+`make demo` installs the requirements and runs it. Several engines, one after the other, answer the
+same prompts, one prompt at a time:
 
     without the plugin   computed, then again from the engine's own prefix cache
     with the plugin      computed, then again from host memory: the engine's own cache was reset
@@ -9,14 +9,14 @@ other and one prompt at a time:
     with a store         computed by one engine; then another one, in a process of its own, loads
                          them from the store, if Mooncake and its system library are here
 
-Each answer of the other engines is compared with its counterpart of the first, which computed
-exactly the same tokens, so a different token means different KV and not another rounding. Every
-figure is the engine's own: computed tokens are those of the prompt that it did not find in a cache
-(`RequestOutput.num_cached_tokens`), the time to the first token is vLLM's `first_token_latency`
-(from the arrival of a request to its first token), and tokens and bytes moved are what the plugin
-reports to the engine. Computing takes as long with the plugin as without. Where the medians of the
-two `computed` lines differ, another program had the cores: compare the fastest. The exit status is
-1 if a token differs, nothing came from host memory, or nothing from the disk or from the store.
+Each answer of the other engines is compared with that of the first engine, which computed exactly
+the same tokens, so a different token means different KV and not a different rounding. All figures
+are the engine's own: computed tokens are the prompt tokens that it did not find in a cache
+(`RequestOutput.num_cached_tokens`), time to first token is vLLM's `first_token_latency` (from the
+arrival of a request to its first token), and the plugin reports the tokens and bytes moved.
+Computing takes as long with the plugin as without. If the medians of the two `computed` lines
+differ, another program used the cores: compare the fastest. The exit status is 1 if a token
+differs, or if nothing was loaded from host memory, from the disk or from the store.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from tests.support.mooncake import missing
 from tests.support.small_models import write_model
 
 HAS_DISK = importlib.util.find_spec("xxhash") is not None
-"""On a host where nothing can be installed, what a disk needs may be missing."""
+"""Needed for a disk; may be missing on a host where nothing can be installed."""
 
 
 def table(phases: Sequence[Phase]) -> str:
@@ -77,9 +77,9 @@ def table(phases: Sequence[Phase]) -> str:
 
 
 def verdict(base: Sequence[Phase], plugin: Sequence[Phase]) -> tuple[int, str]:
-    """Return the exit status and the line that says whether the tokens are the same.
+    """Return the exit status and the line that reports whether the tokens are the same.
 
-    What was computed is compared with what was computed, and the rest with the prefix cache's.
+    Computed answers are compared with computed ones, the others with those of the prefix cache.
     """
     computed, cached = (phase.answers for phase in base)
     pairs = [
@@ -106,7 +106,7 @@ def verdict(base: Sequence[Phase], plugin: Sequence[Phase]) -> tuple[int, str]:
 
 
 def run(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[list[Phase], list[Phase]]:
-    """Answer the prompts twice without and with the plugin, then from a disk, and from a store."""
+    """Answer the prompts twice without and with the plugin, then from a disk and from a store."""
     from tests.support.totals import counted_stats
 
     base: list[Phase] = []
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show vLLM's log and tracebacks")
     options = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if options.verbose else "ERROR")
-    # One process: no waiting for a second one to start, and the counters can be read.
+    # One process, so that no second one has to start and the counters can be read.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not options.verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

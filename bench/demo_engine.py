@@ -1,4 +1,4 @@
-"""An engine of the demo, its prompts, and what it says of a phase."""
+"""An engine of the demo, its prompts, and the figures of a phase."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Phase:
 
     engine: str
     source: str
-    """`COMPUTED`, or the place where the KV of most tokens is from."""
+    """`COMPUTED`, or the place from which most of the KV was loaded."""
     answers: list[list[int]]
     prompt_tokens: int
     cached_tokens: int
@@ -79,7 +79,7 @@ def megabytes(size_bytes: int) -> str:
 
 
 def make_prompts(seed: int = 0) -> list[Prompt]:
-    """Return groups of prompts: the tokens of a group's prefix, then a prompt's own."""
+    """Return groups of prompts; each prompt is its group's prefix plus unique tokens."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> Prompt:
@@ -93,7 +93,7 @@ def make_prompts(seed: int = 0) -> list[Prompt]:
 
 
 class Engine:
-    """One vLLM engine in this process, with the plugin or without it."""
+    """One vLLM engine in this process, with or without the plugin."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class Engine:
 
         options: dict[str, Any] = {}
         if torch.cuda.is_available():
-            # Only checked, not taken: the size of the KV cache is given.
+            # Only checked, not allocated: the size of the KV cache is given.
             options |= {"block_size": 16, "gpu_memory_utilization": 0.5}
         else:
             options |= {"block_size": 32}
         if plugin is not None:
-            # As a user gives it: found by name, through the entry point that pip installed.
+            # As for a user: found by name, through the entry point that pip installed.
             options["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR,
                 "kv_role": "kv_both",
@@ -132,7 +132,7 @@ class Engine:
         )
 
     def warm_up(self) -> None:
-        """Compute and reuse a prompt of its own: first calls are slower, on every path."""
+        """Compute and reuse a separate prompt, because first calls are slower on every path."""
         prompt = make_prompts(seed=1)[:1]
         self._generate(prompt, ANSWER_TOKENS)
         self.reset_prefix_cache()
@@ -140,16 +140,16 @@ class Engine:
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the engine's own cache."""
+        """Empty the engine's own prefix cache."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("reset_prefix_cache() returned False: blocks are still in use")
 
     def answer(
         self, engine: str, source: str, prompts: Sequence[Prompt], *, reset: bool = True
     ) -> Phase:
-        """Answer the prompts one at a time; `reset` empties the engine's own cache then.
+        """Answer the prompts one at a time; with `reset`, empty the engine's own cache afterwards.
 
-        A reset also waits for the stores that still run.
+        A reset also waits for running stores.
         """
         before = self._moved()
         outputs = self._generate(prompts, ANSWER_TOKENS)
@@ -177,10 +177,10 @@ class Engine:
         ]
 
     def _moved(self) -> dict[str, int]:
-        """Return the plugin's counters, all that happened until now included.
+        """Return the plugin's counters, including everything that has happened so far.
 
-        Counters are reported in steps, and the last stores end after the last step: a request that
-        is too short to be cached, and not looked up, is one more step.
+        Counters are reported in steps, and the last stores end after the last step. So this adds a
+        step with a request that is too short to be cached or looked up.
         """
         if not self._plugin:
             return {}
@@ -189,13 +189,13 @@ class Engine:
         return {name: int(self._totals.get(name, 0)) for name in names}
 
     def rest(self) -> None:
-        """Step until the plugin has nothing left to write, as a server's engine does by itself."""
+        """Step until the plugin has nothing left to write, as a server's engine does on its own."""
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests():
             core.step_fn()
 
     def close(self) -> None:
-        """End the engine and give its memory back."""
+        """Shut down the engine and free its memory."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()

@@ -1,7 +1,7 @@
-"""The demo's engines that share a store: what one has computed the other one loads.
+"""The demo's engines that share a store: one computes prompts, the other loads them.
 
-Run as a module, `python -m bench.demo_store MODEL DTYPE MASTER`, this is the second of them, in a
-process of its own.
+Run as a module, `python -m bench.demo_store MODEL DTYPE MASTER`, this is the second engine, in a
+separate process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.support.processes import print_result, run_module
 
 
 def options(master: str, given: str | int) -> dict[str, Any]:
-    """Return the plugin's keys for an engine that gives so many bytes to the store."""
+    """Return the plugin's keys for an engine that gives `given` bytes to the store."""
     return {"remote": {"kind": "mooncake", "address": master, "bytes": given}}
 
 
 def share(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[Phase, Phase]:
-    """Compute the prompts with one engine; have another one answer them, while the first is there.
+    """Compute the prompts with one engine, and let another answer them while the first runs.
 
-    Nothing of them is in the second engine's own memory.
+    The second engine has none of them in its own memory.
     """
     from tests.support.totals import counted_stats
 
@@ -54,7 +54,7 @@ def share(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[Phase, Phase]
 
 
 def main(model: str, dtype: str, master: str) -> None:
-    """Answer the prompts with what the store has of them, and hand the phase back."""
+    """Answer the prompts from the store, and return the phase to the first process."""
     from tests.support.totals import counted_stats
 
     missing()  # loads what Mooncake needs

@@ -1,11 +1,11 @@
-"""Makes the environments of the Makefile's targets; needs nothing but Python 3.11 and pip.
+"""Creates the environments of the Makefile's targets; needs only Python 3.11 and pip.
 
     environment.py run [--engine VERSION] [--dev] -- ARGUMENT...   Python with a CPU engine
     environment.py demo -- ARGUMENT...                             the demo, on CUDA where it is
 
-A CPU engine is installed into `.venv` (`.venv-VERSION` for another than the default), once: a stamp
-in the folder holds the hash of all that decides what is installed. Where this Python has CUDA and
-vLLM, nothing is installed at all: this checkout joins them through PYTHONPATH.
+A CPU engine is installed once into `.venv` (`.venv-VERSION` for a version other than the default):
+a stamp in the folder holds a hash of everything that determines the installation. If this Python
+has CUDA and vLLM, nothing is installed: this checkout is added to them through PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WITHOUT_DEPENDENCIES = BENCH / "cpu-engine-without-dependencies.txt"
 DEFAULT_ENGINE = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# With as many threads as cores the engine's threads wait for one another wherever other work takes
-# a core: four times slower on two busy cores. The small models gain nothing from more than one.
+# With as many threads as cores, the engine's threads wait for one another whenever other work takes
+# a core: four times slower on two busy cores. Small models gain nothing from more than one thread.
 CPU_ENGINE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 _START = time.monotonic()
 
 
 class InstallError(Exception):
-    """A step failed; the message is for the user."""
+    """An installation step failed; the message is for the user."""
 
 
 def say(message: str) -> None:
@@ -45,10 +45,10 @@ def say(message: str) -> None:
 
 
 def create(venv: Path) -> None:
-    """Make an empty environment with pip, also where Debian's python3-venv is missing.
+    """Create an empty environment with pip, even if Debian's python3-venv is missing.
 
-    Raises `InstallError` where the environment is a link: venv would empty the folder that it leads
-    to, which belongs to another checkout.
+    Raises `InstallError` if the environment is a link: venv would empty the target folder, which
+    belongs to another checkout.
     """
     if venv.is_symlink():
         raise InstallError(
@@ -68,7 +68,7 @@ def create(venv: Path) -> None:
 
 def install(venv: Path, what: str, *arguments: str, pip: Sequence[str] = ()) -> None:
     """Run `pip install`; its output goes to a file. Raises `InstallError` with the end of it."""
-    # Compiling 20000 modules that are never imported takes longer than everything else here.
+    # Compiling 20000 modules, most of them never imported, would take longer than everything else.
     quiet = ("--disable-pip-version-check", "--progress-bar=off", "--no-compile")
     command = [*(pip or (str(venv / "bin/python"), "-m", "pip")), "install", *quiet, *arguments]
     log = venv / "install.log"
@@ -81,7 +81,7 @@ def install(venv: Path, what: str, *arguments: str, pip: Sequence[str] = ()) -> 
 
 
 def install_torch(venv: Path) -> None:
-    """Install torch's CPU build from where pip looks anyway, else from PyTorch's own index.
+    """Install torch's CPU build from pip's default indexes, else from PyTorch's own index.
 
     PyPI has only the CUDA build, which is gigabytes.
     """
@@ -106,7 +106,7 @@ def cpu_engine(version: str, *, dev: bool) -> Path:
     """Return the Python of an environment with vLLM's CPU engine and this checkout, editable."""
     venv = ROOT / (".venv" if version == DEFAULT_ENGINE else f".venv-{version}")
     constrained = ("--constraint", str(CONSTRAINTS))
-    # A folder that was copied elsewhere must be made again: environments hold absolute paths.
+    # A copied folder must be created again, because environments contain absolute paths.
     engine_key = _hash(sys.version, str(ROOT), version, TORCH, REQUIREMENTS, WITHOUT_DEPENDENCIES)
     if not _is_stamped(venv, "engine", engine_key):
         create(venv)
@@ -140,7 +140,7 @@ def _stamp(venv: Path, name: str, key: str) -> None:
 
 
 def has_cuda_engine() -> bool:
-    """Tell whether this Python has vLLM and a CUDA device, and print why not where it has one."""
+    """Return whether this Python has vLLM and CUDA; print why an installed vLLM is unusable."""
     if not all(importlib.util.find_spec(name) for name in ("torch", "vllm")):
         return False
     script = "import torch; assert torch.cuda.is_available(), 'no CUDA device'; import vllm"
@@ -154,10 +154,11 @@ def has_cuda_engine() -> bool:
 
 
 def checkout_on_path(folder: Path) -> str:
-    """Return a PYTHONPATH with which Python finds this checkout as if pip had installed it.
+    """Return a PYTHONPATH through which Python finds this checkout as if pip had installed it.
 
-    An environment with access to the system's packages would not do: made from within another
-    environment it sees the packages of neither, and pip needs a build backend that may be missing.
+    An environment with access to the system's packages would not work: created from within another
+    environment, it would not see that one's packages, and pip needs a build backend that may be
+    missing.
     """
     import tomllib
 
@@ -178,23 +179,23 @@ def checkout_on_path(folder: Path) -> str:
 
 
 def run(python: Path | str, arguments: Sequence[str], variables: dict[str, str]) -> None:
-    """Become `python ARGUMENTS`, in the checkout."""
+    """Replace this process by `python ARGUMENTS` in the checkout."""
     os.chdir(ROOT)
     say(f"{python} {' '.join(arguments)}")
     os.execve(python, [str(python), *arguments], os.environ | variables)
 
 
 def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
-    """Become `python ARGUMENTS` in the environment of a CPU engine, and nothing but it."""
-    os.environ.pop("PYTHONPATH", None)  # before pip too: it would take those packages for installed
-    # Packages were installed uncompiled: unless what is imported is kept, a start takes 8 s more.
+    """Replace this process by `python ARGUMENTS` in the isolated environment of a CPU engine."""
+    os.environ.pop("PYTHONPATH", None)  # also for pip, which would count its packages as installed
+    # Packages were installed uncompiled: without cached bytecode every start takes 8 s more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     python = cpu_engine(version, dev=dev)
     run(python, arguments, {key: os.environ.get(key, CPU_ENGINE[key]) for key in CPU_ENGINE})
 
 
 def demo(arguments: Sequence[str]) -> None:
-    """Become the demo: on this Python's own vLLM if it has CUDA, else on a CPU engine."""
+    """Run the demo on this Python's own vLLM if it has CUDA, else on a CPU engine."""
     command = ("-m", "bench.demo", *arguments)
     if has_cuda_engine():
         folder = ROOT / ".venv-host"
@@ -206,7 +207,7 @@ def demo(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line, make what is missing, and become the command."""
+    """Parse the command line, create what is missing, and run the command."""
     if sys.version_info < (3, 11):  # noqa: UP036 - it runs before pip can refuse
         raise SystemExit(f"Python 3.11 or newer is needed, this is {sys.version}: set PYTHON=…")
     own, rest = sys.argv[1:], []

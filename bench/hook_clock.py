@@ -1,4 +1,4 @@
-"""Host time inside a connector: every hook that vLLM defines for connectors is timed."""
+"""Measures host time inside a connector, over all hooks that vLLM defines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ HOOKS = tuple(
     }
     - {"save_kv_layer", "wait_for_layer_load"}
 )
-"""Public methods of vLLM's base classes; properties and class methods are not timed.
+"""Public methods of vLLM's base classes, except properties and class methods.
 
-Nor are the two hooks that vLLM calls once a layer: timing them would cost more than they do."""
+The two hooks that vLLM calls once per layer are excluded: timing them would cost more than they
+do."""
 
 OWN_HOOKS = ("begin_step", "hear_ranks")
-"""Functions that this project has the engine call as well."""
+"""Additional functions that this project makes the engine call."""
 
 
 class ConnectorClock:
-    """Adds up the time inside the hooks of the connectors that it was put on, until `take`.
+    """Adds up the time inside the hooks of the connectors that it is attached to, until `take`.
 
-    Works on any connector class. A hook that calls another one is counted once. Costs about 0.3 us
-    a call, which are not counted.
+    Works with any connector class. Nested hooks are counted once. Timing costs about 0.3 us per
+    call, which is not counted.
     """
 
     def __init__(self) -> None:
@@ -41,13 +42,13 @@ class ConnectorClock:
         self._inside = False
 
     def put_on(self, connector: Any) -> None:
-        """Have the hooks of one object timed from now on."""
+        """Time the hooks of one object from now on."""
         own = (name for name in OWN_HOOKS if hasattr(connector, name))
         for name in (*HOOKS, *own):
             setattr(connector, name, self._timed(name, getattr(connector, name)))
 
     def take(self) -> Counter[str]:
-        """Return the seconds by hook since the last call."""
+        """Return the seconds per hook since the last call."""
         taken, self.by_hook = self.by_hook, Counter()
         return taken
 

@@ -1,4 +1,4 @@
-"""The machine that figures are measured on, and the folder where they are kept."""
+"""Describes the machine of a measurement, and writes results to the results folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 RESULTS_VARIABLE = "KV_OFFLOAD_BENCH_RESULTS"
-"""The folder where pytest benches keep their results; without it they keep none."""
+"""Folder for the results of pytest benchmarks; without it none are written."""
 
 COMMIT_VARIABLE = "KV_OFFLOAD_BENCH_COMMIT"
-"""The commit, where the checkout has no git to ask."""
+"""The commit, if git is not available in the checkout."""
 
 
 def machine() -> dict[str, Any]:
@@ -27,7 +27,8 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
-        # Above the number of cores that a bench uses, others took part of its time.
+        # A load above the number of cores that a benchmark uses means that others took some of its
+        # time.
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -49,7 +50,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
-    """Write a result as JSON, whole or not at all, and make the folder that it goes to."""
+    """Write a result as JSON atomically, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".part")
     written.write_text(json.dumps(document, indent=1) + "\n")
@@ -57,14 +58,14 @@ def write_result(path: Path, document: dict[str, Any]) -> None:
 
 
 def keep_rows(name: str, rows: list[Any], **facts: Any) -> None:
-    """Write rows to `name` in the folder that `RESULTS_VARIABLE` names; nothing without one."""
+    """Write rows to file `name` in the folder named by `RESULTS_VARIABLE`, if it is set."""
     folder = os.environ.get(RESULTS_VARIABLE)
     if folder and rows:
         write_result(Path(folder) / name, {"machine": machine(), **facts, "rows": rows})
 
 
 def cuda_torch() -> Any:
-    """Return torch if it has a CUDA device and CuPy is there, else None."""
+    """Return torch if it has a CUDA device and CuPy is installed, else None."""
     try:
         import cupy  # noqa: F401
         import torch
@@ -74,7 +75,7 @@ def cuda_torch() -> Any:
 
 
 def vllm_module() -> Any:
-    """Return vllm, or None. Its import warns of much that is not ours to mend."""
+    """Return vllm, or None. Hides warnings of its import that are not about this project."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -91,7 +92,7 @@ def _cpu_name() -> str:
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a command prints; None if it cannot run or fails."""
+    """Return the output of a command; None if it cannot run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

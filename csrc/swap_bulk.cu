@@ -1,15 +1,15 @@
-// Swap kernels of bulk copies through shared memory, for sm_90 and newer.
+// Swap kernels with bulk copies through shared memory, for sm_90 and newer.
 //
-// A tile is up to 32 segments that are contiguous in the slot. The host's side of a tile is one
-// bulk copy, the device's one per segment, issued by one lane each: pages smaller than a tile cost
-// the link nothing. One warp a CTA drives a ring of stages:
+// A tile is up to 32 segments that are contiguous in the slot. The host side of a tile is one bulk
+// copy; the device side is one per segment, each issued by one lane. So pages smaller than a tile
+// cost the link nothing. One warp per CTA drives a ring of stages:
 //
 //   fill(stage)   source -> shared memory, completes on the stage's mbarrier
 //   drain(stage)  shared memory -> destination, a bulk group per lane
 //
-// Fills run up to kStages - kDrains tiles ahead, kDrains tiles are being drained. That bounds the
-// bytes in flight: what the link needs, and no more, since more backs up the memory system and
-// slows the compute next to it. kv_swap/cuda/kernel_families.py chooses the numbers.
+// Fills run up to kStages - kDrains tiles ahead, while kDrains tiles are being drained. This bounds
+// the bytes in flight to what the link needs; more would back up the memory system and slow down
+// concurrent compute. kv_swap/cuda/kernel_families.py chooses the numbers.
 
 #include "bulk.cuh"
 #include "swap.cuh"
@@ -30,7 +30,7 @@ struct LoadRing {
 };
 
 // The tiles of one CTA, in the order of the pairs: every gridDim.x-th of all tiles of all pairs.
-// Lane i holds pair 32 * batch + i; the next batch is on its way over the bus meanwhile.
+// Lane i holds pair 32 * batch + i, while the next batch is being fetched over the bus.
 class TileCursor {
  public:
   __device__ TileCursor(const ListHeader* list, u32 num_tiles, u32 lane)
@@ -76,9 +76,9 @@ class TileCursor {
 
 // The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
 //
-// Segments are fetched kFetched - 1 tiles ahead. Compute pushes the table out of the L2, and then
-// segments that are fetched one tile ahead arrive after the tile: loads next to decodes moved 32
-// GB/s instead of 51. A place is written again only after its segment was taken.
+// Segments are fetched kFetched - 1 tiles ahead. Compute evicts the table from the L2, so segments
+// fetched only one tile ahead would arrive after the tile: loads next to decodes moved 32 GB/s
+// instead of 51. A place is overwritten only after its segment has been taken.
 class SegmentCursor {
  public:
   static constexpr u32 kFetched = 8;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
   TileCursor cursor(list, num_tiles, lane);
   __syncwarp();
 
-  // Every lane takes part; the stage must have been drained by all of them.
+  // All lanes take part, and all of them must have drained the stage.
   const auto fill = [&](int stage) {
     const u32 stage_address = first_stage + stage * Ring::kTileBytes;
     const u32 barrier = first_barrier + stage * sizeof(u64);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
       if (++refill == kStages) refill = 0;
     }
   }
-  // Shared memory must outlive the reads and what was fetched, the launch the writes.
+  // Shared memory must outlive the reads and fetches, and the launch must outlive the writes.
   next_segments.finish();
   wait_written();
 }

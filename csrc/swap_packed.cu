@@ -1,8 +1,8 @@
-// Swap kernels that pack tiles of 16 KiB of bf16 without loss on their way, for sm_90 and newer.
-// kv_swap/packing/format.py has the format; kv_swap/packing/tiles.py writes the same bytes.
+// Swap kernels that losslessly pack tiles of 16 KiB of bf16 while copying, for sm_90 and newer.
+// kv_swap/packing/format.py specifies the format; kv_swap/packing/tiles.py writes the same bytes.
 //
-// A CTA has kGroups groups of 8 warps that share nothing but the list of pairs. All 256 threads of
-// a group transform one tile after another, 4 groups of 8 values each.
+// A CTA has kGroups groups of 8 warps that share only the list of pairs. The 256 threads of a group
+// transform one tile after another together, 4 groups of 8 values per thread.
 //
 //   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
 //          on the values alone. Its warps pack into buffers. Two more warps see to the rest, so
@@ -12,14 +12,14 @@
 //   load   A group takes every n-th tile of all, unpacks it and writes the page itself. Its first
 //          thread keeps bulk copies of the next tiles under way.
 //
-// Nothing else may write meanwhile what these copies read, nor read what they write:
+// During the launch nothing else may write what these copies read, or read what they write:
 //   - pages of the pairs' blocks, and their slots with the pools: the owner of blocks and slots;
 //   - the list in its entry of the ring: the host writes pairs before the launch and reads statuses
 //     after its end, and only then uses the entry again. A status is written by one thread;
 //   - the tables of tiles and columns: written before the first launch and never again, those of
 //     waves on the stream of the launches that read them.
-// In shared memory a stage is filled again once all warps have its values, or once a bulk copy out
-// of it has read it; a buffer is written again once its tail was written and its drain has read it.
+// In shared memory, a stage is refilled once all warps have its values, or once a bulk copy out of
+// it has read it; a buffer is reused once its tail has been written and its drain has read it.
 
 #include "bulk.cuh"
 #include "packed.cuh"
@@ -29,7 +29,7 @@ namespace {
 
 using namespace kv_swap;
 
-// A stage has a tile, followed by its columns.
+// A stage holds a tile, followed by its columns.
 struct StoreRing {
   static constexpr u32 kThreads = kGroups * (kGroupThreads + 2 * kWarpSize);
   static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
@@ -44,13 +44,13 @@ struct LoadRing {
   static constexpr u32 kGroupBytes = kStages * kStageBytes;
 };
 
-// Escapes of a tile until they are put in order, each warp for itself.
+// Escapes of a tile, per warp, until they are put in order.
 struct Escapes {
   uint2 exponents[kWarps][kMaxEscapes];
   u32 counts[kWarps];  // may be more than have room; then the tile is raw
 };
 
-// A buffer and its facts, handed over from a store's warps to the drainer.
+// A buffer and its metadata, handed over from a store's warps to the drainer.
 struct Packed {
   u32 greatest[kMaxColumns];  // magnitude of each column; zeros before a tile
   u32 zeros;                  // bit n: groups 32 n to 32 n + 31 have an exponent 0; 0 before a tile
@@ -64,7 +64,7 @@ struct StoreWork {
   u32 columns;
 };
 
-// State shared by a group that stores. Each barrier is for the stage or buffer of its index.
+// State shared by a group that stores. Each barrier belongs to the stage or buffer with its index.
 //
 // One lane arrives for its warp, after __syncwarp; every thread that continues waits for itself.
 // compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
@@ -78,7 +78,7 @@ struct StoreGroup {
   Packed handed[StoreRing::kBuffers];
 };
 
-// A barrier without any arrival lets a wait for the phase before its first pass.
+// On a barrier without arrivals, a wait for the phase before the first one returns at once.
 constexpr u32 kBeforeFirst = 1;
 
 // Packs tiles with the 8 warps of a group.
@@ -152,7 +152,7 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
     }
     escapes |= (any_outside & kNoCode) != 0;
     u32 count = 0;
-    // Few groups of usual KV have an exponent 0 or escape.
+    // In typical KV, few groups have an exponent 0 or escape.
     if (__any_sync(~0u, escapes)) {
       u32 zeros = 0;
       escapes = false;
@@ -198,7 +198,7 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
   }
 }
 
-// Has the tiles of a group's pairs fetched, with one thread.
+// One thread starts the bulk copies that fetch the tiles of a group's pairs.
 __device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u32 first_pair,
                                             u32 pair_step, u32 num_tiles, TileFeed feed,
                                             const u8* columns_tables, u8* stages,
@@ -216,7 +216,7 @@ __device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u3
       const u32 in = shared_address(stages + stage * Ring::kStageBytes);
       StoreWork& work = shared.works[stage];
       wait_barrier(shared_address(&shared.consumed[stage]), parity);
-      // The columns of the last tile in this stage are there still.
+      // The columns of the last tile in this stage are still there.
       const bool other_columns = work.columns != row.columns;
       work = {row.slot_offset_bytes, row.num_columns, row.columns};
       expect_bytes(filled, other_columns ? kTileBytes + kColumnsBytes : kTileBytes);
@@ -234,8 +234,8 @@ __device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u3
   wait_fetched<0>();
 }
 
-// Writes header and escapes of a tile with one warp. `before` are the escapes of the strips before
-// that of this lane, which is lane / 4, and `count` are those of the strip.
+// One warp writes the header and escapes of a tile. A lane's strip is lane / 4; `before` counts the
+// escapes of earlier strips, `count` those of this strip.
 __device__ __forceinline__ void write_tail(u8* tail, u32 lane, const Escapes& escapes, u32 before,
                                            u32 count, u32 total, u32 with_zeros, u32 num_columns) {
   uint2* const words = reinterpret_cast<uint2*>(tail);
@@ -259,7 +259,7 @@ __device__ __forceinline__ void write_raw_tail(u8* tail, u32 lane, u32 pool_entr
   }
 }
 
-// Ends the tiles of a group's pairs, and has them written to their slots, with one warp.
+// One warp completes the tiles of a group's pairs and starts the bulk copies to their slots.
 __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pairs, u32 num_pairs,
                                               u32 first_pair, u32 pair_step, u32 num_tiles,
                                               u32 lane, u64 arena, u64 slot_bytes, u32 pool_entries,
@@ -345,7 +345,7 @@ __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pair
       }
     }
   }
-  // Shared memory must outlive the reads, the launch the writes.
+  // Shared memory must outlive the reads, and the launch must outlive the writes.
   if (lane == 0) wait_written();
 }
 
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(StoreRing::kThreads, 1)
   __shared__ TileFeed::Places places[kGroups];
   __shared__ StoreGroup groups[kGroups];
 
-  // First come the warps that pack, group after group, then the drainers, then the fillers.
+  // The packing warps come first, group by group, then the drainers, then the fillers.
   constexpr u32 kPackingThreads = kGroups * kGroupThreads;
   const bool packs = threadIdx.x < kPackingThreads;
   const u32 other_warp = (threadIdx.x - kPackingThreads) / kWarpSize;
@@ -447,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
   publish_barriers();
   __syncthreads();
 
-  // The tile that is filled next; only the first thread has them.
+  // The tile that is filled next; only the first thread uses these.
   TileFeed feed(tiles, num_tiles, first_tile, tile_step, places[group]);
   u32 filled_pair = first_tile / num_tiles;
   u32 filled_tile = first_tile % num_tiles;
@@ -460,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
     const u32 barrier = first_barrier + stage * sizeof(u64);
     const u32 in = shared_address(stages + stage * Ring::kStageBytes);
     Work& work = works[group][stage];
-    // The columns of the last tile in this stage are there still.
+    // The columns of the last tile in this stage are still there.
     const bool other_columns = work.columns != row.columns;
     work = {page, slot, row.num_columns, row.columns};
     expect_bytes(barrier, other_columns ? kPackedTileBytes + kColumnsBytes : kPackedTileBytes);
@@ -528,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
         for (u32 i = 0; i < kUnits; ++i) {
           const u32 escaping = __ballot_sync(~0u, codes[i] == kEscapeCodes);
           if (codes[i] == kEscapeCodes) {
-            // A slot that holds garbage must not lead out of the tile.
+            // A slot that holds garbage must not cause accesses outside the tile.
             const u32 escape = min(word + lanes_below(escaping, lane), kTailWords - 1);
             exponents[i] = reinterpret_cast<const uint2*>(tail)[escape];
             bases[i] = 0;
@@ -541,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
         page[i * kGroupThreads + thread] = join_values(exponents[i], mantissas[i], bases[i]);
       }
     } else {
-      // The rest of the tile over the bus, straight from the pool: this is rare.
+      // Reads the rest of the tile straight from the pool over the bus, which is rare.
       const u32 entry = min(header.y, pool_entries - 1);
       const u64 pool =
           work.slot_address + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;

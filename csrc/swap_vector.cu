@@ -1,8 +1,8 @@
-// Swap kernels of 16-byte loads and stores, for devices without bulk copies (before sm_90).
+// Swap kernels with 16-byte loads and stores, for devices without bulk copies (before sm_90).
 //
-// A tile is one segment of at most 4 KiB; a warp copies one tile of one pair at a time, so few
-// large pages and many small ones spread over all warps alike. There is no shared state between
-// warps, and no order. kv_swap/cuda/kernel_families.py chooses the grid.
+// A tile is one segment of at most 4 KiB. A warp copies one tile of one pair at a time, so the work
+// spreads evenly over all warps for few large pages and for many small ones. Warps share no state
+// and run in no order. kv_swap/cuda/kernel_families.py chooses the grid.
 
 #include "swap.cuh"
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_tile(uint4* __restrict__ destination,
 template <bool kStore>
 __device__ __forceinline__ void swap_pages(const ListHeader* list, const Segment* segments,
                                            u32 num_tiles, unsigned char* arena, u64 slot_bytes) {
-  // Every pair is used by many warps: fetched over the bus once a CTA.
+  // Many warps use every pair, so it is fetched over the bus once per CTA.
   __shared__ int2 pairs[kMaxPairs];
   const int num_pairs = read_num_pairs(list);
   for (int i = threadIdx.x; i < num_pairs; i += kThreads) pairs[i] = read_pair(list, i);

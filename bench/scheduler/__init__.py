@@ -1,4 +1,4 @@
-"""Host time that the plugin's hooks take of a scheduler's step. Needs vLLM, and no GPU.
+"""Host time of the plugin's hooks in a scheduler step. Needs vLLM, but no GPU.
 
 bench_scheduler.py  steps of decodes, new prompts, and a hit that waits: pytest-benchmark
 bench_bursts.py     many requests at once, with equal and different prefixes

@@ -1,7 +1,7 @@
-"""vLLM's own scheduler with our connector and thousands of blocks, without a model or copies.
+"""vLLM's own scheduler with this connector and thousands of blocks, without model or copies.
 
-Requests, scheduler, block pool and connector are real. Tokens are all the same and hashes are made
-up, since there is no model; copies end one step after they were submitted.
+Requests, scheduler, block pool and connector are real. All tokens are equal and hashes are made up,
+since there is no model; copies end one step after their submission.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.configurations import make_tensor, make_vllm_config
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 4
 PROMPT_CHUNK_TOKENS = 8192
-"""Tokens of prompts in a step beside the decodes: vLLM's default on an H200 is of this order."""
+"""Prompt tokens per step in addition to decodes, similar to vLLM's default on an H200."""
 SPARE_BLOCKS = 65536
 """GPU blocks beyond those of the running requests, for new requests and pinned stores."""
 TOKEN = 7
@@ -48,9 +48,9 @@ def block_name(prefix: int, index: int) -> bytes:
 def make_scheduler(
     blocks: int, longest_request: int, plugin: dict[str, Any], **limits: Any
 ) -> Scheduler:
-    """Return vLLM's scheduler with our connector, full attention and so many GPU blocks."""
+    """Return vLLM's scheduler with this connector, full attention and `num_blocks` GPU blocks."""
     config = make_vllm_config(plugin, max_model_len=4096, **limits)
-    # Beyond what the small model's configuration allows; positions are not computed here.
+    # Longer than the small model's configuration allows, but positions are not computed here.
     config.model_config.max_model_len = longest_request
     config.cache_config.block_size = BLOCK_TOKENS
     config.cache_config.num_gpu_blocks = blocks
@@ -97,7 +97,7 @@ class StepCost:
     stored_blocks: int
     loaded_blocks: int
     moved_blocks: int
-    """To or from a disk."""
+    """Blocks moved to or from a disk."""
 
     @property
     def seconds(self) -> float:
@@ -105,9 +105,9 @@ class StepCost:
 
 
 class SchedulerBed:
-    """`running` requests of `prompt_tokens` that decode, beside a full host cache of `slots`.
+    """`running` decoding requests of `prompt_tokens` each, next to a full host cache of `slots`.
 
-    `plugin` has further options; copies of a disk end as others do. With `events` vLLM's KV events
+    `plugin` has further options; copies of a disk end like others. With `events`, vLLM's KV events
     are on.
     """
 
@@ -122,7 +122,7 @@ class SchedulerBed:
         events: bool = False,
     ) -> None:
         self.decode_tokens = 64 + 16384 * running // 256
-        """At least as many as one request samples while the bed is prepared and measured."""
+        """At least the number of tokens sampled per request in preparation and measurement."""
         longest = max(longest_prompt, prompt_tokens + self.decode_tokens) + BLOCK_TOKENS
         blocks_each = (prompt_tokens + self.decode_tokens) // BLOCK_TOKENS + 1
         blocks = running * blocks_each + SPARE_BLOCKS
@@ -157,7 +157,7 @@ class SchedulerBed:
     # -- preparation ---------------------------------------------------------------------------
 
     def _start_running(self, running: int, prompt_tokens: int) -> None:
-        """Compute all prompts in one step, and decode until their blocks were stored.
+        """Compute all prompts in one step, and decode until their blocks are stored.
 
         Prompts differ by a token or more, so that every step completes about as many blocks.
         """
@@ -168,7 +168,7 @@ class SchedulerBed:
         assert len(self.scheduler.running) == running
         self.scheduler.max_num_scheduled_tokens = PROMPT_CHUNK_TOKENS + running
         slots_left = running * (prompt_tokens // BLOCK_TOKENS)
-        while slots_left > 0:  # what one round stores beyond its own new blocks is of the prompts
+        while slots_left > 0:  # blocks stored in a round beyond its new ones belong to the prompts
             stored = [self.step().stored_blocks for _ in range(BLOCK_TOKENS)]
             if sum(stored) <= running + BLOCK_TOKENS:
                 break
@@ -177,7 +177,7 @@ class SchedulerBed:
             self.step()
 
     def _fill(self, slots: int, longest_prompt: int) -> None:
-        """Fill the host cache with prefixes that no request runs."""
+        """Fill the host cache with prefixes that no running request has."""
         self._stored_prefixes: list[int] = []
         for _ in range(0, slots, longest_prompt // BLOCK_TOKENS):
             prefix = self.new_prefix()
@@ -188,7 +188,7 @@ class SchedulerBed:
         assert self.manager.slots_in_use == slots
 
     def take_stored_prefix(self) -> int:
-        """Return a prefix that host memory has and the engine never had: the most recent left."""
+        """Return the most recent unused prefix that host memory has and the engine never had."""
         return self._stored_prefixes.pop()
 
     def new_prefix(self) -> int:
@@ -204,7 +204,7 @@ class SchedulerBed:
         self.scheduler.add_request(request)
 
     def serve(self, request_id: str, prefix: int, prompt_tokens: int) -> list[StepCost]:
-        """Step until a new request has its one token; return what each step cost."""
+        """Step until a new request has its only token; return the cost of each step."""
         self.add(request_id, prefix, prompt_tokens, 1)
         costs = []
         while request_id in self.scheduler.requests:
@@ -214,10 +214,9 @@ class SchedulerBed:
 
     @contextmanager
     def waiting_hit(self, request_id: str, prompt_tokens: int) -> Iterator[Callable[[], None]]:
-        """Queue a prompt that host memory has, while another request holds a block too many.
+        """Queue a prompt that is in host memory, while another request holds one block too many.
 
-        The function that this gives makes up for the blocks that decodes took; call it before every
-        step.
+        Yields a function that compensates for blocks taken by decodes; call it before every step.
         """
         pool = self.scheduler.kv_cache_manager.block_pool
         running = len(self.scheduler.running)
@@ -240,7 +239,7 @@ class SchedulerBed:
     # -- one step ------------------------------------------------------------------------------
 
     def step(self) -> StepCost:
-        """Schedule, pretend to compute, and deliver."""
+        """Schedule a step, pretend to compute it, and deliver its output."""
         self.clock.take()
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata

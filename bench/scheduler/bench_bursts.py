@@ -1,12 +1,12 @@
-"""CPU time of vLLM's `schedule()` when many requests come at once whose prefixes are to be loaded.
+"""CPU time of vLLM's `schedule()` when many requests with prefixes to load arrive at once.
 
 Run with `pytest -s bench/scheduler/bench_bursts.py --benchmark-enable`. With
 `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `bursts.json` is written there. Without the option each
 case runs once with few requests.
 
 No copy ends, so the requests wait while 8 others decode. The same burst is given to vLLM without a
-connector, and to one that answers each of them "ask again": vLLM goes through all that wait in each
-step, and that is its own share.
+connector, and with one that answers "ask again" for each: vLLM goes through all waiting requests in
+each step, which is its own share of the time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_burst(
     prefixes: str,
     requests: int,
 ) -> None:
-    """The step in which they come, and those in which they wait."""
+    """Measure the step in which the requests arrive, and those in which they wait."""
     if not is_full and requests > REQUESTS[0]:
         pytest.skip(f"{requests} requests; add --benchmark-enable")
     equal = prefixes == "equal"

@@ -1,10 +1,10 @@
-"""Host time that the connector takes of the engine's scheduling thread, on vLLM's own scheduler.
+"""Host time of the connector on the engine's scheduling thread, with vLLM's own scheduler.
 
-Run with `pytest -s bench/scheduler/bench_scheduler.py --benchmark-enable`: 256 requests decode
-beside a full host cache of 1,000,000 slots. Only time inside the connector's hooks counts, and is
-printed (`bench/hook_clock.py`). What pytest-benchmark itself shows is the time of the whole step.
-With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `scheduler.json` is written there. Without the
-option everything runs at a small size.
+Run with `pytest -s bench/scheduler/bench_scheduler.py --benchmark-enable`: 256 requests decode next
+to a full host cache of 1,000,000 slots. Only time inside the connector's hooks counts and is
+printed (`bench/hook_clock.py`); pytest-benchmark itself shows the time of the whole step. With
+`KV_OFFLOAD_BENCH_RESULTS` set to a folder, `scheduler.json` is written there. Without the option
+everything runs at a small size.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
 PROMPTS = [1024, 8192, 32768, 131072]
 MAX_GROWTH = 2.0
-"""Allowed ratio of a step's cost at the longest running prompts to that at the shortest.
+"""Allowed ratio of a step's cost with the longest running prompts to that with the shortest.
 
-The work is the same, but long block tables live farther from the CPU. Work that grew with the
-prompt would be 8 times as much at the small size, and 128 times at the large one."""
+The work is the same, but long block tables are farther from the CPU. Work that grew with the prompt
+would be 8 times as much at the small size, and 128 times at the large one."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much runs: all of it, or little where only the code is tried."""
+    """The size of a run: full, or small if only the code is tested."""
 
     running: int
     slots: int
@@ -79,7 +79,7 @@ def _only_prompts_of_the_size(request: pytest.FixtureRequest, size: Size) -> Non
 
 @pytest.fixture(scope="module")
 def get_bed(size: Size) -> Iterator[GetBed]:
-    """Return a function that gives the bed with running prompts of so many tokens."""
+    """Return a function that returns the bed with running prompts of a given length."""
     beds: dict[int, SchedulerBed] = {}
 
     def get(prompt_tokens: int) -> SchedulerBed:
@@ -110,14 +110,14 @@ def microseconds(costs: Sequence[StepCost]) -> list[float]:
 
 
 def median_of_a_block(costs: Sequence[StepCost]) -> float:
-    """Return the microseconds of a step, of the median of the rounds in which all fill a block."""
+    """Return the microseconds of a step in the median round in which all requests fill a block."""
     times = microseconds(costs)
     starts = range(0, len(times), BLOCK_TOKENS)
     return statistics.median(statistics.mean(times[at : at + BLOCK_TOKENS]) for at in starts)
 
 
 def by_hook(costs: Sequence[StepCost], per: int) -> dict[str, float]:
-    """Return the microseconds of the hooks that took most."""
+    """Return the microseconds of the most expensive hooks."""
     total: Counter[str] = Counter()
     for cost in costs:
         total.update(cost.by_hook)
@@ -143,7 +143,7 @@ def row_of_steps(name: str, prompt_tokens: int, costs: Sequence[StepCost]) -> Ro
 def test_step_of_decodes(
     benchmark: Any, get_bed: GetBed, rows: list[Row], size: Size, prompt_tokens: int
 ) -> None:
-    """A step in which all requests decode and a sixteenth of them complete a block."""
+    """Measure a step in which all requests decode and a sixteenth of them complete a block."""
     bed = get_bed(prompt_tokens)
     costs: list[StepCost] = []
     benchmark.pedantic(lambda: costs.append(bed.step()), rounds=size.steps)
@@ -160,9 +160,9 @@ def test_step_of_decodes(
 def by_turns(
     rows: list[Row], size: Size, beds: dict[str, SchedulerBed], served: Sequence[str] = ()
 ) -> dict[str, list[StepCost]]:
-    """Step beds by turns: decodes, and beside them prompts, each a hit or a new one.
+    """Step several beds in turn: decodes alone, and next to prompts that are hits or new.
 
-    Return by bed what the steps of decodes cost.
+    Return the cost of the decode steps by bed.
     """
     decodes: dict[str, list[StepCost]] = {name: [] for name in beds}
     beside: dict[str, list[StepCost]] = {}
@@ -185,7 +185,7 @@ def short_bed(size: Size, plugin: dict[str, Any] | None = None, **more: bool) ->
 
 
 def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path) -> None:
-    """Without a disk, with one that may write nothing, and with one that writes."""
+    """Compare no disk, a disk that may not write, and one that writes."""
     beds = {
         "no disk": short_bed(size),
         "disk idle": short_bed(size, disk_options(tmp_path / "idle", size, "1B")),
@@ -196,19 +196,19 @@ def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path
 
 
 def test_step_by_policy(rows: list[Row], size: Size) -> None:
-    """With the oldest evicted, and with what `auto` has learned."""
+    """Compare LRU with `auto` after it has learned."""
     beds = {policy: short_bed(size, {"eviction_policy": policy}) for policy in ("lru", "auto")}
     by_turns(rows, size, beds, ("hit", "new prompt"))
 
 
 def test_step_with_events(rows: list[Row], size: Size) -> None:
-    """Without KV events and with them."""
+    """Compare steps without and with KV events."""
     beds = {"events off": short_bed(size), "events on": short_bed(size, events=True)}
     by_turns(rows, size, beds, ("new prompt",))
 
 
 def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
-    """Events after resets: of the engine, whose caches are announced again, and of host memory."""
+    """Measure events after resets of the engine, which are announced again, and of host memory."""
     prefixes = PrefixMap((CacheGroup(0, BLOCK_TOKENS),), BLOCK_TOKENS, lambda key, _: key)
     manager = CacheManager(make_policy("lru", size.slots))
     told = Announcer(manager, prefixes, lambda *_: None)
@@ -226,7 +226,7 @@ def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
     timed: dict[str, list[float]] = {}
 
     def measure(name: str, call: Callable[[], object]) -> None:
-        begun = time.thread_time()  # of the CPU: the machine has other work, too
+        begun = time.thread_time()  # CPU time, because the machine has other work, too
         call()
         timed.setdefault(name, []).append((time.thread_time() - begun) * 1e6)
 
@@ -259,9 +259,9 @@ def disk_options(folder: Path, size: Size, write_rate: str) -> dict[str, Any]:
 def test_new_request(
     benchmark: Any, get_bed: GetBed, rows: list[Row], size: Size, found: str, prompt_tokens: int
 ) -> None:
-    """All steps of a prompt that host memory has, or has not, beyond what decodes cost in them.
+    """Measure all steps of a prompt that is or is not in host memory, minus the cost of decodes.
 
-    Only `by_hook_us` includes what the decodes cost in these steps.
+    Only `by_hook_us` includes the cost of the decodes in these steps.
     """
     bed = get_bed(PROMPTS[0])
     served: list[list[StepCost]] = []
@@ -296,7 +296,7 @@ def test_new_request(
 def test_hit_that_waits(
     benchmark: Any, get_bed: GetBed, rows: list[Row], size: Size, prompt_tokens: int
 ) -> None:
-    """A step of decodes beside a prompt that host memory has and for which no GPU blocks are free.
+    """Measure decodes next to a prompt that is in host memory but has no free GPU blocks.
 
     vLLM asks for it in every step.
     """
@@ -311,7 +311,7 @@ def test_hit_that_waits(
 
 def test_cost_does_not_grow_with_prompts(get_bed: GetBed, size: Size) -> None:
     costs: dict[int, list[StepCost]] = {PROMPTS[0]: [], size.longest: []}
-    for _ in range(max(256, size.steps)):  # by turns: both meet the same machine
+    for _ in range(max(256, size.steps)):  # in turn, so that both meet the same conditions
         for prompt_tokens, times in costs.items():
             times.append(get_bed(prompt_tokens).step())
     at_short, at_long = (median_of_a_block(times) for times in costs.values())

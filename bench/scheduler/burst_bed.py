@@ -1,4 +1,4 @@
-"""A burst of requests on vLLM's scheduler, while a few others decode and no copy ends."""
+"""A burst of requests for vLLM's scheduler, while a few others decode and no copy ends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kv_offload.messages import TierCapacity, WorkerCapacity
 from tests.support.loads import set_synchronous_loads
 
 Where = Literal["vLLM alone", "asks again", "host memory", "disk", "remote"]
-"""Where the prefixes are. `asks again` is a connector that does nothing but answer vLLM so."""
+"""The place of the prefixes. `asks again` is a connector that only answers "ask again"."""
 
 TAIL_TOKENS = 40
 DECODES = 8
 SHARED_PREFIX = 1 << 20
-"""The number of a prefix that requests share; those of their own are smaller."""
+"""The number of a shared prefix; those of separate prefixes are smaller."""
 TAILS = 1 << 40
-"""From here on the numbers are those of tails."""
+"""Larger numbers are those of tails."""
 
 
 class FullDirectory:
-    """A store's directory that answers at once that all prefixes are there, and no tails."""
+    """A store's directory that reports at once that it has all prefixes, but no tails."""
 
     def __init__(self, *_: object) -> None:
         self.is_done, self.answered = True, 0.0
@@ -48,7 +48,7 @@ class FullDirectory:
 
 
 class BurstBed:
-    """An engine that decodes, and has the prefixes of a burst where `where` says."""
+    """A decoding engine that has the prefixes of a burst in the place `where`."""
 
     def __init__(self, where: Where, requests: int, blocks: int, folder: Path, equal: bool) -> None:
         self.blocks = blocks
@@ -93,7 +93,7 @@ class BurstBed:
         return (None, False) if request.request_id.startswith("burst") else (0, False)
 
     def add(self, name: str, prefix: int, blocks: int, tail: int, max_tokens: int) -> Request:
-        """Queue a request of so many blocks of a prefix, and a tail of its own."""
+        """Queue a request with `blocks` blocks of a prefix and a unique tail."""
         own = TAILS + len(self._requests)
         shared = self._names(prefix, blocks)
 
@@ -115,16 +115,16 @@ class BurstBed:
 
     @property
     def waiting(self) -> int:
-        """Requests that do not run."""
+        """Number of requests that are not running."""
         return len(self.scheduler.requests) - len(self.scheduler.running)
 
     def close(self) -> None:
-        """End what the connector runs beside the engine."""
+        """Stop the connector's threads."""
         if self._where != "vLLM alone":
             self.scheduler.connector.shutdown()
 
     def burst(self, requests: int) -> None:
-        """Have the requests come, whose prefixes are kept before that."""
+        """Store the prefixes, then queue the requests."""
         equal = self._equal
         for prefix in [SHARED_PREFIX] if equal else range(requests):
             self._keep(self._names(prefix, self.blocks))
@@ -146,7 +146,7 @@ class BurstBed:
         manager.complete_store(manager.prepare_store(keys))
 
     def step(self) -> float:
-        """Schedule, and return the CPU seconds of that; deliver a token for each decode."""
+        """Schedule a step and return its CPU seconds; deliver a token for each decode."""
         began = time.process_time()
         output = self.scheduler.schedule()
         seconds = time.process_time() - began
@@ -164,7 +164,7 @@ class BurstBed:
 
 @contextmanager
 def full_store() -> Iterator[None]:
-    """Have engines that are built here use a store that has everything."""
+    """Make engines that are built in this context use a store that has everything."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
         mock.patch("kv_offload.engines.vllm.start.remote.RemoteDirectory", FullDirectory),

@@ -1,15 +1,15 @@
-"""A real engine without offloading, with this project, and with vLLM's own connector, by turns.
+"""Compares a real engine without offloading, with this project, and with vLLM's own connector.
 
 usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FILE.json] [--rounds ROUNDS]
                                [--columns off,vllm,kv-offload,kv-offload-lru,kv-offload-packed]
                                [--once COLUMNS]
                                [--sections throughput,ttft,decodes,first_seconds]
 
-`kv-offload` is what ships: nothing is configured but `cpu_bytes`. `kv-offload-lru` gets
-`"eviction_policy": "lru"` besides, `kv-offload-packed` `"pack_kv": true`, and `vllm` is vLLM's
-OffloadingConnector. In each round every column gets an engine in a process of its own: the same
-shape with random weights, the same prompts, the same GPU cache, as much host memory. Columns named
-by `--once` are in the first round alone. docs/benchmarks/serving.md explains every figure.
+`kv-offload` is the default configuration: only `cpu_bytes` is set. `kv-offload-lru` adds
+`"eviction_policy": "lru"`, `kv-offload-packed` adds `"pack_kv": true`, and `vllm` is vLLM's
+OffloadingConnector. In each round every column gets an engine in a new process, with the same shape
+and random weights, the same prompts, the same GPU cache and the same host memory. Columns named by
+`--once` run only in the first round. docs/benchmarks/serving.md explains every figure.
 
     throughput  many prompts at once, of which host memory has nothing, all, or half, after other
                 prompts that came twice
@@ -18,9 +18,10 @@ by `--once` are in the first round alone. docs/benchmarks/serving.md explains ev
                 computed and stored, and while they are loaded
     first_seconds  time from token to token from an engine's start on, while host memory is locked
 
-Every answer of an engine is written at once. A run that is stopped, by a time limit or by Ctrl-C,
-shows what it has and says what is missing. The exit status is 1 then, if an engine with this
-project or without offloading failed, and if this project did not load the bytes that it had to.
+Every answer of an engine is written at once. A run that is stopped, by a time limit or Ctrl-C,
+shows its results so far and lists what is missing. The exit status is 1 if the run was stopped, if
+an engine with this project or without offloading failed, or if this project did not load the bytes
+that it had to.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from bench.serving.shapes import SHAPES
 
 
 def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser of a list with commas, each of whose words is one of `allowed`."""
+    """Return a parser for a comma-separated list of words from `allowed`."""
 
     def split(text: str) -> list[str]:
         chosen = text.split(",")
@@ -72,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit status."""
     arguments = parse(words)
     problems = []
-    # vLLM finds what it has compiled by the model's path, also in a later run.
+    # vLLM finds its compiled code by the model's path, also in a later run.
     model = Path(tempfile.gettempdir()) / f"bench-serving-{arguments.shape}"
     bench = Bench(arguments, str(model))
     try:
@@ -97,5 +98,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what time limits send
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # sent by time limits
     sys.exit(main())

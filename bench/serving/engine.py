@@ -1,4 +1,4 @@
-"""One engine of the serving bench, in the process that calls it."""
+"""One engine of the serving benchmark, in the calling process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kv_offload.metrics import KINDS
 
 Prompt = dict[str, list[int]]
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
-"""Tokens of a step with a CUDA graph. vLLM's own choice has the same largest ones but 51 sizes,
-whose capture takes most of a start."""
+"""Token counts of steps with a CUDA graph. vLLM's own choice has the same maximum but 51 sizes,
+whose capture takes most of the startup time."""
 READY_SECONDS = 180
 RESET_SECONDS = 30
 
 
 class ServingEngine:
-    """A vLLM engine with random weights and one connector; the same for all connectors else.
+    """A vLLM engine with random weights and one connector, otherwise the same for all connectors.
 
-    Prompts are drawn from seeds, so all engines of a run get the same ones.
+    Prompts are drawn from seeds, so all engines of a run get the same prompts.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -44,7 +44,7 @@ class ServingEngine:
         self.gauges: dict[str, float] = {}
         self.clock = ConnectorClock()
         self.registrations: list[tuple[float, float]] = []
-        """When the plugin's threads were in the driver to page-lock host memory."""
+        """Time spans in which the plugin's threads page-locked host memory in the driver."""
         self._time_new_connectors()
         if self.on_gpu:
             self._time_registrations()
@@ -62,7 +62,7 @@ class ServingEngine:
             self._count_stats()
 
     def _time_new_connectors(self) -> None:
-        """Have every connector that vLLM builds in this process timed."""
+        """Time every connector that vLLM builds in this process."""
         original = KVConnectorFactory.create_connector
 
         def create_connector(*arguments: Any, **named: Any) -> Any:
@@ -85,7 +85,7 @@ class ServingEngine:
         CudaRegistrar.register = register  # type: ignore[assignment,method-assign]
 
     def _count_stats(self) -> None:
-        """Count what this project's connector reports in a step: worker and scheduler."""
+        """Add up the counters reported by this project's connector, worker and scheduler."""
         scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
         make_stats = scheduler.make_stats
 
@@ -104,11 +104,11 @@ class ServingEngine:
 
     @property
     def pool_share(self) -> float:
-        """Share of the plugin's host memory that may be used, as its last report says."""
+        """Share of the plugin's host memory that is ready, according to its last report."""
         return self.gauges.get("slots", 0) / self.gauges.get("pool_slots", 1)
 
     def wait_for_pool(self) -> None:
-        """Wait until all host memory may be used; a peer's connector has it from the start."""
+        """Wait until all host memory is ready; other connectors have theirs from the start."""
         deadline = time.monotonic() + READY_SECONDS
         while self.settings.is_ours and self.pool_share < 1:
             if time.monotonic() > deadline:
@@ -134,11 +134,11 @@ class ServingEngine:
         return [{"prompt_token_ids": row} for row in tokens.tolist()]
 
     def seconds(self, batch: list[Prompt], tokens: int = 1) -> float:
-        """Send prompts, wait for so many tokens of each, and return the time that took."""
+        """Send prompts, wait for `tokens` tokens of each, and return the seconds it took."""
         return self.serve(batch, tokens)[0]
 
     def serve(self, batch: list[Prompt], tokens: int = 1) -> tuple[float, int]:
-        """Do the same, and also return how many tokens of the prompts were not computed."""
+        """Like `seconds`, but also return the number of prompt tokens that were not computed."""
         parameters = self._parameters(tokens)
         begin = time.perf_counter()
         outputs = self.llm.generate(batch, parameters, use_tqdm=False)
@@ -146,9 +146,9 @@ class ServingEngine:
         return took, sum(output.num_cached_tokens or 0 for output in outputs)
 
     def rest(self) -> None:
-        """Wait until the connector has nothing left to do, as a server does without requests.
+        """Wait until the connector has nothing left to do, like an idle server.
 
-        In one process no thread steps an engine after its last answer, so it is stepped here.
+        In a single process, no thread steps an engine after its last answer, so it is stepped here.
         """
         deadline = time.monotonic() + RESET_SECONDS
         core = self.llm.llm_engine.engine_core.engine_core
@@ -164,7 +164,8 @@ class ServingEngine:
     def reset(self) -> None:
         """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
 
-        vLLM's own connectors need a few steps first: they hold blocks until copies were reported.
+        vLLM's own connectors need a few steps first, because they hold blocks until copies are
+        reported.
         """
         self.rest()
         deadline = time.monotonic() + RESET_SECONDS
@@ -180,12 +181,12 @@ class ServingEngine:
         self.llm.llm_engine.add_request(request_id, prompt, self._parameters(max_tokens))
 
     def step(self) -> dict[str, list[int]]:
-        """Run one step; return the new tokens of each request that has some."""
+        """Run one step; return the new tokens of each request that got some."""
         found = {one.request_id: one.outputs[0].token_ids for one in self.llm.llm_engine.step()}
         return {request_id: list(tokens) for request_id, tokens in found.items() if tokens}
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests, and step until nothing is left."""
+        """Abort requests, and step until none is left."""
         self.llm.llm_engine.abort_request(request_ids)
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
@@ -201,7 +202,7 @@ class ServingEngine:
 
 
 def engine_arguments(settings: EngineSettings, *, on_gpu: bool) -> dict[str, Any]:
-    """Return what every engine is given: a model with random weights, and the caches' size."""
+    """Return the arguments of every engine: a model with random weights, and cache sizes."""
     shape = settings.shape
     cache_bytes = shape.gpu_blocks * shape.block_bytes(2 if on_gpu else 4)
     return {
@@ -218,16 +219,16 @@ def engine_arguments(settings: EngineSettings, *, on_gpu: bool) -> dict[str, Any
 
 
 def _faster_start() -> dict[str, Any]:
-    """Return what shortens the start on a GPU: fewer CUDA graphs, kernels compiled when used."""
+    """Return arguments that shorten startup on a GPU: fewer CUDA graphs, lazy compilation."""
     found: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURED_BATCHES}}
-    kernels = getattr(vllm.config, "KernelConfig", None)  # has this from 0.32 on
+    kernels = getattr(vllm.config, "KernelConfig", None)  # exists since 0.32
     if "enable_jit_warmup" in getattr(kernels, "__dataclass_fields__", ()):
         found["kernel_config"] = {"enable_jit_warmup": False}
     return found
 
 
 def model_config(shape: Shape) -> Any:
-    """Return a Llama of that shape, for transformers."""
+    """Return the transformers configuration of a Llama with that shape."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

@@ -1,4 +1,4 @@
-"""Decodes from an engine's start on, while the plugin page-locks host memory in the background."""
+"""Measures decodes after an engine's start, while host memory is page-locked in the background."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from bench.serving.engine import ServingEngine
 
 ANSWER_TOKENS = 1500
-"""Tokens of each decode before others begin: the GPU's cache has room for no more."""
+"""Tokens of each decode before new ones begin: the GPU cache has no room for more."""
 LONG = 1.5
-"""A step is long that takes so many times the median."""
+"""A step is long if it takes this many times the median."""
 
 FIRST_SECONDS = 10.0
-"""Seconds of decodes, in which an engine's host memory is locked."""
+"""The first seconds of decodes, in which an engine's host memory is locked."""
 
 Span = tuple[float, float]
 
 
 def first_seconds(engine: ServingEngine) -> dict[str, Any]:
-    """Return the time line of steps by second, and which long ones met a registration."""
+    """Return the steps by second, and the number of long ones that overlap a registration."""
     from bench.serving.sections import begin_decodes  # imports vLLM
 
     shape = engine.shape
@@ -55,9 +55,9 @@ def first_seconds(engine: ServingEngine) -> dict[str, Any]:
 def describe(
     steps: Sequence[Span], shares: Sequence[float], registrations: Sequence[Span], began: float
 ) -> dict[str, Any]:
-    """Describe steps, each with the share of host memory that was ready then.
+    """Summarise steps, given with the share of host memory that was ready at each.
 
-    All times are of one clock; those that are returned count from `began`.
+    All times are from one clock; returned times count from `began`.
     """
     seconds = [end - begin for begin, end in steps]
     growing = bisect_left(shares, 1.0)  # the share never falls
@@ -92,6 +92,6 @@ def describe(
 
 
 def _meets(step: Span, others: Sequence[Span], ends: Sequence[float]) -> bool:
-    """Tell whether a span meets one of others, which follow one another and end at `ends`."""
+    """Return whether a span overlaps one of the ordered spans `others`, which end at `ends`."""
     place = bisect_left(ends, step[0])
     return place < len(others) and others[place][0] < step[1]

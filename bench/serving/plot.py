@@ -1,11 +1,11 @@
-"""Draw time to first token by prompt length from the kept results of the serving bench, as SVG.
+"""Draws time to first token by prompt length as SVG, from the serving benchmark's results.
 
 usage: python -m bench.serving.plot
 
 Reads `bench/results/*/serving-*.json`, writes `docs/images/ttft.svg` with one panel for each result
-that has times to first token, and puts the picture between `<!-- plot: ttft -->` and
-`<!-- end plot -->` in README.md and docs/benchmarks/serving.md. A point is the median of all
-measurements of its column, its bar their range. Both axes are logarithmic.
+that has times to first token, and puts the picture between `<!-- plot: ttft -->` and `<!-- end plot
+-->` in README.md and docs/benchmarks/serving.md. A point is the median of all measurements in its
+column, and its bar is their range. Both axes are logarithmic.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Line:
 
 
 def lines(document: dict[str, Any]) -> list[Line]:
-    """Return the columns of a result that have times to first token; variants are left out.
+    """Return the columns of a result that have times to first token, without variants.
 
-    Where no engine ran without a connector, the prompts that the peer had to compute stand for it.
+    If no engine ran without a connector, the prompts that the peer computed are used instead.
     """
     found = []
     for column in (OFF, PEER, OURS):
@@ -61,7 +61,7 @@ def lines(document: dict[str, Any]) -> list[Line]:
 
 
 def title(document: dict[str, Any]) -> str:
-    """Name the shape, the GPU and the version of vLLM that a panel is of."""
+    """Return the title of a panel: shape, GPU and version of vLLM."""
     machine = document["machine"]
     parts = [document["shape"]["name"], machine.get("gpu", "CPU"), f"vLLM {machine.get('vllm')}"]
     return ", ".join(parts)
@@ -124,7 +124,7 @@ def _panel(name: str, found: Sequence[Line], above: int) -> list[str]:
                 f'<line x1="{x}" y1="{y_of(point["min"])}" x2="{x}" y2="{y_of(point["max"])}" '
                 f'stroke="{color}"/>'
             )
-    # Names stand at the ends of their lines, pushed apart where they would overlap.
+    # Names are at the ends of their lines, moved apart if they would overlap.
     ends = sorted((y_of([*line.points.values()][-1]["median"]), line.column) for line in found)
     lowest = 0.0
     for y, column in ends:
@@ -140,7 +140,7 @@ def _panel(name: str, found: Sequence[Line], above: int) -> list[str]:
 
 
 def pictured(text: str, page: Path, picture: Path, sources: Sequence[Path]) -> str:
-    """Return the text of a page with the picture and links to its sources at its mark."""
+    """Return a page's text with the picture and links to its sources between its markers."""
     link, *files = (os.path.relpath(path, page.parent) for path in (picture, *sources))
     named = ", ".join(
         f"[{path.parent.name}/{path.name}]({file})"

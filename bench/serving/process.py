@@ -1,4 +1,4 @@
-"""The process of one engine: as the bench sees it, and what runs in it."""
+"""The process of one engine: its handle in the benchmark, and the code that runs in it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 from bench.serving.settings import EngineSettings
 
 ANSWER_SECONDS = 300
-"""Longest wait for an engine's start or for one section; a stuck engine is ended."""
+"""Maximum seconds for an engine's start or one section; a stuck engine is killed."""
 END_SECONDS = 60
 _BEGAN = time.monotonic()
 
 
 class EngineError(RuntimeError):
-    """An engine could not be started, or ended, or did not answer in time."""
+    """An engine could not be started, has ended, or did not answer in time."""
 
     def __init__(self, column: str, text: str) -> None:
         super().__init__(f"{column}, {text}")
@@ -31,12 +31,12 @@ class EngineError(RuntimeError):
 
 
 def progress(text: str) -> None:
-    """Print a line with the seconds since the bench began."""
+    """Print a line with the seconds since the benchmark began."""
     print(f"[{time.monotonic() - _BEGAN:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 class EngineProcess:
-    """A process for one engine; it imports vLLM at once, and starts the engine when asked to."""
+    """A process for one engine. It imports vLLM at once, and starts the engine on request."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.column = settings.column
@@ -49,7 +49,7 @@ class EngineProcess:
         theirs.close()
 
     def ask(self, name: str) -> Any:
-        """Have the engine started, or one section measured. Raises `EngineError`."""
+        """Start the engine if necessary, and run one section. Raises `EngineError`."""
         began = time.monotonic()
         try:
             self._pipe.send(name)
@@ -69,15 +69,15 @@ class EngineProcess:
         return value
 
     def close(self) -> None:
-        """Let the engine end by itself, or end it."""
+        """Let the engine exit, or kill it."""
         self._pipe.close()
         self._process.join(END_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """End the engine at once, with the processes that it started."""
+        """Kill the engine at once, with the processes that it started."""
         if self._process.is_alive() and self._process.pid:
-            # It leads a group of its own as soon as it runs Python.
+            # It leads its own process group as soon as it runs Python.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -86,14 +86,14 @@ class EngineProcess:
 
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 if not Path("/dev/nvidiactl").exists():
-    # vLLM's CPU engine computes with as many OpenMP threads as there are cores, and these spin
-    # while they wait for each other. A further thread, such as that of our copies, makes two of
-    # them share a core: on two cores, prompts took 20 times as long in most runs.
+    # vLLM's CPU engine uses as many OpenMP threads as there are cores, and these spin while they
+    # wait for each other. One more thread, such as that of our copies, makes two of them share a
+    # core: on two cores, prompts took 20 times as long in most runs.
     _DEFAULTS["OMP_WAIT_POLICY"] = "passive"
 
 
 def _end_with_the_bench() -> None:
-    """End this process and those that it started if the bench is killed."""
+    """Kill this process and those that it started if the benchmark is killed."""
     bench = multiprocessing.parent_process()
     assert bench is not None
     bench.join()
@@ -101,18 +101,18 @@ def _end_with_the_bench() -> None:
 
 
 def serve(settings: EngineSettings, pipe: Connection) -> None:
-    """Import vLLM, start an engine when asked to, and answer until the other end is closed.
+    """Import vLLM, start an engine on request, and answer until the other end is closed.
 
-    A request is the name of a section; the first one starts the engine. An answer
-    is what was measured, what this project's connector counted meanwhile, and an error, with which
-    the process ends.
+    A request is the name of a section; the first one starts the engine. An answer contains the
+    measurements, the counters of this project's connector, and an error, after which the process
+    ends.
     """
     os.setsid()  # for `EngineProcess.kill`
     threading.Thread(target=_end_with_the_bench, daemon=True).start()
-    os.dup2(2, 1)  # the tables are all that the bench writes to its standard output
+    os.dup2(2, 1)  # only tables may go to the benchmark's standard output
     os.environ.update({**_DEFAULTS, **os.environ})
     try:
-        # Only now: OpenMP reads the environment when it is imported.
+        # Imported only now, because OpenMP reads the environment on import.
         from bench.serving import sections
         from bench.serving.engine import ServingEngine
         from bench.serving.first_seconds import first_seconds
@@ -142,7 +142,7 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
             pipe.send((value, dict(engine.counted - before), None))
         if engine is not None:
             engine.close()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other engines go on
+    except Exception as error:  # noqa: BLE001 - after any error the other engines continue
         traceback.print_exc()
         pipe.send((None, {}, f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None

@@ -1,10 +1,10 @@
-"""Tables and files of the serving bench.
+"""Tables and files of the serving benchmark.
 
 usage: python -m bench.serving.report FILE.json    prints the tables of a result as Markdown
        python -m bench.serving.report --pages      writes the tables of kept results into the pages
 
-A table of a page stands between `<!-- table: NAME of RESULT -->` and `<!-- end -->`; RESULT.json is
-in a folder of bench/results. A test compares these tables with the results.
+A table in a page is between `<!-- table: NAME of RESULT -->` and `<!-- end -->`; RESULT.json is in
+a folder of bench/results. A test compares these tables with the results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARKED = re.compile(r"(<!-- table: (\S+) of (\S+) -->\n)(.*?)(<!-- end -->)", re
 
 Document = dict[str, Any]
 Rounds = dict[str, list[dict[str, Any]]]
-"""By column, what one section measured in each round."""
+"""Measurements of one section by column, one per round."""
 PHASE_NAMES = {
     "alone": "alone",
     "storing": "while prompts are computed and stored",
@@ -46,7 +46,7 @@ PHASE_NAMES = {
 
 
 def tables(document: Document) -> str:
-    """Return everything that was measured as Markdown, one table a question."""
+    """Return all measurements as Markdown, one table per question."""
     parts = [_heading(document)]
     for name in TABLES:
         if shown := table(document, name):
@@ -64,7 +64,7 @@ def tables(document: Document) -> str:
 
 
 def table(document: Document, name: str) -> str:
-    """Return one of `WHOLE` or `TABLES`; empty where nothing of it was measured."""
+    """Return one of `WHOLE` or `TABLES`; empty if nothing was measured for it."""
     if name in WHOLE:
         return WHOLE[name](document)
     section, make = TABLES[name]
@@ -80,14 +80,14 @@ def save(document: Document, path: Path) -> None:
 
 
 def result_of(name: str) -> Path | None:
-    """Return where a result is kept; None where none is."""
+    """Return the path of a stored result; None if there is none."""
     return next(iter(sorted(RESULTS.glob(f"*/{name}.json"))), None)
 
 
 def filled(page: Path) -> str:
-    """Return the text of a page with its tables as the results have them, and where they are from.
+    """Return the text of a page with its tables and their sources updated from the results.
 
-    Tables of which no result is kept stay as they are.
+    Tables without a stored result stay unchanged.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -103,7 +103,7 @@ def filled(page: Path) -> str:
 
 
 def unproven(document: Document) -> list[str]:
-    """Name every figure of this project whose loaded bytes are not those that were to be loaded."""
+    """Name every figure of this project whose loaded bytes are not the expected ones."""
     return [
         f"NOT PROVEN: {column}, round {one['round']}, {figure}: {load['loaded_bytes']} bytes were "
         f"loaded, not {load['least_bytes']} to {load['most_bytes']}"
@@ -149,7 +149,7 @@ def markdown_table(question: str, head: Sequence[str], rows: Sequence[Sequence[s
 
 
 def shown_spread(values: dict[str, float], scale: float, digits: int) -> str:
-    """Show a median, and the range where there is one."""
+    """Format a median, with the range if there is one."""
     median, low, high = (f"{scale * values[key]:,.{digits}f}" for key in ("median", "min", "max"))
     return median if low == high else f"{median} ({low} to {high})"
 
@@ -163,7 +163,7 @@ def _cell_of_rounds(rounds: Iterable[Sequence[float]], scale: float, digits: int
 
 
 def _least_lead(ours: Sequence[float], peer: Sequence[float]) -> str:
-    """Show how many times less this project took than the peer, in the round where it was least."""
+    """Format the smallest speedup of this project over the peer in any round."""
     ratios = [theirs / own for own, theirs in zip(ours, peer, strict=False)]
     return f"{min(ratios):.2f}" if ratios else "-"
 
@@ -181,11 +181,11 @@ def _heading(document: Document) -> str:
 
 
 _PCIE = re.compile(r", (\d), (\d+)$")
-"""Generation and width of the link, as `nvidia-smi` lists them after the driver."""
+"""Generation and width of the link, as listed by `nvidia-smi` after the driver."""
 
 
 def _facts(document: Document) -> str:
-    """Say what was measured on, and how fast its link is."""
+    """Describe the machine, the versions and the speed of the link."""
     machine = document["machine"]
     names = ("gpu", "driver", "vllm", "torch", "commit", "date")
     if "gpu" not in machine:
@@ -228,7 +228,7 @@ def _ttft(document: Document, found: Rounds) -> str:
 
 
 def _rates(document: Document, rounds: list[dict[str, Any]], hits: str) -> list[list[float]]:
-    """Return tokens per second of each pass, by round."""
+    """Return the tokens per second of each pass, by round."""
     shape = document["shape"]
     tokens = shape["batch_prompts"] * shape["batch_tokens"]
     return [[tokens / sent["seconds"] for sent in one[hits]] for one in rounds if hits in one]
@@ -313,7 +313,7 @@ def _first_seconds(_document: Document, found: Rounds) -> str:
 
 
 def _summary(document: Document) -> str:
-    """Return what a reader of the README asks first."""
+    """Return the summary table of the README."""
     found: Rounds = document["results"]
     computes = OFF if OFF in found else PEER
     columns = [computes, *(column for column in (PEER, OURS) if column in found)]
@@ -341,7 +341,7 @@ def _summary(document: Document) -> str:
 
 
 def _pinning(document: Document) -> str:
-    """Show a result of `bench.swap.pinning`."""
+    """Format a result of `bench.swap.pinning`."""
     rows = []
     for row in document["rows"]:
         locked = row.get("registration_ms", {})
@@ -353,7 +353,7 @@ def _pinning(document: Document) -> str:
 
 
 def _bursts(document: Document) -> str:
-    """Show a result of `bench/scheduler/bench_bursts.py`: a row a burst, a column a connector."""
+    """Format a result of `bench/scheduler/bench_bursts.py`: one row per burst."""
     by_burst: dict[tuple[str, int], dict[str, str]] = {}
     for row in document["rows"]:
         cells = by_burst.setdefault((row["prefixes"], row["requests"]), {})
@@ -375,7 +375,7 @@ WHOLE: dict[str, Callable[[Document], str]] = {
     "pinning": _pinning,
     "bursts": _bursts,
 }
-"""Tables of whole results."""
+"""Tables made from whole results."""
 TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
     "throughput": ("throughput", _throughput),
     "ttft": ("ttft", _ttft),
@@ -383,7 +383,7 @@ TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
     "hooks": ("decodes", _hooks),
     "first_seconds": ("first_seconds", _first_seconds),
 }
-"""Each has the section that it shows."""
+"""Tables by name, each with the section that it shows."""
 QUESTIONS = {
     "throughput": "Throughput of many prompts at once, thousand tokens/s, median (range)",
     "ttft": "TTFT of a repeated prompt, ms, median (range)",
@@ -394,7 +394,7 @@ QUESTIONS = {
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the tables of a result, or write those of the pages."""
+    """Print the tables of a result, or update those in the pages."""
     if list(words) != ["--pages"]:
         print(tables(json.loads(Path(words[0]).read_text())))
         return

@@ -1,4 +1,4 @@
-"""Which engine is started when, what is asked of it, and what is collected."""
+"""Plans the order of engines and sections, runs them and collects the results."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SECTIONS = ("throughput", "ttft", "decodes", "first_seconds")
 
 @dataclass(frozen=True)
 class Visit:
-    """One start of an engine, and what it is asked for then."""
+    """One start of an engine, and the sections to run on it."""
 
     settings: EngineSettings
     asked: tuple[str, ...]
     round: int
 
     def label(self, name: str) -> str:
-        """Name one answer, for the list of what is missing."""
+        """Name one answer, for the list of missing ones."""
         return f"{self.settings.column} {name} {self.round + 1}"
 
 
 def plan(arguments: argparse.Namespace, model: str) -> list[Visit]:
-    """Return the visits: by turns, every other round in the opposite order."""
+    """Return the visits; every other round has the opposite order of columns."""
     chosen = arguments.sections
     asked = [name for name in SECTIONS[:-1] if name in chosen]
     first = ["first_seconds"] if "first_seconds" in chosen else []
@@ -46,9 +46,9 @@ def plan(arguments: argparse.Namespace, model: str) -> list[Visit]:
 class Bench:
     """Runs sections on engines and collects the results.
 
-    After every answer of an engine everything is written to the file of `--out`, with what is still
-    missing: a run takes minutes, and may be stopped by a time limit. `model` is the folder of the
-    model's configuration, the same for all.
+    After every answer of an engine, all results are written to the file of `--out`, with a list of
+    missing answers, because a run takes minutes and may be stopped by a time limit. `model` is the
+    folder of the model's configuration, the same for all engines.
     """
 
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:
@@ -56,11 +56,11 @@ class Bench:
         self._visits = plan(arguments, model)
         self._processes: list[EngineProcess] = []
         self.results: dict[str, list[dict[str, Any]]] = {one: [] for one in arguments.columns}
-        """By column, what was measured in each round."""
+        """Measurements by column, one per round."""
         self.missing = [visit.label(name) for visit in self._visits for name in visit.asked]
 
     def document(self) -> dict[str, Any]:
-        """Return all that is known so far, with what it was measured on."""
+        """Return all results so far, with the machine."""
         arguments = self._arguments
         return {
             "machine": machine(),
@@ -77,7 +77,7 @@ class Bench:
             self._keep()
             process = self._spawn(self._visits[0])
             for visit, following in zip(self._visits, [*self._visits[1:], None], strict=True):
-                # To import vLLM takes seconds.
+                # Importing vLLM takes seconds.
                 ahead = self._spawn(following) if following else None
                 self._ask(process, visit)
                 process = ahead or process
@@ -86,19 +86,19 @@ class Bench:
                 process.kill()
 
     def _spawn(self, visit: Visit) -> EngineProcess:
-        """Make the process of an engine that is to be started later."""
+        """Create the process of an engine that will be started later."""
         self._processes.append(EngineProcess(visit.settings))
         return self._processes[-1]
 
     def _keep(self, label: str = "") -> None:
-        """Take an answer off the list of what is missing, and write all that is known."""
+        """Remove an answer from the list of missing ones, and write all results so far."""
         if label in self.missing:
             self.missing.remove(label)
         if self._arguments.out:
             save(self.document(), self._arguments.out)
 
     def _ask(self, process: EngineProcess, visit: Visit) -> None:
-        """Start an engine, ask it for all that it is to measure, and end it."""
+        """Start an engine, run all its sections, and end it."""
         result: dict[str, Any] = {"round": visit.round + 1}
         self.results[process.column].append(result)
         progress(f"{process.column}: starting an engine, round {visit.round + 1}")

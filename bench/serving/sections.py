@@ -1,9 +1,9 @@
-"""Measurements of the serving bench on one engine. Seconds everywhere, bytes where named.
+"""Measurements of the serving benchmark on one engine, in seconds unless named otherwise.
 
 A prompt is computed once; then the GPU's prefix cache is emptied and the prompt is sent again, so
-that only the connector's memory can serve it. With random weights wrong KV goes unnoticed: for
-this project the bytes that were loaded are compared with those that had to be; that they are the
-right bytes is what the tests show. Of every column vLLM counts the tokens that were not computed.
+that only the connector's memory can serve it. With random weights, wrong KV would go unnoticed. So
+for this project, the number of loaded bytes is compared with the expected number; the tests show
+that they are the right bytes. For every column, vLLM counts the tokens that were not computed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from bench.serving.stats import percentiles
 Result = dict[str, Any]
 PHASES = ("alone", "storing", "loading")
 PASSES = 3
-"""How often the batch of the section `throughput` is sent again."""
+"""Number of times that the batch of the section `throughput` is repeated."""
 SETTLE_STEPS = 32
-"""Steps of decodes that are not watched: what their own prompts store is under way."""
+"""Steps of decodes that are not measured, while their own prompts are being stored."""
 
 
 def loads_since(
     engine: ServingEngine, before: float, bytes_of_one: tuple[int, int], prompts: int = 1
 ) -> Result:
-    """Return how many bytes were loaded since `before` of them were; None of a peer.
+    """Return the bytes loaded since the counter was at `before`; None for other connectors.
 
-    With it come the least and the most bytes that so many prompts need.
+    Also return the minimum and maximum bytes that the prompts need.
     """
-    engine.tick()  # a load that the last step waited for is reported by the next one
+    engine.tick()  # the next step reports a load that the last step waited for
     loaded = int(engine.counted["loaded_bytes"] - before)
     return {
         "least_bytes": bytes_of_one[0] * prompts,
@@ -42,10 +42,10 @@ def loads_since(
 
 
 def send_again(engine: ServingEngine, batch: list[Prompt]) -> Result:
-    """Send prompts that the GPU's cache has not.
+    """Send prompts that are not in the GPU cache.
 
-    Returns the seconds that took, the tokens that vLLM did not compute, and the loads: the bytes of
-    those tokens, give or take a block of each prompt, of which a token is computed in any case.
+    Returns the seconds, the tokens that vLLM did not compute, and the loads: the bytes of those
+    tokens, up to one block per prompt, since at least one token of a prompt is always computed.
     """
     engine.reset()
     before = engine.counted["loaded_bytes"]
@@ -57,14 +57,14 @@ def send_again(engine: ServingEngine, batch: list[Prompt]) -> Result:
 
 
 def warm_up(engine: ServingEngine) -> None:
-    """Compute some prompts and decode, as a server has done before it is looked at."""
+    """Compute some prompts and decode, so that the engine is warm like a running server."""
     engine.seconds(engine.prompts(1, 2, engine.shape.prompt_tokens[0]), 32)
 
 
 def ttft(engine: ServingEngine) -> Result:
-    """Time to first token of prompts that are computed, and of the same ones once they are stored.
+    """Measure time to first token of computed prompts, and of the same prompts once stored.
 
-    Without a connector a prompt is repeated without a reset, and so served by the GPU's own cache.
+    Without a connector, a prompt is repeated without a reset, and thus served by the GPU cache.
     """
     shape, results = engine.shape, {}
     warm_up(engine)
@@ -90,9 +90,9 @@ def ttft(engine: ServingEngine) -> Result:
 
 
 def throughput(engine: ServingEngine) -> Result:
-    """Seconds of many prompts at once, after others that came twice.
+    """Measure the seconds for many prompts at once, after others that were sent twice.
 
-    All are new at first; then all of each is in host memory, at last the first half of each.
+    First all are new, then all of each prompt is in host memory, finally the first half of each.
     """
     shape = engine.shape
     length, half = shape.batch_tokens, shape.batch_tokens // 2
@@ -116,10 +116,10 @@ def throughput(engine: ServingEngine) -> Result:
 
 
 def decodes(engine: ServingEngine) -> Result:
-    """Inter-token latency of running decodes: alone, beside prompts computed, beside ones loaded.
+    """Measure inter-token latency of decodes: alone, next to computed and next to loaded prompts.
 
     The prompts of the last two phases are the same; without a connector they are computed twice.
-    With each phase comes the host time in the connector's hooks, a step.
+    Each phase also has the host time per step in the connector's hooks.
     """
     shape = engine.shape
     warm_up(engine)
@@ -139,9 +139,9 @@ def decodes(engine: ServingEngine) -> Result:
 
 
 def begin_decodes(engine: ServingEngine, prompts: list[Prompt], limit: int) -> list[str]:
-    """Have prompts answered with so many tokens each, and wait until all decode; return their ids.
+    """Start answers of `limit` tokens each, wait until all decode, and return the request ids.
 
-    A few steps more are awaited, in which what the prompts store is under way.
+    Also waits for a few more steps, in which the prompts are being stored.
     """
     names = [f"decode-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
@@ -155,9 +155,9 @@ def begin_decodes(engine: ServingEngine, prompts: list[Prompt], limit: int) -> l
 
 
 def watch(engine: ServingEngine, running: list[Prompt], others: list[Prompt]) -> Result:
-    """Run decodes, and watch them until the others, which come one by one, have had an answer.
+    """Run decodes and time them until the other prompts, sent one by one, are answered.
 
-    Without others for `decode_steps` steps.
+    Without other prompts, time them for `decode_steps` steps.
     """
     shape = engine.shape
     names = begin_decodes(engine, running, shape.max_model_len - shape.decode_prompt_tokens)
@@ -191,7 +191,7 @@ def watch(engine: ServingEngine, running: list[Prompt], others: list[Prompt]) ->
 
 
 def link(engine: ServingEngine) -> Result:
-    """Measure what bounds a load: one contiguous copy each way, and a step of one decode.
+    """Measure the bounds of a load: one contiguous copy each way, and a step of one decode.
 
     Without a GPU there is no link, and both rates are None.
     """

@@ -1,4 +1,4 @@
-"""The columns of a result, and what an engine is started with."""
+"""The columns of a result, and the settings of their engines."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ PLUGIN_COLUMNS: dict[str, dict[str, Any]] = {
     f"{OURS}-lru": {"eviction_policy": "lru"},
     f"{OURS}-packed": {"pack_kv": True},
 }
-"""This project, by the options that a column has besides `cpu_bytes`: none is what ships."""
+"""Columns of this project, with their options besides `cpu_bytes`; none for the default."""
 COLUMNS = (OFF, PEER, *PLUGIN_COLUMNS)
 """Without offloading, vLLM's OffloadingConnector, and this project."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings that one engine is started with. `column` is one of `COLUMNS`."""
+    """The settings of one engine. `column` is one of `COLUMNS`."""
 
     shape: Shape
     column: str
     model: str = ""
-    """The folder of the model's configuration: what was compiled is found again under its path."""
+    """The folder of the model's configuration; compiled code is found again by its path."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of this project besides those of the column."""
+    """Options of this project in addition to those of the column."""
 
     @property
     def is_ours(self) -> bool:

@@ -1,4 +1,4 @@
-"""The shapes of models in the serving bench, with the load that is put on them."""
+"""The shapes of models in the serving benchmark, with the load on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, the caches, and the load that is put on them."""
+    """A model's shape, the caches, and the load."""
 
     layers: int
     heads: int
@@ -20,30 +20,30 @@ class Shape:
     block_tokens: int
     gpu_blocks: int
     host_gib: float
-    """That every connector is asked to use."""
+    """Host memory that every connector gets."""
     prompt_tokens: tuple[int, ...]
-    """Lengths of the prompts whose time to first token is taken."""
+    """Lengths in tokens of the prompts whose time to first token is measured."""
     repeats: int
-    """Prompts of each length."""
+    """Number of prompts of each length."""
     old_prompts: int
-    """Prompts of `batch_tokens` that came twice before the batch does."""
+    """Number of prompts of `batch_tokens` tokens that are sent twice before the batch."""
     batch_prompts: int
     batch_tokens: int
-    """Throughput: so many prompts at once, of so many tokens each."""
+    """Throughput: number of simultaneous prompts, and tokens of each."""
     decodes: int
     decode_prompt_tokens: int
     decode_steps: int
-    """Inter-token latency: so many running requests, watched alone for so many steps."""
+    """Inter-token latency: number of running requests, and steps measured without others."""
     other_prompts: int
     other_tokens: int
     steps_between: int
-    """Prompts that others send meanwhile, one every so many steps."""
+    """Prompts that arrive meanwhile, and the number of steps between two of them."""
     start_seconds: float
-    """How long decodes are watched from an engine's start on."""
+    """Seconds for which decodes are measured after an engine's start."""
 
     @property
     def host_bytes(self) -> int:
-        """The same in bytes."""
+        """Host memory in bytes."""
         return int(self.host_gib * GIB)
 
     @property
@@ -61,9 +61,9 @@ class Shape:
         return self.block_tokens * self.token_bytes(item_bytes)
 
     def loadable_bytes(self, tokens: int, item_bytes: int) -> tuple[int, int]:
-        """Least and most bytes of a prompt that a cache must serve: its full blocks.
+        """Minimum and maximum bytes of a prompt that a cache must serve: its full blocks.
 
-        Where they hold all tokens, the last block may be computed: one token must be in any case.
+        If these hold all tokens, the last block may be computed, since at least one token must be.
         """
         block_bytes = self.block_bytes(item_bytes)
         least, most = (tokens - 1) // self.block_tokens, tokens // self.block_tokens
@@ -79,7 +79,7 @@ _GQA8 = Shape(
     intermediate=14336,
     block_tokens=16,
     gpu_blocks=6000,
-    # The batch is 48 GiB: all of it fits if the old prompts leave.
+    # The batch takes 48 GiB: all of it fits if the old prompts are evicted.
     host_gib=50,
     prompt_tokens=(1024, 4096, 16384, 32768),
     repeats=4,

@@ -1,4 +1,4 @@
-"""Statistics of the serving bench."""
+"""Statistics of the serving benchmark."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p90, p99, the maximum, and how many values there were."""
+    """Return p50, p90, p99, the maximum, and the number of values."""
     p50, p90, p99 = (float(np.percentile(values, share)) for share in (50, 90, 99))
     return {"p50": p50, "p90": p90, "p99": p99, "max": max(values), "count": len(values)}

@@ -1,10 +1,10 @@
-"""The swap bench's bed: a transfer engine with a scattered job, and its roofline and peer.
+"""The test bed of the swap benchmark: an engine with a scattered job, its roofline and peer.
 
-The KV is random, normally distributed bf16, which packs as a model's does; what is not packed does
-not depend on what it is.
+The KV is random, normally distributed bf16, which packs like a model's KV; copies that do not pack
+do not depend on the content.
 
-The roofline is one contiguous copy of as many bytes. The peer is vLLM's own `swap_blocks_batch`,
-where vLLM is installed, with descriptors made beforehand.
+The roofline is one contiguous copy of the same number of bytes. The peer is vLLM's own
+`swap_blocks_batch`, if vLLM is installed, with descriptors prepared in advance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYERS = 32
 
 
 def describe(address: int, num_blocks: int, layers: int, page_bytes: int) -> KVLayout:
-    """Return the layout of layers one after another, with pages without gaps."""
+    """Return the layout of consecutive layers with pages without gaps."""
     layer_bytes = num_blocks * page_bytes
     return KVLayout.from_tensors(
         num_blocks,
@@ -57,7 +57,7 @@ def scattered(direction: Direction, num_blocks: int, count: int) -> SwapJob:
 
 @dataclass
 class Case:
-    """A job on an engine beside other ways to copy as much, and the seconds of every round."""
+    """A job on an engine, other ways to copy the same amount, and the seconds of every round."""
 
     engine: SwapEngine
     job: SwapJob
@@ -66,7 +66,7 @@ class Case:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def run_others(self) -> None:
-        """Copy in the other ways, each to its end."""
+        """Copy in the other ways, one after the other."""
         for name, call in self.others.items():
             started = time.perf_counter()
             call()
@@ -91,12 +91,12 @@ class Case:
         return statistics.median(self.seconds[name])
 
     def gbps(self, name: str) -> float | None:
-        """Return the rate of a way to copy, or None if it did not take part."""
+        """Return the rate of a way to copy; None if it did not take part."""
         return self.nbytes / self.median(name) / 1e9 if name in self.seconds else None
 
 
 class CudaBed:
-    """A CUDA engine over layers of one page size, and contiguous copies between the same sides."""
+    """A CUDA engine for layers of one page size, and contiguous copies between the same sides."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class CudaBed:
         return self.streams[direction]
 
     def store_everything(self) -> None:
-        """Fill every slot, so that a packed one can be loaded."""
+        """Fill every slot, so that packed slots can be loaded."""
         everything = np.repeat(np.arange(self.layout.num_blocks, dtype=np.int32), 2).reshape(-1, 2)
         self.engine.submit(SwapJob(0, Direction.STORE, everything))
         assert self.engine.wait(60)
@@ -149,7 +149,7 @@ class CudaBed:
         assert (done.error, done.refused_rows) == (None, ())
 
     def case(self, job: SwapJob) -> Case:
-        """Return the job with the roofline, and the peer where there is one."""
+        """Return the job with the roofline, and the peer if there is one."""
         nbytes = len(job.pairs) * self.layout.block_bytes
         case = Case(self.engine, job, nbytes, {})
         case.others["roofline"] = lambda: self.copy(job.direction, slice(nbytes)).synchronize()
@@ -176,7 +176,7 @@ class CudaBed:
 
         def copy() -> None:
             with torch.cuda.stream(stream):
-                # The last argument as in vLLM's worker: only loads may read their source early.
+                # The last argument is as in vLLM's worker: only loads may read their source early.
                 swap_blocks_batch(source, destination, nbytes, load)
             stream.synchronize()
 
@@ -185,27 +185,27 @@ class CudaBed:
 
 @dataclass(frozen=True)
 class Copies:
-    """A copy of `nbytes` that can be queued over and over."""
+    """A copy of `nbytes` that can be queued repeatedly."""
 
     nbytes: int
     start: Callable[[], object]
-    """Queues one more."""
+    """Queues one more copy."""
     ended: Callable[[], int]
-    """Returns how many have ended since the last call."""
+    """Returns the number of copies that have ended since the last call."""
 
 
 NO_COPIES = Copies(0, lambda: None, lambda: 1)
-"""The case that others are compared with."""
+"""The case with which others are compared."""
 
 
 def engine_copies(bed: CudaBed, job: SwapJob) -> Copies:
-    """Return the same job of an engine, over and over."""
+    """Return copies that repeat a job of the engine."""
     nbytes = len(job.pairs) * bed.layout.block_bytes
     return Copies(nbytes, lambda: bed.engine.submit(job), lambda: len(bed.engine.poll()))
 
 
 def big_copies(bed: CudaBed, job: SwapJob) -> Copies:
-    """Return one contiguous copy of as many bytes."""
+    """Return copies that are each contiguous, with the same number of bytes."""
     nbytes = len(job.pairs) * bed.layout.block_bytes
     events: deque[Any] = deque()
 

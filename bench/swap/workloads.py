@@ -1,4 +1,4 @@
-"""Three kinds of compute to run beside copies, and what copies and compute do to each other."""
+"""Three kinds of compute to run next to copies, and the effect of each on the other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WORKLOADS = ("product", "reduction", "decode")
 
 
 class Workload:
-    """A CUDA graph of some milliseconds, its inputs too large for the L2 unless it is a product."""
+    """A CUDA graph of some milliseconds, with inputs too large for the L2 except for a product."""
 
     def __init__(self, torch: Any, name: str, step: Callable[[], object], steps: int) -> None:
         self.name = name
         self._torch = torch
-        self._step = step  # the graph reads the tensors that it holds
+        self._step = step  # holds the tensors that the graph reads
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
             for _ in range(3):
@@ -33,7 +33,7 @@ class Workload:
                 step()
 
     def start(self) -> tuple[Any, Any]:
-        """Queue the work; return its first and its last event."""
+        """Queue the work; return its first and last event."""
         events = [self._torch.cuda.Event(enable_timing=True) for _ in range(2)]
         with self._torch.cuda.stream(self.stream):
             events[0].record()
@@ -43,9 +43,9 @@ class Workload:
 
 
 def make_workloads(torch: Any, names: Sequence[str] = WORKLOADS) -> list[Workload]:
-    """An 8192-cubed bf16 product, a sum over 2 GiB, and products of 32 rows with 2.4 GB of weights.
+    """An 8192-cubed bf16 product, a sum over 2 GiB, and 32-row products with 2.4 GB of weights.
 
-    Random inputs: a product of zeros runs faster than any real one.
+    Inputs are random, because a product of zeros runs faster than any real one.
     """
 
     def random(*shape: int) -> Any:
@@ -72,9 +72,9 @@ def make_workloads(torch: Any, names: Sequence[str] = WORKLOADS) -> list[Workloa
 
 
 class Decodes:
-    """Steps of decoding with the shape of Llama-3.1-8B: 16 requests, each of 1,500 tokens.
+    """Decode steps with the shape of Llama-3.1-8B: 16 requests of 1,500 tokens each.
 
-    Weights and KV are random and as large as the model's: 15 GB and 3 GB are read in a step.
+    Weights and KV are random and as large as the model's: a step reads 15 GB and 3 GB.
     """
 
     REQUESTS, LENGTH = 16, 1536
@@ -115,11 +115,11 @@ class Decodes:
 def beside(
     torch: Any, workload: Workload, copies: Copies, copy_seconds: float, rounds: int
 ) -> tuple[float, float]:
-    """Return what copies do to work and work to copies, medians of `rounds`.
+    """Return the effect of copies on work and of work on copies, medians of `rounds`.
 
-    The first is the work's time beside copies over its time alone, the second the seconds of a copy
-    beside it. `copy_seconds` is what a copy takes alone. Copies run from before the work begins
-    until after it has ended, else the round is repeated with more of them.
+    The first value is the work's time next to copies over its time alone, the second is the seconds
+    of a copy next to the work. `copy_seconds` is the time of a copy alone. Copies run from before
+    the work begins until after it has ended; otherwise the round is repeated with more of them.
     """
     alone, together, copying = [], [], []
     for _ in range(rounds):
@@ -139,9 +139,9 @@ def beside(
 
 
 def _once(torch: Any, workload: Workload, copies: Copies, count: int) -> tuple[float, float, int]:
-    """Return the work's milliseconds, a copy's seconds, and the copies that were left at its end.
+    """Return the work's milliseconds, a copy's seconds, and the number of copies left at its end.
 
-    Where no copy ends before the work does, a copy's seconds are those until the first one ends.
+    If no copy ends before the work does, a copy's seconds are the time until the first one ends.
     """
     torch.cuda.synchronize()
     began = ends_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Benches of the tiers below host memory.
+"""Benchmarks of the tiers below host memory.
 
 bench_tiers.py   rates of a disk and of remote stores, and what they take of their caller's time
 __main__.py      `python -m bench.tiers`: first tokens and decodes of real engines

@@ -1,17 +1,16 @@
-"""Cost and gain of a disk or remote store below host memory: real engines, one after the other.
+"""Measures cost and gain of a disk or remote store with real engines, one after the other.
 
 usage: python -m bench.tiers [--shape small|gqa8|mqa] [--disk FOLDER] [--disk-bytes SIZE]
                              [--remote-bytes BYTES] [--out FOLDER]
 
-An engine without a tier comes first and last, then one with each tier that is asked for: with
-files in FOLDER, and with a store whose memory, BYTES, is another process's on this machine. What a
-tier has is always read, also where computing would be sooner, and all is written to it: with `gqa8`
-some 33 GB, so give each tier 40 GiB.
+Engines without a tier come first and last, and between them one with each requested tier: files in
+FOLDER, or a store with BYTES of memory of another process on this machine. Blocks in a tier are
+always read, even if computing would be faster, and all blocks are written to it: with `gqa8` about
+33 GB, so give each tier 40 GiB.
 
-The first table says how long the first token takes by the place that has the prompt, the second how
-long it is from token to token of decodes while blocks are moved. Everything is written to
-tiers-SHAPE.json after each engine. The exit status is 1 if an engine failed, or did not read what
-it had to.
+The first table shows time to first token by the place that has the prompt, the second the
+inter-token latency of decodes while blocks are moved. Everything is written to tiers-SHAPE.json
+after each engine. The exit status is 1 if an engine failed, or did not read what it had to.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ NO_TIER = "no tier"
 PLACES = ("computed", "host memory", "below")
 PHASES = ("alone", "after computing", "loading", "reading")
 RATE = "16GiB"
-"""Bytes per second that may be written: more than any tier takes."""
+"""Allowed write rate in bytes per second: more than any tier takes."""
 ALWAYS: dict[str, Any] = {"load_or_recompute": "always_load"}
-"""All else is what ships. Else a prompt that is computed sooner than read would not be read."""
+"""The only other change to the default: a prompt that is faster to compute is still read."""
 
 Document = dict[str, Any]
 
@@ -57,7 +56,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 
 def options(arguments: argparse.Namespace, master: str | None) -> dict[str, dict[str, Any]]:
-    """Return the plugin's keys of each engine, in the order of their turns."""
+    """Return the plugin's keys for each engine, in order."""
     found = {NO_TIER: ALWAYS}
     if arguments.disk:
         disk = {"path": str(arguments.disk), "bytes": arguments.disk_bytes, "write_rate": RATE}
@@ -69,7 +68,7 @@ def options(arguments: argparse.Namespace, master: str | None) -> dict[str, dict
 
 
 def measure(arguments: argparse.Namespace, master: str | None, document: Document) -> list[str]:
-    """Ask each engine; keep the answers in the document, and return what went wrong."""
+    """Measure each engine, add the answers to the document, and return the problems."""
     problems = []
     with tempfile.TemporaryDirectory() as model:
         for name, own in options(arguments, master).items():
@@ -87,7 +86,7 @@ def measure(arguments: argparse.Namespace, master: str | None, document: Documen
 
 
 def unproven(document: Document) -> list[str]:
-    """Name the figures of what did not come from below, prompts that did not come whole too."""
+    """Name the figures of prompts that were not read, or only in part, from a lower tier."""
     problems = [
         f"NOT PROVEN: {name}, {tokens} tokens: {found['bytes_read']:.0f} of "
         f"{found['bytes_needed']} bytes were read"
@@ -147,7 +146,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def new_document(shape: str) -> Document:
-    """Return a result without results."""
+    """Return a document without measurements."""
     return {
         "machine": machine(),
         "shape": {"name": shape, **asdict(SHAPES[shape])},
@@ -156,7 +155,7 @@ def new_document(shape: str) -> Document:
 
 
 def conclude(shown: str, problems: list[str]) -> int:
-    """Print tables, then what went wrong, and return the exit status."""
+    """Print tables, then the problems, and return the exit status."""
     print(shown)
     for problem in problems:
         progress(problem)
@@ -165,7 +164,7 @@ def conclude(shown: str, problems: list[str]) -> int:
 
 @contextlib.contextmanager
 def with_mooncake() -> Iterator[str]:
-    """Run a master, whose address comes; processes that are started find what Mooncake needs."""
+    """Run a master and yield its address; child processes find what Mooncake needs."""
     before = dict(os.environ)
     os.environ.update(environment(), PYTHONHASHSEED="0")  # keys mean the same to all engines
     try:

@@ -1,16 +1,16 @@
-"""How fast slots move to and from a lower tier: GB/s from `submit` to the polled completion.
+"""The speed of slots to and from a lower tier: GB/s from `submit` to the polled completion.
 
 Run with `pytest bench/tiers/bench_tiers.py -k disk --benchmark-enable --basetemp=FOLDER`, where
-`FOLDER` is a new one on the disk to measure, with 2 GiB free; and with `-k remote` for the kinds of
-remote store: a real `mooncake_master`, a folder in `FOLDER`, and `rclone serve s3` of another one.
-With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `tiers.json` or `remote.json` is written there.
-Without the option everything runs once, at a small size.
+`FOLDER` is a new folder on the disk to measure, with 2 GiB free; and with `-k remote` for the kinds
+of remote store: a real `mooncake_master`, a folder in `FOLDER`, and `rclone serve s3` of another
+one. With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `tiers.json` or `remote.json` is written
+there. Without the option everything runs once, at a small size.
 
-Beside a disk, the plain way is a read or write for each slot, by as many threads; both take turns
-within each round, so that they meet the same disk. The memory of Mooncake is that of this process,
-or of another by TCP on loopback; folder and bucket are in the page cache of this machine. So what
-is measured of them is the work for each object, without a network; `s3, 20 ms` adds what a bucket
-elsewhere takes to answer. Figures are medians over the rounds.
+A disk is compared with plain reads or writes of each slot, by the same number of threads; both take
+turns within each round, so that they meet the same conditions. Mooncake's memory is in this
+process, or in another one over TCP on loopback; folder and bucket are in the page cache of this
+machine. So these measure the work per object, without a network; `s3, 20 ms` adds the latency of a
+distant bucket. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ PLACES = ("mooncake, own memory", "mooncake, another process", "folder", "s3", "
 
 
 class FarS3Client(S3Client):
-    """A client to which each answer takes 20 ms longer, as from a bucket in the same region."""
+    """A client with 20 ms more latency per answer, like that of a bucket in the same region."""
 
     def _write(self, key: str, parts: Parts) -> Fate | TierError:
         time.sleep(0.02)
@@ -97,7 +97,7 @@ class FarS3Client(S3Client):
 def remote(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, MakeClient]]:
-    """A kind of remote store, and what makes a client of it."""
+    """A kind of remote store, and a function that creates a client of it."""
     kind, _, whose = request.param.partition(", ")
     if kind == "folder":
         yield request.param, lambda: FolderClient(tmp_path, POOL_BYTES)
@@ -118,7 +118,7 @@ def remote(
 
 
 def filled_arena(num_slots: int, slot_bytes: int) -> NDArray[np.uint8]:
-    """Return slots of random bytes: a disk may compress."""
+    """Return slots of random bytes, because a disk may compress."""
     view = HostArena(num_slots, slot_bytes, register=None).view()
     rng = np.random.default_rng(0)
     for slot in view:
@@ -136,7 +136,7 @@ def same_slots(count: int) -> NDArray[np.int32]:
 
 
 def finish(tier: TierEngine, direction: TierDirection, pairs: NDArray[np.int32]) -> float:
-    """Run a job to its end; return the seconds that it took."""
+    """Run a job to its end, and return its seconds."""
     job = TierJob(1, direction, pairs, names_of(pairs[:, 1]))
     started = time.perf_counter()
     tier.submit(job)
@@ -155,7 +155,7 @@ def median_and_p99(
     rounds: int = 300,
     **facts: Any,
 ) -> None:
-    """Note what a call takes; `timed` makes one and returns its seconds."""
+    """Record the time of a call; `timed` makes one call and returns its seconds."""
     took: list[float] = []
     benchmark.pedantic(lambda: took.append(timed()), rounds=rounds if benchmark.enabled else 1)
     scale = {"microseconds": 1e6, "milliseconds": 1e3}[unit]
@@ -169,7 +169,7 @@ def median_and_p99(
 def test_rate_of_a_disk(
     benchmark: Any, disk_rows: Rows, tmp_path: Path, direction: TierDirection, slot_bytes: int
 ) -> None:
-    """Half of the slots of a file, in random order, against as many bytes one after the other."""
+    """Compare half of a file's slots, in random order, with the same bytes in sequence."""
     count = (512 if benchmark.enabled else 8) * MIB // slot_bytes
     arena = filled_arena(count, slot_bytes)
     rng = np.random.default_rng(0)
@@ -180,7 +180,7 @@ def test_rate_of_a_disk(
         PlainFile(tmp_path, count, slot_bytes) as plain,
         DiskTier(tmp_path / "tier", 2 * count, arena, {}) as tier,
     ):
-        for way in TierDirection:  # space that was never written is slower
+        for way in TierDirection:  # first use, because space that was never written is slower
             plain.move(way, arena)
             finish(tier, TierDirection.DEMOTE, pairs)
         benchmark.pedantic(
@@ -231,7 +231,7 @@ def test_caller_of_a_disk(
 def test_rate_of_a_remote(
     benchmark: Any, remote_rows: Rows, remote: tuple[str, MakeClient], slot_bytes: int
 ) -> None:
-    """Put new objects, get them and remove them, in turns."""
+    """Put new objects, get them and remove them, in turn."""
     place, make_client = remote
     count = (128 if benchmark.enabled else 8) * MIB // slot_bytes
     arena, pairs = filled_arena(count, slot_bytes), same_slots(count)
@@ -264,7 +264,7 @@ def test_rate_of_a_remote(
 def test_asking_a_remote(
     benchmark: Any, remote_rows: Rows, remote: tuple[str, MakeClient], chained: bool
 ) -> None:
-    """Measure a question for 256 blocks of which the store has none: the longest, for a chain."""
+    """Time a lookup of 256 blocks, none of which the store has: the slowest case for a chain."""
     place, make_client = remote
     directory = RemoteDirectory(make_client(), ["0" * 32], object_keys)
     names = names_of(np.arange(256, dtype=np.int32))

@@ -1,13 +1,13 @@
-"""The gain of two replicas from a store that they share: first tokens, by place.
+"""Measures the gain of two replicas from a shared store: time to first token by place.
 
 usage: python -m bench.tiers.replicas [--shape small|gqa8|mqa] [--remote-bytes BYTES] [--out FOLDER]
 
-One replica is asked for new prompts, and again once its GPU's cache is empty. Then the other one is
-asked for the same prompts: without a store it computes them. With one, which both have given BYTES
-of memory, it loads what the first has computed. Each replica has a GPU where the host has any.
+One replica gets new prompts, and again once its GPU cache is empty. Then the other one gets the
+same prompts: without a store it computes them. With a store, to which both have given BYTES of
+memory, it loads the KV that the first has computed. Each replica has a GPU if the host has any.
 
-Everything is written to replicas-SHAPE.json. The exit status is 1 if a prompt did not come from the
-store as a whole.
+Everything is written to replicas-SHAPE.json. The exit status is 1 if a prompt was not read
+completely from the store.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from bench.tiers.__main__ import ALWAYS, RATE, Document, conclude, new_document,
 
 REPLICAS = 2
 REPEATS = 3
-"""Prompts of each length."""
+"""Number of prompts of each length."""
 WRITTEN_SECONDS = 60
 OWN, SHARED = "own memory", "shared store"
 PLACES = ("computed", "own host memory", "asked of the other replica")
 
 
 async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Start both replicas, ask them, and return seconds to the first token by length and place."""
+    """Start both replicas, send prompts, and return time to first token by length and place."""
     import torch
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -76,21 +76,21 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
         return time.perf_counter() - began
 
     async def forget() -> None:
-        """Leave host memory, and the store, as the only places that have a prompt."""
+        """Empty the GPU caches, so that only host memory and the store have the prompts."""
         assert await llm.reset_prefix_cache() is not False
 
     def moved(name: str, replica: int) -> int:
         return totals_by_replica(name, REPLICAS)[replica]
 
     async def settle() -> None:
-        """Have reports come, which steps bring."""
+        """Run steps, so that reports arrive."""
         for replica in range(REPLICAS):
             await ask(replica, [3, 4, 5])
 
     results: dict[str, Any] = {}
     random = np.random.default_rng(shape.hidden)
     try:
-        for replica in range(REPLICAS):  # what is compiled or loaded at first use
+        for replica in range(REPLICAS):  # compile and load everything before measuring
             for length in shape.prompt_tokens:
                 await ask(replica, random.integers(10, 31000, length).tolist())
         for length in shape.prompt_tokens:
@@ -122,7 +122,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
 
 
 def unproven(document: Document) -> list[str]:
-    """Name the prompts that did not come from the store as a whole."""
+    """Name the prompts that were not read completely from the store."""
     return [
         f"NOT PROVEN: {name}, {tokens} tokens: {found['blocks_read']} of "
         f"{found['blocks_needed']} blocks were read"
@@ -147,7 +147,7 @@ def main(words: list[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
     from kv_offload.engines.vllm.plugin import register
 
-    register()  # as vLLM does, where the package is installed and not only a checkout
+    register()  # as vLLM does if the package is installed
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The requests to one engine where tiers are compared. Seconds everywhere."""
+"""The requests to one engine when tiers are compared. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from bench.serving.sections import Result, warm_up, watch
 from bench.serving.stats import spread
 
 REPEATS = 3
-"""Prompts of each length."""
+"""Number of prompts of each length."""
 OTHER_PROMPTS = 12
-"""Prompts of `other_tokens` each that are moved while decodes are watched."""
+"""Number of prompts of `other_tokens` tokens that are moved while decodes are measured."""
 
 
 def tiers(engine: ServingEngine) -> Result:
-    """Time to first token by the place that has the prompt, and decodes beside moves."""
+    """Measure time to first token by the place that has the prompt, and decodes next to moves."""
     engine.wait_for_pool()
     return {"first_token": first_tokens(engine), "decodes": beside_moves(engine)}
 
 
 def first_tokens(engine: ServingEngine) -> Result:
-    """Time to first token of a prompt: computed, from host memory, and from below.
+    """Measure time to first token of a prompt: computed, from host memory, and from the tier.
 
-    With what came from below go the bytes that were read there, and those that had to be.
+    For the tier, also return the bytes that were read, and the bytes that had to be.
     """
     warm_up(engine)
     results = {}
@@ -52,9 +52,9 @@ def first_tokens(engine: ServingEngine) -> Result:
 
 
 def beside_moves(engine: ServingEngine) -> Result:
-    """Decodes alone, while the tier is written, while prompts are loaded, and while it is read.
+    """Measure decodes alone, and while the tier is written, prompts are loaded, or it is read.
 
-    An engine without a tier does nothing else while one with a tier writes to it.
+    Where an engine with a tier writes to it, an engine without one does nothing else.
     """
     shape = engine.shape
     others = engine.prompts(70, OTHER_PROMPTS, shape.other_tokens)
@@ -89,7 +89,7 @@ def has_tier(engine: ServingEngine) -> bool:
 
 
 def forget_host_memory(engine: ServingEngine) -> None:
-    """Leave the tier as the only place that has a prompt, once it has all of them."""
+    """Once the tier has all prompts, empty host memory, so that only the tier has them."""
     engine.reset()
     core: Any = engine.llm.llm_engine.engine_core.engine_core
     core.scheduler.connector.offload_scheduler.manager.reset()

@@ -1,1 +1,1 @@
-"""Hit ratios of a trace by policy and capacity, beside what no policy can exceed."""
+"""Hit ratios of a trace by policy and capacity, with upper bounds."""

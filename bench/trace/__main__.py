@@ -1,9 +1,9 @@
 """`python -m bench.trace TRACE`: hit ratios by policy and capacity, as a table and a plot.
 
-A trace has one request a line: timestamp in ms, input_length and output_length in tokens, and
+A trace has one request per line: timestamp in ms, input_length and output_length in tokens, and
 hash_ids, which prompts share as far as they share a prefix. Mooncake's traces of FAST'25 are such
-files: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. The name of a workload of
-`bench/trace/workloads.py` makes one up instead.
+files: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. The name of a workload in
+`bench/trace/workloads.py` generates a trace instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kv_offload.simulation.trace import read_trace, split_blocks
 
 
 def main() -> None:
-    """Print the table; keep it and the plot where that is asked for."""
+    """Print the table; write it and the plot to files if requested."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.trace",
         description=__doc__,

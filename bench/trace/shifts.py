@@ -1,7 +1,7 @@
-"""`python -m bench.trace.shifts`: hits of `lru` and `auto` in each phase of traffic that changes.
+"""`python -m bench.trace.shifts`: hits of `lru` and `auto` in each phase of changing traffic.
 
 Each workload is a list of phases, each a list of prompts in blocks of 16 tokens. The capacities are
-such that some of the phases just fit and others do not.
+chosen so that some of the phases just fit and others do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Phases: TypeAlias = list[list[Prompt]]
 
 
 class _Blocks:
-    """Draws prompts of blocks that no other prompt has."""
+    """Draws prompts of unique blocks."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -36,7 +36,7 @@ class _Blocks:
 
 
 def _documents(blocks: _Blocks) -> Phases:
-    """A few prompts of many lengths twice, then new ones that just fit, in three passes."""
+    """A few prompts of many lengths, sent twice, then new ones that just fit, in three passes."""
     warm = [prompt for size in (32, 128, 512, 1024) for prompt in blocks.prompts(3, size)]
     documents = blocks.prompts(48, 256)
     return [[prompt for prompt in warm for _ in range(2)], documents, documents, documents]
@@ -57,7 +57,7 @@ def _users(blocks: _Blocks) -> Phases:
 
 
 def _scan(blocks: _Blocks) -> Phases:
-    """Documents that are asked at random, a scan of others, and new documents."""
+    """Documents requested at random, a scan of others, and new documents."""
 
     def asked() -> list[Prompt]:
         documents = blocks.prompts(100, 50)
@@ -99,7 +99,7 @@ def _once_then_again(blocks: _Blocks) -> Phases:
 
 
 def _ending_chats(blocks: _Blocks) -> Phases:
-    """Conversations that grow and end; in each phase of other numbers, turns and lengths."""
+    """Conversations that grow and end, with other numbers, turns and lengths in each phase."""
     phases = []
     for at_once, turns, growth in ((40, 12, 10), (100, 3, 30), (20, 40, 5)):
         chats: list[tuple[Prompt, int]] = []
@@ -117,7 +117,7 @@ def _ending_chats(blocks: _Blocks) -> Phases:
 
 
 def _popularity(blocks: _Blocks) -> Phases:
-    """Prompts by Zipf, of which others become the popular ones."""
+    """Prompts drawn by Zipf's law, with popularity moving to others."""
     prompts = [blocks.new(blocks.random.randint(10, 60)) for _ in range(600)]
     weights = [1 / rank for rank in range(1, len(prompts) + 1)]
     phases = []
@@ -145,7 +145,7 @@ def _popular_then_documents(blocks: _Blocks) -> Phases:
 
 
 def _batches(blocks: _Blocks) -> Phases:
-    """Three passes over documents with a question each; in each phase of another length."""
+    """Three passes over documents with a question each, of another length in each phase."""
     phases = []
     for size in (128, 512, 32, 256, 1024, 64):
         documents = blocks.prompts(max(4, 6000 // size), size)
@@ -155,7 +155,7 @@ def _batches(blocks: _Blocks) -> Phases:
 
 
 def _lengths_that_swap(blocks: _Blocks) -> Phases:
-    """Short prompts come again and long ones do not, then the other way round."""
+    """Short prompts repeat and long ones do not, then the other way round."""
     phases = []
     for again, once in ((30, 200), (200, 30)) * 2:
         popular = blocks.prompts(30, again)
@@ -169,7 +169,7 @@ def _lengths_that_swap(blocks: _Blocks) -> Phases:
 
 
 def _once_then_each_again(blocks: _Blocks) -> Phases:
-    """Prompts that are sent once and some popular ones, then each comes again after 40 others."""
+    """Prompts sent once and some popular ones; then each prompt repeats after 40 others."""
     popular = blocks.prompts(20, 50)
     phases = [
         [
@@ -184,7 +184,7 @@ def _once_then_each_again(blocks: _Blocks) -> Phases:
 
 
 class Shift(NamedTuple):
-    """Traffic that changes, and capacities in blocks to try."""
+    """Changing traffic, and the capacities in blocks to try."""
 
     phases: Callable[[_Blocks], Phases]
     capacities: tuple[int, ...]
@@ -212,7 +212,7 @@ SHIFTS: Mapping[str, Shift] = {
 
 
 def hits_by_phase(phases: Phases, policy: str, capacity: int) -> list[float]:
-    """Return the per cent of the blocks of each phase that prefix hits bring."""
+    """Return the per cent of each phase's blocks that are prefix hits."""
     cache, shares = Replay(policy, capacity), []
     for prompts in phases:
         hits = sum(

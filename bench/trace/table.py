@@ -26,12 +26,12 @@ ROWS: Mapping[str, Cell] = {
     BELADY: belady,
     INFINITE: lambda requests, capacity: infinite(requests),
 }
-"""By name: what replays a trace in so many blocks."""
+"""Functions by name that replay a trace with a given capacity in blocks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One replay; the share of blocks that came from prefix hits, in per cent."""
+    """One replay, with the share of blocks that were prefix hits, in per cent."""
 
     name: str
     capacity: int

@@ -1,4 +1,4 @@
-"""Made-up traffic in which one way to evict or another is right, as traces of requests."""
+"""Generated traces of requests, each of which suits a different eviction policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prompts = Iterator[list[int]]
 
 
 def _conversations(rng: random.Random, names: Iterator[int], turns: int) -> Prompts:
-    """40 conversations at a time of up to `turns` turns, on one of 100 system prompts by Zipf."""
+    """40 concurrent conversations of up to `turns` turns, on one of 100 system prompts by Zipf."""
     systems = [[next(names) for _ in range(4)] for _ in range(100)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
     open_ones: list[tuple[list[int], int]] = []
@@ -37,7 +37,7 @@ def _documents(rng: random.Random, names: Iterator[int]) -> Prompts:
 
 
 def _loop(rng: random.Random, names: Iterator[int]) -> Prompts:
-    """300 prompts of 10 blocks, in the same order again and again, as an evaluation does."""
+    """300 prompts of 10 blocks, repeated in the same order, as in an evaluation."""
     prompts = [[next(names) for _ in range(10)] for _ in range(300)]
     return itertools.cycle(prompts)
 
@@ -51,7 +51,7 @@ def _popular(rng: random.Random, names: Iterator[int]) -> Prompts:
 
 
 def _agents(rng: random.Random, names: Iterator[int]) -> Prompts:
-    """A few agents that call themselves in bursts and start others, with up to 160 blocks each."""
+    """A few agents that send bursts of calls and start others, with up to 160 blocks each."""
     systems = [[next(names) for _ in range(6)] for _ in range(8)]
     agents: list[tuple[list[int], int]] = []
     while True:
@@ -97,11 +97,11 @@ WORKLOADS: Mapping[str, Callable[[random.Random, Iterator[int]], Prompts]] = {
         _popular(rng, names),
     ),
 }
-"""By name; each takes what draws and what names blocks."""
+"""Generators by name; each takes a random generator and an iterator of block names."""
 
 
 def make_workload(name: str, seed: int = 0) -> list[TraceRequest]:
-    """Return `REQUESTS` requests of a workload, a second apart."""
+    """Return `REQUESTS` requests of a workload, one second apart."""
     prompts = WORKLOADS[name](random.Random(seed), itertools.count())
     return [
         TraceRequest(1000.0 * at, BLOCK_TOKENS * len(ids), 1, tuple(ids))

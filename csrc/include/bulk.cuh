@@ -1,7 +1,6 @@
-// Copies that run by themselves: bulk copies between shared and global memory (sm_90 and newer),
-// and small ones from global to shared memory, with the barriers that they need. Host memory is
-// global memory here. All PTX is in this file: tests/transfer/cuda/on_host has another that runs on
-// a CPU.
+// Asynchronous copies: bulk copies between shared and global memory (sm_90 and newer), small copies
+// from global to shared memory, and the barriers that they need. Host memory is global memory here.
+// All PTX is in this file; tests/transfer/cuda/on_host has a replacement that runs on a CPU.
 #pragma once
 
 #include "swap.cuh"
@@ -18,7 +17,7 @@ __device__ __forceinline__ void sync_threads(u32 number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
 }
 
-// A phase of the barrier ends with this many arrivals, and the bytes that were expected.
+// A phase of the barrier ends after this many arrivals and all expected bytes.
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -27,12 +26,12 @@ __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Makes initialised barriers known to the copies that will complete on them.
+// Makes initialised barriers visible to the copies that will complete on them.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, too.
+// Also arrives at the barrier.
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                "r"(num_bytes)

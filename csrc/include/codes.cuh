@@ -1,4 +1,5 @@
-// The arithmetic of packing: what becomes of a group of 8 values. kv_swap/packing/format.py has it.
+// The arithmetic that packs and unpacks a group of 8 values, as specified in
+// kv_swap/packing/format.py.
 //
 // Exponents and codes of 4 values are the bytes of a word: those of values 0 to 3, and of 4 to 7.
 #pragma once
@@ -27,7 +28,7 @@ __device__ __forceinline__ Split split_values(uint4 words) {
           make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420))};
 }
 
-// The other way, with what is to be added to all exponents.
+// The inverse; `added` is added to all exponents.
 __device__ __forceinline__ uint4 join_values(uint2 exponents, uint2 mantissas, u32 added) {
   const u32 a = __byte_perm(mantissas.x, exponents.x, 0x5140);
   const u32 b = __byte_perm(mantissas.x, exponents.x, 0x7362);
@@ -43,21 +44,20 @@ __device__ __forceinline__ u32 base_of(u32 greatest) {
   return max(greatest >> 7, kGreatestCode + 1) - kGreatestCode;
 }
 
-// How far exponents are above the least that has a code. If any is below it, some byte has bits of
-// kNoCode: the lowest that is negative. It is so by 240 at most, and no byte below has borrowed
-// from it.
+// Exponents relative to the lowest one that has a code. If any is below that, some byte has bits of
+// kNoCode: the lowest negative byte is at least -240, and no byte below it has borrowed from it.
 __device__ __forceinline__ uint2 above(uint2 exponents, u32 least) {
   return make_uint2(exponents.x - least * kOnes, exponents.y - least * kOnes);
 }
 
-// The code of value j + 4 lies left of that of value j.
+// The code of value j + 4 is in the upper half of the byte, that of value j in the lower half.
 __device__ __forceinline__ u32 join_codes(uint2 codes) { return codes.x | codes.y << 4; }
 
 __device__ __forceinline__ uint2 split_codes(u32 joined) {
   return make_uint2(joined & 0x0f0f0f0fu, joined >> 4 & 0x0f0f0f0fu);
 }
 
-// A word with the bits 0x80 of those bytes that are not 0; other bits are noise.
+// A word with bit 0x80 set in each byte that is not 0; other bits are noise.
 __device__ __forceinline__ u32 nonzero_bytes(u32 bytes) {
   return ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes;
 }
@@ -66,8 +66,9 @@ __device__ __forceinline__ bool has_zero(uint2 exponents) {
   return (~(nonzero_bytes(exponents.x) & nonzero_bytes(exponents.y)) & 0x80808080u) != 0;
 }
 
-// Codes where 32 groups have an exponent 0: of this it is 0, of another what it is above its base.
-// Bits of kNoCode in `outside` mean that one is not above it, as in `above`.
+// Codes for 32 groups of which some have an exponent 0: 0 for that exponent, the distance from the
+// base for others. Bits of kNoCode in `outside` mean that an exponent is not above its base, as in
+// `above`.
 struct Codes {
   u32 joined;
   u32 outside;

@@ -1,7 +1,8 @@
-// Shared by packing and unpacking: the format of a tile, the table of tiles, and how both read it.
+// Shared by packing and unpacking: the format of a tile, the table of tiles, and the reader of that
+// table.
 //
-// kv_swap/packing/format.py has the format, and names the constants that come from there;
-// kv_swap/cuda/tiles.py writes the tables.
+// kv_swap/packing/format.py specifies the format and its constants; kv_swap/cuda/tiles.py writes
+// the tables.
 #pragma once
 
 #include "bulk.cuh"
@@ -16,7 +17,7 @@ namespace kv_swap {
 
 constexpr u32 kTileBytes = 16384;
 constexpr u32 kMantissaBytes = 8192;
-constexpr u32 kMainBytes = 12288;  // with the codes; of a raw tile what lies in its place
+constexpr u32 kMainBytes = 12288;  // with the codes; of a raw tile the part in its place
 constexpr u32 kPoolEntryBytes = kTileBytes - kMainBytes;
 constexpr u32 kPackedTileBytes = KV_SWAP_PACKED_TILE_BYTES;
 constexpr u32 kTailBytes = kPackedTileBytes - kMainBytes;  // header, bases and escapes
@@ -54,10 +55,10 @@ __device__ __forceinline__ u64 columns_address(const u8* tables, const PackedTil
 
 __device__ __forceinline__ void sync_group(u32 group) { sync_threads<kGroupThreads>(group + 1); }
 
-// The rows of the tiles of one group, in their order, every step-th of the table again and again.
+// Reads the rows of one group's tiles in order: every step-th row of the table, repeatedly.
 //
-// One thread uses it. Rows are fetched kFetched - 1 tiles ahead: see SegmentCursor in swap_bulk.cu.
-// A place is written again only after its row was taken.
+// One thread uses it. Rows are fetched kFetched - 1 tiles ahead (see SegmentCursor in
+// swap_bulk.cu). A place is overwritten only after its row has been taken.
 class TileFeed {
  public:
   static constexpr u32 kFetched = 8;
@@ -101,10 +102,11 @@ class TileFeed {
   Places& places_;
 };
 
-// The pairs of a list, fetched over the bus once a CTA. A return of __syncthreads publishes them.
+// The pairs of a list, fetched over the bus once per CTA. __syncthreads publishes them.
 template <u32 kThreads>
 __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[kMaxPairs]) {
-  // The first of each thread in one round trip with their number; pairs past it are never used.
+  // Each thread's first pair arrives in one round trip with the count; pairs past the count are
+  // unused.
   const int2 first = read_pair(list, threadIdx.x);
   const u32 num_pairs = read_num_pairs(list);
   pairs[threadIdx.x] = first;

@@ -1,7 +1,7 @@
-// Read by every swap kernel: the list of a launch and the table of a layout.
+// Input of every swap kernel: the list of a launch and the table of a layout.
 //
-// kv_swap/cuda/swap.py writes lists, kv_swap/cuda/tiles.py tables. No includes: NVRTC compiles this
-// on machines without a CUDA toolkit.
+// kv_swap/cuda/swap.py writes lists, kv_swap/cuda/tiles.py writes tables. There are no includes,
+// because NVRTC compiles this on machines without a CUDA toolkit.
 #pragma once
 
 #ifndef KV_SWAP_MAX_PAIRS
@@ -18,9 +18,9 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list, in host memory. After the last that fits comes a
-// status byte for each pair; only a store that packs writes them, and the host reads them once it
-// has ended.
+// Precedes the (block, slot) pairs of a list, in host memory. After room for the maximum number of
+// pairs comes one status byte per pair; only a store that packs writes them, and the host reads
+// them once the store has ended.
 struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];
@@ -42,7 +42,7 @@ __device__ __forceinline__ u64 page_address(const Segment& segment, int block) {
   return segment.page_address + static_cast<u64>(block) * segment.block_stride_bytes;
 }
 
-// Host memory that changes between launches: never from a cache.
+// For host memory that changes between launches: bypasses caches.
 __device__ __forceinline__ int read_num_pairs(const ListHeader* list) {
   return max(0, min(__ldcv(&list->num_pairs), kMaxPairs));
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ int2 read_pair(const ListHeader* list, u32 index) {
   return __ldcv(reinterpret_cast<const int2*>(list + 1) + index);
 }
 
-// Refused is 1: the block does not fit its packed slot.
+// 1 means refused: the block does not fit its packed slot.
 __device__ __forceinline__ void write_status(ListHeader* list, u32 index, u8 status) {
   u8* bytes = reinterpret_cast<u8*>(reinterpret_cast<int2*>(list + 1) + kMaxPairs);
   __stwt(bytes + index, status);

@@ -1,4 +1,4 @@
-"""The command line, `kv-offload`: config and simulate here, the others in folders.
+"""The `kv-offload` command line. Small subcommands are modules here, larger ones are folders.
 
-The tools run where no engine runs: of `kv_offload.engines` they import names and versions only.
+The tools run without an engine: from `kv_offload.engines` they import only names and versions.
 """

@@ -1,4 +1,4 @@
-"""Arguments that several subcommands take."""
+"""Arguments shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_offload.config.trace import FILE_VARIABLE
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
-    """Add the configuration's file, which may be left out."""
+    """Add the optional path of the configuration file."""
     parser.add_argument(
         "file",
         metavar="FILE",
@@ -21,7 +21,7 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 def add_count(
     parser: argparse.ArgumentParser, *names: str, of: str, metavar: str = "N", default: int = 1
 ) -> None:
-    """Add a number of at least 1."""
+    """Add an option whose value is an integer of at least 1."""
     parser.add_argument(
         *names, type=_count, default=default, metavar=metavar, help=f"{of} (default: %(default)s)"
     )

@@ -18,7 +18,7 @@ from kv_offload.tools.output import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload config [--argument] [FILE]`."""
+    """Add the arguments of `kv-offload config [--argument] [FILE]`."""
     keys = "\n".join(
         f"  {key.name} (default {key.written_default})\n    {key.description}\n"
         f"    Allowed: {key.allowed}."

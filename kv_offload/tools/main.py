@@ -1,4 +1,4 @@
-"""`kv-offload`: its parser. A subcommand's module has `add_arguments`, which sets `run`."""
+"""The parser of `kv-offload`. Each subcommand's module has `add_arguments`, which sets `run`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COMMANDS = {
     "status": ("status.command", "show or check the metrics of a running server"),
     "tier": ("tier.command", "show what the folder of a disk holds, and verify it"),
 }
-"""By name, the module in `kv_offload.tools` and one line for the list."""
+"""Subcommands by name: the module in `kv_offload.tools`, and the line in the list of commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status: 2, with a message, for what the user can mend.
+    """Run one subcommand and return its exit status: 2, with a message, for errors of the user.
 
     Raises:
         SystemExit: from argparse, for `--help`, `--version` and arguments that it refuses.
@@ -39,7 +39,7 @@ def _run(argv: Sequence[str]) -> int:
     completes = "_ARGCOMPLETE" in os.environ
     parser = _make_parser(os.environ.get("COMP_LINE", "").split() if completes else argv)
     if completes:
-        with contextlib.suppress(ImportError):  # of the extra `completion`
+        with contextlib.suppress(ImportError):  # the extra `completion` is not installed
             import argcomplete
 
             argcomplete.autocomplete(parser)
@@ -58,9 +58,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser; of subcommands that `words` do not name, without arguments.
+    """Return the parser. Subcommands that are not in `words` get no arguments.
 
-    To load all of them takes half a second, and long enough for a Ctrl-C.
+    Loading all of them would take half a second, long enough for a Ctrl-C.
     """
     parser = argparse.ArgumentParser(
         prog="kv-offload",

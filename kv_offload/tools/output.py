@@ -1,4 +1,4 @@
-"""Standard output: reports as pages or JSON, and what happens where it cannot be written."""
+"""Standard output: reports as pages or JSON, and the handling of output that cannot be written."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""The exit status that a shell shows for a tool whose reader went away, as in `... | head -1`."""
+"""The shell's exit status for a tool whose reader closed the pipe, as in `... | head -1`."""
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that a shell shows for a tool that Ctrl-C ended before it was done."""
+"""The shell's exit status for a tool that Ctrl-C interrupted."""
 
 COLUMNS = 80
-"""The width of text that is wrapped, and of a table that is written to no terminal."""
+"""Width of wrapped text, and of tables that are not written to a terminal."""
 
 UNWRAPPED = 1 << 20
-"""The width of fields with paths, which a reader copies."""
+"""Width of fields with paths, so that a reader can copy each in one piece."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -39,7 +39,7 @@ class Report:
     data: Any
     """For `--json`."""
     page: str | RenderableType | None
-    """For people; None where it was shown already."""
+    """For people; None if it has already been shown."""
     exit_status: int = 0
 
 
@@ -54,9 +54,9 @@ def write(report: Report, *, as_json: bool) -> None:
 
 
 def as_fields(rows: Iterable[tuple[str, str]], indent: str = "", columns: int = COLUMNS) -> str:
-    """Return names and values below each other, wrapped, for a terminal.
+    """Return names with their wrapped values, one below the other, for a terminal.
 
-    A value may have escapes from a file, which a terminal would obey: they become `?`.
+    Control characters in values, which may come from a file, are replaced by `?`.
     """
     rows = [*rows]
     width = len(indent) + max(len(name) for name, _ in rows) + 2
@@ -68,25 +68,25 @@ def as_fields(rows: Iterable[tuple[str, str]], indent: str = "", columns: int = 
 
 
 def printable(line: str) -> str:
-    """Return a line without what a terminal would obey."""
+    """Return a line with `?` in place of characters that could control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def is_terminal() -> bool:
-    """Return whether standard output is a terminal; other output has no escapes at all."""
-    return sys.stdout is not None and sys.stdout.isatty()  # it is None where a shell has closed it
+    """Return whether standard output is a terminal; other output gets no escape sequences."""
+    return sys.stdout is not None and sys.stdout.isatty()  # None if the shell closed it
 
 
 def shows_colour() -> bool:
-    """Return whether text may have colours and weights: on a terminal, unless `NO_COLOR` is set."""
+    """Return whether text may be coloured or bold: on a terminal, unless `NO_COLOR` is set."""
     return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def make_console() -> Console:
-    """Return what draws pages on standard output."""
-    from rich.console import Console  # not above: loading it takes long enough for a Ctrl-C
+    """Return a console that draws pages on standard output."""
+    from rich.console import Console  # imported late: loading takes long enough for a Ctrl-C
 
-    # Not left to rich, which looks at FORCE_COLOR for a pipe, and keeps bold for NO_COLOR.
+    # rich itself would obey FORCE_COLOR for a pipe, and keep bold text with NO_COLOR.
     return Console(
         force_terminal=is_terminal(),
         color_system="auto" if shows_colour() else None,
@@ -95,7 +95,7 @@ def make_console() -> Console:
 
 
 def make_progress(*, shown: bool = True) -> Progress:
-    """Return a bar on standard error that is gone at the end; nothing without a terminal."""
+    """Return a progress bar on standard error, removed at the end; invisible without a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -104,7 +104,7 @@ def make_progress(*, shown: bool = True) -> Progress:
 
 
 def make_table(*columns: str) -> Table:
-    """Return a table of figures, with names above them if `columns` has any."""
+    """Return a table of figures, with a header if `columns` has names."""
     from rich.table import Table
     from rich.text import Text
 
@@ -115,7 +115,7 @@ def make_table(*columns: str) -> Table:
 
 
 def draw(console: Console, page: RenderableType) -> None:
-    """Print a page; rich itself would end the program at a closed pipe."""
+    """Print a page. rich itself would exit the program at a closed pipe."""
     with console.capture() as capture:
         console.print(page)
     print(capture.get(), end="")
@@ -124,7 +124,7 @@ def draw(console: Console, page: RenderableType) -> None:
 def run_quietly(run: Callable[[], int]) -> int:
     """Return the exit status of `run`, or that of Ctrl-C, a closed pipe or a full disk."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A path or a model's name may have letters that a locale such as C lacks.
+        # A path or a model's name may have characters that a locale such as C lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -136,7 +136,7 @@ def run_quietly(run: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *NO_ROOM):
             raise
-        # Python tries once more when it ends to write what is still to be written, and complains.
+        # At exit Python would flush the remaining output once more, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return CLOSED_PIPE

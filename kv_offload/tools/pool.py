@@ -1,4 +1,4 @@
-"""`kv-offload pool`: the host pools of this user, and their removal."""
+"""`kv-offload pool`: list this user's host pools, and free their memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kv_offload.tools.output import Report, make_table, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload pool`."""
+    """Add the arguments of `kv-offload pool`."""
     parser.description = (
         "List the host pools (host_pool) of this user: the memory that each engine keeps there, "
         "whether it runs, and how many blocks the next one would take over. The exit status is 2 "
@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatState:
-    """The memory that one engine has, or has left, in a pool."""
+    """The memory that one engine uses in a pool, or left there."""
 
     pool: str
     seat: int
     pid: int | None
-    """The process of the engine's first rank, in its own container; None if it does not run."""
+    """Process id of the engine's first rank, in its container; None if the engine does not run."""
     started: float | None
-    """When the engine started that runs, or ran last, in seconds since 1970."""
+    """Start of the engine that runs, or of the last one, in seconds since 1970."""
     model: str
     memory_bytes: int
     readable_slots: int
@@ -117,13 +117,13 @@ def _about(seat: Path) -> dict[str, Any]:
 
     try:
         about = json.loads((seat / ABOUT).read_text())
-    except (OSError, ValueError):  # an engine ended before it had written it
+    except (OSError, ValueError):  # an engine ended before it wrote the file
         return {}
     return about if isinstance(about, dict) else {}
 
 
 def _runs(seat: Path) -> bool:
-    """Say whether an engine has a seat. For a moment none can take it."""
+    """Return whether an engine holds a seat. No engine can take the seat during the check."""
     from kv_swap.memory.arena_file import lock_file
 
     from kv_offload.worker.pool import LOCK
@@ -136,7 +136,7 @@ def _runs(seat: Path) -> bool:
 
 
 def _remove(folder: Path, name: str) -> tuple[int, str]:
-    """Free the memory of all seats of a pool that no engine has; return how much, and in words."""
+    """Free the memory of all seats that no engine holds; return the bytes freed and a sentence."""
     from kv_offload.worker.pool import find_seats, free_seat
 
     pools = {pool.name: pool for pool in _pools(folder)}

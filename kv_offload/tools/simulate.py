@@ -1,4 +1,4 @@
-"""`kv-offload simulate TRACE`: the hit ratio of a trace by the size of host memory and policy."""
+"""`kv-offload simulate TRACE`: the hit ratio of a trace by host memory size and policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_siz
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload simulate TRACE`."""
+    """Add the arguments of `kv-offload simulate TRACE`."""
     parser.description = (
         "Replay a trace of requests through the cache manager and the eviction policies, and print "
         "which share of the prompts host memory of each size would have brought. A trace has a "
@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    # No share of this machine's memory: the question is usually about another machine.
+    # A share of this machine's memory is refused: the question is usually about another machine.
     give = "sizes with units, with commas between them: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
     policies = arguments.policies.split(",")
     if unknown := [name for name in policies if name not in POLICIES]:
         raise ConfigError(
-            f"--policies: {show(unknown[0])} is no policy: give some of {','.join(POLICIES)}"
+            f"--policies: {show(unknown[0])} is not a policy: give some of {','.join(POLICIES)}"
         )
     path = Path(os.path.expanduser(arguments.trace))
     requests = sorted(read_trace(path), key=lambda request: request.timestamp)
@@ -69,8 +69,8 @@ def _run(arguments: argparse.Namespace) -> Report:
         )
     if size.prompt_bytes:
         raise UnsupportedError(
-            f"{arguments.model_config}: of windows and states only the end of a prompt is kept, "
-            "which a trace does not tell. Start the engine, and look at its metrics"
+            f"{arguments.model_config}: windows and states are kept only at the end of a prompt, "
+            "which a trace does not show. Start the engine, and look at its metrics"
         )
     fitting = {cpu_bytes: size.blocks_in(cpu_bytes) for cpu_bytes in sizes}
     if least := [cpu_bytes for cpu_bytes, blocks in fitting.items() if not blocks]:
@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         total = len(fitting) * len(policies) * len(requests)
         task = progress.add_task("replaying", total=total)
         for cpu_bytes, blocks in fitting.items():
-            slots = min(blocks, endless.stored + 1)  # with more, the same hits
+            slots = min(blocks, endless.stored + 1)  # more slots give no more hits
             ratios = {}
             for policy in policies:
                 served = progress.track(requests, total, task_id=task)

@@ -1,1 +1,1 @@
-"""A rank's half of the connector: it copies what the scheduler planned. Imports no engine."""
+"""The worker side of the connector, one per rank, which runs planned copies. Imports no engine."""

@@ -1,4 +1,4 @@
-"""Takes a rank's share of host memory, and builds the transfer engine over it."""
+"""Allocates a rank's share of host memory, and creates the transfer engine on it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     import torch
 
 FindFiles = Callable[[Peers, int], ArenaFiles]
-"""Returns the files of arenas of so many slots that these ranks share."""
+"""Returns the files for arenas of this many slots, shared by these ranks."""
 
 USEFUL_SLOTS = 1000
-"""Fewer hold about one long prompt. It sizes the advice to who gave less than one slot."""
+"""Slots that the error for a too small pool suggests; fewer hold about one long prompt."""
 
 
 def transfer_kind(config: OffloadConfig, device: str) -> EngineKind:
-    """Return the kind of transfer engine for a KV cache on a device of this type: `cpu`, `cuda`.
+    """Return the kind of transfer engine for a KV cache on a device type (`cpu` or `cuda`).
 
-    Raises `UnsupportedError` for other devices, `ConfigError` if the configuration wants another.
+    Raises `UnsupportedError` for other types, `ConfigError` if the configuration asks for another
+    kind.
     """
     kinds: dict[str, EngineKind] = {"cpu": "host", "cuda": "cuda"}
     kind = kinds.get(device)
@@ -48,7 +49,7 @@ def transfer_kind(config: OffloadConfig, device: str) -> EngineKind:
 
 
 def check_packing(capability: tuple[int, int] | None) -> None:
-    """Raise `UnsupportedError` if a GPU of this compute capability, if it is known, cannot pack."""
+    """Raise `UnsupportedError` if a GPU of this compute capability (None: unknown) cannot pack."""
     if capability is not None and not can_pack(capability):
         (major, minor), needed = capability, PACKED.min_capability
         raise UnsupportedError(
@@ -68,15 +69,15 @@ def allocate(
     output_copy_stream: torch.cuda.Stream | None,
     find_files: FindFiles | None = None,
 ) -> tuple[SwapEngine, Peers, str]:
-    """Return a transfer engine that owns this rank's arena, the ranks that share it, and its name.
+    """Return a transfer engine with this rank's arena, the ranks that share it, and its name.
 
-    `peers` have the same KV bytes. They share one arena, or each has its own if one of them cannot
-    share, and `ALONE` is returned. With `find_files` the arena is a file, that of a process before
-    this one if it left one with the same slots; otherwise it has no name. `layers` are in the order
-    in which the engine registered them, and must lie at the same places of a slot on all peers.
-    Waits for the slowest peer. The transfer engine holds the KV tensors. Raises `CapacityError`,
-    and `UnsupportedError` where the device cannot run the copy kernels, or does not pack and
-    should.
+    `peers` have the same KV bytes. They share one arena; if one of them cannot share, each has its
+    own, and `ALONE` is returned. With `find_files`, the arena is a file, reused if an earlier
+    process left one with the same slots; otherwise the arena has no name. `layers` are in the order
+    in which the engine registered them, and must be at the same offsets of a slot on all peers.
+    Blocks until the slowest peer is done. The transfer engine holds the KV tensors. Raises
+    `CapacityError`, and `UnsupportedError` if the device cannot run the copy kernels, or cannot
+    pack although it should.
     """
     layout, device = caches.layout, caches.tensors[0].device
     if config.pack_kv and device.type == "cuda":
@@ -120,7 +121,7 @@ def allocate(
 
 
 def _count_slots(config: OffloadConfig, num_ranks: int, peers: Peers, slot_bytes: int) -> int:
-    """Return how many slots fit the arena of these peers. Raises `CapacityError` if none does."""
+    """Return the number of slots in the arena of these peers. Raises `CapacityError` if it is 0."""
     share_bytes = arena_bytes(config.cpu_bytes, num_ranks, peers.count)
     if share_bytes < slot_bytes:
         num_arenas = num_ranks // peers.count

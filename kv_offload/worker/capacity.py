@@ -1,8 +1,8 @@
 """Checks that a replica's share of host memory is available when the replica starts.
 
-`kv_offload.config` has checked that the shares of all replicas and a headroom fit the host. How
-much of its share an earlier replica has taken cannot be seen, so each replica checks its own share
-only. If the processes of a host want more than there is all the same, the pools stop growing
+`kv_offload.config` has checked that the shares of all replicas and a headroom fit the host. A
+replica cannot see how much of its share an earlier replica has already taken, so it checks only its
+own share. If the processes of a host still want more than there is, the pools stop growing
 (`kv_swap.MemoryRoom`).
 """
 
@@ -21,8 +21,8 @@ from kv_offload.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 LARGE_PART = 0.8
-"""Share of the available memory; the start warns above it. A choice, not a measurement: the rest
-is all that requests, page tables and other processes have to grow in."""
+"""Share of the available memory above which startup warns. This is a choice, not a measurement: the
+rest is all the room that requests, page tables and other processes have to grow."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -30,12 +30,12 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def check_available(
     traced: ResolvedConfig, gather: Callable[[Any], list[Any]], kept_bytes: int = 0
 ) -> str | None:
-    """Refuse a replica whose share and the headroom are more than is available on this host now.
+    """Refuse a replica if its share and the headroom exceed the memory available on this host now.
 
-    Of its share it has `kept_bytes` already, from a process before it. All ranks of the replica
-    call it before any of them takes memory. `gather` returns what each gives, and waits for all.
-    The share of a replica that spans hosts is divided by ranks. Returns a warning if the share is
-    more than `LARGE_PART` of what is available. Raises `CapacityError`.
+    `kept_bytes` of the share are already taken, kept from an earlier process. All ranks of the
+    replica must call this before any of them takes memory. `gather` collects a value from every
+    rank, and waits for all. The share of a replica that spans hosts is divided by ranks. Returns a
+    warning if the share is more than `LARGE_PART` of the available memory. Raises `CapacityError`.
     """
     this_host = read_boot()
     reports = gather((this_host, read_available_memory()))
@@ -62,7 +62,7 @@ def check_available(
 
 
 def describe_share(traced: ResolvedConfig) -> str:
-    """Return how much a replica takes, of what, and how many do so, for the log."""
+    """Describe for the log how much memory a replica takes, of what, and the number of replicas."""
     share_bytes, total = traced.config.host_bytes, traced.host
     percent = 100 * share_bytes / total.size_bytes
     text = (
@@ -76,7 +76,7 @@ def describe_share(traced: ResolvedConfig) -> str:
 
 
 def warn_of_hidden_replicas(traced: ResolvedConfig) -> None:
-    """Say that a percentage was not divided, because the number of replicas is not known."""
+    """Warn that a percentage was not divided, because the number of replicas is unknown."""
     written = traced.given["cpu_bytes"].written
     if "%" in written:
         logger.warning(
@@ -87,7 +87,7 @@ def warn_of_hidden_replicas(traced: ResolvedConfig) -> None:
 
 
 def read_boot() -> str:
-    """Return what distinguishes this host from others, also from inside a container."""
+    """Return an identifier of this host that is the same inside containers."""
     try:
         return _BOOT.read_text()
     except OSError:

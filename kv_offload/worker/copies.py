@@ -1,9 +1,9 @@
-"""A rank's copies that no forward waits for: stores, and asynchronous loads.
+"""A rank's copies that no forward waits for: stores and asynchronous loads.
 
 Stores are queued at the end of a step and submitted at the start of the next one. Nothing may write
 a source block until the store has ended on all ranks, so the scheduler pins it.
 
-The request of an asynchronous load waits in vLLM's queue until the load has ended. Meanwhile no
+The request of an asynchronous load waits in vLLM's queue until the load has ended. Until then no
 forward reads or writes the blocks that the load fills.
 """
 
@@ -23,9 +23,9 @@ from kv_offload.worker.sharing import Peers
 
 
 class Stores:
-    """Those that wait for the start of a step, and those that run.
+    """Stores that wait for the start of a step, and running ones.
 
-    `peers` share this rank's host memory; `sampler` looks at what was packed, where it is.
+    `peers` share this rank's host memory; `sampler` samples packed slots, if slots are packed.
     """
 
     def __init__(self, jobs: RankJobs, peers: Peers) -> None:
@@ -33,7 +33,7 @@ class Stores:
         self._jobs = jobs
         self.sampler: TileSampler | None = None
         self._queued: deque[StoreJob] = deque()
-        # By job, this rank's pairs, and where they begin among all of them.
+        # By job: this rank's pairs, and the index of the first one among all pairs of the job.
         self._running: dict[int, tuple[int, Pairs]] = {}
 
     def queue(self, jobs: Iterable[StoreJob]) -> None:
@@ -46,7 +46,7 @@ class Stores:
             self._jobs.end(job.job_id, Outcome.FAILED)
 
     def submit(self) -> None:
-        """Start what is queued; on the device the copies wait for all compute until now."""
+        """Start the queued stores; on the device, the copies wait for all compute queued so far."""
         while self._queued:
             job = self._queued.popleft()
             part = self.peers.own_part(job)
@@ -62,7 +62,7 @@ class Stores:
                 self._jobs.end(job.job_id, Outcome.FAILED)
 
     def ended(self, done: Completion) -> None:
-        """Take in the end of a store's copies; blocks that do not fit their slots were refused."""
+        """Process the completion of a store; blocks that do not fit their slots were refused."""
         first, pairs = self._running.pop(done.job_id)
         if done.error is not None:
             self._jobs.end(done.job_id, Outcome.FAILED)
@@ -70,12 +70,12 @@ class Stores:
         refused = tuple(first + row for row in done.refused_rows)
         self._jobs.end(done.job_id, Outcome.OK, refused)
         if self.sampler is not None:
-            # No copy writes these slots before the report. Those of refused blocks are garbage.
+            # No copy writes these slots before the report. Slots of refused blocks hold garbage.
             slots = np.delete(pairs[:, 1], done.refused_rows) if refused else pairs[:, 1]
             self._count(self.sampler, slots)
 
     def _count(self, sampler: TileSampler, slots: NDArray[np.int32]) -> None:
-        """Count what some tiles of slots say that were just packed."""
+        """Sample some tiles of slots that were just packed, and count the results."""
         found = sampler.sample(self._jobs.require_transfer().slots(), slots)
         self._jobs.stats.count("sampled_tiles", found.tiles)
         self._jobs.stats.count("sampled_escapes", found.escapes)
@@ -83,7 +83,7 @@ class Stores:
 
 
 class Loads:
-    """Those of this step that wait for their start, and those that run."""
+    """Asynchronous loads of this step that have not started, and running ones."""
 
     def __init__(self, jobs: RankJobs) -> None:
         self._jobs = jobs
@@ -91,12 +91,12 @@ class Loads:
         self._running: dict[int, LoadJob] = {}
 
     def take(self, jobs: Iterable[LoadJob]) -> None:
-        """Take in the loads of a step; those of an earlier one that nothing has started fail."""
+        """Accept the loads of a step; unstarted loads of an earlier step fail."""
         self.fail()
         self._to_start = deque(jobs)
 
     def start(self, *, after_compute: bool) -> None:
-        """Start the loads of this step that have not started; see `SwapJob.after_compute`."""
+        """Start the loads of this step that have not been started; see `SwapJob.after_compute`."""
         while self._to_start:
             job = self._to_start.popleft()
             if job.incomplete:
@@ -110,12 +110,12 @@ class Loads:
                 self._fail(self._running.pop(job.job_id))
 
     def fail(self) -> None:
-        """Report the loads of this step that an error kept from starting as failed."""
+        """Report loads of this step that could not start because of an error as failed."""
         while self._to_start:
             self._fail(self._to_start.popleft())
 
     def ended(self, done: Completion) -> bool:
-        """Take in the end of a load's copies; False if it is no asynchronous one."""
+        """Process the completion of a load; return False if it is not an asynchronous one."""
         job = self._running.pop(done.job_id, None)
         if job is None:
             return False
@@ -127,13 +127,13 @@ class Loads:
         return True
 
     def _fail(self, job: LoadJob) -> None:
-        """Report a failed load, and zero its blocks: some may hold parts of copies.
+        """Report a failed load, and zero its blocks, because some may be partly copied.
 
-        The engine does not zero blocks that were to be loaded.
+        The engine does not zero blocks that it expects to be loaded.
         """
         self._jobs.end(job.job_id, Outcome.FAILED)
         try:
             self._jobs.require_transfer().zero_blocks([int(block) for block in job.pairs[:, 0]])
         except Exception as error:  # noqa: BLE001 - the load has failed anyway
-            # They are recomputed before they are read; only NaNs in unused rows could remain.
+            # The blocks are recomputed before they are read; only NaNs in unused rows could remain.
             self._jobs.log.error("%s", error)

@@ -1,4 +1,4 @@
-"""The disk of a replica, and the file in which a rank keeps there what was in its host memory."""
+"""The disk of a replica, and the file on it with the blocks of a rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Disk:
     """The disk of one replica, which its ranks divide.
 
-    `contents` names all that changes the bytes of a block, or what its key means.
+    `contents` names everything that determines the bytes of a block or the meaning of its key.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class Disk:
     contents: Mapping[str, str]
 
     def file_slots(self, num_ranks: int, slot_bytes: int) -> int:
-        """Return how many slots fit the file of each rank. Raises `CapacityError` if none does."""
+        """Return the number of slots in each rank's file. Raises `CapacityError` if it is 0."""
         from kv_swap.tiers.region import fitting_slots
 
         file_bytes = self.nbytes // num_ranks
@@ -49,10 +49,10 @@ class Disk:
     def open(
         self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
     ) -> DiskTier:
-        """Open the file of a rank, or make it; `pages` says what is where in a slot.
+        """Open or create the file of a rank; `pages` describes the layout of a slot.
 
-        Files of an engine with more ranks go first: nothing finds what is in them, and this one may
-        need their space.
+        First removes the files of an engine with more ranks: no engine can find their contents, and
+        this one may need their space.
 
         Raises `ConfigError` or `CapacityError`.
         """
@@ -73,7 +73,7 @@ class Disk:
         except TierError as error:
             raise ConfigError(f"disk.path: {error}") from error
         logger.log(
-            logging.DEBUG if rank else logging.INFO,  # ranks are alike
+            logging.DEBUG if rank else logging.INFO,  # the other ranks log the same
             "kv-offload: rank %d keeps %d slots in %s, with %s I/O; it %s",
             rank,
             num_slots,
@@ -84,12 +84,12 @@ class Disk:
         return file
 
     def _remove_surplus(self, num_ranks: int) -> None:
-        """Remove files of ranks that there are no more; one that must stay is logged."""
+        """Remove files of ranks that no longer exist; log those that cannot be removed."""
         from kv_swap.tiers.file import remove_file
 
         try:
             found = find_ranks(self.folder)
-        except OSError:  # the open of a file in this folder gives the reason
+        except OSError:  # opening a file in this folder will report the reason
             return
         for rank, path in found.items():
             if rank < num_ranks:

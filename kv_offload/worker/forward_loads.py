@@ -1,9 +1,9 @@
-"""A rank's synchronous loads: the forward of their own step reads what they bring.
+"""A rank's synchronous loads, whose blocks the forward of the same step reads.
 
-The forward is queued after them: the compute stream waits, the host does not. Until the forward,
-or the layer that reads them, is queued, a failure can be made good: the host copies the blocks
-itself, while the engine waits. Later the load is lost, and its requests end with an error: under
-asynchronous scheduling the next step is planned already.
+The forward is queued after them: the compute stream waits, the host does not. Until the forward, or
+the layer that reads the blocks, is queued, a failed load can be repaired: the host copies the
+blocks itself, while the engine waits. After that the load is lost, and its requests end with an
+error, because under asynchronous scheduling the next step is already planned.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.waves import Forward, LayerWaves
 
 WAVES_FROM_BYTES = 16 << 20
-"""A load of fewer bytes takes less time (0.3 ms on PCIe Gen5 x16) than its waves would save."""
+"""Minimum bytes of a load in waves: a smaller one takes less time (0.3 ms on PCIe Gen5 x16) than
+its waves would save."""
 
 
 @dataclass(eq=False, slots=True)
 class StepLoads:
-    """The synchronous loads of one step, which are copied as one transfer."""
+    """The synchronous loads of one step, copied as one transfer."""
 
     jobs: Sequence[LoadJob]
     started: bool = False
     in_waves: bool = False
-    """True if the transfer brings them wave by wave."""
+    """True if the transfer copies them wave by wave."""
     error: Exception | None = None
-    """The error, if one came while the loads could still be made good."""
+    """The error, if one occurred while the loads could still be repaired."""
     done: Completion | None = None
-    """How the transfer ended, if it did so while a layer of the forward could still read early."""
+    """The completion, if the transfer ended while a layer of the forward could still read early."""
 
     @property
     def transfer_id(self) -> int:
@@ -43,46 +44,46 @@ class StepLoads:
 
     @property
     def whole(self) -> bool:
-        """True if a forward writes to blocks that are loaded, before a layer waits for them."""
+        """True if a forward writes to loaded blocks before a layer waits for them."""
         return any(job.whole for job in self.jobs)
 
 
 class ForwardLoads:
-    """The loads of this step, and transfers of earlier steps that run.
+    """The loads of this step, and running transfers of earlier steps.
 
-    In each step `take`, `start`, `make_forward_wait` and `forward_ended` are called in this order.
-    Between the last two every call of an attention layer goes to `on_layer`, if that is set. A load
-    is reported as ended once no copy writes its blocks, and no layer can turn out to have read them
-    early: polls may come between the forward and `forward_ended`. One that is lost is reported at
-    once: what is computed from then on comes after its copies.
+    In each step, `take`, `start`, `make_forward_wait` and `forward_ended` are called in this order.
+    Between the last two, every call of an attention layer goes to `on_layer`, if that is set. A
+    load is reported as ended once no copy writes its blocks and no layer can still turn out to have
+    read them early, because polls may happen between the forward and `forward_ended`. A lost load
+    is reported at once, because everything computed later runs after its copies.
     """
 
     def __init__(self, jobs: RankJobs, forward_context: Callable[[], object | None]) -> None:
         self.waves = LayerWaves({}, [])
-        """Knows which layers wait for their part of a load."""
+        """Tracks which layers wait for their part of a load."""
         self.on_layer: Callable[[str], None] | None = None
         self._jobs = jobs
         self._forward_context = forward_context
-        # The loads that this step's forward, or a layer of it, has not been made to wait for. What
-        # fails of them can still be made good.
+        # Loads that neither this step's forward nor a layer of it has been made to wait for. A
+        # failure of these can still be repaired.
         self._awaited: StepLoads | None = None
-        # By id: transfers whose end is to be reported. How one ends that was made good or lost does
-        # not matter any more.
+        # Transfers by id whose end must be reported. The result of a repaired or lost load no
+        # longer matters.
         self._copying: dict[int, StepLoads] = {}
-        # True if the last forward that had loads to wait for could wait layer by layer, or will
-        # have taught us to. What kind of forward follows is not known when its loads start.
+        # True if the last forward with loads could wait layer by layer, or will have taught us how.
+        # The kind of the next forward is not known when its loads start.
         self._layers_can_wait = True
 
     def take(self, jobs: Sequence[LoadJob]) -> None:
-        """Take in the loads of a step; end those of a step that was cut short."""
+        """Accept the loads of a step; end those of an aborted step."""
         aborted, self._awaited = self._awaited, StepLoads(jobs) if jobs else None
         if aborted is not None:
-            self.waves.missed()  # its layers were not run
+            self.waves.missed()  # its layers did not run
             aborted.error = aborted.error or CopyError("its step was cut short")
             self._end(aborted)
 
     def start(self, *, after_compute: bool) -> None:
-        """Start this step's loads, unless they were; a failure is kept for `make_forward_wait`.
+        """Start this step's loads if not yet started; keep a failure for `make_forward_wait`.
 
         See `SwapJob.after_compute`.
         """
@@ -91,7 +92,7 @@ class ForwardLoads:
             return
         enough = self._nbytes(loads.jobs) >= WAVES_FROM_BYTES
         may_wait = self.waves.cut is not None and self._layers_can_wait
-        # A layer writes its KV before it waits, and a late wave would undo that.
+        # A layer writes its KV before it waits, and a later wave would overwrite that.
         loads.in_waves = enough and may_wait and not loads.whole
         loads.started = True
         if any(job.incomplete for job in loads.jobs):
@@ -111,10 +112,11 @@ class ForwardLoads:
             self._copying[loads.transfer_id] = loads
 
     def make_forward_wait(self, forward: Forward | None) -> None:
-        """Have the compute stream wait for this step's loads: the forward is queued after them.
+        """Make the compute stream wait for this step's loads, before the forward is queued.
 
-        If the layers wait for the later waves, it waits for the first wave only. What has failed by
-        now is made good. `forward` is the one that follows, if its layers are known to call.
+        If the layers wait for the later waves, it waits only for the first wave. Loads that have
+        failed by now are repaired. `forward` is the next forward, if its layers are known to call
+        the connector.
         """
         self.waves.forward_follows(forward)
         self.on_layer = self._learn_layer if self.waves.learning else None
@@ -132,7 +134,7 @@ class ForwardLoads:
                     transfer.await_wave(0)
                 else:
                     transfer.await_loads()
-            except Exception as raised:  # noqa: BLE001 - whatever it is, the load is made good
+            except Exception as raised:  # noqa: BLE001 - after any error the load is repaired
                 error = raised
         if error is not None:
             self.make_good(error)
@@ -148,23 +150,23 @@ class ForwardLoads:
         self.waves.learn(layer, self._forward_context())
 
     def _make_layer_wait(self, layer: str) -> None:
-        """Have the compute stream wait for what a layer reads, just before the layer is queued."""
+        """Make the compute stream wait for the KV of a layer, before the layer is queued."""
         transfer = self._jobs.require_transfer()
         try:
             transfer.await_wave(self.waves.called(layer))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the load is made good
+        except Exception as error:  # noqa: BLE001 - after any error the load is repaired
             self.make_good(error)
 
     def make_good(self, error: Exception) -> None:
-        """Copy at once, while the engine waits, what the forward or a layer has yet to wait for.
+        """Repair failed loads that nothing has waited for yet: copy them while the engine waits.
 
-        What host memory lacks cannot be copied, and is lost.
+        A load whose blocks are missing from host memory cannot be repaired, and is lost.
         """
         loads, self._awaited = self._awaited, None
         if loads is None:
             return
         self.on_layer = None
-        self.waves.missed()  # no layer has to call any more
+        self.waves.missed()  # no layer needs to call any more
         self._copying.pop(loads.transfer_id, None)
         for job in loads.jobs:
             if job.incomplete:
@@ -193,8 +195,8 @@ class ForwardLoads:
     def forward_ended(self) -> None:
         """Learn from this step's forward, and check that its layers waited; idempotent.
 
-        Called after the forward was queued. From here on the compute stream has waited for the
-        whole load: nothing may write the blocks once the step has ended.
+        Called after the forward has been queued. After this call the compute stream has waited for
+        the whole load, because nothing may write the blocks once the step has ended.
         """
         self.on_layer = None
         cut = self.waves.forward_ended()
@@ -215,12 +217,12 @@ class ForwardLoads:
             self._end(loads)
 
     def _end(self, loads: StepLoads) -> None:
-        """Have the compute stream wait for all waves; lose the loads if a layer did not call."""
+        """Make the compute stream wait for all waves; lose the loads if a layer did not call."""
         why: object = loads.error
         if loads.started and self.waves.cut is not None:
             try:
                 self._jobs.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the load is lost
+            except Exception as error:  # noqa: BLE001 - after any error the load is lost
                 why = error
             missed = self.waves.missed()
             if missed:
@@ -238,12 +240,12 @@ class ForwardLoads:
             self._report(loads, loads.done)
 
     def ended(self, done: Completion) -> None:
-        """Take in the end of a transfer; nothing if its loads were made good or lost meanwhile."""
+        """Process the end of a transfer; ignore it if its loads were repaired or lost meanwhile."""
         loads = self._copying.pop(done.job_id, None)
         if loads is None:
             return
         if loads is self._awaited:
-            # A failed load is made good before the forward, or lost after it.
+            # A failed load is repaired before the forward, or lost after it.
             loads.done, loads.error = done, done.error
         else:
             self._report(loads, done)

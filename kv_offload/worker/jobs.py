@@ -1,4 +1,4 @@
-"""The jobs of a rank: starts their copies, and knows how those ended that must be reported."""
+"""The jobs of a rank: starts their copies, and keeps the outcomes that must be reported."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from kv_offload.worker.speeds import CopySpeeds
 
 
 class RankLog(logging.LoggerAdapter[logging.Logger]):
-    """Puts the plugin's name and the rank in front of every line."""
+    """Prefixes every line with the plugin's name and the rank."""
 
     def __init__(self, logger: logging.Logger, rank: int) -> None:
         super().__init__(logger, {})
         self._prefix = f"kv-offload: rank {rank}: "
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, Any]:
-        """Put the prefix in front of a message."""
+        """Add the prefix to a message."""
         return f"{self._prefix}{msg}", kwargs
 
 
 class RankJobs:
-    """The rank's transfer engine, and what all its jobs share. Never blocks."""
+    """The rank's transfer engine, and the state that all its jobs share. Never blocks."""
 
     def __init__(self, rank: int, log: RankLog) -> None:
         self.transfer: SwapEngine | None = None
-        """None before the registration of KV caches and after the end."""
+        """None before KV caches are registered and after shutdown."""
         self.ended: dict[int, Outcome] = {}
-        """By job id, how the jobs ended that the scheduler does not know to have ended."""
+        """Outcomes by job id that the scheduler has not acknowledged yet."""
         self.failed_rows: dict[int, tuple[int, ...]] = {}
-        """Failed pairs of the stores and moves among them, if any failed."""
+        """Failed pairs of stores and moves among them, by job id."""
         self.speeds = CopySpeeds()
         self.stats = OffloadStats()
         self.log = log
@@ -43,12 +43,12 @@ class RankJobs:
         self._next_job_id = 0
 
     def take_plan(self, plan: OffloadMetadata) -> None:
-        """Take in which jobs there are. What should have come before and did not has failed."""
+        """Accept the jobs of a plan. Jobs of earlier plans that never arrived have failed."""
         for job_id in plan.known:
             self.ended.pop(job_id, None)
             self.failed_rows.pop(job_id, None)
         if plan.next_job_id <= self._next_job_id:
-            return  # as in most steps
+            return  # the case in most steps
         jobs: tuple[StoreJob | LoadJob | MoveJob, ...] = (*plan.stores, *plan.loads, *plan.moves)
         here = {job.job_id for job in jobs}
         for job_id in range(self._next_job_id, plan.next_job_id):
@@ -57,19 +57,19 @@ class RankJobs:
         self._next_job_id = plan.next_job_id
 
     def end(self, job_id: int, outcome: Outcome, failed_rows: tuple[int, ...] = ()) -> None:
-        """Take in that nothing copies for a job any more; of some also which pairs failed."""
+        """Record that no copy of a job is running any more, with the pairs that failed, if any."""
         self.ended[job_id] = outcome
         if failed_rows:
             self.failed_rows[job_id] = failed_rows
 
     def require_transfer(self) -> SwapEngine:
-        """Return the transfer engine, which must be there."""
+        """Return the transfer engine, which must exist."""
         assert self.transfer is not None, "a copy was asked for before register_kv_caches"
         return self.transfer
 
     @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that jobs may name by now."""
+        """Number of slots, from 0 on, that jobs may use now."""
         return 0 if self.transfer is None else self.transfer.ready_slots
 
     def start(self, job: SwapJob) -> Exception | None:
@@ -79,7 +79,7 @@ class RankJobs:
             transfer.submit(job)
         except TransferError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
+        except Exception as error:  # noqa: BLE001 - any error fails only this job
             return CopyError(repr(error))
         self.speeds.starts(job)
         return None
@@ -89,7 +89,7 @@ class RankJobs:
         return () if self.transfer is None else self.transfer.poll()
 
     def count(self, done: Completion) -> None:
-        """Count a copy that has ended, and learn from its speed."""
+        """Count a copy that has ended, and measure its speed."""
         self.speeds.ended(done)
         if done.error is not None:
             self.log.error("%s", done.error)
@@ -99,12 +99,12 @@ class RankJobs:
         self.stats.count(f"{name}_seconds", done.seconds)
 
     def not_taken_in(self, job_id: int) -> None:
-        """Fail a job whose end could not be taken in, with the error that is being handled."""
+        """Fail a job whose completion could not be processed, and log the current exception."""
         self.log.exception("an error of the plugin: job %d counts as failed", job_id)
         self.end(job_id, Outcome.FAILED)
 
     def load_copied(self, nbytes: int, seconds: float) -> None:
-        """Count a load whose copies ended well, once: of all ranks only the first does."""
+        """Count a load whose copies succeeded. Only the first rank does, so it counts once."""
         if self._rank == 0:
             self.stats.observe("load_bytes", nbytes)
             self.stats.observe("load_seconds", seconds)

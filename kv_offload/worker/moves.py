@@ -1,8 +1,8 @@
 """A rank's copies between host memory and the tiers below it.
 
-They run on threads of each tier. A demotion reads slots that the scheduler holds against eviction;
-a promotion fills slots that are not announced before all ranks have ended it. So neither is ordered
-with copies to and from the GPU.
+They run on threads of each tier. A demotion reads slots that the scheduler protects from eviction;
+a promotion fills slots that are not announced until all ranks have finished it. So neither needs to
+be ordered with copies to and from the GPU.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.sharing import ALONE, Peers
 
 TIMED_BYTES = 1 << 18
-"""Shorter promotions say how long a read takes at least, not how fast the tier is."""
+"""Minimum bytes of a promotion that shows a tier's speed; smaller ones show its latency."""
 
 
 class Moves:
-    """Starts them and takes in their ends. Of ranks that share memory each moves its own slots.
+    """Starts moves and processes their ends. Ranks that share memory move separate slots.
 
-    Which these are depends on the slot of the tier alone: a rank finds there what it has written.
+    The slot of the tier alone determines the rank, so that a rank finds what it has written.
     """
 
     def __init__(self, jobs: RankJobs) -> None:
         self._jobs = jobs
         self._tiers: dict[str, TierEngine] = {}
         self._peers = ALONE
-        # By job, the places of this rank's slots among all of its pairs.
+        # By job: the rows of this rank's slots among all pairs of the job.
         self._rows: dict[int, list[int]] = {}
         self._unreported_speeds: dict[str, float] = {}
 
     def use(self, name: str, tier: TierEngine, peers: Peers) -> None:
-        """Use a tier from now on; `peers` are the ranks that share host memory with this one."""
+        """Add a tier; `peers` are the ranks that share host memory with this one."""
         self._tiers[name], self._peers = tier, peers
 
     def capacities(self) -> dict[str, TierCapacity]:
-        """Return what each tier of this rank holds, counted in slots of all peers."""
+        """Return the capacity of each tier of this rank, counted in slots of all peers."""
         count = self._peers.count
         return {
             name: TierCapacity(tier.num_slots * count, tier.file_id, count)
@@ -48,7 +48,7 @@ class Moves:
         }
 
     def start(self, moves: Iterable[MoveJob]) -> None:
-        """Start moves; those of which this rank has no part have ended."""
+        """Start moves; moves without a part for this rank have ended."""
         for move in moves:
             try:
                 self._start(move)
@@ -70,12 +70,12 @@ class Moves:
         self._rows[move.job_id] = rows
 
     def poll(self) -> None:
-        """Take in what ended since the last call. Never waits."""
+        """Process the moves that ended since the last call. Never waits."""
         for name, tier in self._tiers.items():
             for done in tier.poll():
                 try:
                     self._ended(name, done)
-                except Exception:  # noqa: BLE001 - those after it have ended, too
+                except Exception:  # noqa: BLE001 - later ones in the list have ended, too
                     self._jobs.not_taken_in(done.job_id)
 
     def _ended(self, tier: str, done: TierCompletion) -> None:
@@ -83,7 +83,7 @@ class Moves:
         failed = tuple(rows[row] for row in done.failed)
         if done.error is not None:
             self._jobs.log.error("%s", done.error)
-        # A block that is not what its name says is a miss; the tier itself has not failed.
+        # A block that does not match its name is a miss; the tier itself has not failed.
         outcome = Outcome.OK if done.error is None else Outcome.FAILED
         self._jobs.end(done.job_id, outcome, failed)
         promotes = done.direction is TierDirection.PROMOTE
@@ -94,19 +94,20 @@ class Moves:
         self._jobs.stats.count("tier_mismatches", done.mismatches)
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
-            # The peers read their parts meanwhile.
+            # The peers read their parts at the same time.
             self._unreported_speeds[tier] = self._peers.count * done.nbytes / done.seconds
 
     def take_speeds(self) -> dict[str, float] | None:
-        """Return by tier the speed of the last promotion that showed one, once; None without one.
+        """Return the speed of each tier's last promotion that showed one, once; None without any.
 
-        In bytes of slots that peers read together in a second: each has a part of every job.
+        Speeds are bytes of slots per second of all peers together, as each reads a part of every
+        job.
         """
         speeds, self._unreported_speeds = self._unreported_speeds, {}
         return speeds or None
 
     def revoke_tiers(self, timeout_seconds: float) -> str:
-        """See `TierEngine.revoke`; waits. Returns what prevented any of them."""
+        """See `TierEngine.revoke`. Blocks. Returns the problems of all tiers, or ""."""
         deadline = time.monotonic() + timeout_seconds
         problems = [
             tier.revoke(max(0.0, deadline - time.monotonic())) for tier in self._tiers.values()
@@ -114,7 +115,7 @@ class Moves:
         return "; ".join(filter(None, problems))
 
     def close(self, timeout_seconds: float) -> None:
-        """End the tiers; a copy that hangs is left alone."""
+        """Close the tiers; a copy that hangs is left alone."""
         deadline = time.monotonic() + timeout_seconds
         for tier in self._tiers.values():
             tier.close(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The place of an engine in a `host_pool`: a folder with what it keeps in host memory.
+"""The seat of an engine in a `host_pool`: a folder with its host memory.
 
 POOL/seat-0/lock               locked by the engine that has the seat, as long as it lives
 POOL/seat-0/about.json         what that engine is, for whoever lists the pool
@@ -40,33 +40,33 @@ logger = logging.getLogger(__name__)
 LOCK, ABOUT, DIRECTORY = "lock", "about.json", "directory"
 
 FILESYSTEM = "tmpfs"
-"""The one filesystem that pools are in. A ramfs does not say how much room it has, and files
-of a hugetlbfs cannot be written."""
+"""The only filesystem allowed for pools. A ramfs does not report its free space, and files of a
+hugetlbfs cannot be written."""
 
 ORPHAN_SECONDS = 24 * 3600.0
-"""Memory that no engine has used for so long, and that none has, is freed by the next one that
+"""Memory that no engine holds or has used for this many seconds is freed by the next engine that
 starts with a pool in the same place."""
 
 LOCK_SECONDS = 1.0
-"""How long an engine waits for a seat that one which just ends may have, before it takes another,
-where there are contents of its own, or makes one. The kernel gives locks back only after it has
-taken down the memory of a process."""
+"""Seconds that an engine waits for a seat with its contents that an ending process may still hold,
+before it takes or creates another one. The kernel releases locks only after it has torn down the
+memory of a process."""
 
 
 @dataclass(frozen=True)
 class Pool:
     """A pool of this host, in `folder`.
 
-    `contents` names all that changes the bytes of a block, or what its key means.
+    `contents` names everything that determines the bytes of a block or the meaning of its key.
     """
 
     folder: Path
     contents: Mapping[str, str]
 
     def take_seat(self, rank: int, gather: Callable[[Any], list[Any]]) -> Seat:
-        """Take a seat for an engine, of which all ranks call this: one with its contents if it can.
+        """Take a seat for an engine, if possible one with its contents. All ranks call this.
 
-        `gather` returns what each rank gives, and waits for all. Raises `ConfigError`, or
+        `gather` collects a value from every rank, and waits for all. Raises `ConfigError`, or
         `UnsupportedError` for ranks on several hosts.
         """
         seat, problem = None, ""
@@ -115,7 +115,7 @@ class Pool:
             number += 1
 
     def _begin(self, seat: Path, lock: int) -> Seat:
-        """Make a seat ready for all ranks: none takes memory before the others' is free."""
+        """Prepare a seat for all ranks: stale memory is freed before any rank takes memory."""
         for name in find_arenas(seat):
             if not _is_of(name, digest(self.contents)):
                 (seat / name).unlink(missing_ok=True)
@@ -135,15 +135,15 @@ class Seat:
     folder: Path
     contents: Mapping[str, str]
     kept_bytes: int
-    """The memory that a process before this one left here, and no process has."""
+    """Bytes of memory that an earlier process left here and that no process holds."""
     lock: int = -1
     files: ArenaFiles | None = None
-    """The arenas that this rank has asked for."""
+    """The arena files of this rank, once requested."""
 
     def arena_files(
         self, rank: int, num_ranks: int, pages: str, peers: Peers, num_slots: int, *, reserve: bool
     ) -> ArenaFiles:
-        """Return the arenas of a rank, of which `pages` says what is where in a slot."""
+        """Return the arena files of a rank; `pages` describes the layout of a slot."""
         place = [rank, num_ranks, peers.index, peers.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
         self.files = ArenaFiles(self.folder, rank, kind, reserve=reserve)
@@ -151,19 +151,19 @@ class Seat:
 
     @property
     def arena(self) -> Path:
-        """The arena of this rank, once it is open; ranks that share one have the same."""
+        """The path of this rank's arena, once open; ranks that share one have the same path."""
         assert self.files is not None, "no arena was opened"
         return self.folder / self.files.name
 
     def leave(self) -> None:
-        """Let another engine take the seat."""
+        """Release the seat, so that another engine can take it."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
 
 
 def check_pool_folder(path: str) -> None:
-    """Raise `ConfigError` where `host_pool_path` may not be written, or is not in memory."""
+    """Raise `ConfigError` if `host_pool_path` is not writable, or not in memory."""
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
             f"host_pool_path: {path!r}: there is no such folder, or this user may not write there. "
@@ -180,7 +180,7 @@ def check_pool_folder(path: str) -> None:
 
 
 def pool_folder(config: OffloadConfig) -> Path:
-    """Return the folder of the pool that a configuration names."""
+    """Return the folder of the pool named in a configuration."""
     assert config.host_pool is not None
     return user_folder(Path(config.host_pool_path)) / config.host_pool
 
@@ -197,11 +197,11 @@ def find_seats(pool: Path) -> list[Path]:
 
 
 def free_seat(seat: Path) -> int | None:
-    """Free the memory of a seat; return how much it was, or None if an engine has the seat."""
+    """Free the memory of a seat; return its bytes, or None if an engine holds the seat."""
     lock = lock_file(seat / LOCK)
     if lock is None:
         return None
-    # The empty seat stays: an engine may be about to lock it.
+    # The empty seat stays, because an engine may be about to lock it.
     (seat / DIRECTORY).unlink(missing_ok=True)
     arenas = find_arenas(seat)
     for name in arenas:
@@ -211,7 +211,7 @@ def free_seat(seat: Path) -> int | None:
 
 
 def _free_orphans(pool: Path) -> None:
-    """Free what engines left long ago in other pools: this one's seats are about to be used."""
+    """Free memory left long ago in other pools; the seats of this one are about to be used."""
     oldest = time.time() - ORPHAN_SECONDS
     for other in pool.parent.iterdir():
         seats: list[Path] = []
@@ -224,9 +224,9 @@ def _free_orphans(pool: Path) -> None:
 
 
 def _last_used(seat: Path) -> float:
-    """Return the time at which an engine used a seat, or began to. Raises `OSError` if none did."""
+    """Return when an engine last used a seat, or started to. Raises `OSError` if none did."""
     times = [(seat / ABOUT).stat().st_mtime]
-    with contextlib.suppress(FileNotFoundError):  # that engine has not come so far
+    with contextlib.suppress(FileNotFoundError):  # that engine has not got that far
         times.append((seat / DIRECTORY).stat().st_mtime)
     return max(times)
 
@@ -237,7 +237,7 @@ def seat_number(seat: Path) -> int:
 
 
 def digest(value: Any) -> str:
-    """Return 16 letters that change with a value."""
+    """Return a digest of a value: 16 letters."""
     text = json.dumps(value if not isinstance(value, Mapping) else {**value}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""The shared store of a replica, and a rank's way to it."""
+"""The remote store of a replica, and a rank's connection to it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SMALL_OBJECT_BYTES = 512 << 10
-"""At 20 ms for each request, objects of S3 of 64 KiB were read at a fifth of the rate of 4 MiB, of
-256 KiB at half, of 512 KiB at three quarters (2 cores, `rclone serve s3`, November 2026)."""
+"""At 20 ms per request, S3 objects of 64 KiB were read at a fifth of the rate of 4 MiB, those of
+256 KiB at half, and those of 512 KiB at three quarters (2 cores, `rclone serve s3`, November
+2026)."""
 
 
 def make_client(remote: RemoteConfig, segment_bytes: int) -> RemoteClient:
-    """Return a client, not connected. It gives `segment_bytes` of memory to a store of memory."""
+    """Return an unconnected client. Mooncake gets `segment_bytes` of memory from it."""
     if remote.path is not None:
         from kv_swap.tiers.remote.folder import FolderClient
 
@@ -45,7 +46,7 @@ def make_client(remote: RemoteConfig, segment_bytes: int) -> RemoteClient:
 
 
 def check_usable(remote: RemoteConfig | None) -> None:
-    """Refuse a shared folder that cannot be used, and a store whose package is not installed.
+    """Refuse an unusable shared folder, or a store whose package is not installed.
 
     Raises `ConfigError` or `UnsupportedError`.
     """
@@ -61,7 +62,7 @@ def check_usable(remote: RemoteConfig | None) -> None:
 
 @dataclass(frozen=True)
 class Remote:
-    """The remote store of one replica, whose ranks divide the memory that the replica gives to it.
+    """The remote store of one replica, whose ranks divide the memory that it gives to the store.
 
     `contents` names all that changes the bytes of a block, or what its key means.
     """
@@ -72,13 +73,13 @@ class Remote:
     def open(
         self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
     ) -> RemoteTier:
-        """Return a rank's way to the store; `pages` says what is where in a slot.
+        """Return a rank's tier in the store; `pages` describes the layout of a slot.
 
-        It connects on its own: an engine starts also while the store is away.
+        It connects in the background, so an engine starts even while the store is unavailable.
         """
         from kv_swap.tiers.remote.tier import RemoteTier
 
-        # Ranks that share memory hold the same bytes: they are one part of a block.
+        # Ranks that share memory hold the same bytes, so they count as one part of a block.
         part = f"{rank - peers.index} of {num_ranks}, kept for {peers.count}"
         description = {**self.contents, "part": part, "pages": pages}
         remote, segment_bytes = self.remote, 0

@@ -1,16 +1,16 @@
-"""Lets the forward begin while later layers of a load still arrive, where that is safe.
+"""Lets the forward begin while later layers of a load are still arriving, where that is safe.
 
 Each wave of a load is the KV of some consecutive layers. The compute stream waits for the first
-wave before the forward, and for the others as the layers come to them: vLLM calls the connector
+wave before the forward, and for each other wave when its first layer runs: vLLM calls the connector
 before an attention layer touches its KV. But a full CUDA graph is replayed without calls, and
 state-space layers, indexers and others read their KV without a call. So:
 
-- A layer's KV comes late only if the layer has called in an earlier forward of the same kind. Only
-  forwards of the target model count. A draft head runs under a context of its own.
-- A page that any other layer shares or reads comes in the first wave.
-- Where the kind of forward is not known, or no graph breaks at the layers, the forward waits for
-  the whole load. So does every forward until one has been learned from.
-- A late layer that did not call is found at the end of the step: it may have read anything.
+- A layer's KV may arrive late only if the layer has called in an earlier forward of the same kind.
+  Only forwards of the target model count; a draft head runs in a separate context.
+- A page that any other layer shares or reads is in the first wave.
+- If the kind of forward is unknown, or no graph breaks at the layers, the forward waits for the
+  whole load. So does every forward until the first one has been learned from.
+- A late layer that did not call is detected at the end of the step: it may have read anything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 WEIGHTS = (3, 6, 6, 3, 2)
-"""How a load is shared out among its waves. The first and the last wave are small: the first delays
-the forward, and the layers of the last are computed after the load. The waves are few because each
-costs a launch (`kv_swap/cuda/lane.py` joins the first of them where slots are small)."""
+"""Shares of a load in its waves. The first and the last wave are small: the first delays the
+forward, and the layers of the last are computed after the load. There are few waves, because each
+costs a launch (`kv_swap/cuda/lane.py` joins the first ones if slots are small)."""
 
 Forward = tuple[object, Hashable]
 """A forward whose attention layers call the connector: its context in vLLM, and its kind."""
@@ -31,9 +31,9 @@ Forward = tuple[object, Hashable]
 
 @dataclass(frozen=True)
 class WaveCut:
-    """Which regions arrive in which wave, and which wave a late layer needs.
+    """Assigns regions to waves, and late layers to the wave that they need.
 
-    Layers that are not in `wave_of` need the first wave only, and the whole forward waits for that.
+    Layers that are not in `wave_of` need only the first wave, for which the whole forward waits.
     """
 
     waves: tuple[tuple[int, ...], ...]
@@ -43,11 +43,11 @@ class WaveCut:
 def cut_waves(
     order: Sequence[str], regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]
 ) -> WaveCut | None:
-    """Cut the regions into waves for layers that call in this order; None if it is one wave only.
+    """Cut the regions into waves for layers that call in this order; None if there is only one.
 
-    `regions_of` has the regions that each layer of the cache reads, `page_bytes` the size of each
-    region. A region comes with the first layer that reads it. It comes in the first wave if a layer
-    outside of `order` reads it.
+    `regions_of` has the regions that each layer of the cache reads, `page_bytes` the page size of
+    each region. A region belongs to the wave of the first layer that reads it, and to the first
+    wave if a layer outside `order` reads it.
     """
     owned = {region for layer in order for region in regions_of.get(layer, ())}
     unasked = {region for layer in regions_of.keys() - set(order) for region in regions_of[layer]}
@@ -63,7 +63,7 @@ def cut_waves(
     bounds = [sum(sizes) * share / sum(WEIGHTS) for share in accumulate(WEIGHTS)]
     by_share: dict[int, list[int]] = {}
     for step, nbytes, end in zip(steps, sizes, accumulate(sizes), strict=True):
-        # Steps are few and whole: each goes where its middle lies.
+        # There are few steps, and none is split: each goes to the wave in which its middle is.
         by_share.setdefault(bisect_right(bounds, end - nbytes / 2), []).extend(step)
     waves = list(by_share.values())
     if len(waves) < 2:
@@ -79,16 +79,16 @@ def cut_waves(
 
 
 class LayerWaves:
-    """Learns which layers call, and notes the calls of the current forward.
+    """Learns which layers call, and records the calls of the current forward.
 
-    Call `forward_follows` before a forward, `learn` or `called` with every call of a layer, and
-    `forward_ended` after it. `regions_of` and `page_bytes` are as for `cut_waves`, and every layer
-    reads at least one region.
+    Call `forward_follows` before a forward, `learn` or `called` for every call of a layer, and
+    `forward_ended` after the forward. `regions_of` and `page_bytes` are as in `cut_waves`, and
+    every layer reads at least one region.
     """
 
     def __init__(self, regions_of: Mapping[str, frozenset[int]], page_bytes: Sequence[int]) -> None:
         self.cut: WaveCut | None = None
-        """How loads are cut into waves; None until that was learned, or if it is not possible."""
+        """The cut of loads into waves; None until it is learned, or if it is not possible."""
         self._regions_of = regions_of
         self._page_bytes = page_bytes
         self._learned: dict[Hashable, frozenset[str]] = {}
@@ -98,13 +98,13 @@ class LayerWaves:
         self._given_up = False
 
     def forward_follows(self, forward: Forward | None) -> None:
-        """Note which forward follows; None if its layers are not known to call."""
+        """Announce the next forward; None if its layers are not known to call."""
         self._forward = None if self._given_up else forward
         self._order = {}
 
     @property
     def learning(self) -> bool:
-        """True if the calls of this step's forward are still to be learned."""
+        """True if the calls of this step's forward are yet to be learned."""
         return self._forward is not None and self._forward[1] not in self._learned
 
     @property
@@ -115,7 +115,7 @@ class LayerWaves:
         return self.cut.wave_of.keys() <= self._learned.get(self._forward[1], frozenset())
 
     def learn(self, layer: str, context: object) -> None:
-        """Take in a call of `layer` under a context, which may be a draft head's."""
+        """Record a call of `layer` in a context, which may be that of a draft head."""
         if self._forward is not None and context is self._forward[0]:
             self._order[layer] = None
 
@@ -125,9 +125,9 @@ class LayerWaves:
         self._late = set(self.cut.wave_of)
 
     def called(self, layer: str) -> int:
-        """Take in a call; return the wave that the layer needs.
+        """Record a call, and return the wave that the layer needs.
 
-        A layer of a cache that was not described needs all waves.
+        A layer whose cache was not described needs all waves.
         """
         assert self.cut is not None
         self._late.discard(layer)
@@ -136,7 +136,7 @@ class LayerWaves:
         return self.cut.wave_of.get(layer, 0)
 
     def forward_ended(self) -> WaveCut | None:
-        """Learn from the forward that has ended; return the cut if that has given the first one."""
+        """Learn from the forward that has ended; return the cut if this yields the first one."""
         forward, self._forward = self._forward, None
         if forward is None or forward[1] in self._learned:
             return None
@@ -147,11 +147,11 @@ class LayerWaves:
         return self.cut
 
     def missed(self) -> list[str]:
-        """Return the late layers that did not call, each once."""
+        """Return the late layers that did not call, and clear them."""
         missed, self._late = sorted(self._late), set()
         return missed
 
     def give_up(self) -> None:
-        """Never load in waves again."""
+        """Stop loading in waves for good."""
         self.cut = None
         self._given_up = True

@@ -1,4 +1,4 @@
-"""A rank's half of the connector: starts and ends it, and runs each step in order."""
+"""The worker side of the connector: its start and end, and the order of each step."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from kv_offload.worker.waves import LayerWaves
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 10.0
-"""Bound of the wait for running copies before a reset, a sleep or the end."""
+"""Maximum seconds to wait for running copies before a reset, a sleep or shutdown."""
 
 LowerTier = Disk | Remote | HostPeers
 
 NO_TIERS: Mapping[str, LowerTier] = {}
 
 REVOKE_SECONDS = 5.0
-"""Bound of the wait for the tiers before a reset is answered: a disk may be slow, or hang."""
+"""Maximum seconds to wait for the tiers before a reset is answered: a disk may be slow or hang."""
 
 
 class OffloadWorker:
     """Lives on a rank's main thread; every method is one of the connector's hooks.
 
-    A step's stores are queued at its end and submitted at the start of the next one. So they delay
+    A step's stores are queued at its end and submitted at the start of the next one, so they delay
     neither the copy of the sampled tokens nor the compute of their own step. Loads start in the
     step that planned them. Only `register_kv_caches`, `unregister_kv_caches`, `drain`,
-    `revoke_tiers` and `shutdown` wait.
+    `revoke_tiers` and `shutdown` block.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OffloadWorker:
         self._tiers = tiers
         self._seat = seat
         self._arena = ""
-        # The steps whose loads were taken in, and whose stores were queued.
+        # The last steps whose loads were accepted, and whose stores were queued.
         self._started_for: OffloadMetadata | None = None
         self._ended_for: OffloadMetadata | None = None
         self._aborted_step: int | None = None
@@ -92,8 +92,8 @@ class OffloadWorker:
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Describe the KV tensors and allocate this rank's share of host memory.
 
-        Ranks with the same KV bytes share theirs, or none does. Called once by the model runner,
-        on whose call stack the model and the output-copy stream are found. Raises
+        Ranks with the same KV bytes all share their host memory, or none does. Called once by the
+        model runner, on whose call stack the model and the output-copy stream are found. Raises
         `UnsupportedError`, `CapacityError` or `ConfigError`, each with the remedy.
         """
         self._count_weight_loads = self._rank_engine.count_weight_loads()
@@ -124,7 +124,7 @@ class OffloadWorker:
         page_bytes = [region.page_bytes for region in layout.regions]
         self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.log(
-            logging.DEBUG if self.rank else logging.INFO,  # ranks are alike
+            logging.DEBUG if self.rank else logging.INFO,  # the other ranks log the same
             "kv-offload: rank %d holds %d slots, %d of them ready, of %d bytes%s (%.2f GiB%s) in "
             "%d regions; stores wait for %s",
             self.rank,
@@ -139,10 +139,10 @@ class OffloadWorker:
         )
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the KV tensors, which a sleeping engine unmaps; waits, bounded, for copies.
+        """Release the KV tensors, which a sleeping engine unmaps; waits for copies, with a timeout.
 
-        While a copy runs it uses the tensors, so they stay held if copies do not end. A second call
-        does nothing.
+        A running copy uses the tensors, so they stay held if copies do not end. A second call does
+        nothing.
         """
         if self.transfer is None or self._let_go:
             return
@@ -152,18 +152,18 @@ class OffloadWorker:
         self._let_go = [weakref.ref(tensor) for tensor in self.transfer.keep_alive(())]
 
     def restore_kv_caches(self) -> None:
-        """Hold the KV tensors again, which are back at their addresses."""
+        """Hold the KV tensors again, after they are mapped at their old addresses."""
         if self.transfer is not None and self._let_go:
             alive = [tensor for ref in self._let_go if (tensor := ref()) is not None]
             self.transfer.keep_alive(alive)
             self._let_go = []
 
     def revoke_tiers(self) -> str:
-        """See `TierEngine.revoke`; waits, bounded."""
+        """See `TierEngine.revoke`. Blocks, with a timeout."""
         return self._moves.revoke_tiers(REVOKE_SECONDS)
 
     def shutdown(self) -> None:
-        """Wait, bounded, for running copies and let go of the KV tensors and of host memory."""
+        """Wait for running copies, with a timeout, and release the KV tensors and host memory."""
         self._moves.close(DRAIN_SECONDS)
         if self.transfer is not None:
             self.transfer.close(DRAIN_SECONDS)
@@ -178,22 +178,22 @@ class OffloadWorker:
 
     @property
     def waves(self) -> LayerWaves:
-        """The layers that wait for their part of a load."""
+        """Tracks the layers that wait for their part of a load."""
         return self._forward_loads.waves
 
     @property
     def sharing_ranks(self) -> int:
-        """How many ranks keep their KV bytes in this rank's host memory, this one included."""
+        """Number of ranks that keep their KV in this rank's host memory, including this one."""
         return self._stores.peers.count
 
     @property
     def weight_loads(self) -> dict[int, int]:
-        """How often this rank's model has been given weights, by rank; empty before the first."""
+        """Number of weight loads of this rank's model, by rank; empty before the first."""
         loads = self._count_weight_loads()
         return {self.rank: loads} if loads else {}
 
     def capacity(self) -> WorkerCapacity:
-        """Return what this rank holds and how much of it is ready."""
+        """Return the capacity of this rank and how much of it is ready."""
         ready, tiers = self._jobs.ready_slots, self._moves.capacities()
         slot_bytes = 0 if self.transfer is None else self.transfer.layout.slot_bytes
         return WorkerCapacity(self.rank, self.num_slots, ready, tiers, slot_bytes, self._arena)
@@ -201,22 +201,22 @@ class OffloadWorker:
     # -- a step --------------------------------------------------------------------------------
 
     def begin_step(self, metadata: OffloadMetadata) -> None:
-        """Take in a step's plan. Nothing of it has started; nothing of the step before follows."""
+        """Accept a step's plan, of which nothing has started. The previous step is over."""
         if self._started_for is metadata:
             return
         self._end_aborted_step()
         self._started_for = metadata
         self._jobs.take_plan(metadata)
-        # First: a forward would read what is not loaded.
+        # First, because a forward would read blocks that are not loaded.
         self._forward_loads.take([job for job in metadata.loads if job.synchronous])
         self._loads.take(job for job in metadata.loads if not job.synchronous)
         self._moves.start(metadata.moves)
 
     def _end_aborted_step(self) -> None:
-        """End the step before, if the engine never did: an error of its own cut it short.
+        """End the previous step if the engine did not, because an error of its own aborted it.
 
-        What it was to compute may be missing, so it is not stored. The engine continues only where
-        its user caught the error, in the user's own process.
+        Blocks of that step may not have been computed, so they are not stored. The engine continues
+        only if its user caught the error, in the user's own process.
         """
         step = self._started_for
         if step is None or self._ended_for is step:
@@ -227,17 +227,17 @@ class OffloadWorker:
         self._jobs.log.error("an error of the engine cut a step short; nothing of it is kept")
 
     def submit_stores(self) -> None:
-        """Start the stores that the last step queued; they wait for all compute until now."""
+        """Start the stores that the last step queued; they wait for all compute queued so far."""
         self._stores.submit()
 
     def start_copies(self, metadata: OffloadMetadata, *, first: bool = False) -> None:
-        """Start the last step's stores, then this step's loads, unless they were started.
+        """Start the last step's stores, then this step's loads, if not started yet.
 
-        Called as soon as the engine will not zero or copy any block before this step's forward:
-        both could undo a load. `first` says that nothing of this step is queued yet. Forwards of
-        earlier steps may still run then. They do not touch the destinations if
-        `RankEngine.gives_idle_blocks`, and a load does not wait for them. Every load waits for what
-        this rank itself has queued, the zeroing of a failed load's blocks.
+        Called as soon as the engine will not zero or copy any more blocks before this step's
+        forward, since both could undo a load. `first` means that nothing of this step is queued
+        yet. Forwards of earlier steps may still be running then. If `RankEngine.gives_idle_blocks`,
+        they do not touch the destinations, and a load does not wait for them. Every load waits for
+        work that this rank itself has queued, such as zeroing the blocks of a failed load.
         """
         self.begin_step(metadata)
         self.submit_stores()
@@ -246,17 +246,18 @@ class OffloadWorker:
         self._loads.start(after_compute=after_compute)
 
     def start_kv_transfers(self, metadata: OffloadMetadata) -> None:
-        """Start this step's copies if they were not, and have its forward wait for what it reads.
+        """Start this step's copies if not started yet, and make its forward wait for its loads.
 
-        Called before the forward, after all else that the engine does for the step.
+        Called before the forward, after everything else that the engine does for the step.
         """
         self.start_copies(metadata)
         self._forward_loads.make_forward_wait(self._rank_engine.forward_with_layer_calls())
 
     def rescue(self, metadata: OffloadMetadata) -> None:
-        """Make the loads of a step good in which `start_kv_transfers` raised.
+        """Repair the loads of a step in which `start_kv_transfers` raised.
 
-        What the forward reads is copied at once. Asynchronous loads that have not started fail.
+        Blocks that the forward reads are copied at once. Asynchronous loads that have not started
+        fail.
         """
         self.begin_step(metadata)
         self._forward_loads.make_good(CopyError("an error of the plugin, which the log has"))
@@ -264,18 +265,18 @@ class OffloadWorker:
 
     @property
     def on_layer(self) -> Callable[[str], None] | None:
-        """Takes the calls of attention layers in this step; None in most steps."""
+        """The callback for attention layers in this step; None in most steps."""
         return self._forward_loads.on_layer
 
     def prepare_store_kv(self, metadata: OffloadMetadata) -> None:
-        """Queue this step's stores for the start of the next; a second call does nothing.
+        """Queue this step's stores for the start of the next step; a second call does nothing.
 
-        Two hooks end a step and some versions call only one of them in a step without a forward.
+        Two hooks end a step, and some versions call only one of them in a step without a forward.
         """
         self._end_step(metadata, self._stores.queue)
 
     def end_step_anyhow(self, metadata: OffloadMetadata) -> None:
-        """End a step in whose hooks an error was; stores that are not queued fail."""
+        """End a step after an error in its hooks; stores that are not queued fail."""
         self._end_step(metadata, self._stores.fail)
 
     def _end_step(
@@ -289,11 +290,11 @@ class OffloadWorker:
     # -- reports -------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take in what ended since the last call. Never waits."""
+        """Process all copies that ended since the last call. Never waits."""
         for done in self._jobs.poll():
             try:
                 self._copy_ended(done)
-            except Exception:  # noqa: BLE001 - those after it have ended, too
+            except Exception:  # noqa: BLE001 - later ones in the list have ended, too
                 self._jobs.not_taken_in(done.job_id)
         self._moves.poll()
 
@@ -305,13 +306,13 @@ class OffloadWorker:
             self._forward_loads.ended(done)
 
     def ended(self, aborted_step: int | None = None) -> OffloadWorkerMetadata:
-        """Return how jobs ended, as far as the scheduler does not know; it may ask at any time."""
+        """Return outcomes that the scheduler has not acknowledged. It may ask at any time."""
         jobs = self._jobs
         report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), aborted_step)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_report(self) -> OffloadWorkerMetadata | None:
-        """Return what this step reports; None where nothing has happened."""
+        """Return the report of this step; None if nothing has happened."""
         jobs, ready, weights = self._jobs, self._jobs.ready_slots, self._count_weight_loads()
         news = (  # in the order of the fields of `RankReport`
             self._aborted_step,
@@ -322,29 +323,29 @@ class OffloadWorker:
             weights if weights > self._reported_weight_loads else None,
         )
         if not jobs.ended and news.count(None) == len(news):
-            return None  # as in most steps
+            return None  # the case in most steps
         self._aborted_step = None
         self._reported_ready_slots, self._reported_weight_loads = ready, weights
         report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), *news)
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_losses(self) -> OffloadWorkerMetadata:
-        """Return what must be reported in this step where `take_report` has raised.
+        """Return the losses, which must be reported in this step even if `take_report` has raised.
 
-        The engine takes in the tokens that were computed with what was lost.
+        Otherwise the engine would accept tokens that were computed with lost blocks.
         """
         aborted_step, self._aborted_step = self._aborted_step, None
         return self.ended(aborted_step)
 
     def take_stats(self, errors: int = 0) -> OffloadStats | None:
-        """Return the metrics counted since the last call, and `errors` of hooks; None if none."""
+        """Return the metrics counted since the last call, plus `errors` of hooks; None if none."""
         self._jobs.stats.count("hook_errors", errors)
         return self._jobs.stats.take()
 
     # -- between steps -------------------------------------------------------------------------
 
     def fence_loads(self) -> bool:
-        """Have loads wait for all forwards until now, so that blocks of these may be given away.
+        """Make loads wait for all forwards queued so far, so that their blocks may be reused.
 
         Called between steps. Returns False if CUDA refuses.
         """
@@ -357,10 +358,10 @@ class OffloadWorker:
         return True
 
     def drain(self, plan: OffloadMetadata) -> OffloadWorkerMetadata:
-        """Submit what is queued or planned, wait, bounded, for all copies; return what has ended.
+        """Submit queued and planned stores, wait for all copies with a timeout, and report.
 
-        Called between steps, before a reset or a sleep. `plan` has no loads. Moves run on: nothing
-        that is emptied then is told of by what they bring.
+        Called between steps, before a reset or a sleep. `plan` has no loads. Moves continue; one
+        that ends later announces no block that has been emptied.
         """
         self._jobs.take_plan(plan)
         self._moves.start(plan.moves)

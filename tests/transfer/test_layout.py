@@ -166,16 +166,16 @@ changed = partial(replace, BASE)
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (changed(shape=(6, 64)), "6 blocks.*no multiple of the 4"),
+        (changed(shape=(6, 64)), "6 blocks.*not a multiple of the 4"),
         (changed(shape=(4, 0)), "dimension 1 has size 0"),
         (changed(strides_bytes=(64, -1)), "dimension 1 .* stride -1"),
         (changed(block_dim=2), "block_dim 2"),
         (changed(strides_bytes=(64,)), "do not fit together"),
         (changed(page_bytes=48), "page_bytes is 48, but the data of one block take 64"),
         (changed(page_bytes=80), "80 bytes of a page are more than the block stride of 64"),
-        (changed(address=(1 << 20) + 8), "address 1048584 is no multiple of 16"),
-        (changed(page_bytes=56, shape=(4, 56)), "page_bytes 56 is no multiple of 16"),
-        (changed(strides_bytes=(72, 1)), "block stride 72 is no multiple of 16"),
+        (changed(address=(1 << 20) + 8), "address 1048584 is not a multiple of 16"),
+        (changed(page_bytes=56, shape=(4, 56)), "page_bytes 56 is not a multiple of 16"),
+        (changed(strides_bytes=(72, 1)), "block stride 72 is not a multiple of 16"),
         (changed(shape=(4, 1 << 17), strides_bytes=(1 << 20, 2), page_bytes=1 << 17), "pieces"),
         (
             changed(shape=(3, 4, 64), strides_bytes=(256, 64, 1), block_dim=1, page_bytes=200),

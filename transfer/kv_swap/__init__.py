@@ -1,9 +1,9 @@
 """Copies blocks between a KV cache and host memory, asynchronously.
 
-Describe the cache (`TensorDescription`, `KVLayout`), make an engine (`create_engine`), give it jobs
-(`SwapJob`) and poll it for completions: `transfer/example.py`. This package knows no inference
-engine. Its rooms are `memory` (host memory for slots), `cuda` and `host` (one engine each), and
-`tiers` (storage below host memory).
+Describe the cache (`TensorDescription`, `KVLayout`), create an engine (`create_engine`), submit
+jobs (`SwapJob`) and poll for completions, as in `transfer/example.py`. This package knows no
+inference engine. Its subpackages are `memory` (host memory for slots), `cuda` and `host` (one
+engine each), `packing` (the format of packed slots), and `tiers` (storage below host memory).
 """
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob

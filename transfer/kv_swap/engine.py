@@ -1,4 +1,4 @@
-"""The interface of a transfer engine: what a job is, what completes it, what may be relied upon."""
+"""The interface of a transfer engine: jobs, completions and guarantees."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 CopiesWith = Literal["host", "kernels", "gates"]
-"""Threads of the host, swap kernels on a GPU, or its copy engine with a gate after each piece."""
+"""Host threads, swap kernels on a GPU, or its copy engine with a gate after each piece."""
 
 
 class Direction(enum.Enum):
-    """Which way a job copies."""
+    """The direction of a job."""
 
     LOAD = "load"
     """Host memory to the KV cache."""
@@ -34,13 +34,14 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SwapJob:
-    """Copy whole blocks, one direction.
+    """A job that copies whole blocks in one direction.
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena.
-    The engine does not keep it after `submit`. For loads only: with `before_compute` the copies do
-    not queue after other loads, and compute waits for them in `SwapEngine.await_loads`, or with
-    `in_waves` wave by wave in `await_wave`. Without `after_compute` a load may start while compute
-    still runs that was queued before it; the caller knows that none of it touches the blocks.
+    The engine does not keep it after `submit`. The flags are for loads only. With `before_compute`,
+    the copies do not queue after other loads, and compute waits for them in
+    `SwapEngine.await_loads` or, with `in_waves`, wave by wave in `await_wave`. Without
+    `after_compute`, a load may start while compute that was queued earlier is still running; the
+    caller ensures that none of it touches the blocks.
     """
 
     job_id: int
@@ -53,12 +54,13 @@ class SwapJob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A job that has ended. `seconds` runs from when its copies could start to the end of the last.
+    """A job that has ended. `seconds` is the time from when its copies could start to their end.
 
-    On the host a load in waves counts only what its copies took: compute runs between them.
-    `nbytes` are those of its blocks in the KV cache, packed or not. `refused_rows` are the rows of
-    a store's pairs whose block does not fit a packed slot: these slots hold garbage, the others do
-    not. With `error` set the destination (slots of a store, blocks of a load) holds garbage.
+    On the host, a load in waves counts only the time of its copies, because compute runs between
+    them. `nbytes` are the bytes of its blocks in the KV cache, packed or not. `refused_rows` are
+    the rows of a store's pairs whose blocks do not fit a packed slot: these slots hold garbage, the
+    others are valid. If `error` is set, the destination (slots of a store, blocks of a load) holds
+    garbage.
     """
 
     job_id: int
@@ -71,7 +73,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Held:
-    """Resources of copies that may still run. Not to be freed in a process that was forked."""
+    """Resources of copies that may still run. They must not be freed in a forked process."""
 
     arena: HostArena | None
     keep_alive: Sequence[object]
@@ -79,7 +81,7 @@ class Held:
 
 
 def slots_for(layout: KVLayout, arena: HostArena) -> int:
-    """Return how many slots an arena has. Raises `LayoutError` if they do not fit the layout."""
+    """Return the number of slots in an arena. Raises `LayoutError` if they do not fit."""
     if arena.slot_bytes != layout.slot_bytes:
         raise LayoutError(
             f"slots of the arena have {arena.slot_bytes} bytes, a block has {layout.slot_bytes}"
@@ -90,17 +92,18 @@ def slots_for(layout: KVLayout, arena: HostArena) -> int:
 class SwapEngine(ABC):
     """Copies blocks between a KV cache and a host arena, asynchronously. A context manager.
 
-    Ordering. A job comes after everything that was queued on the compute stream when it was
-    submitted; a store also after what was queued on the output-copy stream, where one was given. A
-    load that is not `after_compute` comes after what was queued at the last `fence_loads` or
-    `zero_blocks`. Nothing else is ordered: the caller must not have a block or slot written by one
-    job while another that uses it is in flight. Loads wait for one slice of a store at most.
+    Ordering. A job runs after everything that was queued on the compute stream when it was
+    submitted; a store also runs after everything queued on the output-copy stream, if there is one.
+    A load that is not `after_compute` runs after everything that was queued at the last
+    `fence_loads` or `zero_blocks`. Nothing else is ordered: the caller must not let one job write a
+    block or slot while another job that uses it is in flight. Loads wait for at most one slice of a
+    store.
 
     On a device `submit`, `poll`, `fence_loads` and `zero_blocks` neither block nor synchronise.
     One thread calls all methods.
 
-    If a load `before_compute` fails, `await_loads` and `await_wave` raise it before the forward
-    that reads it is queued, and `load_now` makes up for it.
+    If a load `before_compute` fails, `await_loads` and `await_wave` raise before the forward that
+    reads it is queued, and `load_now` repeats it.
     """
 
     _state: Held
@@ -111,7 +114,7 @@ class SwapEngine(ABC):
         self._undelivered = 0
         self._num_waves = 0
         self._closed = False
-        # For `check_pairs`: rows in order, and for each place the row that named it last.
+        # For `check_pairs`: row numbers, and for each block or slot the last row that named it.
         self._rows = np.arange(max(layout.num_blocks, num_slots), dtype=np.int32)
         self._row_of = np.empty_like(self._rows)
 
@@ -126,33 +129,35 @@ class SwapEngine(ABC):
 
     @abstractmethod
     def await_loads(self) -> None:
-        """Have compute queued from now on wait for all loads `before_compute` submitted so far.
+        """Make compute that is queued later wait for all loads `before_compute` submitted so far.
 
-        On the stream that is current now. Raises `CopyError` if the load submitted last has failed,
-        or compute cannot be made to wait for it: compute may then go on only after `load_now`.
+        Applies to the current stream. Raises `CopyError` if the last submitted load has failed, or
+        if compute cannot be made to wait for it: compute may then continue only after `load_now`.
         """
 
     @abstractmethod
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """Load the `pairs` of a load `before_compute` that was refused or failed, at any cost.
+        """Repeat a load `before_compute` that was refused or failed, at any cost.
 
-        Plain copies, on the stream that is current now. Blocks the host until the bytes are there,
-        and nothing else copies to these blocks. The completion of that load says nothing any more.
-        Raises `JobError` or `CopyError`; then the blocks may hold anything.
+        `pairs` are those of the load, int32 of shape `(n, 2)`. Uses plain copies on the current
+        stream. Blocks the host until the bytes have arrived and nothing else copies to these
+        blocks. Ignore the completion of the repeated load. Raises `JobError` or `CopyError`; then
+        the blocks may hold anything.
         """
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Have loads with `in_waves` arrive wave by wave; once, before the first of them.
+        """Define the waves of loads with `in_waves`. Call once, before the first such load.
 
-        A wave is a list of indices of `layout.regions`; each region is in one. Raises `JobError`.
+        A wave is a list of indices of `layout.regions`; each region is in exactly one. Raises
+        `JobError`.
         """
         raise JobError("this engine does not load in waves")
 
     def await_wave(self, wave: int) -> None:
-        """Have compute queued from now on wait for a wave of the last load, and all waves before.
+        """Make compute that is queued later wait for a wave of the last load, and earlier waves.
 
-        The caller awaits the last wave of a job before it submits another job that uses its blocks
-        or slots. Raises `CopyError` as `await_loads` does.
+        The caller must await the last wave of a job before it submits another job that uses its
+        blocks or slots. Raises `CopyError` like `await_loads`.
         """
         raise JobError("this engine does not load in waves")
 
@@ -166,35 +171,36 @@ class SwapEngine(ABC):
 
     @abstractmethod
     def fence_loads(self) -> None:
-        """Have every load that is submitted later come after all compute that is queued now.
+        """Order every load that is submitted later after all compute that is already queued.
 
-        Also one without `after_compute`. Raises `CopyError`; then nothing is ordered.
+        This includes loads without `after_compute`. Raises `CopyError`; then nothing is ordered.
         """
 
     @abstractmethod
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero every page of `blocks`, before compute queued later reads and loads write them.
+        """Zero every page of `blocks`, before later compute reads or later loads write them.
 
-        No job that uses one of them may be in flight. Raises `JobError` for a block out of range
-        and on a closed engine, `CopyError` if it fails: then the blocks may hold anything.
+        No job that uses one of the blocks may be in flight. Raises `JobError` for a block out of
+        range and on a closed engine, `CopyError` if zeroing fails: then the blocks may hold
+        anything.
         """
 
     @abstractmethod
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Wait for what is in flight, then drop every reference to KV tensors and the arena.
+        """Wait for copies in flight, then drop every reference to KV tensors and the arena.
 
         Idempotent. On timeout the memory stays alive until the last copy has ended.
         """
 
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        """Keep these objects alive instead of others, and return those; no copy is in flight."""
+        """Keep these objects alive instead, and return the old ones. No copy may be in flight."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
         return held
 
     def slots(self) -> NDArray[np.uint8]:
-        """Return the slots of the arena, uint8 of `(num_slots, slot_bytes)`.
+        """Return the slots of the arena, uint8 of shape `(num_slots, slot_bytes)`.
 
-        Keeps the arena's memory alive. `JobError` on a closed engine.
+        The array keeps the arena's memory alive. Raises `JobError` on a closed engine.
         """
         if self._state.arena is None:
             raise JobError("the slots were asked of an engine that is closed")
@@ -202,12 +208,12 @@ class SwapEngine(ABC):
 
     @property
     def in_flight(self) -> int:
-        """Jobs submitted whose completion `poll` has not returned yet."""
+        """Number of submitted jobs whose completion `poll` has not returned yet."""
         return self._undelivered
 
     @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that jobs may name by now. Grows to what can be page-locked."""
+        """Number of slots from 0 on that jobs may use now. Grows as memory is page-locked."""
         return self.num_slots
 
     def __enter__(self) -> Self:
@@ -217,7 +223,7 @@ class SwapEngine(ABC):
         self.close()
 
     def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Raise `JobError` for waves that were set, or unless every region is in one of them."""
+        """Raise `JobError` if waves are already set, or unless every region is in exactly one."""
         if self._num_waves:
             raise JobError("waves are set once")
         named = sorted(region for wave in waves for region in wave)
@@ -238,7 +244,7 @@ class SwapEngine(ABC):
                 )
 
     def check_job(self, job: SwapJob) -> None:
-        """Raise `JobError` for what `submit` cannot do."""
+        """Raise `JobError` for a job that `submit` cannot run."""
         self.check_pairs(job)
         if job.in_waves and not (job.before_compute and self._num_waves):
             raise JobError(
@@ -247,7 +253,7 @@ class SwapEngine(ABC):
             )
 
     def check_pairs(self, job: SwapJob) -> None:
-        """Raise `JobError` out of bounds, if one place would be written twice, and once closed."""
+        """Raise `JobError` for pairs out of bounds, a destination named twice, or once closed."""
         pairs = job.pairs
         if self._closed:
             raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
@@ -259,8 +265,8 @@ class SwapEngine(ABC):
         if job.direction is Direction.STORE and not job.after_compute:
             raise JobError(f"job {job.job_id}: a store reads what compute wrote, so it comes after")
         limits = (self.layout.num_blocks, self.ready_slots)
-        # Few NumPy calls, on indices of NumPy's own type: every copy waits for this. As unsigned
-        # numbers negative ones are out of range as well.
+        # Every copy waits for this, so it uses few NumPy calls, on indices of NumPy's own type. As
+        # unsigned numbers, negative ones are out of range as well.
         unsigned = pairs.view(np.uint32)
         written = 1 if job.direction is Direction.STORE else 0
         places = unsigned[:, written].astype(np.intp)
@@ -269,16 +275,16 @@ class SwapEngine(ABC):
         row_of = self._row_of[: limits[written]]
         try:
             self._row_of[: limits[1 - written]].take(others)
-            # Faster than sorting: a place written twice remembers only the last row that named it.
+            # Faster than sorting: a destination named twice keeps only the last row that named it.
             row_of[places] = rows
             refused = row_of.take(places).tobytes() != rows.tobytes()
-        except (IndexError, ValueError):  # out of range; more pairs than places
+        except (IndexError, ValueError):  # out of range; more pairs than destinations
             refused = True
         if refused:
             raise self._refusal(job, limits)
 
     def _refusal(self, job: SwapJob, limits: tuple[int, int]) -> JobError:
-        """Return the error that says what is wrong with the pairs of a job."""
+        """Return the error that describes the invalid pairs of a job."""
         pairs = job.pairs
         outside = np.argwhere((pairs < 0) | (pairs >= limits))
         if len(outside):

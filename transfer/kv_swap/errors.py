@@ -1,4 +1,4 @@
-"""The errors of `kv_swap`. Catch `TransferError` for all of them."""
+"""The errors of `kv_swap`. `TransferError` is their base class."""
 
 
 class TransferError(Exception):
@@ -26,4 +26,4 @@ class PinnedMemoryError(TransferError, RuntimeError):
 
 
 class TierError(TransferError, RuntimeError):
-    """A tier below host memory cannot be opened, or a slot could not be read or written."""
+    """A lower tier cannot be opened, or a slot could not be read or written."""

@@ -1,4 +1,4 @@
-"""Builds the engine and the arena that fit a device."""
+"""Creates the engine and the arena for a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 EngineKind = Literal["host", "cuda"]
-"""The copying device: the host, or a CUDA device."""
+"""The kind of engine: for KV caches on the host, or on a CUDA device."""
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
@@ -37,13 +37,13 @@ def create_engine(
     shared: SharedMemory | None = None,
     room: MemoryRoom | None = None,
 ) -> SwapEngine:
-    """Allocate an arena of `num_slots` and return the engine that copies to and from it.
+    """Allocate an arena of `num_slots` slots and return the engine that copies to and from it.
 
-    `keep_alive` are the KV tensors of `layout`, and `device` is theirs; `auto` is `cuda` for a
-    CUDA device, else `host`. `cuda` page-locks the arena, most of it in the background
-    (`SwapEngine.ready_slots`) and while `room` has memory; its stores also wait for
-    `output_copy_stream`. A `shared` arena is the same memory in every process that passes a handle
-    on it; the handle may be closed afterwards.
+    `keep_alive` are the KV tensors of `layout`, on `device`. `auto` means `cuda` for a CUDA device,
+    else `host`. `cuda` page-locks the arena, mostly in the background (`SwapEngine.ready_slots`)
+    and only while `room` has memory; its stores also wait for `output_copy_stream`. A `shared`
+    arena is the same memory in every process that passes a handle to it; the handle may be closed
+    afterwards.
     """
     device = device or keep_alive[0].device
     if kind == "auto":
@@ -59,7 +59,7 @@ def create_engine(
         layout.slot_bytes,
         register=registrar,
         background=True,
-        # Who shares it has spread it over the nodes of all devices.
+        # The processes that share it have spread it over the nodes of all devices.
         numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
         shared=shared,
         room=room,

@@ -1,12 +1,12 @@
-"""The places of a KV block's bytes: regions (address, page, stride) and the slot that holds them.
+"""Where a KV block's bytes are: regions (address, page, stride), and their places in a slot.
 
-A block is all bytes that share one block id, over all regions. A slot is those bytes, contiguous,
-in the order of the regions. Where regions are packed, theirs come first and take less, and a pool
+A block is all bytes that share one block id, over all regions. A slot holds those bytes
+contiguously, in the order of the regions. Packed regions come first and take less space, and a pool
 comes last (`packing/format.py`). Nothing here touches memory or a device.
 
-Each tensor is cut into pieces, the runs of bytes that belong to its block 0. Pieces that touch or
-overlap within one block stride become one region, so cache groups that share their bytes are copied
-once. A layout in which two block ids share a byte is refused: no copy of it could be exact.
+Each tensor is cut into pieces, which are the runs of bytes of its block 0. Pieces that touch or
+overlap within one block stride become one region, so that bytes shared by cache groups are copied
+once. A layout in which two block ids share a byte is refused, because no copy of it could be exact.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     import torch
 
 PAGE_ALIGNMENT_BYTES = 16
-"""Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of it."""
+"""Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of this."""
 
 _MAX_PIECES = 1 << 16
-"""Limit for one tensor: far above what any model has, far below what would stall a start."""
+"""Limit for one tensor: far more than any model has, and too few to slow down startup."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """One KV tensor as its engine laid it out.
+    """One KV tensor as laid out by its engine.
 
-    `address` is that of element 0. Along `block_dim` lie the blocks, several for one manager block
-    if the kernel's are smaller. `page_bytes` is what one manager block of this tensor takes,
-    padding and scales included.
+    `address` is the address of element 0. Blocks are along `block_dim`, several per manager block
+    if the kernel's blocks are smaller. `page_bytes` is the size of one manager block of this
+    tensor, including padding and scales.
     """
 
     name: str
@@ -60,7 +60,7 @@ class TensorDescription:
         block_dim: int = 0,
         page_bytes: int | None = None,
     ) -> TensorDescription:
-        """Describe a torch tensor; without `page_bytes` its blocks have no padding."""
+        """Describe a torch tensor. Without `page_bytes`, its blocks have no padding."""
         itemsize = tensor.element_size()
         strides = tuple(stride * itemsize for stride in tensor.stride())
         if page_bytes is None:
@@ -71,10 +71,10 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of pages of `tensors`: block `b` has one at `address + b * block_stride_bytes`.
+    """A run of pages of `tensors`: the page of block `b` is at `address + b * block_stride_bytes`.
 
-    With `packing` the whole tiles of a page are packed in the slot, and what is left of the page
-    follows them unpacked.
+    With `packing`, the whole tiles of a page are packed in the slot, followed by the raw remainder
+    of the page.
     """
 
     address: int
@@ -86,7 +86,7 @@ class Region:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of a page that are packed; 0 in a raw region."""
+        """Number of packed tiles in a page; 0 in a raw region."""
         return 0 if self.packing is None else self.page_bytes // TILE_BYTES
 
     @property
@@ -96,7 +96,7 @@ class Region:
 
     @property
     def raw_part(self) -> Region | None:
-        """The part copied unpacked: the region, the rest after its tiles, or `None` without one."""
+        """The part that is copied raw: the region, the rest after its tiles, or `None`."""
         if self.packing is None:
             return self
         tiles_bytes = self.num_tiles * TILE_BYTES
@@ -120,12 +120,12 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all regions, as the KV cache holds it."""
+        """Bytes of one block over all regions in the KV cache."""
         return sum(region.page_bytes for region in self.regions)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: those of a block, unless a region is packed."""
+        """Bytes of a slot: the same as those of a block, unless a region is packed."""
         if not self.num_tiles:
             return self.block_bytes
         packed = (r.page_bytes for r in self.regions if r.packing is not None)
@@ -133,25 +133,26 @@ class KVLayout:
 
     @property
     def num_tiles(self) -> int:
-        """Packed tiles of a slot; 0 if no region is packed."""
+        """Number of packed tiles in a slot; 0 if no region is packed."""
         return sum(region.num_tiles for region in self.regions)
 
     @property
     def pool_offset_bytes(self) -> int:
-        """Where in a slot the pool begins, for tiles that do not fit their place."""
+        """Offset in a slot of the pool, for tiles that do not fit their place."""
         return align(max(r.slot_offset_bytes + r.slot_page_bytes for r in self.regions))
 
     @property
     def pool_entries(self) -> int:
-        """Tiles of a slot that may be raw; a block with more of them does not fit."""
+        """Maximum number of raw tiles in a slot; a block with more of them does not fit."""
         return pool_entries(self.num_tiles)
 
     def packed(self, packings: Mapping[str, Packing]) -> KVLayout:
-        """Return the layout whose regions of bf16 are packed: by tensor, how its pages' rows lie.
+        """Return the layout with its bf16 regions packed; `packings` describes pages by tensor.
 
-        A region is packed if `packings` has the same for all its tensors, and a page has a tile or
-        more. Its packed pages come first in a slot. The layout stays the same without such a
-        region, and where slots would not be smaller: a pool takes more than one tile saves.
+        A region is packed if `packings` has the same value for all its tensors and a page has at
+        least one tile. Its packed pages come first in a slot. The layout stays unchanged without
+        such a region, and if slots would not get smaller, since a pool takes more than one tile
+        saves.
         """
         regions = [replace(r, packing=_packing(r, packings)) for r in self.regions]
         offset = 0
@@ -166,10 +167,11 @@ class KVLayout:
 
     @classmethod
     def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
-        """Derive the regions, in the order of the tensors; the caller keeps these alive.
+        """Derive the regions, in the order of the tensors, which the caller must keep alive.
 
-        So a slot does not depend on addresses: a process that has the same tensors elsewhere can
-        read it. Raises `LayoutError` for what cannot be copied exactly.
+        Due to this order a slot does not depend on addresses, so a process that has the same
+        tensors elsewhere can read it. Raises `LayoutError` for a cache that cannot be copied
+        exactly.
         """
         if num_blocks < 1:
             raise LayoutError(f"num_blocks is {num_blocks}, at least 1 is needed")
@@ -196,14 +198,14 @@ def _packing(region: Region, packings: Mapping[str, Packing]) -> Packing | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Adjacent bytes of block 0; block `b` has its own `b * stride` further on."""
+    """Contiguous bytes of block 0; those of block `b` are `b * stride` bytes further on."""
 
     names: frozenset[str]
     address: int
     nbytes: int
     stride: int
     whole: bool
-    """True if these are whole pages of each of the tensors."""
+    """True if these are whole pages of all the tensors."""
 
     @property
     def end(self) -> int:
@@ -211,12 +213,12 @@ class _Piece:
 
 
 def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
-    """Yield the pieces of one tensor; together they hold `page_bytes` bytes.
+    """Yield the pieces of one tensor, which have `page_bytes` bytes together.
 
-    A dimension whose stride exceeds the block stride (K before V, heads before blocks)
-    gives a piece per index. So does one inside the block stride whose gaps hold other tensors
-    (layers inside heads): then the span from the first to the last byte is more than `page_bytes`.
-    Gaps that `page_bytes` covers are the tensor's own (padding, scales) and travel with it.
+    A dimension whose stride exceeds the block stride (K before V, heads before blocks) yields one
+    piece per index. So does a dimension inside the block stride whose gaps hold other tensors
+    (layers inside heads): then the span from the first to the last byte exceeds `page_bytes`. Gaps
+    within `page_bytes` belong to the tensor (padding, scales) and are copied with it.
     """
     name = tensor.name
     block_stride, dims = _inner_dims(num_blocks, tensor)
@@ -235,7 +237,7 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
         split.append(inner.pop(0))
     if count > _MAX_PIECES:
         raise LayoutError(
-            f"{name}: one block lies in {count} pieces of {span} bytes, the limit is "
+            f"{name}: one block consists of {count} pieces of {span} bytes, the limit is "
             f"{_MAX_PIECES}; shape {tensor.shape}, strides {tensor.strides_bytes} bytes"
         )
     nbytes, remainder = divmod(tensor.page_bytes, count)
@@ -257,7 +259,7 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
 
 
 def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[tuple[int, int]]]:
-    """Return the manager-block stride and the other (size, stride), largest stride first."""
+    """Return the stride of a manager block and the other (size, stride), largest stride first."""
     name, shape, strides = tensor.name, tensor.shape, tensor.strides_bytes
     if len(shape) != len(strides) or not 0 <= tensor.block_dim < len(shape):
         raise LayoutError(
@@ -274,11 +276,11 @@ def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[t
     if remainder or kernel_blocks < 1:
         raise LayoutError(
             f"{name}: dimension {tensor.block_dim} has {shape[tensor.block_dim]} blocks, "
-            f"which is no multiple of the {num_blocks} blocks of the manager"
+            f"which is not a multiple of the {num_blocks} blocks of the manager"
         )
     kernel_stride = strides[tensor.block_dim]
     dims = [dim for i, dim in enumerate(zip(shape, strides, strict=True)) if i != tensor.block_dim]
-    # A manager block is `kernel_blocks` consecutive kernel blocks: one more dimension inside it.
+    # A manager block is `kernel_blocks` consecutive kernel blocks, an additional inner dimension.
     dims.append((kernel_blocks, kernel_stride))
     dims = [(size, stride) for size, stride in dims if size > 1]
     return kernel_stride * kernel_blocks, sorted(dims, key=lambda dim: -dim[1])
@@ -287,9 +289,9 @@ def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[t
 def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
     """Join pieces that touch or overlap, as long as the union fits into one block stride.
 
-    Beyond that it would run into the next block. `_refuse_shared_bytes` refuses what overlaps then.
-    Pages of one size that only touch stay apart: they are layers, and a load in waves may bring one
-    before another.
+    Beyond that the union would reach into the next block; `_refuse_shared_bytes` refuses such
+    overlaps. Pages of equal size that only touch stay separate: they are layers, and a load in
+    waves may load one before another.
     """
     ordered = sorted(set(pieces), key=lambda piece: (piece.stride, piece.address))
     current = ordered[0]
@@ -308,15 +310,16 @@ def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
 
 
 def _refuse_shared_bytes(num_blocks: int, pieces: Sequence[_Piece]) -> None:
-    """Refuse two pieces, sorted by address, of which some blocks share a byte."""
+    """Raise `LayoutError` if blocks of two pieces, sorted by address, share a byte."""
     for index, first in enumerate(pieces):
         first_end = first.end + (num_blocks - 1) * first.stride
         for second in pieces[index + 1 :]:
             if second.address >= first_end:
                 break
             if first.stride == second.stride:
-                # Block b of `second` meets block b + d of `first` for the d whose shift lies
-                # between these two; there is one if a multiple of the stride lies strictly between.
+                # Block b of `second` overlaps block b + d of `first` for each d whose shift is
+                # between these two. There is one if a multiple of the stride is strictly between
+                # them.
                 low = second.address - first.end
                 high = second.end - first.address
                 shift = (low // first.stride + 1) * first.stride
@@ -335,5 +338,6 @@ def _refuse_misalignment(piece: _Piece) -> None:
     for what, value in sizes.items():
         if value % PAGE_ALIGNMENT_BYTES:
             raise LayoutError(
-                f"{min(piece.names)}: {what} {value} is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+                f"{min(piece.names)}: {what} {value} is not a multiple of "
+                f"{PAGE_ALIGNMENT_BYTES} bytes"
             )

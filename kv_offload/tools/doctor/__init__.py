@@ -1,9 +1,9 @@
-"""The checks of `kv-offload doctor`: a function a subject, which returns lines of the report.
+"""The checks of `kv-offload doctor`. Each function checks one subject and returns report lines.
 
-Nothing here imports vLLM, and torch and NVML only where they are needed and present. What cannot be
-looked at is a line that says so.
+Nothing here imports vLLM; torch and NVML are imported only where they are needed and present. A
+subject that cannot be inspected gets a line with the reason.
 """
 
 BLOCK_BYTES = 2 << 20
-"""Size of a measured copy: as large as a block of 16 tokens of an 8B model."""
+"""Size of a measured copy: a block of 16 tokens of an 8B model."""
 TOKEN_BYTES = BLOCK_BYTES // 16

@@ -1,4 +1,4 @@
-"""`kv-offload doctor [FILE]`: what stands in the way on this machine, on one page."""
+"""`kv-offload doctor [FILE]`: report on one page what would stop an engine on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_offload.tools.output import Report, shows_colour
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload doctor [FILE]`."""
+    """Add the arguments of `kv-offload doctor [FILE]`."""
     parser.description = (
         "Check this machine, the installed versions and a configuration. Every line says what was "
         "found, what is needed and what to do. The exit status is 1 if there is a problem, 2 if an "

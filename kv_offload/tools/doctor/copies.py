@@ -1,4 +1,4 @@
-"""Measures how fast blocks get to host memory and back, with the copies that engines use."""
+"""Measures the speed of stores and loads, with the copy paths that engines use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EngineChoice = EngineKind | Literal["auto"]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second of the fastest round, and what copied."""
+    """Bytes per second of the fastest round, and the copy path that was used."""
 
     store: float
     load: float
@@ -42,10 +42,11 @@ class Rates:
 
 
 def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) -> Rates:
-    """Store and load blocks of a tensor on a GPU, alone on the link as far as this process goes.
+    """Store and load the blocks of a tensor on a GPU; this process copies nothing else meanwhile.
 
-    With `packs` these are bfloat16 numbers, packed; the bytes that count are those of the tensor.
-    Raises what torch and `kv_swap` raise: without memory, without CuPy, on a failed copy.
+    With `packs` the blocks hold bfloat16 numbers and are packed; rates count the tensor's bytes.
+    Blocks for some seconds. Passes on the errors of torch and `kv_swap`: out of memory, no CuPy, a
+    failed copy. Raises `TimeoutError` for page-locking or a copy that takes too long.
     """
     import torch
 
@@ -68,7 +69,7 @@ def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) ->
 
 
 def _run(engine: SwapEngine, direction: Direction) -> float:
-    """Copy every block once, and return bytes per second."""
+    """Copy every block once and return bytes per second."""
     pairs = np.repeat(np.arange(BLOCKS, dtype=np.int32)[:, None], 2, axis=1)
     engine.submit(SwapJob(0, direction, pairs))
     if not engine.wait(TIMEOUT_SECONDS):

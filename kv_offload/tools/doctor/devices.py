@@ -1,4 +1,4 @@
-"""GPUs: their links, what the links carry, and their memory node."""
+"""Checks of GPUs: their PCIe links, copy rates and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kv_offload.tools.doctor.nvml import Gpu, Machine
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""GB/s of one lane of PCI Express each way, by generation, less the encoding of bits."""
+"""GB/s per PCI Express lane and direction, by generation, net of line encoding."""
 
 GIB = 1 << 30
 
 ENOUGH = 0.6
-"""Part of a link that copies should reach. An H100 on PCIe 5.0 x16 reaches 0.73 to 0.81
-(bench/results/h100/swap.json); guests of a hypervisor reach less."""
+"""Share of a link's bandwidth that copies should reach. An H100 on PCIe 5.0 x16 reaches 0.73 to
+0.81 (bench/results/h100/swap.json); guests of a hypervisor reach less."""
 
 
 def may_have_gpu(machine: Machine, torch: Torch | None) -> bool:
-    """Return whether an engine may copy with a GPU here: NVML sees one, or cannot be asked."""
+    """Return whether an engine may have a GPU here: NVML sees one, or cannot be queried."""
     for_cuda = torch is not None and torch.cuda is not None
     return bool(machine.gpus) or (machine.may_have_others and for_cuda)
 
 
 def check_links(machine: Machine) -> Iterator[Check]:
-    """Yield a line for each GPU, or one that says why there is none."""
+    """Yield a line for each GPU, or one line with the reason if there is none."""
     if not machine.gpus:
         yield not_checked("GPU", machine.problem or "NVML sees no GPU")
     for gpu in machine.gpus:
         name = f"GPU {gpu.index}"
         if None in (gpu.generation, gpu.max_generation, gpu.width, gpu.max_width):
-            yield not_checked(name, f"{gpu.name}; NVML does not tell its PCIe link")
+            yield not_checked(name, f"{gpu.name}; NVML does not report its PCIe link")
             continue
         most = f"{gpu.max_generation}.0 x{gpu.max_width}"
         found = f"{gpu.name}, PCIe {gpu.generation}.0 x{gpu.width}, at most {most}"
@@ -55,7 +55,7 @@ def check_links(machine: Machine) -> Iterator[Check]:
 
 
 def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -> Iterator[Check]:
-    """Yield whether a `transfer_engine` fits the device of the KV cache; nothing for `auto`."""
+    """Check that `transfer_engine` fits the KV cache's device; yield nothing for `auto`."""
     if kind == "auto":
         return
     name, asked = "transfer engine", f"the configuration asks for {kind}"
@@ -72,7 +72,7 @@ def check_asked_for(machine: Machine, torch: Torch | None, kind: EngineChoice) -
 
 
 def check_packing(capabilities: Iterable[tuple[int, int]]) -> Iterator[Check]:
-    """Yield for each GPU, of such a compute capability, whether it packs, and what that brings."""
+    """For each GPU's compute capability, yield whether it can pack and what packing gains."""
     slot_bytes = packed_slot_bytes([BLOCK_BYTES], 0)
     blocks, slots = (GIB // nbytes for nbytes in (BLOCK_BYTES, slot_bytes))
     brings = (
@@ -97,9 +97,9 @@ def _dotted(capability: tuple[int, int]) -> str:
 def check_rates(
     machine: Machine, installed: Torch | None, kind: EngineChoice, *, packs: bool = False
 ) -> Iterator[Check]:
-    """Copy blocks to and from every GPU that torch sees, and yield a line for each.
+    """Copy blocks to and from every GPU that torch sees, and yield a line for each. Takes seconds.
 
-    With `packs` they are packed, and each GPU has a line more.
+    With `packs` the blocks are packed, and each GPU gets an additional line.
     """
     name = "copy rate"
     if installed is None or installed.cuda is None:
@@ -110,9 +110,9 @@ def check_rates(
         import torch
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a missing driver, which another line tells
+            warnings.simplefilter("ignore")  # about a missing driver, which another line reports
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except Exception as error:  # noqa: BLE001 - whatever torch raises where it cannot start
+    except Exception as error:  # noqa: BLE001 - torch may raise anything if it cannot be loaded
         needed = "a torch that can be imported: vLLM imports it, too"
         remedy = "Install vLLM again. If a library is missing, look at LD_LIBRARY_PATH."
         yield Check(name, "problem", f"torch cannot be imported: {error}", needed, remedy)
@@ -144,7 +144,7 @@ def check_rates(
 
 
 def judge_gates(name: str, report: GateReport) -> Check:
-    """Say whether small copies get through between the pieces of long ones."""
+    """Judge whether small copies are served between the pieces of long ones."""
     needed = "small copies that are served between two pieces of a long one"
     remedy = (
         "Kernels copy instead. Unset CUDA_DEVICE_MAX_CONNECTIONS if it is 1, and look for a newer "
@@ -154,12 +154,12 @@ def judge_gates(name: str, report: GateReport) -> Check:
 
 
 def judge_rates(name: str, rates: Rates, gpu: Gpu | None) -> Check:
-    """Compare measured rates with what the link of the GPU can carry."""
+    """Compare measured rates with the bandwidth of the GPU's link."""
     store, load = rates.store / 1e9, rates.load / 1e9
     found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
     per_lane = LANE_GBPS.get(gpu.max_generation or 0) if gpu else None
     if gpu is None or per_lane is None or gpu.max_width is None:
-        return not_checked(name, f"{found}; NVML does not tell what the link carries")
+        return not_checked(name, f"{found}; NVML does not report what the link carries")
     link = per_lane * gpu.max_width
     needed = f"{ENOUGH * link:.0f} GB/s each way, {ENOUGH:.0%} of the link"
     remedy = (
@@ -173,7 +173,7 @@ def judge_rates(name: str, rates: Rates, gpu: Gpu | None) -> Check:
 def check_nodes(
     machine: Machine, proc: Path = Path("/proc"), sysfs: Path = Path("/sys")
 ) -> Iterator[Check]:
-    """Yield for each GPU whether this process may take memory of the node next to it."""
+    """For each GPU, yield whether this process may use memory of the GPU's NUMA node."""
     name = "memory node"
     try:
         online = (sysfs / "devices/system/node/online").read_text().strip()
@@ -191,7 +191,7 @@ def check_nodes(
     for gpu in machine.gpus:
         node = device_node(gpu.pci_bus_id, sysfs)
         if node is None:
-            yield not_checked(name, f"the system does not tell that of GPU {gpu.index}")
+            yield not_checked(name, f"the system does not report that of GPU {gpu.index}")
             continue
         found = f"GPU {gpu.index} is at node {node}, this process may use {allowed}"
         remedy = (
@@ -203,7 +203,7 @@ def check_nodes(
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return the numbers of a list such as `0-3,8`."""
+    """Parse a list of numbers and ranges, such as `0-3,8`."""
     found: set[int] = set()
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")

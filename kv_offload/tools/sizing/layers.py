@@ -1,4 +1,4 @@
-"""Which kinds of layers a model has, how many of each, and what a layer with a state keeps."""
+"""Counts a model's layers by kind, and reads the shape of the states that layers keep."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kv_offload.errors import ConfigError
 from kv_offload.tools.sizing.fields import Fields
 
 INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
-"""Values of `model_type` for which vLLM keeps a latent KV head, and an index in most layers."""
+"""Values of `model_type` with a latent KV head, and an index in most layers."""
 
 ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Values of `model_type` whose layers all have the window, if the configuration has one."""
 
 MAMBA_2 = frozenset({"granitemoehybrid", "nemotron_h"})
 STATE_MODELS = MAMBA_2 | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Values of `model_type` whose states are known here; what is not Mamba 2 has gated delta nets."""
+"""Values of `model_type` with known states: Mamba 2, or else gated delta nets."""
 
 KINDS = {
     "full_attention": "full",
@@ -24,7 +24,7 @@ KINDS = {
     "sliding_attention": "window",
     "chunked_attention": "chunk",
 }
-"""The meaning of an entry of `layer_types`."""
+"""The kind of layer for each entry of `layer_types`."""
 
 KINDS_OF_SOME = {
     **{kind: {"mamba": "state", "linear_attention": "state"} for kind in STATE_MODELS},
@@ -32,7 +32,7 @@ KINDS_OF_SOME = {
 }
 KINDS_OF_SOME["nemotron_h"] |= {"M": "state", "*": "full"}
 KINDS_OF_SOME["nemotron_h"] |= dict.fromkeys(("-", "E", "mlp", "moe"), "none")
-"""The meaning of other entries, by the `model_type` whose layers are known."""
+"""The kinds for further entries, by `model_type`."""
 
 
 def count_layers(fields: Fields) -> dict[str, int]:
@@ -75,9 +75,9 @@ def count_layers(fields: Fields) -> dict[str, int]:
 
 
 def count_indexes(fields: Fields, num_layers: int) -> int:
-    """Return how many layers keep an index; the others use that of a layer before.
+    """Return how many layers keep an index; the others use that of an earlier layer.
 
-    As `DeepseekV32Attention` in vLLM 0.32 does it.
+    This follows `DeepseekV32Attention` in vLLM 0.32.
     """
     pattern = fields.values.get("index_topk_pattern")
     if isinstance(pattern, str):
@@ -93,25 +93,25 @@ _STATE_TYPE = "mamba_ssm_cache_dtype"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The shape of one layer's state, over all tensor-parallel ranks.
+    """The shape of one layer's state, summed over all tensor-parallel ranks.
 
-    It is the last columns that the convolution reads, and a matrix for each head
+    A state holds the last columns that the convolution reads and one matrix per head
     (`MambaStateShapeCalculator` in vLLM 0.32).
     """
 
     inner_channels: int
     """Channels of the convolution that the heads own."""
     groups: int
-    """Groups of heads, each of which shares `group_channels` more."""
+    """Number of head groups; the heads of a group share `group_channels` more channels."""
     group_channels: int
     columns: int
     heads: int
     head_numbers: int
     recurrent_bytes: int | None = None
-    """Bytes of a number in the heads' matrices; None where it is that of the model's type."""
+    """Bytes per number in the heads' matrices; None for that of the model's data type."""
 
     def rank_bytes(self, ranks: int, number_bytes: int) -> int:
-        """Return the bytes on one of `ranks`. Raises `ConfigError` if they cannot split it.
+        """Return the bytes on one of `ranks`. Raises `ConfigError` if the state cannot be split.
 
         A single group is copied to every rank.
         """
@@ -154,7 +154,7 @@ def read_state(fields: Fields) -> State:
         )
     key_size, value_size = number("linear_key_head_dim"), number("linear_value_head_dim")
     heads = number("linear_num_value_heads")
-    # Qwen3.5 says in which type it keeps the recurrent state; others keep the model's type.
+    # Qwen3.5 gives the data type of its recurrent state; other models use the model's type.
     return State(
         inner_channels=heads * value_size,
         groups=number("linear_num_key_heads"),

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, and which models have parts whose size is not known."""
+"""The shape of a model's KV cache, and a list of models with parts of unknown size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATENT = INDEXED | {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "p
 """Values of `model_type` for which vLLM keeps one latent KV head."""
 
 INDEX_SCALE_NUMBERS = 128
-"""Numbers of the index that share a scale of 4 bytes (`Indexer` of `deepseek_v2` in vLLM 0.32)."""
+"""Numbers of an index that share a 4-byte scale (`Indexer` in `deepseek_v2` of vLLM 0.32)."""
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
@@ -44,13 +44,13 @@ STRANGERS = {
     ),
     "layers that read the cache of others": re.compile(r"^num_kv_shared_layers$"),
 }
-"""Keys of models whose cache has parts that the formula lacks, where their value is not empty."""
+"""Keys whose non-empty value means that the cache has parts that the formula lacks."""
 
 KNOWN = dict(zip(STRANGERS, (STATE_MODELS, INDEXED), strict=False))
-"""Values of `model_type` that have such parts, and whose parts are known."""
+"""Values of `model_type` that have such parts with known sizes."""
 
 CROSS = ("is_encoder_decoder", "cross_attention_layers")
-"""Keys of models whose layers also read what an encoder made of the prompt."""
+"""Keys of models whose layers also read the output of an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +59,33 @@ class Model:
 
     model_type: str
     layers: dict[str, int]
-    """How many layers of each kind there are: `full`, `window`, `chunk`, `state`; none has 0."""
+    """Number of layers by kind (`full`, `window`, `chunk`, `state`), without zeros."""
     window_tokens: int
-    """Tokens that a layer with a window reads; 0 where no layer has one."""
+    """Tokens that a layer with a window reads; 0 if no layer has one."""
     kv_heads: int
     head_size: int
     latent: bool
     """True if keys and values are one vector: multi-head latent attention."""
     cache_is_quantized: bool
     assumed: tuple[str, ...] = ()
-    """Values that the file lacks, and that were assumed as the model's defaults are unknown."""
+    """Values missing from the file that were assumed, because the model's defaults are unknown."""
     indexes: int = 0
-    """Layers that keep an index, for sparse attention."""
+    """Number of layers that keep an index for sparse attention."""
     index_bytes: int = 0
-    """Bytes of a token in one of them."""
+    """Bytes per token of one index."""
     state: State | None = None
-    """The state of a layer that has one."""
+    """Shape of the state of a layer; None if no layer has one."""
     ratios: tuple[int, ...] = ()
-    """Tokens that a latent covers, by layer; 0 without latents. Empty if nothing is compressed."""
+    """Tokens that a latent covers, per layer; 0 without latents. Empty if nothing is compressed."""
     index_size: int = 0
-    """Numbers of an index of a compressed model."""
+    """Number of values in an index entry of a compressed model."""
 
 
 def read_model(model: str | Path) -> Model:
-    """Read a config.json, as `read_fields` finds it.
+    """Read the shape of a model's KV cache from its config.json, found as by `read_fields`.
 
-    Where transformers is installed it adds the defaults of the model. Raises `ConfigError`, and
-    `UnsupportedError` for parts of a cache whose size the file does not tell.
+    If transformers is installed, it fills in the defaults of the model. Raises `ConfigError`, and
+    `UnsupportedError` if the size of some part of the cache does not follow from the file.
     """
     fields = read_fields(model)
     if fields.model_type == COMPRESSED:
@@ -117,7 +117,7 @@ def read_model(model: str | Path) -> Model:
 
 def _read_compressed(fields: Fields) -> Model:
     count, ratios = fields.number("num_hidden_layers"), fields.values.get("compress_ratios")
-    if ratios is None:  # as transformers names them
+    if ratios is None:  # the name that transformers uses
         rates, types = fields.values.get("compress_rates"), fields.values.get("layer_types")
         if isinstance(rates, dict) and isinstance(types, list):
             ratios = [rates.get(kind, 0) for kind in types]
@@ -145,7 +145,7 @@ def _read_compressed(fields: Fields) -> Model:
 
 
 def _refuse_other_caches(fields: Fields) -> None:
-    """Raise `UnsupportedError` for a model with no cache, or one with other parts."""
+    """Raise `UnsupportedError` for a model without a cache, or with parts of unknown size."""
     if "bert" in fields.model_type:  # bert, xlm-roberta, modernbert, nomic_bert, ...
         raise UnsupportedError(
             f"{fields.file}: {fields.model_type} reads each prompt as a whole and has no KV cache, "
@@ -169,7 +169,7 @@ def _refuse_other_caches(fields: Fields) -> None:
 
 
 def _heads(fields: Fields) -> tuple[int, int]:
-    """Return the number of KV heads, and the numbers of a key."""
+    """Return the number of KV heads and the size of a key."""
     values, heads = fields.values, fields.number("num_attention_heads")
     kv_heads = next((fields.number(key) for key in KV_HEADS if values.get(key) is not None), heads)
     if heads % kv_heads:

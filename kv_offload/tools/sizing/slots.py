@@ -1,4 +1,4 @@
-"""How vLLM cuts a model's layers into cache groups, and what a slot of host memory then holds."""
+"""The division of a model's layers into cache groups by vLLM, and the resulting slot size."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ NUMBER_BITS = {
     "int8_per_token_head": 8,
     **dict.fromkeys(("int4_per_token_head", "nvfp4", "nvfp4_4over6"), 4),
 }
-"""Bits of a number, by vLLM's `--kv-cache-dtype`.
+"""Bits per number, by vLLM's `--kv-cache-dtype`.
 
-`auto` is the type in which the model computes: 16 bits, unless `--dtype float32` is given."""
+`auto` is the model's data type: 16 bits, unless `--dtype float32` is given."""
 
 PACKED_LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
-"""Bytes of a token of one layer with DeepSeek's latents of 512 and 64 numbers, with scales."""
+"""Bytes per token and layer of DeepSeek's latents of 512 and 64 numbers, including scales."""
 
 PACKED_LATENT_SIZE = 512 + 64
 
 CACHE_DTYPES = (*NUMBER_BITS, *PACKED_LATENT_BYTES)
-"""Cache types whose size is known here. `turboquant_*` leaves some layers out, and others are for
-AMD's GPUs."""
+"""Cache types of known size. `turboquant_*` leaves some layers out; others are for AMD GPUs."""
 
 ENDS = ("window", "state")
-"""Kinds of layers of which only the end of a prompt is kept."""
+"""Kinds of layers that keep only the end of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSize:
-    """The size of a slot of one rank, which holds a block of a cache group; slots that tokens need.
+    """The size of a slot on one rank, which holds one block of one cache group.
 
     vLLM keeps windows and states only where a prompt ends, unless a retention interval is set.
     """
@@ -47,23 +46,23 @@ class SlotSize:
     cache_dtype: str
     """One of `CACHE_DTYPES`."""
     block_tokens: int
-    """Tokens of a block. vLLM makes it so large that a block of attention has room for a state."""
+    """Tokens in a block, large enough that an attention block has room for a state."""
     groups: dict[str, int]
-    """How many cache groups there are of each kind of layer."""
+    """Number of cache groups by kind of layer."""
     group_layers: int
-    """Layers of the largest group. A slot has room for as many, whatever group it serves."""
+    """Layers in the largest group. Every slot has room for this many, whatever group it serves."""
     layer_bytes: int
-    """Bytes that one layer of attention on one rank keeps for one token, less its index."""
+    """Bytes per token of one attention layer on one rank, without its index."""
     state_bytes: int
-    """Bytes of the state of one layer on one rank; 0 where no layer has one."""
+    """Bytes of the state of one layer on one rank; 0 if no layer has one."""
     slot_bytes: int
-    """Bytes of a slot, which the log of a start shows for blocks of as many tokens."""
+    """Bytes of a slot, as logged at startup for blocks of this many tokens."""
     end_slots: int
-    """Slots of a rank that windows and states take where one prompt ends, at most."""
+    """Maximum number of slots per rank that windows and states take at the end of one prompt."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one layer's keys in a block, or of its latents; the values take as many."""
+        """Bytes of one layer's keys, or of its latents, in a block. Values take the same."""
         return self.layer_bytes * self.block_tokens // (1 if self.model.latent else 2)
 
     @property
@@ -74,7 +73,7 @@ class SlotSize:
 
     @property
     def packed_slot_bytes(self) -> int:
-        """Bytes of a slot with `pack_kv`, if its pages may be packed and are large enough."""
+        """Bytes of a slot with `pack_kv`, given `may_pack`; pages that are too small stay raw."""
         pages = self.group_layers * (1 if self.model.latent else 2)
         return packed_slot_bytes(
             [self.page_bytes] * pages, self.slot_bytes - self.page_bytes * pages
@@ -82,37 +81,37 @@ class SlotSize:
 
     @property
     def arenas(self) -> int:
-        """How many ranks have host memory of their own: those with equal bytes share theirs."""
+        """Number of ranks with separate host memory; ranks with equal bytes share theirs."""
         return 1 if self.model.latent else self.tensor_parallel_size
 
     @property
     def keeps_ends_only(self) -> bool:
-        """True if all layers have windows, so that no group keeps all of a prompt."""
+        """True if all layers have windows, so that no group keeps a whole prompt."""
         return self.groups.keys() == {"window"}
 
     @property
     def block_slots(self) -> int:
-        """The slots of a rank that make up `block_bytes`."""
+        """Number of slots per rank that make up `block_bytes`."""
         ends = () if self.keeps_ends_only else ENDS
         return sum(count for kind, count in self.groups.items() if kind not in ends)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, over all ranks, less what only the end of a prompt or window has."""
+        """Bytes of a block over all ranks, without what is kept only where a prompt ends."""
         return self.slot_bytes * self.block_slots * self.arenas
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token, as `block_bytes` counts them."""
+        """Bytes per token, counted as in `block_bytes`."""
         return self.block_bytes // self.block_tokens
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of windows and states where one prompt ends, over all ranks, at most."""
+        """Maximum bytes of windows and states at the end of one prompt, over all ranks."""
         return self.end_slots * self.slot_bytes * self.arenas
 
     def blocks_in(self, cpu_bytes: int, *, packed: bool = False) -> int:
-        """Return how many blocks of `block_tokens` fit into `cpu_bytes` of all ranks together."""
+        """Return how many blocks of `block_tokens` tokens fit into `cpu_bytes`, over all ranks."""
         slot_bytes = self.packed_slot_bytes if packed else self.slot_bytes
         return cpu_bytes // self.arenas // slot_bytes // self.block_slots
 
@@ -122,8 +121,8 @@ def slot_size(
 ) -> SlotSize:
     """Return the size of a slot.
 
-    Raises `ConfigError` for a type of cache that does not fit the model, and where its KV heads or
-    states cannot be split over the ranks.
+    Raises `ConfigError` if the cache type does not fit the model, or if its KV heads or states
+    cannot be split over the ranks.
     """
     if model.ratios:
         return _compressed_size(model, tensor_parallel_size, cache_dtype)
@@ -133,11 +132,11 @@ def slot_size(
     layer_bytes = vectors * vector_bytes(cache_dtype, model.head_size)
     state_bytes = 0
     if model.state is not None:
-        # The cache's type is that of attention alone. A model of 32 bits keeps states of 32 bits.
+        # The cache type applies to attention only. A 32-bit model keeps 32-bit states.
         state_bytes = model.state.rank_bytes(
             tensor_parallel_size, 4 if cache_dtype == "float32" else 2
         )
-        # As `_align_hybrid_block_size` in vLLM does it.
+        # The same as `_align_hybrid_block_size` in vLLM.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     window_blocks = -(-(model.window_tokens - 1) // block_tokens)
     index_bytes = model.indexes * model.index_bytes
@@ -180,14 +179,14 @@ def _compressed_size(model: Model, tensor_parallel_size: int, cache_dtype: str) 
 
 
 def vector_bytes(cache_dtype: str, size: int) -> int:
-    """Return the bytes of a key, a value or a latent of so many numbers, with its scales."""
+    """Return the bytes of a key, value or latent of `size` numbers, with its scales."""
     if cache_dtype in PACKED_LATENT_BYTES:
         return PACKED_LATENT_BYTES[cache_dtype]
     return size * NUMBER_BITS[cache_dtype] // 8 + scale_bytes(cache_dtype, size)
 
 
 def scale_bytes(cache_dtype: str, size: int) -> int:
-    """Return the bytes of the scales that are stored with a vector of so many numbers."""
+    """Return the bytes of the scales stored with a vector of `size` numbers."""
     if cache_dtype.startswith("nvfp4"):
         return size // 16
     return 4 if cache_dtype.endswith("_per_token_head") else 0
@@ -220,7 +219,7 @@ def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
 
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Return the KV heads of a rank; with fewer heads than ranks several hold the same one."""
+    """Return the KV heads per rank; with fewer heads than ranks, several hold the same one."""
     if max(kv_heads, ranks) % min(kv_heads, ranks):
         raise ConfigError(
             f"--tensor-parallel-size is {ranks}, and the model has {kv_heads} KV heads: one must "
@@ -230,9 +229,9 @@ def _heads_per_rank(kv_heads: int, ranks: int) -> int:
 
 
 def cut_into_groups(layers: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return how many cache groups vLLM makes of so many layers of each kind, and their layers.
+    """Return the number of cache groups that vLLM makes for each kind of layer, and their size.
 
-    It makes groups of equal size: of the rarest kind's layers, or of the commonest kind's where
+    Groups have equal size: the number of layers of the rarest kind, or of the most common kind if
     that is less than 1.5 times as many (`_get_kv_cache_groups_uniform_page_size` in vLLM 0.32).
     """
     size = min(layers.values())

@@ -1,1 +1,1 @@
-"""Shows a running server's metrics: a page is read, worked out and drawn. Imports no vLLM."""
+"""Reads, evaluates and draws the metrics of a running server. Does not import vLLM."""

@@ -1,4 +1,4 @@
-"""Judges a server's figures by limits, for probes and scripts."""
+"""Checks a server's figures against limits, for probes and scripts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LIMITS: dict[str, tuple[str, float | None, str]] = {
     "--max-errors": ("errors", None, "errors of every kind since the start"),
     "--max-paused-stores": ("stores_paused", None, "engines that paused stores"),
 }
-"""By option, the figure, its limit without the option, if it has one, and a description."""
+"""For each option: the figure, its default limit (None if not judged), and a description."""
 
 HIT_RATIO = "--min-hit-ratio"
 ENOUGH_TOKENS = 100_000
-"""Looked-up tokens from which a hit ratio is judged: a server that just started has no hits."""
+"""Minimum looked-up tokens before the hit ratio is judged: a new server has no hits."""
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +56,14 @@ def _share(text: str) -> float:
 
 
 def is_asked_for(arguments: argparse.Namespace) -> bool:
-    """Return whether figures are to be judged."""
+    """Return whether the arguments ask for a check."""
     return arguments.check or any(
         _given(arguments, option) is not None for option in (*LIMITS, HIT_RATIO)
     )
 
 
 def problems(figures: Figures, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each limit that a figure passes."""
+    """Yield a line for each limit that is exceeded."""
     for option, (name, default, description) in LIMITS.items():
         given = _given(arguments, option)
         limit, value = default if given is None else given, figures.values[name]

@@ -22,7 +22,7 @@ LONGEST_INTERVAL_SECONDS = 86400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload status URL`."""
+    """Add the arguments of `kv-offload status URL`."""
     parser.description = (
         "Read the metrics of a running vLLM server and show them until Ctrl-C: hit rates, copies, "
         "the pool, slots that were not stored and why, what waits, errors. Without a terminal one "
@@ -78,13 +78,13 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
     stopped_by: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
-        stopped_by.append(number)  # Python drops an exception that meets a destructor
+        stopped_by.append(number)  # an exception would be dropped inside a destructor
         raise KeyboardInterrupt
 
     outer = {
         number: signal.signal(number, stop)
         for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) is not signal.SIG_IGN  # as in a script's background
+        if signal.getsignal(number) is not signal.SIG_IGN  # as in a script's background job
     }
     try:
         with Live(shown, console=console, screen=True, auto_refresh=False) as live:

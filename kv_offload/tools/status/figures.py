@@ -1,4 +1,4 @@
-"""Figures from the samples of a page: totals, and changes since an earlier reading."""
+"""Computes figures from the samples of a metrics page: totals, and changes between two readings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WAITS = {
     "waiting_slots": "slots to store",
     "pinned_blocks": "pinned GPU blocks",
 }
-"""Gauges of what waits now, and what each of them counts."""
+"""Gauges of waiting work, with a description of each."""
 
 LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
-"""Gauges that do not add up: of several engines, the largest counts."""
+"""Gauges that are not summed over engines: the largest value counts."""
 
 TIERS = {"tier_slots": "disk_usable", "has_remote": "remote_usable"}
-"""By the gauge that says that an engine has a tier, the one that is 0 while it is not read."""
+"""Maps the gauge that shows that an engine has a tier to the one that is 0 while it is unread."""
 
 
 class Figures:
-    """The figures of one engine, or of several together: by default all of the page."""
+    """The figures of one engine, or of several together; by default of all engines on the page."""
 
     def __init__(
         self, now: Reading, before: Reading | None = None, engines: Sequence[str] | None = None
@@ -38,9 +38,9 @@ class Figures:
         self.engines = tuple(now.engines if engines is None else engines)
         self.model = now.model
         self.seconds = None if before is None else now.taken - before.taken
-        """Between the readings."""
+        """Seconds between the two readings; None with only one."""
         self.values = self._add_up(now)
-        """By the names of the metrics, without `PREFIX` and `_total`, and what is computed."""
+        """Values by metric name without `PREFIX` and `_total`, and computed figures."""
         self._before = None if before is None else self._add_up(before)
         self._buckets = now.buckets
 
@@ -55,7 +55,7 @@ class Figures:
         prompts, cached = values[f"{OF_VLLM}queries"], values[f"{OF_VLLM}hits"]
         loaded = values["hit_tokens"]
         values |= {"prompt_tokens": prompts, "gpu_tokens": cached, "host_tokens": loaded}
-        # A request that was preempted is looked up again, which vLLM's counters leave out.
+        # A preempted request is looked up again, which vLLM's counters do not count.
         values["computed_tokens"] = max(0.0, prompts - cached - loaded)
         values["load_failures"] = sum(values[name] for name in ERRORS[:3])
         values["errors"] = sum(values[name] for name in ERRORS)
@@ -69,9 +69,9 @@ class Figures:
         return values
 
     def per_second(self, name: str) -> float | None:
-        """Return how fast a counter grows since the earlier reading.
+        """Return the growth of a counter per second since the earlier reading.
 
-        None where there is none, or the server was started again since.
+        None without an earlier reading, or if the server has restarted since.
         """
         if self._before is None or not self.seconds:
             return None
@@ -79,15 +79,15 @@ class Figures:
         return growth / self.seconds if growth >= 0 else None
 
     def copy_rate(self, copies: str) -> float:
-        """Return bytes a second while `stored`, `loaded`, `demoted` or `promoted` copies ran, or 0.
+        """Return the bytes per second of `stored`, `loaded`, `demoted` or `promoted` copies, or 0.
 
-        Waiting counts; that of the tier's copies does not.
+        The time of a copy includes waiting, except for copies of the lower tier.
         """
         busy_seconds = self.values[f"{copies}_seconds"]
         return self.values[f"{copies}_bytes"] / busy_seconds if busy_seconds else 0.0
 
     def load_seconds(self, share: float) -> float | None:
-        """Return the time that this share of all loads took at most, as Prometheus estimates it.
+        """Return a quantile of the load time in seconds, estimated as Prometheus does.
 
         None before the first load.
         """
@@ -107,12 +107,12 @@ class Figures:
         return lower
 
     def some(self, *names: str) -> dict[str, float]:
-        """Return some of the values."""
+        """Return the named values."""
         return {name: self.values[name] for name in names}
 
     @property
     def hit_ratio(self) -> float:
-        """Loaded tokens as a share of those that were looked up; 0 before the first lookup."""
+        """Loaded tokens as a share of looked-up tokens; 0 before the first lookup."""
         looked_up = self.values["lookup_tokens"]
         return self.values["host_tokens"] / looked_up if looked_up else 0.0
 
@@ -123,18 +123,18 @@ class Figures:
 
     @property
     def at_other_sizes(self) -> dict[str, float]:
-        """Tokens that host memory had or would have had, by its size; all 0 if not estimated."""
+        """Tokens that host memory had, or would have had at other sizes; all 0 if not estimated."""
         return {size: self.values[f"hit_tokens_at_{size}"] for size in OTHER_SIZES}
 
     def _copied(self, copies: str) -> dict[str, float]:
-        """Return the bytes and the speed of copies of one kind."""
+        """Return bytes and speed of one kind of copies."""
         return {
             "bytes": self.values[f"{copies}_bytes"],
             "bytes_per_second": self.copy_rate(copies),
         }
 
     def as_json(self) -> dict[str, object]:
-        """Return all that does not need a second reading."""
+        """Return all figures that need only one reading."""
         return {
             "engines": self.engines,
             "model": self.model,

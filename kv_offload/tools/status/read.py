@@ -21,17 +21,17 @@ from kv_offload.metrics import PREFIX
 
 ENGINE_PREFIX = "vllm:"
 OF_VLLM = "vllm:prefix_cache_"
-"""Prefixes of the metrics of vLLM's own cache, which are read along with ours."""
+"""Prefixes of the metrics of vLLM's own cache, which are read in addition to ours."""
 MAX_VALUE = 2.0**63
-"""No counter, number of bytes or time is as large, or below 0."""
+"""Upper bound for all valid samples; none is negative."""
 TIMEOUT_SECONDS = 10.0
-"""For the connection, and for each silence of the server."""
+"""Timeout for connecting, and for each pause of the server."""
 ANSWER_SECONDS = 30.0
-"""From the connection to the end of the answer, however slowly a server sends it."""
+"""Limit for the whole answer, from connecting to its last byte."""
 MAX_PAGE_BYTES = 16 << 20
-"""Limit of an answer. A page has about 100 KiB for each engine of the server."""
+"""Maximum size of an answer. A page has about 100 KiB per engine."""
 MAX_ENGINES = 256
-"""Limit of a page. `MAX_PAGE_BYTES` has room for 160 engines that give all of their metrics."""
+"""Maximum number of engines on a page. `MAX_PAGE_BYTES` has room for 160 with all metrics."""
 
 NO_ENGINE = (
     "{address} has no metrics of vLLM: it is another server, or vLLM was started with "
@@ -50,31 +50,31 @@ class Reading:
     """The samples of a page at one moment."""
 
     taken: float
-    """Seconds of a monotonic clock."""
+    """Time of the reading, in seconds of a monotonic clock."""
     engines: tuple[str, ...]
     """The engines of the server (data-parallel replicas), by the label `engine`."""
     model: str
     values: Mapping[str, Mapping[str, float]]
-    """By engine, then by name as on the page."""
+    """Values by engine, then by name as on the page."""
     buckets: Mapping[tuple[str, str], Mapping[float, float]]
-    """Histograms by name without `_bucket`, and engine: the number of values up to each bound."""
+    """Histograms by name (without `_bucket`) and engine: cumulative counts by upper bound."""
 
 
 def metrics_url(address: str) -> str:
-    """Return the URL of the page of `host:port` or of a URL. Raises `ServerError` for others."""
+    """Return the metrics URL for `host:port` or a URL. Raises `ServerError` for other text."""
     url = address if "://" in address else f"http://{address}"
     try:
         parts = urllib.parse.urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname)
         known = known and "@" not in parts.netloc and url.isascii()
         _ = parts.port
-        (parts.hostname or "").encode("idna")  # refuses what is no name of a host
+        (parts.hostname or "").encode("idna")  # raises for an invalid host name
         known = known and not address.isdecimal() and not os.path.isfile(address)
     except ValueError:
         known = False
     if not known:
         raise ServerError(
-            f"{short(address)!r} is no address of a server; write localhost:8000 or "
+            f"{short(address)!r} is not the address of a server; write localhost:8000 or "
             "http://localhost:8000: a host in ASCII letters, no password, a port of at most 65535"
         )
     path = parts.path.rstrip("/").removesuffix("/metrics")
@@ -82,10 +82,10 @@ def metrics_url(address: str) -> str:
 
 
 def read(url: str) -> Reading:
-    """Get a metrics page and read it.
+    """Fetch and parse a metrics page.
 
-    Blocks for `ANSWER_SECONDS` at most. Only the main thread may call it. Raises `ServerError`
-    where there is no page of ours; the message says what may be the reason.
+    Blocks for at most `ANSWER_SECONDS`. Only the main thread may call it. Raises `ServerError` with
+    the likely reason if there is no metrics page of kv-offload.
     """
     try:
         opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
@@ -99,7 +99,7 @@ def read(url: str) -> Reading:
             f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
             "address, and what stands in front of it"
         ) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a redirection
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of a redirect
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
             f"{url} cannot be reached{_describe_proxy(url)}: {short(why)}; check the address "
@@ -109,7 +109,7 @@ def read(url: str) -> Reading:
     if len(answer) > MAX_PAGE_BYTES:
         raise ServerError(
             f"{url} answers with more than {format_size(MAX_PAGE_BYTES)}, the limit for a page of "
-            "metrics: it is no page of vLLM's; give the address of vLLM's API server"
+            "metrics: it is not a page of vLLM; give the address of vLLM's API server"
         )
     address = url if led_to == url else f"{url}, which leads to {short(led_to)},"
     return parse(answer.decode(errors="replace"), address)
@@ -117,17 +117,17 @@ def read(url: str) -> Reading:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the block once it has taken so long.
+    """Raise `TimeoutError` inside the block after `seconds`.
 
-    A timeout of the socket is for one silence, so a server that sends a letter at a time would be
-    waited for without end: in the status line, the headers, a redirection or a proxy's answer.
+    A socket timeout limits only one pause, so a server that sends a byte at a time could keep the
+    caller waiting forever: in the status line, the headers, a redirection or a proxy's answer.
     """
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"the answer has not ended in {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, stop)
-    # Again and again: Python drops an exception that meets a destructor.
+    # Repeated, because Python drops an exception that is raised inside a destructor.
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
@@ -137,10 +137,10 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _read_answer(response: http.client.HTTPResponse) -> bytes:
-    """Return an answer, or more than `MAX_PAGE_BYTES` of it.
+    """Return the whole answer, or its beginning, longer than `MAX_PAGE_BYTES`, if it is too large.
 
-    Raises `OSError` or `HTTPException` for one that is cut off: a part of a page would be taken for
-    all of it, and of a number.
+    Raises `OSError` or `HTTPException` for a truncated answer, since part of a page, or of a
+    number, would pass for the whole.
     """
     answer, expected = bytearray(), response.length
     while len(answer) <= MAX_PAGE_BYTES and len(answer) != expected:
@@ -154,12 +154,12 @@ def _read_answer(response: http.client.HTTPResponse) -> bytes:
 
 
 def _describe_proxy(url: str) -> str:
-    """Return which proxy of the environment was asked in place of the server; empty for none."""
+    """Describe the environment's proxy that was asked instead of the server; empty for none."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or urllib.request.proxy_bypass(parts.netloc):
         return ""
-    host = proxy.rpartition("@")[2]  # a password may stand before it
+    host = proxy.rpartition("@")[2]  # without a user and password
     return (
         f" through {short(host)}, which {parts.scheme}_proxy names (no_proxy={parts.hostname} "
         "asks the server itself)"
@@ -167,7 +167,7 @@ def _describe_proxy(url: str) -> str:
 
 
 def parse(page: str, address: str) -> Reading:
-    """Read a page in the text format of Prometheus. Raises `ServerError` for any other."""
+    """Parse a page in the text format of Prometheus. Raises `ServerError` for any other format."""
     values: dict[str, dict[str, float]] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     models: set[str] = set()
@@ -188,9 +188,9 @@ def parse(page: str, address: str) -> Reading:
                 else:
                     by_name = values.setdefault(engine, {})
                     by_name[sample.name] = by_name.get(sample.name, 0.0) + sample.value
-    except (ValueError, LookupError) as error:  # the parser lets out either
+    except (ValueError, LookupError) as error:  # the parser raises either
         raise ServerError(
-            f"{address} is no page of metrics ({short(error)}); give the address of vLLM's API "
+            f"{address} is not a page of metrics ({short(error)}); give the address of vLLM's API "
             "server"
         ) from error
     if not is_vllm:
@@ -208,7 +208,7 @@ def parse(page: str, address: str) -> Reading:
 
 
 def short(what: object, letters: int = 120) -> str:
-    """Return what another program said as one line that a terminal can show."""
+    """Return text of another program as one short, printable line."""
     line = " ".join(str(what).split())
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
     return line if len(line) <= letters else f"{line[: letters - 3]}..."

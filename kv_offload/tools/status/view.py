@@ -1,4 +1,4 @@
-"""Draws figures as a page of 24 lines and 80 columns: that of a healthy engine with a disk fits."""
+"""Draws figures on a page; for a healthy engine with a disk it fits 24 lines of 80 columns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kv_offload.tools.status.read import Reading
 
 
 def page(url: str, now: Reading, before: Reading | None = None, note: str = "") -> RenderableType:
-    """Return the page: a note, all engines together, and each one if there are several.
+    """Return the page: a note, all engines together, and each engine if there are several.
 
-    What is wrong comes first: a low terminal shows the top.
+    Problems come first, because a small terminal shows only the top.
     """
     count, figures = len(now.engines), Figures(now, before)
     engines = f"engine {now.engines[0]}" if count == 1 else f"{count} engines together"
@@ -32,7 +32,7 @@ def page(url: str, now: Reading, before: Reading | None = None, note: str = "") 
 
 
 def _wrong(figures: Figures) -> Iterator[str]:
-    """Yield what an operator should look at."""
+    """Yield a line for each problem that needs an operator's attention."""
     values = figures.values
     if errors := _listed(figures.some(*ERRORS)):
         yield f"Errors: {errors}"
@@ -48,7 +48,7 @@ def _wrong(figures: Figures) -> Iterator[str]:
 
 
 def _lines(figures: Figures) -> Iterator[str]:
-    """Yield lines about what is not done: for good, or not yet."""
+    """Yield lines about blocks that were not stored, and about work that waits."""
     yield f"Not stored, in slots: {_listed(figures.skipped) or 'nothing'}"
     waiting = [f"{_number(n)} {WAITS[name]}" for name, n in figures.some(*WAITS).items() if n]
     if age := figures.values["oldest_copy_seconds"]:
@@ -121,7 +121,7 @@ def _engines(by_engine: Sequence[Figures]) -> Table:
     for figures in by_engine:
         values = figures.values
         table.add_row(
-            *map(Text, figures.engines),  # plain strings would be read as markup
+            *map(Text, figures.engines),  # rich would parse plain strings as markup
             _share(values["host_tokens"], values["lookup_tokens"]),
             *(_number(values[name]) for name in ("host_tokens", "slots_in_use", "pool_slots")),
             _number(values["errors"]),

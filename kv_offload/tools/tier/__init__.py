@@ -1,1 +1,1 @@
-"""The contents of a disk's folder: read, verified and shown. Imports no vLLM."""
+"""Reads, verifies and shows the contents of a disk's folder. Does not import vLLM."""

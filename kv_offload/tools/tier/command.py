@@ -1,4 +1,4 @@
-"""`kv-offload tier PATH`: what the folder of a disk holds, and whether it is as it was written."""
+"""`kv-offload tier PATH`: show the contents of a disk's folder, and verify them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `kv-offload tier PATH`."""
+    """Add the arguments of `kv-offload tier PATH`."""
     parser.description = (
         "Show what the folder of a disk holds: model, slots, sizes, last use, and whether an "
         "engine uses it. An engine may use it meanwhile. The exit status is 1 if an index or a "
@@ -53,9 +53,9 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def _is_harmed(replica: Replica) -> bool:
-    """Say whether a disk has lost data: a file is not what it was, or a record is damaged.
+    """Return whether a disk has lost data: a file was cut or replaced, or a record is damaged.
 
-    A record that an engine writes just now looks damaged, too, so records count only without one.
+    A record that an engine is writing also looks damaged, so records count only without an engine.
     """
     if replica.problem or any(file.problem for file in replica.ranks):
         return True
@@ -70,7 +70,7 @@ def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
     if replica.was_reset:
         yield (
             "index",
-            "none: a reset or new weights emptied the disk, or somebody removed it; a restart "
+            "none: a reset or new weights emptied the disk, or it was removed by hand; a restart "
             "begins empty",
         )
     elif replica.description is None or replica.slots is None:
@@ -100,7 +100,7 @@ def _describe(file: RankFile, replica: Replica) -> str:
 
 
 def _ago(moment: float) -> str:
-    """Return how long a moment is past, in the largest unit that it fills."""
+    """Return the age of a moment, in the largest unit that fits."""
     seconds = max(0.0, time.time() - moment)
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:

@@ -21,18 +21,18 @@ from kv_offload.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """The file of a rank's slots; `problem` says why some or all of them are lost."""
+    """The file with a rank's slots; `problem` is the reason if some or all of them are lost."""
 
     rank: int
     file: Path
     file_bytes: int
-    """Bytes that the filesystem has given it."""
+    """Bytes that the filesystem has allocated for it."""
     slot_bytes: int | None
     belongs_to_index: bool
-    """True if the index is of this file, as it is now."""
+    """True if the index belongs to this file in its current state."""
     problem: str
     verified: dict[str, int] | None
-    """How many records are what, by the values of `Verdict`; None if nothing was verified."""
+    """Number of records by the values of `Verdict`; None if nothing was verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +41,27 @@ class Replica:
 
     folder: Path
     in_use: bool | None
-    """By an engine, before or after all was verified; None where that cannot be looked at."""
+    """True if an engine used the disk before or after verification; None if that is unknown."""
     problem: str
     description: dict[str, str] | None
     slots: int | None
     used_slots: int
-    """Those of `slots` that hold a block."""
+    """Number of slots that hold a block."""
     used_bytes: int
-    """Bytes of these slots, over all ranks."""
+    """Bytes of the used slots, over all ranks."""
     last_use: float | None
     first_use: float | None
-    """The last use of the slot that is evicted next."""
+    """Last use of the slot that will be evicted next."""
     was_reset: bool
     """True if there is no index, as after a reset."""
     ranks: list[RankFile]
 
 
 def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
-    """Read what each replica has in a folder; with `progress` every record as well.
+    """Read each replica's files in a folder; with `progress`, verify every record as well.
 
-    Raises `ConfigError` if there is nothing of ours, and for a file that is gone meanwhile.
+    Raises `ConfigError` if the folder has no files of kv-offload, or if a file disappears
+    meanwhile.
     """
     try:
         folders = find_replicas(path)
@@ -86,10 +87,10 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
     try:
         index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
-        problem = error.message if path.exists() else ""  # none is what a reset leaves
+        problem = error.message if path.exists() else ""  # a reset leaves no index
     ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
     if progress is not None:
-        # An engine may rewrite all of them in the minutes that this takes.
+        # Verification takes minutes, in which an engine may rewrite all records.
         ranks = [replace(rank, verified=_verify(rank, index, progress)) for rank in ranks]
         in_use = in_use or _is_in_use(path)
     used = [] if index is None else index.used.tolist()
@@ -152,7 +153,7 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
 def _lacks_beginning(file: Path) -> bool:
     """Return whether a file is empty or begins with zeros, as if cut while an engine wrote it.
 
-    An empty one may also be an engine's that has just begun to make it.
+    An empty file may also belong to an engine that has just created it.
     """
     try:
         with file.open("rb") as opened:

@@ -141,7 +141,7 @@ def test_a_page_that_is_not_aligned():
     made = config()
     spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=3, dtype=torch.float32)
     set_layers(made, {"layer": spec})
-    assert "no multiple of 16" in refusal({"layer": cache(BLOCKS, 1, 1, 6)}, made)
+    assert "not a multiple of 16" in refusal({"layer": cache(BLOCKS, 1, 1, 6)}, made)
 
 
 # -- which layer reads what --------------------------------------------------------------------

@@ -78,8 +78,13 @@ def test_options_decide(simulate):
         ("64", (), "Llama-3.1-8B", "Did you mean 64GiB"),
         ("25%", (), "Llama-3.1-8B", "Give sizes with units, with commas"),
         ("1MiB", (), "Llama-3.1-8B", "1 MiB holds no block of 512 tokens, which takes 64 MiB"),
-        ("1GiB", ("--policies", "lru,best"), "Llama-3.1-8B", "'best' is no policy: give some of"),
-        ("1GiB", (), "gpt-oss-120b", "of windows and states only the end of a prompt is kept"),
+        (
+            "1GiB",
+            ("--policies", "lru,best"),
+            "Llama-3.1-8B",
+            "'best' is not a policy: give some of",
+        ),
+        ("1GiB", (), "gpt-oss-120b", "windows and states are kept only at the end of a prompt"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_remedy(simulate, sizes, options, model, problem):

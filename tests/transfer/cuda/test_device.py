@@ -61,5 +61,5 @@ def test_device_that_cannot_use_host_pointers(cuda):
     CudaRegistrar(torch.device("cuda", 0))
     with pytest.raises(PinnedMemoryError, match="device 3 cannot reach"):
         CudaRegistrar(torch.device("cuda", 3))
-    with pytest.raises(DeviceError, match="no CUDA device"):
+    with pytest.raises(DeviceError, match="not a CUDA device"):
         CudaRegistrar(torch.device("cpu"))

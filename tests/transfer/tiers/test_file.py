@@ -168,7 +168,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path):
 
 def test_what_is_no_regular_file_is_refused_and_left(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TierError, match="no regular file"):
+    with pytest.raises(TierError, match="not a regular file"):
         TierBed(tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
     with pytest.raises(TierError, match="Is a directory; name a file in that folder"):
@@ -388,7 +388,7 @@ def test_a_first_region_that_describes_no_file_is_begun_afresh(path, document):
     with path.open("r+b") as file:
         file.seek(8)
         file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
-    with pytest.raises(TierError, match="describes no file; an engine would begin it afresh"):
+    with pytest.raises(TierError, match="describes no file; an engine would start it over"):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:
         assert bed.tier.reason == "its first region describes no file"

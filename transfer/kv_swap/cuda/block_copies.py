@@ -1,8 +1,8 @@
-"""Blocks cut into copies for a copy engine, and copies gathered into pieces.
+"""Cuts blocks into copies for the copy engine, and groups copies into pieces.
 
-A block is runs: bytes that are together both in the KV cache and in the slot. CUDA looks up where a
-host range begins, and refuses one that ends in another registration, so a copy ends where a piece
-of the arena does.
+A block consists of runs, which are contiguous both in the KV cache and in the slot. CUDA looks up
+the registration in which a host range begins, and refuses a range that ends in another one. So a
+copy never crosses the border of a registered piece of the arena.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
 
 MOST_COPY_BYTES = 4 << 20
-"""Most bytes of one copy, so that every piece of 8 MiB is filled by more than half."""
+"""Maximum bytes of one copy, so that every piece of 8 MiB is more than half full."""
 
 LEAST_RUN_BYTES = 1 << 20
-"""Least bytes of a run, on average.
+"""Minimum average bytes of a run.
 
-A copy costs the step's thread 2 to 3 us, as CUDA looks up the registration of its host address:
-with shorter runs 1 GiB would take more than 4 ms of it (H200, 28 Nov 2026)."""
+A copy costs the step's thread 2 to 3 us, because CUDA looks up the registration of its host
+address: with shorter runs, 1 GiB would take more than 4 ms of that thread (H200, 28 Nov 2026)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`nbytes` from `address` on in block 0, and from `slot_offset` on in a slot."""
+    """`nbytes` contiguous bytes, at `address` in block 0 and at `slot_offset` in a slot."""
 
     address: int
     block_stride: int
@@ -41,7 +41,7 @@ class Run:
 
 
 def runs_of(regions: Sequence[Region]) -> list[Run]:
-    """Return the runs of these raw regions, in the order of their places in the slot."""
+    """Return the runs of raw regions, in slot order."""
     runs: list[Run] = []
     for region in sorted(regions, key=lambda region: region.slot_offset_bytes):
         place = region.address, region.slot_offset_bytes, region.block_stride_bytes
@@ -59,7 +59,7 @@ def runs_of(regions: Sequence[Region]) -> list[Run]:
 
 
 def suits_copy_engine(layout: KVLayout) -> bool:
-    """Return whether a copy engine moves blocks of this layout well: few and long copies."""
+    """Return whether blocks of this layout suit the copy engine: few, long copies."""
     if layout.num_tiles:
         return False  # only kernels pack
     return layout.block_bytes >= len(runs_of(layout.regions)) * LEAST_RUN_BYTES
@@ -67,7 +67,7 @@ def suits_copy_engine(layout: KVLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies in their order: addresses and bytes as int64 of `(n,)`."""
+    """Copies in order: destination, source and bytes, each int64 of shape `(n,)`."""
 
     destinations: NDArray[np.int64]
     sources: NDArray[np.int64]
@@ -77,7 +77,7 @@ class Copies:
         return len(self.nbytes)
 
     def pieces(self, piece_bytes: int) -> list[tuple[int, int]]:
-        """Return the first copy and the end of pieces of at most `piece_bytes`, or of one copy."""
+        """Return the (first, end) copies of pieces of at most `piece_bytes`, or of one copy."""
         longest = int(self.nbytes.max())
         if longest == self.nbytes.min():
             step, count = max(1, piece_bytes // longest), len(self)
@@ -93,7 +93,7 @@ class Copies:
 
 
 class BlockCutter:
-    """Cuts pairs of blocks and slots into copies of raw `regions`. Holds numbers only."""
+    """Cuts (block, slot) pairs into copies of raw `regions`. Holds only numbers."""
 
     def __init__(self, regions: Sequence[Region], arena: HostArena) -> None:
         self._arena_address = arena.address
@@ -107,10 +107,10 @@ class BlockCutter:
         self._slot_offset = _array(part.slot_offset for part in parts)
         self._nbytes = _array(part.nbytes for part in parts)
         self.least_copy_bytes = int(self._nbytes.min())
-        """Least bytes of a copy of a block that is not cut at a border."""
+        """Minimum bytes of a copy in a block that is not cut at a border."""
 
     def cut(self, pairs: NDArray[np.int32], direction: Direction) -> Copies:
-        """Return the copies of `pairs`, `(n, 2)`, pair by pair."""
+        """Return the copies for `pairs`, int32 of shape `(n, 2)`, pair by pair."""
         wide = pairs.astype(np.int64)
         device = (self._address + wide[:, :1] * self._block_stride).ravel()
         offset = (self._slot_offset + wide[:, 1:] * self._slot_bytes).ravel()
@@ -127,7 +127,7 @@ def _array(values: Any) -> NDArray[np.int64]:
 
 
 def _cut_run(run: Run) -> list[Run]:
-    """Cut a run into about equal parts, each a copy."""
+    """Cut a run into copies of about equal size."""
     count = -(-run.nbytes // MOST_COPY_BYTES)
     bounds = [run.nbytes * index // count // 16 * 16 for index in range(count)]
     return [
@@ -142,7 +142,7 @@ def _cut_at_borders(
     offset: NDArray[np.int64],
     nbytes: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], ...]:
-    """Cut copies where a multiple of `border_bytes` lies inside."""
+    """Cut copies that cross a multiple of `border_bytes`."""
     first = offset // border_bytes
     counts = (offset + nbytes - 1) // border_bytes - first + 1
     index = np.repeat(np.arange(len(counts)), counts)

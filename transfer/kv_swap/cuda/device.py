@@ -1,4 +1,4 @@
-"""One CUDA device: CuPy for it, its number, and ranges of host memory page-locked for it."""
+"""Access to one CUDA device: CuPy, the device index, and page-locking of host memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ KERNEL_CACHE_REMEDY = (
 def import_cupy() -> Any:
     """Return the module `cupy`.
 
-    Raises `DeviceError`, naming what to install without it, or what to set where it cannot make
-    its folder.
+    Raises `DeviceError` with the package to install if it is missing, or the variable to set if
+    CuPy cannot create its folder.
     """
     try:
         import cupy
@@ -44,16 +44,16 @@ def import_cupy() -> Any:
             f"CuPy, which compiles and launches the copy kernels, cannot be imported: {error}; "
             f"install it with pip install cupy-cuda{major}x"
         ) from error
-    except OSError as error:  # CuPy 14 makes the folder when it is imported, CuPy 13 later
+    except OSError as error:  # CuPy 14 creates the folder on import, CuPy 13 later
         raise DeviceError(f"CuPy cannot be imported: {error}; {KERNEL_CACHE_REMEDY}") from error
     return cupy
 
 
 def make_kernel_cache() -> None:
-    """Make the folder for compiled kernels as CuPy makes it, without CuPy. Raises `DeviceError`.
+    """Create the folder for compiled kernels, as CuPy would. Raises `DeviceError`.
 
-    One that is there may not be writable: then all kernels must be in it. With
-    `CUPY_CACHE_IN_MEMORY=1` CuPy 13 needs none, and CuPy 14 says for itself that it does.
+    An existing folder may be read-only if it has all kernels. With `CUPY_CACHE_IN_MEMORY=1`, CuPy
+    13 needs no folder; CuPy 14 does, and reports that itself.
     """
     if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
         return
@@ -68,17 +68,17 @@ def make_kernel_cache() -> None:
 
 
 def device_index(device: torch.device) -> int:
-    """Return the index of a CUDA device; the current device for one without."""
+    """Return the index of a CUDA device; that of the current device if it has none."""
     import torch
 
     if device.type != "cuda":
-        raise DeviceError(f"device {device} is no CUDA device; use the host engine for it")
+        raise DeviceError(f"device {device} is not a CUDA device; use the host engine for it")
     index: int = torch.cuda.current_device() if device.index is None else device.index
     return index
 
 
 def shared_memory_bytes(device: torch.device) -> int:
-    """Return the shared memory that a CTA may have on a CUDA device. Raises `DeviceError`."""
+    """Return the maximum shared memory of a CTA in bytes. Raises `DeviceError`."""
     runtime = import_cupy().cuda.runtime
     attribute = runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
     return int(runtime.deviceGetAttribute(attribute, device_index(device)))
@@ -87,8 +87,7 @@ def shared_memory_bytes(device: torch.device) -> int:
 class CudaRegistrar:
     """Registers host memory so that kernels of `device` reach it through its host address.
 
-    Raises `DeviceError` without CuPy, `PinnedMemoryError` where the device cannot use host
-    pointers.
+    Raises `DeviceError` without CuPy, `PinnedMemoryError` if the device cannot use host pointers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,23 +108,23 @@ class CudaRegistrar:
         return str(self._cupy.cuda.runtime.deviceGetPCIBusId(self._index))
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock `nbytes` from `address`; releases the GIL meanwhile."""
+        """Page-lock `nbytes` bytes at `address`. Blocks, with the GIL released."""
         with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
             runtime = self._cupy.cuda.runtime
             runtime.hostRegister(address, nbytes, _HOST_REGISTER_PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. No copy may be running: the arena's owner sees to that."""
+        """Undo `register`. No copy may be running, which the arena's owner ensures."""
         with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
             self._cupy.cuda.runtime.hostUnregister(address)
 
 
 @contextlib.contextmanager
 def _allowed_beside_captures() -> Iterator[None]:
-    """Keep calls on this thread from ending a capture of a CUDA graph on another.
+    """Keep calls on this thread from invalidating a CUDA graph capture on another thread.
 
-    Torch captures in mode `global`: calls of any thread that might synchronise end the capture. A
-    thread in relaxed mode is exempt. Raises `RuntimeError` from CUDA.
+    Torch captures in mode `global`, in which a call on any thread that might synchronise ends the
+    capture. A thread in relaxed mode is exempt. Raises `RuntimeError` from CUDA.
     """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     _exchange_capture_mode(mode)
@@ -136,7 +135,7 @@ def _allowed_beside_captures() -> Iterator[None]:
 
 
 def _exchange_capture_mode(mode: ctypes.c_int) -> None:
-    """Swap this thread's capture mode with `mode`. CuPy has no name for this call."""
+    """Swap this thread's capture mode with `mode`. CuPy does not expose this call."""
     code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if code:
         raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {code}")

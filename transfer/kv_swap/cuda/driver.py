@@ -1,8 +1,9 @@
-"""The driver calls that gated copies need and CuPy has no names for.
+"""Driver calls that gated copies need and CuPy does not expose.
 
-Each call queues work on a stream, given as its handle, and returns: copies of page-locked memory do
-not block the host while the stream's queue has room. Calls keep the GIL: they take microseconds,
-and a thread that let go of it in each would get it back after milliseconds if another one computes.
+Each call queues work on a stream, given by its handle, and returns: copies of page-locked memory do
+not block the host while the stream's queue has room. Calls keep the GIL. They take microseconds,
+and a thread that released the GIL in each call might wait milliseconds to get it back while another
+thread computes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from kv_swap.errors import DeviceError
 
 _SRC_ACCESS_ORDER_STREAM = 1
 _BATCH_VERSION, _VALUE_VERSION, _COPY_VERSION = 12080, 11070, 4000
-"""The versions of CUDA whose signatures are used here. CUDA 13 changed that of the batch copy, and
-drivers keep the older one."""
+"""CUDA versions whose signatures are used here. CUDA 13 changed the batch copy; drivers keep the
+older signature."""
 
 
 class _Location(ctypes.Structure):
@@ -35,9 +36,9 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """Bindings of libcuda. Raises `DeviceError` where it is missing or too old.
+    """Bindings of libcuda. Raises `DeviceError` if it is missing or too old.
 
-    Every method raises `RuntimeError` with the driver's name of the error.
+    Every method raises `RuntimeError` with the driver's name for the error.
     """
 
     def __init__(self) -> None:
@@ -58,8 +59,8 @@ class Driver:
         self._copy_batch: Any = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, *batch_types)
         if self._write is None or self._copy is None:
             raise DeviceError("the NVIDIA driver has no stream memory operations: update it")
-        # The same for all copies of all batches, and only read; a failure is written, and read at
-        # once. ctypes passes values that are made here faster than numbers.
+        # Shared by all batches and only read, except for the index of a failed copy, which is read
+        # at once. ctypes passes these prepared values faster than plain numbers.
         self._attributes = _Attributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         of_all = ctypes.c_void_p(ctypes.addressof(self._attributes))
@@ -74,12 +75,12 @@ class Driver:
         return self._copy_batch is not None
 
     def write_one(self, stream: int, address: int) -> None:
-        """Queue the writing of a 32-bit word, 1."""
+        """Queue a write of the 32-bit word 1."""
         if code := self._write(stream, address, *self._one):
             raise self._error("cuStreamWriteValue32", code)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue one copy."""
+        """Queue one copy of `nbytes` bytes."""
         if code := self._copy(destination, source, nbytes, stream):
             raise self._error("cuMemcpyAsync", code, f" (one copy of {nbytes} bytes)")
 
@@ -92,7 +93,7 @@ class Driver:
             raise self._error("cuMemcpyBatchAsync", code, which)
 
     def _function(self, name: str, version: int, *types: Any) -> Any:
-        """Return a function with the signature of a version of CUDA; None if there is none."""
+        """Return a function with the signature of a CUDA version; None if the driver lacks it."""
         found, status = ctypes.c_void_p(), ctypes.c_int()
         code = self._find(
             name.encode(),
@@ -114,5 +115,5 @@ class Driver:
 
 @cache
 def load_driver() -> Driver:
-    """Return the bindings of this process. Raises `DeviceError`."""
+    """Return the bindings, loaded once per process. Raises `DeviceError`."""
     return Driver()

@@ -1,11 +1,12 @@
 """KV caches on a CUDA device.
 
-Each direction has a lane with a stream of its own. Loads that compute waits for have a third lane,
-where they wait for nothing but each other: these are copied by the swap kernels. On the other two
-lanes the copy engine copies blocks that are few long runs, in pieces with a gate after each
-(`choose_copies`), and kernels copy other blocks.
+Each direction has a lane with a separate stream. Loads that compute waits for have a third lane,
+where they wait only for each other; the swap kernels copy these. On the other two lanes, the copy
+engine copies blocks that consist of few long runs, in pieces with a gate after each
+(`choose_copies`), and kernels copy all other blocks.
 
-The engine itself holds addresses and numbers only: what copies use is in its state (`state.py`).
+The engine itself holds only addresses and numbers; resources that copies use are in its state
+(`state.py`).
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.0001
 
 _UNPACKED_BYTES = 64 << 20
-"""Memory that a load at once takes to unpack blocks, but for at least one block."""
+"""Bytes in which `load_now` unpacks blocks; at least one block in any case."""
 
 
 class CudaSwapEngine(SwapEngine):
     """Copies between KV tensors on `device` and a registered arena, a stream per direction.
 
-    `keep_alive` are the tensors behind `layout`. The compute stream is the one that is current on
-    `device` at each call. `copies_with` says which path copies, else the layout and a self-test.
-    `seconds` of a completion are the device's: from when the compute stream reached the point of
-    submission, or for a load that does not wait for it, from when earlier loads ended; without
-    those in which the rest of a job waited for a poll.
+    `keep_alive` are the tensors behind `layout`. The compute stream is the current stream of
+    `device` at each call. `copies_with` selects the copy path; by default the layout and a
+    self-test do. `seconds` of a completion are device time, from the moment when the compute stream
+    reached the point of submission or, for a load that does not wait for it, when earlier loads
+    ended. Time in which the rest of a job waited for a poll is not counted.
 
-    The constructor tests the copy engine or compiles the kernels, allocates all it needs and
-    synchronises: before any CUDA graph is captured. Raises `LayoutError` if a slot of the arena
-    does not fit the layout, `PinnedMemoryError` if it is not registered, `DeviceError` if the
-    kernels cannot be prepared, or the layout is packed and nothing here can pack.
+    The constructor tests the copy engine or compiles the kernels, allocates everything and
+    synchronises, so call it before any CUDA graph capture. Raises `LayoutError` if a slot of the
+    arena does not fit the layout, `PinnedMemoryError` if the arena is not registered, `DeviceError`
+    if the kernels cannot be prepared, or if the layout is packed and the device cannot pack.
     """
 
     _state: State
@@ -79,7 +80,7 @@ class CudaSwapEngine(SwapEngine):
             self._state = make_state(
                 layout, arena, self._device, keep_alive, output_copy_stream, copies_with
             )
-            # For `load_now`, which uses nothing that jobs use.
+            # For `load_now`, which shares no resources with jobs.
             self._copier = PlainCopier(layout, arena, self._device)
             self._zeroer = BlockZeroer(layout, self._device)
         except DeviceError:
@@ -111,7 +112,7 @@ class CudaSwapEngine(SwapEngine):
             lane.await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`: by one `cudaMemcpyAsync` a page, which the host may have unpacked."""
+        """See `SwapEngine`. One `cudaMemcpyAsync` per page, which the host may have unpacked."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
@@ -123,7 +124,7 @@ class CudaSwapEngine(SwapEngine):
             )
         compute = self._cuda.current_stream(self._device)
         try:
-            # Slices of the failed job must not write once the forward has begun.
+            # Slices of the failed job must not write after the forward has begun.
             lane.drop_unqueued()
             lane.stream.stream.synchronize()
             if self.layout.num_tiles:
@@ -137,9 +138,9 @@ class CudaSwapEngine(SwapEngine):
             ) from error
 
     def _load_unpacked(self, arena: HostArena, pairs: NDArray[np.int32], stream: Any) -> None:
-        """Copy blocks from memory in which they were unpacked, a few at a time; blocks the host.
+        """Unpack a few blocks at a time in host memory and copy them; blocks the host.
 
-        Raises `RuntimeError` from CUDA, `ValueError` for a slot that holds no packed KV.
+        Raises `RuntimeError` from CUDA, `ValueError` for a slot without packed KV.
         """
         packer = SlotPacker(self.layout)
         regions = self.layout.regions
@@ -161,10 +162,10 @@ class CudaSwapEngine(SwapEngine):
                 for row, block in enumerate(blocks.tolist())
             )
             self._copier.copy(copies, stream)
-            stream.synchronize()  # they read `pages`
+            stream.synchronize()  # the copies read `pages`
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """See `SwapEngine`: may queue the writing of a table. Raises `CopyError` from CUDA, too."""
+        """See `SwapEngine`. May queue the write of a table; also raises `CopyError` from CUDA."""
         self.check_waves(waves)
         lane = self._state.lanes.get("before_compute")
         if lane is None or self._capturing():
@@ -181,7 +182,7 @@ class CudaSwapEngine(SwapEngine):
             lane.await_wave(wave)
 
     def poll(self) -> list[Completion]:
-        """Return what has ended; queue slices that had to wait. Queries events only."""
+        """Return the jobs that have ended, and queue waiting slices. Only queries events."""
         self._state.pace.polled()
         if not self._undelivered and not self._closed:
             return []
@@ -191,7 +192,7 @@ class CudaSwapEngine(SwapEngine):
         return completions
 
     def wait(self, timeout_seconds: float) -> bool:
-        """See `SwapEngine`: polls."""
+        """See `SwapEngine`. Polls in a loop."""
         deadline = time.monotonic() + timeout_seconds
         while not self._advance():
             if time.monotonic() >= deadline:
@@ -200,7 +201,7 @@ class CudaSwapEngine(SwapEngine):
         return True
 
     def fence_loads(self) -> None:
-        """Have the streams of loads wait for an event."""
+        """Make the streams of loads wait for an event of the compute stream."""
         try:
             for name, lane in self._state.lanes.items():
                 if name is not Direction.STORE:
@@ -217,11 +218,11 @@ class CudaSwapEngine(SwapEngine):
             raise CopyError(
                 f"zeroing {len(blocks)} blocks of {self.layout.block_bytes} bytes failed: {error}"
             ) from error
-        finally:  # part of it may be queued, and must not come after a load
+        finally:  # part of the zeroing may be queued, and must not run after a load
             self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """See `SwapEngine`; completions can still be polled. After a timeout, `poll` lets go."""
+        """See `SwapEngine`. Completions can still be polled. After a timeout, `poll` lets go."""
         self._closed = True
         self.wait(timeout_seconds)
 
@@ -235,11 +236,11 @@ class CudaSwapEngine(SwapEngine):
         try:
             return bool(self._cuda.is_current_stream_capturing())
         except RuntimeError:
-            # The CUDA context is lost. The lanes meet the same error and report it with their jobs.
+            # The CUDA context is lost. The lanes get the same error and report it with their jobs.
             return False
 
     def _advance(self) -> bool:
-        """Move the lanes on, except in a capture: a query would end it. True if they are idle."""
+        """Advance the lanes, except in a capture, which a query would end. True if all are idle."""
         lanes = self._state.lanes.values()
         if lanes and not self._capturing():
             for lane in lanes:

@@ -1,9 +1,9 @@
-"""Proves at start that gates let small copies through on this machine.
+"""Self-test at startup: gates let small copies through on this machine.
 
-64 MiB are copied in pieces with gates, and meanwhile several small copies in a row on another
-stream: a lone one may take another path and never wait. All is timed by the device, so a host that
-is busy spoils a turn at most. It fails where a process has a single connection for copies
-(`CUDA_DEVICE_MAX_CONNECTIONS=1`), as it should.
+64 MiB are copied in pieces with gates, and meanwhile several small copies run in a row on another
+stream; a single one may take another path and never wait. The device measures all times, so a busy
+host spoils at most a turn. The test correctly fails if the process has only one connection for
+copies (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 PIECES = 8
 COPIES = 4
-"""Copies of a piece."""
+"""Number of copies in a piece."""
 
 SMALL_COPIES, SMALL_BYTES = 3, 2048
 
 MOST_PIECES = 3.0
-"""In the time of so many pieces the small copies must have been made."""
+"""The small copies must complete within the time of this many pieces."""
 
 TURNS, MOST_TURNS = 3, 12
-"""Turns that count, and how many are made to get them."""
+"""Number of valid turns needed, and the maximum number of turns to get them."""
 
 TRIES = 3
-"""Tries of the whole test: other processes may use the copy engine, too."""
+"""Attempts at the whole test, because other processes may use the copy engine, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Milliseconds on the device, from the first piece's start.
+    """Device times of one turn in milliseconds, from the start of the first piece.
 
-    `ended` is when the last piece has ended; the small copies ran from `small_began` to
-    `small_ended`. `queued_early`: the host had queued them before half of the pieces had ended.
+    The last piece ended at `ended`; the small copies ran from `small_began` to `small_ended`.
+    `queued_early` is True if the host queued them before half of the pieces had ended.
     """
 
     ended: float
@@ -57,25 +57,25 @@ class Turn:
 
     @property
     def counts(self) -> bool:
-        """True if the small copies came early enough to have to wait, were there no gates."""
+        """True if the small copies were queued early enough that they would wait without gates."""
         return self.small_began < self.ended * (1 - (MOST_PIECES + 1) / PIECES)
 
     @property
     def pieces_waited(self) -> float:
-        """The time of the small copies, in pieces."""
+        """Time until the small copies had completed, in units of one piece."""
         return (self.small_ended - self.small_began) / (self.ended / PIECES)
 
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """The finding: whether the copy engine yields at gates, and the evidence."""
+    """The result: whether the copy engine yields at gates, and the evidence."""
 
     yields: bool
     found: str
 
 
 def judge(turns: dict[Direction, Sequence[Turn]]) -> GateReport:
-    """Judge the turns of both directions: medians of those that count."""
+    """Judge both directions by the medians of their valid turns."""
     waits = {}
     for direction, tried in turns.items():
         counting = [turn for turn in tried if turn.counts]
@@ -120,9 +120,10 @@ def _test(index: int) -> GateReport:
 
 
 def check_gates(device: torch.device) -> GateReport:
-    """Return whether the copy engine of a device yields at gates; tested once in a process.
+    """Return whether a device's copy engine yields at gates; tested once per process.
 
-    Takes some ten milliseconds, 8 MiB of the device and 8 MiB of page-locked memory meanwhile.
+    Blocks for some tens of milliseconds; temporarily takes 8 MiB on the device and 8 MiB of
+    page-locked memory.
     """
     return _test(device_index(device))
 
@@ -143,7 +144,7 @@ class _Bench:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
 
     def turns(self, direction: Direction) -> list[Turn]:
-        """Make turns until enough count, or there were too many; the first only warms up."""
+        """Run turns until enough are valid or the maximum is reached; the first only warms up."""
         self._turn(direction)
         turns: list[Turn] = []
         while len(turns) < MOST_TURNS and sum(turn.counts for turn in turns) < TURNS:

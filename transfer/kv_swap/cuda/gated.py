@@ -1,10 +1,10 @@
-"""The gated path: copies of the copy engine in pieces, with a gate after each.
+"""The gated path: the copy engine copies in pieces, with a gate after each.
 
-A copy engine serves a stream until the stream's queue is empty, so the sampled tokens' copy would
-wait for all that is queued: milliseconds. A gate is a 32-bit value that the stream writes after
-each piece of 8 MiB. It makes the engine yield, and a small copy on another stream waits for one
-piece, 0.1 ms. The link stays full, and no SM is used. The yield is not documented by NVIDIA, so
-`gate_test.py` proves it at every start.
+A copy engine serves a stream until the stream's queue is empty, so the copy of sampled tokens would
+wait for everything that is queued: milliseconds. A gate is a 32-bit value that the stream writes
+after each piece of 8 MiB. It makes the engine yield, so a small copy on another stream waits only
+for one piece, 0.1 ms. The link stays full, and no SM is used. NVIDIA does not document this
+behaviour, so `gate_test.py` proves it at every start.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 PIECE_BYTES = 8 << 20
-"""Between two gates. 4 MiB cost 4 % of the rate, with 16 MiB a small copy waits 0.3 ms instead of
-0.1 ms (H200, driver 580, 28 Nov 2026)."""
+"""Bytes between two gates. 4 MiB cost 4 % of the rate; with 16 MiB a small copy waits 0.3 ms
+instead of 0.1 ms (H200, driver 580, 28 Nov 2026)."""
 
 SLICE_PIECES = 8
-"""Pieces of a slice, which ends with an event."""
+"""Pieces in a slice, which ends with an event."""
 
 FIRST_PIECES = 32
-"""Pieces queued at once at least: 256 MiB, 5 ms of a full link, cost the step's thread 0.3 to 0.8
-ms (H200, 28 Nov 2026). A step of decodes takes as long."""
+"""Minimum number of pieces queued at a time: 256 MiB keep the link full for 5 ms, as long as a step
+of decodes, and cost the step's thread 0.3 to 0.8 ms (H200, 28 Nov 2026)."""
 
 PIECES_PER_SECOND = 8000
-"""Pieces queued for each second until the next poll: 67 GB/s, a little more than PCIe Gen5 x16."""
+"""Pieces queued per second until the next poll: 67 GB/s, slightly more than PCIe Gen5 x16."""
 
 MOST_CALLS = 768
-"""Calls of copies and gates queued at once. A stream's queue holds about 1,000, 512 batches with a
-gate each, and then CUDA makes the caller wait. 384 batches are 60 ms of a full link."""
+"""Maximum calls (copies and gates) queued at a time. A stream's queue holds about 1,000, or 512
+batches with a gate each; after that CUDA makes the caller wait. 384 batches keep the link full for
+60 ms."""
 
 CUT_BYTES = 256 << 20
 """Bytes whose copies are listed together."""
@@ -60,11 +61,11 @@ class Gates:
         self._device: Any = cuda.Device
         self._current_device: Any = cuda.runtime.getDevice
         with cuda.Device(self._index):
-            # CUDA's own memory, past the pools: a caller that sleeps leaves it.
+            # CUDA's own memory, outside the pools, so that a caller's sleep does not discard it.
             self._word = cuda.Memory(4)
 
     def copy(self, copies: Copies, stream: int) -> None:
-        """Queue copies as others do: one by one, without a gate."""
+        """Queue copies one by one, without gates."""
         with self._device(self._index):
             self._one_by_one(copies, stream)(0, len(copies))
 
@@ -81,11 +82,11 @@ class Gates:
             write(stream, word)
 
     def calls_of(self, cutter: BlockCutter) -> int:
-        """Return how many calls a piece of a cutter's copies may take, with its gate."""
+        """Return the maximum number of calls for a piece of a cutter's copies and its gate."""
         return 2 if self._driver.has_batches else 1 + max(1, PIECE_BYTES // cutter.least_copy_bytes)
 
     def _queue_piece(self, copies: Copies, stream: int) -> Callable[[int, int], None]:
-        """Return what queues some of these copies: the least work for each piece."""
+        """Return a function that queues a range of these copies with the least work per piece."""
         if self._driver.has_batches:
             batch = self._driver.copy_batch
             to, of, sizes = (
@@ -115,7 +116,7 @@ class Gates:
 class GatedPath(CopyPath):
     """Gated copies of one direction, between a raw layout and a registered arena.
 
-    Raises `DeviceError` without a driver that has gates.
+    Raises `DeviceError` if the driver does not support gates.
     """
 
     call = "queueing gated copies"
@@ -133,7 +134,7 @@ class GatedPath(CopyPath):
         return len(part[1][1])
 
     def allowance(self, seconds: float) -> int:
-        """Return no more than keeps the link busy: to queue 1 GiB takes the thread milliseconds."""
+        """Return just enough to keep the link busy, because queuing 1 GiB takes milliseconds."""
         pieces = max(FIRST_PIECES, math.ceil(seconds * PIECES_PER_SECOND))
         return min(pieces, self.max_in_flight)
 
@@ -148,6 +149,6 @@ class GatedPath(CopyPath):
                 yield None, (copies, pieces[piece : piece + SLICE_PIECES])
 
     def queue(self, part: Slice, stream: Stream) -> None:
-        """Queue the pieces of a slice on `stream`; nothing is refused."""
+        """Queue the pieces of a slice on `stream`. Refuses nothing."""
         copies, pieces = part[1]
         self._gates.queue(copies, pieces, stream.cuda_stream)

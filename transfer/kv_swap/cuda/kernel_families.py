@@ -1,4 +1,4 @@
-"""The families of swap kernels, how each is launched, and which one a device gets."""
+"""The families of swap kernels, their launch parameters, and the choice for a device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How one direction is launched, and how slots are cut into tiles for it.
+    """Launch parameters of one direction, and the size of the tiles that slots are cut into.
 
-    A tile has at most `tile_bytes` and `segments_per_tile`. `shared_bytes` is dynamic.
+    A tile has at most `tile_bytes` bytes and `segments_per_tile` segments. `shared_bytes` is
+    dynamic shared memory.
     """
 
     ctas: int
@@ -39,11 +40,11 @@ class LaunchShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelFamily:
-    """One source of csrc with the functions `swap_store` and `swap_load`, and how to launch them.
+    """One source file of csrc with the functions `swap_store` and `swap_load`, and their launches.
 
-    Devices from `min_capability` on run it that have `shared_bytes` of shared memory for a CTA,
-    static and dynamic. `options` are for the compiler. One that `packs` moves the packed tiles of a
-    layout, any other what is raw of it.
+    It runs on devices of at least `min_capability` with `shared_bytes` of shared memory per CTA,
+    static and dynamic. `options` are passed to the compiler. A family that `packs` moves the packed
+    tiles of a layout, any other family the raw parts.
     """
 
     name: str
@@ -61,15 +62,15 @@ _STORE_STAGES, _LOAD_STAGES = 4, 8
 _TILE_BYTES = {Direction.STORE: 14 << 10, Direction.LOAD: 16 << 10}
 """Two CTAs of one warp each drive a ring of stages, and drain at most `_DRAINS` stages at once.
 
-Stores move 52.6 GB/s from 64 KiB pages on, and no other ring moved more. They slow an 8192-cubed
-product by 1.07. Four CTAs slow it by 1.18, the vector kernel by 1.91.
+Stores move 52.6 GB/s with pages of 64 KiB or more, and no other ring moved more. They slow an
+8192-cubed product by 1.07. Four CTAs slow it by 1.18, the vector kernel by 1.91.
 
-Loads move 51.0 GB/s alone, and 49.0 beside products as in decodes; with one drain 45.8. Beside
-stores 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.091, and more slow
-it by more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
+Loads move 51.0 GB/s alone, and 49.0 next to products like those of decodes; with one drain 45.8.
+Next to stores, 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.091, and
+more slow it by more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
 
 _BULK_STATIC_BYTES = 12416
-"""Shared memory of eight stages, as NVRTC reports it of `swap_bulk.cu` for sm_90 to sm_120."""
+"""Shared memory of eight stages, as reported by NVRTC for `swap_bulk.cu` on sm_90 to sm_120."""
 
 
 def _bulk(name: str, load_stages: int) -> KernelFamily:
@@ -91,11 +92,11 @@ BULK = _bulk("bulk", _LOAD_STAGES)
 """Bulk copies through shared memory."""
 
 BULK_SMALL = _bulk("bulk_small", 5)
-"""The same with fewer stages for loads: GPUs of compute capability 12 have 99 KiB for a CTA."""
+"""The same with fewer load stages: GPUs of compute capability 12 have 99 KiB per CTA."""
 
 _VECTOR = LaunchShape(ctas=4, threads=1024, tile_bytes=4096, segments_per_tile=1)
-"""4 CTAs of 1,024 threads filled a PCIe Gen5 x16 link from 4 KiB pages on (H200, 21 Nov 2026). 16
-moved no more and slowed a bf16 product 2.9 times. A warp copies a tile at a time."""
+"""4 CTAs of 1,024 threads filled a PCIe Gen5 x16 link with pages of 4 KiB or more (H200, 21 Nov
+2026). 16 moved no more and slowed a bf16 product 2.9 times. A warp copies one tile at a time."""
 
 VECTOR = KernelFamily(
     "vector",
@@ -109,14 +110,14 @@ _GROUPS = 2
 _PACKED_WARPS = {Direction.STORE: 10, Direction.LOAD: 8}
 _PACKED_STAGES = {Direction.STORE: 3, Direction.LOAD: 5}
 _PACKED_BUFFERS = 3
-"""Two CTAs, each with two groups of 8 warps that pack or unpack; a group that packs has two warps
-more, to fill and to drain.
+"""Two CTAs, each with two groups of 8 warps that pack or unpack. A group that packs has two more
+warps, to fill and to drain.
 
 Stores move 66 GB/s of KV and loads 65, where `BULK` moves 52 and 51: each fills the link as far as
-`BULK` does. With all in 8 warps a group stores moved 43. An 8192-cubed product is slowed by 1.093
-and 1.074 (`BULK`: 1.076 and 1.074), products as in decodes by 1.018 and 1.047 (1.009 and 1.037).
-Beside these two stages of stores move 44 GB/s instead of 55, and three stages of loads 53 instead
-of 61; alone they are as fast. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""
+`BULK` does. With only 8 warps per group, stores moved 43. An 8192-cubed product is slowed by 1.093
+and 1.074 (`BULK`: 1.076 and 1.074), products like those of decodes by 1.018 and 1.047 (1.009 and
+1.037). Next to the latter, stores with two stages move 44 GB/s instead of 55, and loads with three
+stages 53 instead of 61; alone they are as fast. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""
 
 
 def _packed_shape(direction: Direction) -> LaunchShape:
@@ -129,7 +130,7 @@ def _packed_shape(direction: Direction) -> LaunchShape:
 
 
 _PACKED_STATIC_BYTES = 40448
-"""Shared memory, as NVRTC reports it of `swap_packed.cu` for sm_90 to sm_120."""
+"""Shared memory, as reported by NVRTC for `swap_packed.cu` on sm_90 to sm_120."""
 
 PACKED = KernelFamily(
     "packed",
@@ -147,14 +148,14 @@ PACKED = KernelFamily(
     packs=True,
     shared_bytes=max(_packed_shape(way).shared_bytes for way in Direction) + _PACKED_STATIC_BYTES,
 )
-"""Bulk copies through shared memory, packed and unpacked there; `BULK` copies what is raw."""
+"""Bulk copies through shared memory, where they are packed. `BULK` copies raw parts."""
 
 FAMILIES = (BULK, BULK_SMALL, VECTOR)
-"""Those that copy raw bytes, the fastest first."""
+"""Families that copy raw bytes, fastest first."""
 
 
 def can_run(family: KernelFamily, device: torch.device) -> bool:
-    """Return whether `device` runs a family. Raises `DeviceError`."""
+    """Return whether `device` can run a family. Raises `DeviceError`."""
     import torch
 
     capability = torch.cuda.get_device_capability(device_index(device))
@@ -164,19 +165,19 @@ def can_run(family: KernelFamily, device: torch.device) -> bool:
 
 
 def choose_family(device: torch.device) -> KernelFamily | None:
-    """Return the fastest family that `device` runs; `None` if it runs none."""
+    """Return the fastest family that `device` can run; `None` if there is none."""
     return next((family for family in FAMILIES if can_run(family, device)), None)
 
 
 def can_pack(capability: tuple[int, int]) -> bool:
-    """Return whether GPUs of a compute capability pack: 12.x has too little shared memory."""
+    """Return whether GPUs of a compute capability can pack. 12.x has too little shared memory."""
     return capability >= PACKED.min_capability and capability[0] != 12
 
 
 def families_of(layout: KVLayout, raw: KernelFamily | None) -> list[KernelFamily]:
-    """Return what moves the blocks of a layout together, where `raw` copies what is not packed.
+    """Return the families that together move the blocks of a layout; `raw` copies raw parts.
 
-    Raises `DeviceError` without `raw`, and if the layout is packed and `raw` is not the family of
+    Raises `DeviceError` if `raw` is None, or if the layout is packed and `raw` is not the family of
     devices that can pack.
     """
     if raw is None:

@@ -1,10 +1,10 @@
-"""Jobs of one direction over one copy path: cut into slices, an event after each.
+"""Runs the jobs of one direction over one copy path, cut into slices with an event after each.
 
 The paths are the swap kernels (`swap.py`) and the copy engine (`gated.py`).
 
-Until the event of a slice completes, its copies read the source pages and what the path keeps for
-it, and write the destination pages. The owners of the blocks and slots leave both alone until the
-job's completion. Slices of one lane run in order, slices of two lanes side by side.
+Until the event of a slice completes, its copies read the source pages and the path's data for the
+slice, and write the destination pages. The owners of the blocks and slots leave both alone until
+the job's completion. Slices of one lane run in order, those of two lanes concurrently.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ if TYPE_CHECKING:
     from torch.cuda import Event, Stream
 
 WaveRange = range
-"""Waves that follow one another and are copied together."""
+"""Consecutive waves that are copied together."""
 
 Refusals = Callable[[], Sequence[int]]
-"""Reads which rows of a job's pairs a slice refused; called once, when it has ended."""
+"""Returns the rows of a job's pairs that a slice refused; called once, after the slice."""
 
 Slice = tuple[WaveRange | None, Any]
-"""Part of a job: its waves, `None` for whole slots, and its pairs or copies, as its path wants."""
+"""Part of a job: its waves (`None` for whole slots), and pairs or copies, as the path needs."""
 
 LEAST_WAVE_BYTES = 512 << 10
-"""Least bytes of a slot for every part that a load in waves has beyond its first.
+"""Minimum bytes of a slot for each additional part of a load in waves.
 
-Behind the loads of a lone prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to
-first token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1
-and 102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
+With loads of a single prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to first
+token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1 and
+102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
 
 _ROOM_SECONDS = 30.0
-"""How long a load that compute waits for may wait for room in the queue of its stream."""
+"""Seconds that a load that compute waits for may wait for room in its stream's queue."""
 
 _ROOM_POLL_SECONDS = 0.0001
 
 
 def join_waves(wave_bytes: Sequence[int]) -> list[WaveRange]:
-    """Return the waves that are copied together: the first are joined where slots are small.
+    """Return the ranges of waves to copy together: with small slots, the first waves are joined.
 
-    More parts would cost more than they hide. `wave_bytes` are those of a slot in each wave.
+    More parts would cost more time than they hide. `wave_bytes` has the bytes of a slot in each
+    wave.
     """
     parts = 1 + sum(wave_bytes) // LEAST_WAVE_BYTES
     joined = max(1, len(wave_bytes) + 1 - parts)
@@ -61,9 +62,9 @@ def join_waves(wave_bytes: Sequence[int]) -> list[WaveRange]:
 class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
 
-    A lane cuts a job with `slices`, hands them to `queue` in order, and records an event after
-    each. The sizes of those in flight add up to `max_in_flight` at most, or there is only one.
-    `call` names in errors what failed.
+    A lane cuts a job with `slices`, passes the slices to `queue` in order, and records an event
+    after each. The sizes of the slices in flight add up to at most `max_in_flight`, unless there is
+    only one. `call` names the failed operation in errors.
     """
 
     call: str
@@ -74,40 +75,40 @@ class CopyPath(ABC):
         return 1
 
     def allowance(self, seconds: float) -> int:
-        """Return the sizes that may be queued where the lane is polled again after `seconds`."""
+        """Return the total size that may be queued if the next poll comes after `seconds`."""
         return self.max_in_flight
 
     def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
-        """Prepare for jobs in waves, on the lane's stream; once. Raises `RuntimeError`."""
+        """Prepare for jobs in waves, on the lane's stream. Called once. Raises `RuntimeError`."""
         raise NotImplementedError(f"{type(self).__name__} does not copy in waves")
 
     @abstractmethod
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
-        """Cut a job's pairs, `(n, 2)`, n >= 1, lazily; the iterator keeps `pairs`.
+        """Cut a job's pairs, of shape `(n, 2)` with n >= 1, lazily; the iterator keeps `pairs`.
 
-        With `in_waves` once for every range of waves; the ranges are in order.
+        With `in_waves`, cut them once for every range of waves, in order.
         """
 
     @abstractmethod
     def queue(self, part: Slice, stream: Stream) -> Refusals | None:
         """Queue a slice on `stream`. Neither blocks nor allocates on the device.
 
-        Returns what reads its refusals, if it may refuse any. What that reads stays as it is until
-        `max_in_flight` more slices are queued. Raises `RuntimeError` from CUDA; part of the slice
-        may then be queued.
+        Returns a function that reads the refused rows, if there can be any. The data it reads stay
+        unchanged until `max_in_flight` more slices are queued. Raises `RuntimeError` from CUDA;
+        part of the slice may then be queued.
         """
 
     def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it
-        """Have CUDA load what `queue` needs, so that it does not do so within a step."""
+        """Make CUDA load everything that `queue` needs, so that no step has to wait for it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job on its way: `in_flight` slices are queued, `following` is next, then come `rest`.
+    """A running job: `in_flight` slices are queued, `following` is next, `rest` are after it.
 
-    Until it `began`, its stream has to wait for `events`. While some are in flight they `started`
-    at one of these; `seconds` are how long it had slices in flight before. All events are the job's
-    until it has ended.
+    Before the job `began`, its stream must wait for `events`. The slices in flight `started` at one
+    of these events; `seconds` is the time for which it had slices in flight earlier. The job owns
+    all its events until it has ended.
     """
 
     job_id: int
@@ -129,11 +130,11 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        # After an error, too, the job holds its blocks and slots until its last slice has ended.
+        # Even after an error, the job holds its blocks and slots until its last slice has ended.
         return not self.to_queue and self.in_flight == 0
 
     def has_queued(self, wave: int) -> bool:
-        """Return whether a wave and all before it are queued; always if the job has failed."""
+        """Return whether a wave and all earlier ones are queued; always True for a failed job."""
         if not self.to_queue:
             return True
         assert self.following is not None
@@ -142,28 +143,28 @@ class _Running:
 
 
 class Pace:
-    """How long the steps of an engine take. Each polls at its start and at its end."""
+    """Estimates the length of an engine's steps. Each step polls at its start and at its end."""
 
     def __init__(self) -> None:
         self._intervals = (0.0, 0.0)
         self._polled = time.perf_counter()
 
     def polled(self) -> None:
-        """Take in a poll."""
+        """Record a poll."""
         now = time.perf_counter()
         self._intervals, self._polled = (self._intervals[1], now - self._polled), now
 
     @property
     def seconds(self) -> float:
-        """The longer of the last two intervals between polls."""
+        """The longer of the last two intervals between polls, in seconds."""
         return max(self._intervals)
 
 
 class Lane:
     """Runs the jobs of one direction on one stream over one path, in order.
 
-    One thread calls all methods, and nothing here blocks but the wait of `await_all` and
-    `await_wave` for slices that are not queued yet.
+    One thread calls all methods. Only `await_all` and `await_wave` block, while slices are not
+    queued yet.
     """
 
     def __init__(
@@ -173,20 +174,20 @@ class Lane:
         self.stream = stream
         self._direction = direction
         self._jobs: deque[_Running] = deque()
-        # Those of the jobs that may have slices to queue, and what a new job comes after.
+        # Jobs that may have slices to queue, and the events that a new job comes after.
         self._unqueued: deque[_Running] = deque()
         self._fences: dict[int, Event] = {}
-        # What a job was to wait for that failed before it began: the next comes after it as well.
+        # Events of a job that failed before it began: the next job waits for them as well.
         self._handed_on: list[Event] = []
         self._slices: deque[tuple[Event, _Running, Refusals | None, int]] = deque()
-        # The sizes of these. The step waits while slices are queued: no more than keep the device
-        # busy until it polls, twice as many whenever that was too little.
+        # The total size of these. Queuing delays the step, so queue only enough to keep the device
+        # busy until the next poll, and twice as much whenever that was too little.
         self._in_flight = 0
         self._allowed = path.allowance(0.0)
         self._pace = pace
-        # If the job submitted last comes in waves: the event after the last slice of each range of
-        # waves, by its first wave. Those of waves that have ended may be in other use:
-        # waiting for them does no harm.
+        # If the last submitted job comes in waves: the event after the last slice of each range of
+        # waves, by its first wave. Events of ended waves may have been reused; waiting for them is
+        # harmless.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
@@ -196,14 +197,14 @@ class Lane:
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after what is queued on the compute stream now, if it is `after_compute`.
+        """Order the job after work already queued on the compute stream, if it is `after_compute`.
 
-        And after what was at the last `wait_for_compute`. Then queue what may be.
+        Also order it after the last `wait_for_compute`. Then queue slices as the allowance permits.
         """
         events, started, failure = [*self._handed_on, *self._fences.values()], None, None
         try:
             if job.after_compute:
-                # First: the device works on it while the slice is made.
+                # First, so that the device works on it while the slice is cut.
                 marks = self.stream.mark()
                 started = marks[0]
                 events += marks
@@ -224,15 +225,15 @@ class Lane:
         self._queue(self._allowance())
 
     def wait_for_compute(self) -> None:
-        """Order jobs submitted from now on after what is queued on the compute stream now."""
+        """Order jobs submitted later after the work that is queued on the compute stream now."""
         stream = self.stream.compute_stream()
         self._fences[stream] = self.stream.mark_compute(self._fences.get(stream))
 
     def await_all(self) -> None:
-        """Make what the compute stream is given from now on wait for all slices of all jobs.
+        """Make work queued later on the compute stream wait for all slices of all jobs.
 
-        The host waits where not all of them fit into the stream's queue. Raises `CopyError` if the
-        job submitted last has failed, or cannot be waited for.
+        The host waits if they do not all fit into the stream's queue. Raises `CopyError` if the
+        last submitted job has failed or cannot be waited for.
         """
         if self._jobs:
             self._queue_until(lambda: not self._jobs[-1].to_queue)
@@ -241,7 +242,7 @@ class Lane:
         self._raise_failure()
 
     def await_wave(self, wave: int) -> None:
-        """As `await_all`, for a wave of the job submitted last and for all waves before it."""
+        """Like `await_all`, for one wave of the last submitted job and all earlier waves."""
         stream = self.stream.compute_stream()
         if self._awaited and stream == self._awaited[0] and wave <= self._awaited[1]:
             return
@@ -256,7 +257,7 @@ class Lane:
                 return
 
     def _queue_until(self, queued: Callable[[], bool]) -> None:
-        """Queue slices as earlier ones end. The device has a full queue of copies meanwhile."""
+        """Queue slices as earlier ones end, while the device has a full queue of copies."""
         deadline = time.monotonic() + _ROOM_SECONDS
         self._queue(self.path.max_in_flight)
         while not queued():
@@ -270,12 +271,12 @@ class Lane:
             self._queue(self.path.max_in_flight)
 
     def drop_unqueued(self) -> None:
-        """Fail the jobs of which slices are not queued: none will be."""
+        """Fail the jobs that have slices left to queue, without queuing them."""
         for running in self._unqueued:
             self._fail(running, self.path.call, RuntimeError("its load was made good"))
 
     def _raise_failure(self) -> None:
-        # The job submitted last, which is the last here unless it has ended well.
+        # The last submitted job is the last one here, unless it has ended successfully.
         if self._jobs and (error := self._jobs[-1].error) is not None:
             raise error
 
@@ -287,7 +288,7 @@ class Lane:
                 self._fail(self._jobs[-1], "having compute wait for it", error)
 
     def advance(self) -> list[Completion]:
-        """Queue what may be queued now, and return the jobs that have ended."""
+        """Queue slices as the allowance permits, and return the jobs that have ended."""
         self._collect()
         if self._unqueued and not self._slices:
             self._allowed = min(2 * self._allowed, self.path.max_in_flight)
@@ -317,7 +318,7 @@ class Lane:
         return max(self._allowed, self.path.allowance(self._pace.seconds))
 
     def _collect(self) -> None:
-        """Take off the slices that have ended; they end in order."""
+        """Remove the slices that have ended, which happens in order."""
         try:
             while self._slices and self._slices[0][0].query():
                 event, running, refusals, size = self._slices.popleft()
@@ -331,7 +332,7 @@ class Lane:
                     running.started = None
                 self.stream.recycle(event)
         except RuntimeError as error:
-            # Querying an event fails only when the CUDA context is lost; no copy runs on then.
+            # Querying an event fails only if the CUDA context is lost; then no copy is running.
             lost = "; the CUDA context is lost, end this process and restart the engine"
             self._slices.clear()
             self._in_flight = 0
@@ -340,7 +341,7 @@ class Lane:
                 self._fail(running, "querying its event", error, lost)
 
     def _queue(self, allowance: int) -> None:
-        """Queue the slices that have room, oldest job first."""
+        """Queue slices within the allowance, oldest job first."""
         while self._unqueued:
             running = self._unqueued[0]
             if not running.to_queue:
@@ -357,7 +358,7 @@ class Lane:
         try:
             event = self.stream.take()
         except RuntimeError as error:
-            # Nothing would tell when the slice has ended, so it must not be queued.
+            # Without an event the end of the slice would be unknown, so it must not be queued.
             self._fail(running, "making an event", error)
             return
         try:
@@ -365,7 +366,8 @@ class Lane:
                 self.stream.wait_stream(running.events)
                 running.began = True
             if running.started is None:
-                # It does not wait for compute, or goes on: it starts when all before it have ended.
+                # It does not wait for compute, or continues: it starts once earlier slices have
+                # ended.
                 running.started = self.stream.record()
                 running.events.append(running.started)
         except RuntimeError as error:
@@ -375,9 +377,9 @@ class Lane:
         try:
             refusals = self.path.queue(part, self.stream.stream)
             running.following = next(running.rest, None)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it fails the job alone
+        except Exception as error:  # noqa: BLE001 - any error fails only this job
             self._fail(running, self.path.call, error)
-        # Also after a slice that failed: part of it may run.
+        # Also after a failed slice, part of which may be running.
         try:
             self.stream.record(event)
         except RuntimeError as error:

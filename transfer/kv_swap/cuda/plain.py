@@ -1,4 +1,4 @@
-"""Plain copies, one `cudaMemcpyAsync` each, which repeat a failed load."""
+"""Plain copies, one `cudaMemcpyAsync` each, used to repeat a failed load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Copy = tuple[int, int, int]
 
 
 class PlainCopier:
-    """Queues copies on streams of one device. Needs CuPy, and no newer driver."""
+    """Queues copies on streams of one device. Needs CuPy, but no particular driver."""
 
     call = "cudaMemcpyAsync"
 
@@ -35,7 +35,7 @@ class PlainCopier:
         self._cutter = BlockCutter(layout.regions, arena) if raw else None
 
     def load(self, pairs: NDArray[np.int32], stream: Stream) -> None:
-        """Queue the loads of pairs of a raw layout. Raises `RuntimeError` from CUDA."""
+        """Queue the loads of `pairs`, of shape `(n, 2)`, of a raw layout. Raises `RuntimeError`."""
         assert self._cutter is not None, "the layout is packed"
         copies = self._cutter.cut(pairs, Direction.LOAD)
         arrays = (copies.destinations, copies.sources, copies.nbytes)

@@ -1,4 +1,4 @@
-"""Resources of a CUDA engine's copies; freed only once all its streams are idle."""
+"""Resources used by a CUDA engine's copies; freed only once all its streams are idle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Held):
-    """Resources of copies in flight. Asynchronous loads are advanced first: their requests wait."""
+    """Resources of copies in flight. Asynchronous loads advance first, because requests wait."""
 
     copies_with: CopiesWith = "kernels"
     pace: Pace = field(default_factory=Pace)
@@ -38,13 +38,13 @@ class State(Held):
 
 
 _LEAKED: list[State] = []
-"""States of copies that may still run, or of a parent process; never freed."""
+"""States whose copies may still run, or that belong to a parent process; never freed."""
 
 
 def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:
-    """Return what copies a layout: the copy engine where blocks are few long copies.
+    """Return the copy path for a layout: the copy engine if blocks are few long copies.
 
-    The log says once where the copy engine would copy, but does not yield at gates.
+    Logs once if the copy engine suits the layout but does not yield at gates.
     """
     if not suits_copy_engine(layout):
         return "kernels"
@@ -71,9 +71,9 @@ def make_state(
     output_copy_stream: torch.cuda.Stream | None,
     copies_with: CopiesWith | None,
 ) -> State:
-    """Allocate the resources of copies, and compile the kernels, which one lane uses in any case.
+    """Allocate the resources of copies, and compile the kernels, which one lane always uses.
 
-    With `copies_with` None, `choose_copies` decides. Synchronises. Raises `DeviceError`.
+    If `copies_with` is None, `choose_copies` decides. Synchronises. Raises `DeviceError`.
     """
     state = State(
         arena, tuple(keep_alive), copies_with=copies_with or choose_copies(layout, device)
@@ -84,7 +84,7 @@ def make_state(
     tables = [WaveTable(layout, family, device, registrar) for family in families]
 
     def path(direction: Direction, *, before_compute: bool = False) -> CopyPath:
-        # Compute waits for its loads in any case: SMs are free, and kernels start sooner.
+        # Compute waits for these loads, so SMs are free, and kernels start earlier.
         if state.copies_with == "gates" and not before_compute:
             return GatedPath(direction, layout, arena, device)
         waves = tables if before_compute else ()
@@ -93,7 +93,7 @@ def make_state(
     def make_lane(
         direction: Direction, path: CopyPath, output_copy_stream: torch.cuda.Stream | None
     ) -> Lane:
-        # As many events for jobs as for slices: a job has one of its own and at least a slice.
+        # As many events for jobs as for slices: each job has one event and at least one slice.
         stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
         path.warm_up(stream.stream)
         stream.stream.synchronize()
@@ -110,9 +110,9 @@ def make_state(
 
 
 def release(state: State) -> None:
-    """Let the streams run out, then drop what their copies used; slices not queued, too.
+    """Wait for the streams, then drop everything that copies used, including unqueued slices.
 
-    Runs once, on any thread. Not in a forked child, which cannot call CUDA.
+    Runs once, on any thread. Does nothing in a forked child, which cannot call CUDA.
     """
     if os.getpid() != state.process:
         _LEAKED.append(state)

@@ -1,4 +1,4 @@
-"""Copy streams: what a copy waits for, and the events that tell when it has ended."""
+"""Copy streams: the events that a copy waits for, and those that show when it has ended."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class CopyStream:
     """A stream for the copies of one direction on `device`.
 
-    `num_events` events are made here and reused; recording one again does not disturb a wait that
-    was queued on its earlier recording. More are made only while more are out.
+    `num_events` events are created here and reused; recording one again does not affect a wait that
+    was queued on its earlier recording. More are created only while more are in use.
 
-    A copy begins only after these calls. So they take the shortest way: plain handles, through
-    CuPy. Events are queried through torch: CuPy's query of an event that has not completed leaves
-    an error behind, and torch might raise it.
+    A copy begins only after these calls, so they take the shortest path: plain handles, through
+    CuPy. Events are queried through torch, because CuPy's query of an incomplete event leaves an
+    error behind that torch might raise.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CopyStream:
         others = {self.compute_stream()}
         if output_copy_stream is not None:
             others.add(output_copy_stream.cuda_stream)
-        # torch hands out 32 streams in turn, to the engine as well.
+        # torch hands out 32 streams in turn, also to the inference engine.
         self.stream: Stream = torch.cuda.Stream(device)
         while self.stream.cuda_stream in others:
             self.stream = torch.cuda.Stream(device)
@@ -49,23 +49,23 @@ class CopyStream:
         self._events = [self._new_event() for _ in range(num_events)]
 
     def compute_stream(self) -> int:
-        """Return the handle of the current stream; the next step may have another."""
+        """Return the handle of the current stream, which may differ in the next step."""
         handle: int = self._current_stream(self._index)
         return handle
 
     def mark_compute(self, event: Event | None = None) -> Event:
-        """Return an event that completes with all that is queued now on the compute stream.
+        """Return an event that completes after all work queued on the compute stream so far.
 
-        Given one from `take` it makes none.
+        Records `event`, one from `take`, if given.
         """
         event = self.take() if event is None else event
         self._record_on(self.compute_stream(), event)
         return event
 
     def mark(self) -> list[Event]:
-        """Return events for all that is queued now: first that of compute.
+        """Return events for all work queued so far, that of the compute stream first.
 
-        Then one for the output-copy stream, so that a store does not delay the tokens of its step.
+        The second is for the output-copy stream, so that a store does not delay its step's tokens.
         """
         marks = [self.mark_compute()]
         if self._output_copy_stream is not None:
@@ -77,16 +77,16 @@ class CopyStream:
         if self._current_device() == self._index:
             self._record(event.cuda_event, stream)
         else:
-            with self._device(self._index):  # each device has a default stream, of handle 0
+            with self._device(self._index):  # handle 0 is the default stream of the current device
                 self._record(event.cuda_event, stream)
 
     def wait_stream(self, marks: Sequence[Event]) -> None:
-        """Make what this stream is given from now on wait for these events of other streams."""
+        """Make work queued later on this stream wait for these events of other streams."""
         for event in marks:
             self._wait_event(self._handle, event.cuda_event)
 
     def make_compute_wait(self, stream: int, event: Event) -> None:
-        """Make what is queued from now on on `stream`, which compute runs on, wait for `event`."""
+        """Make work queued later on `stream`, a compute stream, wait for `event`."""
         if self._current_device() == self._index:
             self._wait_event(stream, event.cuda_event)
         else:
@@ -94,20 +94,20 @@ class CopyStream:
                 self._wait_event(stream, event.cuda_event)
 
     def record(self, event: Event | None = None) -> Event:
-        """Return an event that completes with all copies queued so far.
+        """Return an event that completes after all copies queued so far.
 
-        Given one from `take` it makes none, so it fails only where the CUDA context is lost.
+        Records `event`, one from `take`, if given; then it fails only if the CUDA context is lost.
         """
         event = self.take() if event is None else event
         self._record(event.cuda_event, self._handle)
         return event
 
     def take(self) -> Event:
-        """Return an unused event; `recycle` it. CUDA may lack memory for one more."""
+        """Return an unused event, to be given back with `recycle`. Fails if CUDA has no memory."""
         return self._events.pop() if self._events else self._new_event()
 
     def recycle(self, *events: Event) -> None:
-        """Take events back; the caller must not use them any more."""
+        """Take events back. The caller must not use them any more."""
         self._events.extend(events)
 
     def _new_event(self) -> Event:

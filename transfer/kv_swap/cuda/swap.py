@@ -1,9 +1,9 @@
-"""The swap kernels of csrc: compiled at run time, bound to a layout and an arena, and launched.
+"""Compiles the swap kernels of csrc, binds them to a layout and an arena, and launches them.
 
-A slice of a job is one launch, its pairs a list in page-locked memory. Where regions are packed it
-is two: one moves the packed tiles, the other what is raw, if there is any.
+A slice of a job is one launch, with its pairs as a list in page-locked memory. If regions are
+packed, it is two: one moves the packed tiles, the other the raw parts, if any.
 
-Needs no CUDA toolkit: CuPy compiles with NVRTC for the device at hand and keeps the result on disk.
+No CUDA toolkit is needed: CuPy compiles with NVRTC for the device and keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 MAX_PAIRS = 2048
-"""Pairs of one launch: the vector kernels hold them in 16 KiB of shared memory."""
+"""Maximum pairs per launch: the vector kernels hold them in 16 KiB of shared memory."""
 
 LIST_HEADER_BYTES = 16
 
 STATUS_OFFSET_BYTES = LIST_HEADER_BYTES + 8 * MAX_PAIRS
-"""Where the statuses of a list begin: a byte for each pair, which a packing store writes."""
+"""Offset of a list's statuses: one byte per pair, written by a packing store."""
 
 LIST_BYTES = STATUS_OFFSET_BYTES + MAX_PAIRS
-"""Bytes of a list of pairs, with their statuses."""
+"""Bytes of a list of pairs with its statuses."""
 
 SLICE_BYTES = 256 << 20
-"""Bytes of a launch, 5 ms on PCIe Gen5 x16: what needs the SMs of a store waits no longer. At every
-launch the link idles for microseconds: slices of 16 MiB would cost a percent of it."""
+"""Maximum bytes per launch: 5 ms on PCIe Gen5 x16, the longest that other work waits for the SMs of
+a store. The link idles for microseconds at every launch: slices of 16 MiB would cost 1 % of it."""
 
 RING_ENTRIES = 128
-"""Launches queued at once: after about 1,000 operations of a stream CUDA makes the caller wait."""
+"""Maximum launches queued: after about 1,000 operations on a stream, CUDA blocks the caller."""
 
 
 def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
     """Write the list of a launch into `target`, which no kernel may read.
 
-    A list is a header, of which the first int32 is the number of pairs, and the pairs.
+    A list is a header, whose first int32 is the number of pairs, followed by the pairs.
     """
-    # As bytes: NumPy's own assignments take three times as long for few rows.
+    # Copied as bytes, because NumPy's assignments take three times as long for few rows.
     listed, pairs_bytes = target.data, pairs.tobytes()
     listed[LIST_HEADER_BYTES : LIST_HEADER_BYTES + len(pairs_bytes)] = pairs_bytes
     listed[:4] = len(pairs).to_bytes(4, "little")
 
 
 def source_directory() -> Path:
-    """Return the folder of device code: inside the package once installed, else in the checkout."""
+    """Return the folder of device code: in the package if installed, else in the checkout."""
     package = Path(__file__).parents[1]
     installed = package / "csrc"
     return installed if installed.exists() else package.parent.parent / "csrc"
@@ -72,7 +72,7 @@ def source_directory() -> Path:
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
     """Return the options for NVRTC.
 
-    The digest of the headers is for CuPy's cache, which does not look into what a source includes.
+    They contain a digest of the headers, because CuPy's cache does not look into included files.
     """
     include = source_directory() / "include"
     digest = hashlib.sha256()
@@ -88,7 +88,7 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
 
 
 class _Arguments(ctypes.Structure):
-    """Arguments of both functions of a family, in order; the last two only if they pack."""
+    """Arguments of both functions of a family, in order; the last two only for packing ones."""
 
     _fields_ = (
         ("list_address", ctypes.c_uint64),
@@ -103,10 +103,10 @@ class _Arguments(ctypes.Structure):
 
 
 class _Launcher:
-    """One function, the table of whole slots on the device, and the arguments laid out for CUDA.
+    """One function, the device table for whole slots, and the arguments laid out for CUDA.
 
-    Tables are allocated by CUDA itself, past the pools of torch and CuPy: a caller that discards
-    its pool's memory to sleep leaves them intact.
+    CUDA itself allocates tables, outside the pools of torch and CuPy, so they survive a caller that
+    discards its pool's memory to sleep.
     """
 
     def __init__(
@@ -142,15 +142,15 @@ class _Launcher:
         return memory
 
     def __call__(self, stream: int) -> None:
-        """Launch with the arguments as they are now, which CUDA copies; the device is current."""
+        """Launch with the current arguments, which CUDA copies. The device must be current."""
         self._launch(self._function.ptr, *self._fixed, stream, self._parameters, 0)
 
 
 class SwapKernel:
     """The two kernels of a family, bound to one layout and one arena.
 
-    Keeps the arena alive, but not the KV tensors. Takes about a second where CuPy has not compiled
-    the kernels before, and synchronises the device. Raises `DeviceError`.
+    Keeps the arena alive, but not the KV tensors. Takes about a second if CuPy has not compiled the
+    kernels before, and synchronises the device. Raises `DeviceError`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class SwapKernel:
                     self._launchers[direction] = _Launcher(
                         cuda, function, table, columns, shape, arguments
                     )
-                # A copy from pageable memory may return before it has reached the device.
+                # A copy from pageable memory may return before the data have reached the device.
                 cuda.runtime.deviceSynchronize()
         except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
             remedy = f"; {KERNEL_CACHE_REMEDY}" if isinstance(error, OSError) else ""
@@ -197,11 +197,11 @@ class SwapKernel:
         stream: Stream,
         tiles: Tiles | None = None,
     ) -> None:
-        """Queue the copy of the pairs listed at `list_address` (page-locked) on `stream`.
+        """Queue a copy of the pairs listed at `list_address` (page-locked memory) on `stream`.
 
-        Of whole slots, or of `tiles`, which were cut for this direction. List and tiles stay as
-        they are until the kernel has ended. Does not block and allocates nothing. Raises
-        `RuntimeError`.
+        Copies whole slots, or only `tiles`, which must have been cut for this direction. List and
+        tiles must stay unchanged until the kernel has ended. Does not block and allocates nothing.
+        Raises `RuntimeError`.
         """
         launcher = self._launchers[direction]
         tiles = tiles or launcher.whole
@@ -218,12 +218,12 @@ class SwapKernel:
 
 
 class KernelPath(CopyPath):
-    """Launches swap kernels for every slice; in waves where it was given tables for them.
+    """Launches swap kernels for every slice; in waves if it has tables for them.
 
-    `kernels` move a layout's blocks of `block_bytes` together, each with its own of `wave_tables`.
-    Until a slice has ended, its kernels read its list in the ring and the tables of tiles, and one
-    that packs writes the statuses after the list. Nothing else writes there meanwhile; the
-    statuses are read before the entry of the ring is used again.
+    `kernels` together move a layout's blocks of `block_bytes`; each has its own table of
+    `wave_tables`. Until a slice has ended, its kernels read its list in the ring and the tables of
+    tiles, and a packing kernel writes the statuses after the list. Nothing else writes there until
+    then; the statuses are read before the entry of the ring is reused.
     """
 
     def __init__(
@@ -248,12 +248,12 @@ class KernelPath(CopyPath):
         self._wave_tables = wave_tables
 
     def set_waves(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
-        """Queue the writing of the waves' tables."""
+        """Queue the writes of the waves' tables."""
         for table in self._wave_tables:
             table.write(waves, stream)
 
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
-        """Yield the first row and a view of at most MAX_PAIRS pairs and SLICE_BYTES, or of one."""
+        """Yield slices of at most MAX_PAIRS pairs and SLICE_BYTES bytes, or of one pair."""
         if not in_waves:
             yield from self._cut(None, pairs, self._block_bytes)
             return
@@ -273,7 +273,7 @@ class KernelPath(CopyPath):
         waves, (first, pairs) = part
         entry = self._next_entry
         self._next_entry = (entry + 1) % len(self._ring)
-        # Free: slices end in order, and the one that used it last is `RING_ENTRIES` slices back.
+        # The entry is free: slices end in order, and its last user is `RING_ENTRIES` slices back.
         write_list(self._ring[entry], pairs)
         address = self._ring_address + entry * LIST_BYTES
         for index, kernel in enumerate(self._kernels):
@@ -288,7 +288,7 @@ class KernelPath(CopyPath):
         return rows
 
     def warm_up(self, stream: Stream) -> None:
-        """Launch an empty list; synchronise before anything is queued."""
+        """Launch an empty list, and synchronise before anything is queued."""
         write_list(self._ring[0], np.empty((0, 2), np.int32))
         for kernel in self._kernels:
             kernel.launch(self._direction, self._ring_address, stream)

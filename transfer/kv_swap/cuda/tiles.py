@@ -1,4 +1,4 @@
-"""The tiles that a launch copies of every pair: of whole slots, or of the waves of a load."""
+"""Cuts whole slots, or the waves of a load, into the tiles that a launch copies for every pair."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 _SEGMENT_BYTES = 32
-"""Bytes of a row, also of one that describes a packed tile."""
+"""Bytes of a table row, for raw and packed tiles."""
 
 _COLUMNS_ORDER = np.arange(TILE_GROUPS).reshape(4, 256).T.ravel()
-"""The 4 groups of values of each thread of the packing kernels, thread by thread."""
+"""The order of groups of values in the packing kernels: 4 per thread, thread by thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows of a table on the device."""
+    """A range of rows of a table on the device."""
 
     address: int
     num_tiles: int
@@ -43,12 +43,12 @@ class Tiles:
 def cut_tiles(
     waves: Sequence[Sequence[Region]], shape: LaunchShape
 ) -> tuple[NDArray[np.uint64], list[int]]:
-    """Cut regions into tiles: `(num_tiles, n, 4)`, a row per segment, n <= `segments_per_tile`.
+    """Cut waves of regions into tiles of shape `(num_tiles, n, 4)`, n <= `segments_per_tile`.
 
-    A row is an address in block 0, the block stride, the offset in the slot, and the bytes of the
-    segment with those of its tile in the upper half. Tiles with fewer than n segments are padded
-    with segments of 0 bytes. Returns also the first tile of each wave, and after the last one the
-    number of tiles.
+    A row describes a segment: its address in block 0, the block stride, the offset in the slot, and
+    its bytes, with those of its tile in the upper half. Tiles with fewer than n segments are padded
+    with segments of 0 bytes. Also returns the first tile of each wave, followed by the number of
+    tiles.
     """
     tiles: list[list[tuple[int, int, int, int]]] = []
     firsts = [0]
@@ -79,10 +79,10 @@ def cut_tiles(
 def cut_packed_tiles(
     layout: KVLayout, waves: Sequence[Sequence[int]]
 ) -> tuple[NDArray[np.uint64], list[int]]:
-    """Return the packed tiles of waves of regions, by their indices, as `cut_tiles` does.
+    """Return the packed tiles of waves of regions, given by their indices, like `cut_tiles`.
 
-    A row is an address in block 0, the block stride, the offset in the slot, and the index in
-    `columns_table` with the number of columns in the upper half: `(num_tiles, 1, 4)`.
+    The shape is `(num_tiles, 1, 4)`. A row is an address in block 0, the block stride, the offset
+    in the slot, and the index in `columns_table` with the number of columns in the upper half.
     """
     indices = {id(columns): i for i, columns in enumerate(_distinct_columns(layout))}
     rows: list[tuple[int, int, int, int]] = []
@@ -98,9 +98,9 @@ def cut_packed_tiles(
 
 
 def columns_table(layout: KVLayout) -> NDArray[np.uint8]:
-    """Return the columns of the groups of values of tiles, `(n, 1024)`: each kind of tile once.
+    """Return the column of each group of values, shape `(n, 1024)`, once per kind of tile.
 
-    In the order in which the threads of a kernel read them: see `_COLUMNS_ORDER`.
+    They are in the order in which the threads of a kernel read them (`_COLUMNS_ORDER`).
     """
     return np.stack([columns.of_group[_COLUMNS_ORDER] for columns in _distinct_columns(layout)])
 
@@ -116,7 +116,7 @@ def cut_waves(
     family: KernelFamily,
     direction: Direction,
 ) -> tuple[NDArray[np.uint64], list[int]]:
-    """Cut what a family of kernels moves of waves of regions, by their indices."""
+    """Cut the tiles that a family of kernels moves for waves of regions, given by indices."""
     ordered = [sorted(wave) for wave in waves]
     if family.packs:
         return cut_packed_tiles(layout, ordered)
@@ -126,10 +126,10 @@ def cut_waves(
 
 
 class WaveTable:
-    """The tiles of a load in waves, those of a wave together: a table on the device, written once.
+    """The tiles of a load in waves, grouped by wave: a table on the device, written once.
 
-    `family` is that of the kernel that will read it. All memory is allocated here, before any step;
-    that on the device is CUDA's own, past the pools.
+    A kernel of `family` will read it. All memory is allocated in the constructor, before any step;
+    CUDA itself allocates the device memory, outside the pools.
     """
 
     def __init__(
@@ -148,15 +148,15 @@ class WaveTable:
             self._memory = cuda.Memory(nbytes)
         self._written = HostArena(1, nbytes, register=registrar)
         self.wave_bytes: list[int] = []
-        """Bytes of a block in each wave, also those that other kernels move."""
+        """Bytes of a block in each wave, including those that other kernels move."""
         self._firsts: list[int] = []
         self._segments_per_tile = 0
 
     def write(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
-        """Queue the writing on `stream`, on which the waves will be queued.
+        """Queue the write on `stream`, the stream of the waves.
 
-        Once only: the copy reads the page-locked source whenever it runs. Raises `RuntimeError`
-        from CUDA.
+        Call it only once, because the copy reads the page-locked source whenever it runs. Raises
+        `RuntimeError` from CUDA.
         """
         table, self._firsts = cut_waves(self.layout, waves, self._family, Direction.LOAD)
         self._written.view()[0, : table.nbytes] = table.view(np.uint8).reshape(-1)
@@ -180,11 +180,11 @@ class WaveTable:
 
 
 def _most_rows(layout: KVLayout, family: KernelFamily) -> int:
-    """Return how many rows a table has at most, however the regions come in waves."""
+    """Return the maximum number of rows of a table for any division of the regions into waves."""
     if family.packs:
         return layout.num_tiles
-    # A region cut alone has as many tiles as it ever needs, whatever the waves. A tile of many
-    # segments holds all but the first and the last of them whole.
+    # A region that is cut alone has the maximum number of tiles that it can need in any wave. A
+    # tile of many segments holds all of them whole, except the first and the last.
     shape = family.shapes[Direction.LOAD]
     pages = [part.page_bytes for region in layout.regions if (part := region.raw_part)]
     num_tiles = sum(-(-page_bytes // shape.tile_bytes) for page_bytes in pages)

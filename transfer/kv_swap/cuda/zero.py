@@ -1,4 +1,4 @@
-"""Zeroes blocks of a KV cache: a load that failed may leave half a block behind, and NaNs in it."""
+"""Zeroes blocks of a KV cache, because a failed load may leave partial blocks with NaNs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD_BYTES = 8
 
 
 def pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Return the pages of a region: int64 of `(num_blocks, words)`; keeps no memory alive."""
+    """Return the pages of a region, int64 of shape `(num_blocks, words)`; keeps no memory alive."""
     import torch
 
     memory = SimpleNamespace(
@@ -32,7 +32,7 @@ def pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Ten
 
 
 def send(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return block ids on the device, int64; the copy is queued on the current stream."""
+    """Return block ids as an int64 tensor on the device, copied on the current stream."""
     import torch
 
     # A copy from pageable memory would wait for the stream.
@@ -40,19 +40,19 @@ def send(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 class BlockZeroer:
-    """Zeroes pages of any dtype whose zero is all bits zero, as of bf16, fp8 and int8."""
+    """Zeroes pages of any dtype whose zero has all bits clear, such as bf16, fp8 and int8."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self._device = device
         self._pages = [pages_of(region, layout.num_blocks, device) for region in layout.regions]
-        # CUDA loads a kernel at first use, which may wait for all that runs: not within a step.
+        # CUDA loads a kernel at its first use, which may wait for all running work, so do it now.
         send([0], device).index_fill_(0, send([0], device), 0)
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Queue the zeroing of every page of `blocks` on the current stream; a launch a region.
+        """Queue the zeroing of every page of `blocks` on the current stream, one launch per region.
 
-        Torch takes 8 bytes a block for the list on the device. Raises `RuntimeError` if it has
-        none, or from CUDA; some pages may then be zeroed.
+        Torch allocates 8 bytes per block for the list on the device. Raises `RuntimeError` if there
+        is no memory, or from CUDA; some pages may then be zeroed.
         """
         listed = send(blocks, self._device)
         for pages in self._pages:

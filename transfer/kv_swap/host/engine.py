@@ -1,10 +1,11 @@
 """KV caches in host memory: copies on one worker thread.
 
-A forward on the CPU runs on the thread that calls `submit`, and has returned by then. The lock that
-hands a job over makes its writes visible to the worker, and completions come back under it.
+A forward on the CPU runs on the thread that calls `submit`, and has returned by then. The lock
+under which a job is handed over makes the forward's writes visible to the worker; completions are
+returned under the same lock.
 
-The worker holds arena and KV tensors, and never the engine. So dropping the engine in mid-copy is
-safe: the worker finishes on live memory, lets go of it and ends.
+The worker holds the arena and KV tensors, but not the engine. So it is safe to drop the engine
+during a copy: the worker finishes on live memory, releases it and ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kv_swap.packing.slots import SlotPacker
 
 @dataclass(slots=True)
 class _Arrival:
-    """A load before compute: the waves left of it, and the seconds its copies took so far."""
+    """A load before compute: its remaining waves, and the seconds that its copies took so far."""
 
     waves: deque[Transfer]
     nbytes: int
@@ -40,7 +41,7 @@ class _Arrival:
 
 
 class HostSwapEngine(SwapEngine):
-    """Copies between KV tensors and an arena that both lie in host memory.
+    """Copies between KV tensors and an arena that are both in host memory.
 
     `keep_alive` own the memory of `layout`. Raises `LayoutError` if a slot does not fit.
     """
@@ -55,7 +56,7 @@ class HostSwapEngine(SwapEngine):
         self._regions = range(len(layout.regions))
         self._waves: list[Sequence[int]] = []
         self._arrival: _Arrival | None = None
-        # Why the load before compute that was submitted last failed.
+        # The error of the last submitted load before compute, if it failed.
         self._failure: TransferError | None = None
         self._thread = threading.Thread(
             target=work, args=(self._state,), name="kv-swap-copy", daemon=True
@@ -64,9 +65,9 @@ class HostSwapEngine(SwapEngine):
         weakref.finalize(self, stop, self._state)
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job for the worker, or copy it here if compute is to come after it.
+        """Queue the job for the worker, or copy it on this thread if compute must wait for it.
 
-        Of a load in waves the first is copied now, each other one when it is awaited.
+        Of a load in waves, the first wave is copied now, each other one when it is awaited.
         """
         self.check_job(job)
         self._undelivered += 1
@@ -85,7 +86,7 @@ class HostSwapEngine(SwapEngine):
             state.condition.notify_all()
 
     def _transfer(self, job: SwapJob, regions: Sequence[int]) -> Transfer:
-        """Return the copies of some regions, by their indices: of all, or of a wave."""
+        """Return the copies of some regions, given by indices: all, or those of a wave."""
         layout = self.layout
         pairs = job.pairs.astype(np.int64)
         slots = layout.slot_bytes, self._arena_address
@@ -98,7 +99,7 @@ class HostSwapEngine(SwapEngine):
         return Transfer(job.job_id, job.direction, nbytes, time.perf_counter(), slices)
 
     def fence_loads(self) -> None:
-        """Do nothing: compute has returned when it is queued."""
+        """Do nothing, because compute has returned once it is queued."""
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         self.check_waves(waves)
@@ -106,22 +107,22 @@ class HostSwapEngine(SwapEngine):
         self._waves = [sorted(wave) for wave in waves]
 
     def await_loads(self) -> None:
-        """Copy the waves that are left; all else was copied by `submit`."""
+        """Copy the remaining waves; `submit` has copied everything else."""
         self.await_wave(self._num_waves)
 
     def await_wave(self, wave: int) -> None:
-        """Copy what is left of the waves up to this one. A failed copy ends the load."""
+        """Copy the remaining waves up to this one. A failed copy ends the load."""
         self._copy_waves(wave)
         if self._failure is not None:
             raise self._failure
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`: a copy of everything, on this thread."""
+        """See `SwapEngine`. Copies everything on this thread."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         arrival, self._arrival, self._failure = self._arrival, None, None
         if arrival is not None:
-            # Its waves are not copied any more; its job has ended.
+            # Its remaining waves are not copied; its job has ended.
             given_up = CopyError("a load in waves was given up for a load at once")
             self._end(arrival, Completion(arrival.waves[0].job_id, Direction.LOAD, 0, 0, given_up))
         error = run(self._transfer(job, self._regions)).error
@@ -129,7 +130,7 @@ class HostSwapEngine(SwapEngine):
             raise error
 
     def _end(self, arrival: _Arrival, last: Completion) -> None:
-        """Complete a load in waves, of which `last` was the last."""
+        """Complete a load in waves whose last completion is `last`."""
         done = replace(last, nbytes=arrival.nbytes, seconds=arrival.seconds)
         with self._state.condition:
             self._state.done.append(done)
@@ -147,17 +148,17 @@ class HostSwapEngine(SwapEngine):
                 self._end(arrival, done)
 
     def poll(self) -> list[Completion]:
-        """Return what has ended, in the order of its end."""
+        """Return the jobs that have ended, in the order of their ends."""
         if not self._undelivered:
             return []
-        time.sleep(0)  # to the worker: a caller that spins would keep the GIL for 5 ms at a time
+        time.sleep(0)  # let the worker run: a spinning caller would keep the GIL for 5 ms at a time
         with self._state.condition:
             completions, self._state.done = self._state.done, []
         self._undelivered -= len(completions)
         return completions
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until the worker is idle; False on timeout. Copies the waves that are left here."""
+        """Copy the remaining waves on this thread, and block until the worker is idle."""
         self._copy_waves(self._num_waves)
         state = self._state
         with state.condition:
@@ -166,7 +167,7 @@ class HostSwapEngine(SwapEngine):
             )
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero the pages before returning: the forward runs on this very thread."""
+        """Zero the pages before returning, because the forward runs on this thread."""
         self.check_blocks(blocks)
         for region in self.layout.regions:
             for block in blocks:
@@ -174,7 +175,7 @@ class HostSwapEngine(SwapEngine):
                 ctypes.memset(address, 0, region.page_bytes)
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Let the worker finish and end; completions can still be polled."""
+        """Wait for the worker to finish; completions can still be polled."""
         self._copy_waves(self._num_waves)
         self._closed = True
         stop(self._state)

@@ -1,7 +1,7 @@
-"""Copies of a packed layout on the host: blocks go through whole slots in memory of the worker.
+"""Copies of a packed layout on the host, through whole slots in memory of the worker.
 
-A few blocks at a time, so that no more memory is needed than a slice has, and a load waits for no
-more than one slice of a store.
+A few blocks are copied at a time, so that the memory is limited to one slice, and a load waits for
+at most one slice of a store.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def copy_packed(
     direction: Direction,
     pairs: NDArray[np.int64],
 ) -> Iterator[Sequence[int]]:
-    """Copy some regions of `pairs`, a slice at a time; yield the rows that a slice refused.
+    """Copy some regions of `pairs`, a slice at a time; yield the rows that each slice refused.
 
-    A store has all regions. Raises `OSError` for an address that is not mapped, `ValueError` for a
-    slot that holds no tiles.
+    A store copies all regions. Raises `OSError` for an address that is not mapped, `ValueError` for
+    a slot without tiles.
     """
     layout = packer.layout
     chosen = {index: layout.regions[index] for index in regions}
@@ -66,7 +66,7 @@ def copy_packed(
 
 
 def _runs(rows: NDArray[np.uint8], addresses: NDArray[np.int64]) -> list[Run]:
-    """Return the runs from addresses into the rows of an array."""
+    """Return runs that copy from addresses into the rows of an array."""
     first, stride = rows.ctypes.data, rows.strides[0]
     nbytes = rows.shape[1]
     return [(first + i * stride, a, nbytes) for i, a in enumerate(addresses.tolist())]

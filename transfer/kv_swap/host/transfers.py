@@ -1,8 +1,8 @@
-"""The worker of the host engine: jobs as runs of bytes, copied slice by slice on one thread.
+"""The worker of the host engine: copies jobs as runs of bytes, slice by slice, on one thread.
 
-Linux' `process_vm_readv` takes a list of runs, also of its own process, and releases the GIL once.
-With a call for each run the worker would wait for the GIL after each, up to 5 ms where the engine
-steps in Python: 32 blocks would load in 230 ms, of which 1 ms is copying.
+Linux's `process_vm_readv` takes a list of runs, also within its own process, so the GIL is released
+only once. With a call per run, the worker would wait for the GIL after each, up to 5 ms while the
+engine runs Python: loading 32 blocks would take 230 ms, of which 1 ms is copying.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Run = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
 SLICE_BYTES = 4 << 20
-"""A load waits for at most one slice of a store: about 1 ms at the 5 GB/s of one slow core."""
+"""Bytes in a slice. A load waits for at most one slice of a store: 1 ms at 5 GB/s (a slow core)."""
 
 _MAX_RUNS = 1024
-"""IOV_MAX of Linux: runs of one call."""
+"""Maximum runs per call: IOV_MAX of Linux."""
 
 _read_memory = ctypes.CDLL(None, use_errno=True).process_vm_readv
 _read_memory.restype = ctypes.c_ssize_t
@@ -40,9 +40,9 @@ _read_memory.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 
 @dataclass(slots=True)
 class Transfer:
-    """A job on its way: what is left of it, and how it fares.
+    """A running job: its remaining slices, and its results so far.
 
-    Each item of `slices` copies a slice, and yields which rows of the job's pairs it refused.
+    Each item of `slices` copies one slice and yields the rows of the job's pairs that it refused.
     """
 
     job_id: int
@@ -55,9 +55,9 @@ class Transfer:
 
 @dataclass(slots=True)
 class WorkerState(Held):
-    """State of the worker. `condition` guards everything but what it holds.
+    """State of the worker. `condition` guards everything except the objects held.
 
-    Its lock is reentrant: `stop` runs as a finaliser, possibly inside the lock.
+    Its lock is reentrant, because `stop` runs as a finaliser, possibly inside the lock.
     """
 
     condition: threading.Condition = field(default_factory=threading.Condition)
@@ -68,9 +68,9 @@ class WorkerState(Held):
 
 
 def stop(state: WorkerState) -> None:
-    """Tell the worker to end once it has copied what was submitted.
+    """Make the worker end once it has copied everything submitted.
 
-    Not in a forked child: it has no worker, and its copy of the lock may have been taken.
+    Does nothing in a forked child, which has no worker and a lock that may be taken for good.
     """
     if os.getpid() != state.process:
         return
@@ -80,7 +80,7 @@ def stop(state: WorkerState) -> None:
 
 
 def work(state: WorkerState) -> None:
-    """Run slices, of loads first, until stopped and idle; then let go of the memory."""
+    """Run slices, loads first, until stopped and idle; then release the memory."""
     while True:
         with state.condition:
             state.condition.wait_for(lambda: state.loads or state.stores or state.stopping)
@@ -91,7 +91,7 @@ def work(state: WorkerState) -> None:
         completion = _advance(transfer)
         if completion is not None:
             with state.condition:
-                # A transfer leaves its queue only here, so an empty queue means nothing is running.
+                # A transfer leaves its queue only here, so with empty queues nothing is running.
                 queue.popleft()
                 state.done.append(completion)
                 state.condition.notify_all()
@@ -100,20 +100,20 @@ def work(state: WorkerState) -> None:
 
 
 def run(transfer: Transfer) -> Completion:
-    """Copy all slices; return how the job ended."""
+    """Copy all slices and return the completion."""
     while (completion := _advance(transfer)) is None:
         pass
     return completion
 
 
 def _advance(transfer: Transfer) -> Completion | None:
-    """Copy one slice; return how the job ended, if it did."""
+    """Copy one slice; return the completion if the job has ended."""
     error = None
     try:
         for refused_rows in transfer.slices:
             transfer.refused_rows.extend(refused_rows)
             return None
-    except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
+    except Exception as cause:  # noqa: BLE001 - a failed job must not end the thread
         error = CopyError(
             f"copying on the host failed with {cause!r}: {transfer.direction.value} job "
             f"{transfer.job_id} of {transfer.nbytes} bytes"
@@ -126,7 +126,7 @@ def _advance(transfer: Transfer) -> Completion | None:
 
 
 def copy_slices(runs: Iterable[Run]) -> Iterator[Sequence[int]]:
-    """Copy the runs of raw regions, a slice at a time; nothing is refused."""
+    """Copy the runs of raw regions, a slice at a time. Refuses nothing."""
     batch: list[Run] = []
     batch_bytes = 0
     for run in runs:
@@ -149,8 +149,8 @@ def cut_runs(
 ) -> Iterator[Run]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
-    An arena slot has `slot_bytes`.
-    A run is cut at half a slice, so that a slice never grows beyond one and a half.
+    A slot of the arena has `slot_bytes` bytes. Runs are cut at half of `SLICE_BYTES`, so that a
+    slice has at most one and a half times as many.
     """
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     limit = SLICE_BYTES // 2

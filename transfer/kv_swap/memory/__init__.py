@@ -1,4 +1,4 @@
-"""Host memory for slots: mapped, page-locked, placed on a NUMA node, shared between processes.
+"""Host memory for slots: mapping, page-locking, NUMA placement, sharing between processes.
 
 Nothing here imports `kv_swap.cuda` or `kv_swap.host`.
 """

@@ -1,7 +1,7 @@
-"""The host arena: memory for slots, registered with CUDA where asked, and how long it lives.
+"""The host arena: memory for slots, optionally registered with CUDA, and its lifetime.
 
-The memory belongs to one owner object. The arena, its views and the state of every engine hold the
-owner. When the last of them lets go, the memory is unregistered and then unmapped.
+The memory belongs to one owner object, which the arena, its views and the state of every engine
+hold. When the last of them is gone, the memory is unregistered and then unmapped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kv_swap.memory.registration import MemoryRoom, Registration, choose_piece_b
 from kv_swap.memory.shared import SharedMemory
 
 _INHERITED: list[Mapping] = []
-"""Arenas of a parent process; Python would unmap them when it drops them."""
+"""Arenas of a parent process, kept because Python would unmap them when it drops them."""
 
 
 class HostArena:
-    """Memory for `num_slots` slots of `slot_bytes`, zero, rounded up to whole pages of the system.
+    """Zeroed memory for `num_slots` slots of `slot_bytes`, rounded up to whole system pages.
 
-    Private, or `shared`, which must have exactly the bytes of all slots; each process registers its
-    own mapping of it. Pages come from `numa_node` where the machine has them there.
+    The memory is private, or `shared`, which must have exactly the bytes of all slots; each process
+    registers its own mapping of it. Pages come from `numa_node` while it has free ones.
 
-    With `register` every byte is page-locked. With `background` as well the constructor returns
-    once the first pieces are locked. Threads lock the rest, pausing while `room` has too little
-    memory; `ready_slots` says how far they are.
+    With `register`, every byte is page-locked. With `background` as well, the constructor returns
+    once the first pieces are locked, and threads lock the rest, pausing while `room` has too little
+    memory; `ready_slots` shows their progress.
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """
@@ -68,7 +68,7 @@ class HostArena:
             try:
                 self._registration.start(background=background)
             except BaseException:
-                # The traceback holds this frame, and with it the owner.
+                # The traceback holds this frame, and the frame holds the owner.
                 self._owner.release()
                 raise
 
@@ -79,32 +79,32 @@ class HostArena:
 
     @property
     def address(self) -> int:
-        """Address of slot 0; slot `s` lies `s * slot_bytes` further on. Keeps nothing alive.
+        """Address of slot 0; slot `s` is `s * slot_bytes` further on. Keeps nothing alive.
 
-        No copy of the copy engine may cross a multiple of `piece_bytes` from there.
+        A copy by the copy engine must not cross a multiple of `piece_bytes`, counted from slot 0.
         """
         return self._owner.address
 
     @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that are ready; any thread may ask. Grows unless locking fails."""
+        """Number of ready slots, from 0 on; any thread may read it. Grows unless locking fails."""
         if self._registration is None:
             return self.num_slots
         return min(self.num_slots, self._registration.ready_bytes // self.slot_bytes)
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
-        """Block until locking has ended, not only paused; return whether all slots are ready."""
+        """Block until locking has ended (not paused); return whether all slots are ready."""
         if self._registration is not None:
             self._registration.wait(timeout_seconds)
         return self.ready_slots == self.num_slots
 
     def view(self) -> NDArray[np.uint8]:
-        """Return the slots, uint8 of `(num_slots, slot_bytes)`; all views keep the memory alive."""
+        """Return the slots, uint8 of `(num_slots, slot_bytes)`. Views keep the memory alive."""
         return np.asarray(self._owner).reshape(self.num_slots, self.slot_bytes)
 
 
 class _Owner:
-    """Owns one mapping; what NumPy makes of `__array_interface__` holds this object as its base."""
+    """Owns one mapping. Arrays made from `__array_interface__` hold this object as their base."""
 
     def __init__(self, mapping: Mapping, nbytes: int, registration: Registration | None) -> None:
         self.address = mapping.address
@@ -115,12 +115,12 @@ class _Owner:
             "data": (self.address, False),
         }
         self.release = weakref.finalize(self, _release, mapping, registration, os.getpid())
-        # At interpreter exit views and copies may still be alive; the system reclaims the memory.
+        # At interpreter exit, views and copies may still be alive; the system reclaims the memory.
         self.release.atexit = False
 
 
 def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
-    """End the memory. Not in a forked child, which has neither it nor the threads."""
+    """Free the memory, except in a forked child, which has neither the memory nor the threads."""
     if os.getpid() != process:
         _INHERITED.append(mapping)
     elif registration is None:

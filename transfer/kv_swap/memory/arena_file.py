@@ -1,13 +1,14 @@
-"""Arenas in files of a memory filesystem: they outlive their process, and its successor maps them.
+"""Arenas in files of a memory filesystem, which outlive their process for its successor to map.
 
 FOLDER/rank-0.KIND.TOKEN     all slots of a rank, from the first byte on
 
-`KIND` stands for all that decides where which bytes are, and `TOKEN` is drawn when a file is made.
-So a name identifies an arena for good: whoever has noted it finds that arena or none.
+`KIND` identifies everything that determines the layout of the bytes, and `TOKEN` is random for each
+new file. So a name identifies an arena for good: anyone who has recorded it finds that arena or
+none.
 
-A file is locked as long as some process has it open *or mapped*: the lock belongs to the open file,
-which the kernel closes after the last mapping of it is gone, however the process ends. So a process
-that gets the lock knows that no other process writes there.
+A file is locked as long as a process has it open *or mapped*: the lock belongs to the open file,
+which the kernel closes after its last mapping is gone, however the process ends. So a process that
+gets the lock knows that no other process writes to the file.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kv_swap.memory.shared import SharedMemory
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only this user may enter, or check that one is so.
+    """Create a folder that only this user may enter, or check that an existing one is private.
 
-    Raises `PinnedMemoryError` for one that another user could have written, and links.
+    Raises `PinnedMemoryError` for links, and for a folder that another user could have written.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -48,7 +49,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def lock_file(path: Path) -> int | None:
-    """Make a file where there is none, and lock it until its descriptor is closed.
+    """Create a file if there is none, and lock it until its descriptor is closed.
 
     Returns the descriptor; None if another process has the lock. Raises `OSError`.
     """
@@ -62,7 +63,7 @@ def lock_file(path: Path) -> int | None:
 
 
 def find_arenas(folder: Path) -> dict[str, int]:
-    """Return the arenas of a folder by name, with the bytes of memory that each has taken."""
+    """Return the arenas of a folder: names, and the bytes of memory that each takes."""
     return {
         path.name: found.st_blocks * 512
         for path in sorted(folder.glob("rank-*.*.*"))
@@ -71,9 +72,9 @@ def find_arenas(folder: Path) -> dict[str, int]:
 
 
 def find_free_bytes(folder: Path) -> int:
-    """Return the bytes of memory of a folder's arenas that no process has.
+    """Return the bytes of memory taken by a folder's arenas that no process uses.
 
-    Locks each for a moment, in which no process can adopt it.
+    Locks each arena for a moment, during which no process can adopt it.
     """
     free_bytes = 0
     for name, nbytes in find_arenas(folder).items():
@@ -85,29 +86,29 @@ def find_free_bytes(folder: Path) -> int:
 
 
 def rank_of(name: str) -> int:
-    """Return the rank in the name of an arena; -1 where there is none."""
+    """Return the rank in the name of an arena; -1 if there is none."""
     number = name.partition(".")[0].removeprefix("rank-")
     return int(number) if number.isdecimal() else -1
 
 
 class ArenaFiles:
-    """The arenas of one rank in a folder of its engine, which no other engine uses now.
+    """The arenas of one rank in its engine's folder, which no other engine uses now.
 
-    With `reserve` all memory is taken when a file is made: a process that touches memory which the
-    filesystem no longer has is ended by the kernel. Without, it is taken as it is page-locked,
-    where that is an error.
+    With `reserve`, all memory is allocated when a file is created, because the kernel kills a
+    process that touches memory that the filesystem no longer has. Without it, memory is allocated
+    as it is page-locked, where a shortage is only an error.
     """
 
     def __init__(self, folder: Path, rank: int, kind: str, *, reserve: bool) -> None:
         self.folder, self._rank, self._kind, self._reserve = folder, rank, kind, reserve
         self.name = ""
-        """The arena that was opened last."""
+        """The name of the arena that was opened last."""
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
-        """Open the arena that a predecessor has left, or make one; remove this rank's others.
+        """Open the arena that a predecessor left, or create one; remove this rank's other arenas.
 
         Returns its name, under which `num_peers` processes may attach. Raises `PinnedMemoryError`
-        where the filesystem has too little memory.
+        if the filesystem has too little memory.
         """
         opened: tuple[str, int] | None = None
         for name in self._own():
@@ -124,7 +125,7 @@ class ArenaFiles:
             os.ftruncate(fd, whole_pages(nbytes))
             self._take_memory(fd, nbytes)
             if num_peers:
-                fcntl.flock(fd, fcntl.LOCK_SH)  # they lock it too
+                fcntl.flock(fd, fcntl.LOCK_SH)  # shared, because the peers lock it too
         except OSError as error:
             os.close(fd)
             if is_new:
@@ -132,7 +133,7 @@ class ArenaFiles:
             raise PinnedMemoryError(
                 f"cannot keep an arena of {nbytes} bytes in {self.folder}: {error.strerror}; mount "
                 f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
-                f"Memory), remove what nobody uses, or use a smaller pool"
+                f"Memory), remove unused files, or use a smaller pool"
             ) from error
         return name, SharedMemory(fd, nbytes, None)
 
@@ -152,13 +153,13 @@ class ArenaFiles:
         return [name for name in find_arenas(self.folder) if rank_of(name) == self._rank]
 
     def _remove_others(self, kept: str) -> None:
-        """Remove this rank's arenas but one; a process that still has one keeps the memory."""
+        """Remove all but one of this rank's arenas; a process that maps one keeps its memory."""
         for name in self._own():
             if name != kept:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _adopt(self, name: str, nbytes: int) -> int | None:
-        """Return a descriptor of an arena with the same slots that no process has; else None."""
+        """Return a descriptor of an unused arena with the same slots; None if there is none."""
         if not name.startswith(f"rank-{self._rank}.{self._kind}."):
             return None
         try:
@@ -174,7 +175,7 @@ class ArenaFiles:
         return None
 
     def _take_memory(self, fd: int, nbytes: int) -> None:
-        """Check that the filesystem has the memory that the file lacks, and `reserve` it."""
+        """Check that the filesystem has the memory that the file still needs, and reserve it."""
         missing = whole_pages(nbytes) - os.fstat(fd).st_blocks * 512
         room = os.fstatvfs(fd)
         left = room.f_bavail * room.f_frsize

@@ -1,4 +1,4 @@
-"""One mapping of host memory: where its pages come from, page-locking in pieces, and its end."""
+"""One mapping of host memory: its NUMA placement, page-locking in pieces, and release."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def describe_limits() -> str:
-    """Return the limits on locked memory and on memory at all, and what is available."""
+    """Describe the limits on locked memory and on total memory, and the available memory."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     parts = [
         f"ulimit -l is {'unlimited' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}"
@@ -51,11 +51,11 @@ def describe_limits() -> str:
 
 
 class Mapping:
-    """At least `nbytes` of memory, zero at first, rounded up to whole pages of the system only.
+    """At least `nbytes` of zeroed memory, rounded up to whole system pages.
 
-    Private and anonymous, or shared with `fd`'s other mappings. No page exists before it is
-    populated or touched; then it comes from `numa_node` if the system allows it. Raises
-    `PinnedMemoryError` if it cannot be made.
+    It is private and anonymous, or shared with the other mappings of `fd`. Pages exist only once
+    they are populated or touched; they come from `numa_node` if the system allows it. Raises
+    `PinnedMemoryError` if the mapping cannot be created.
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None, numa_node: int | None = None) -> None:
@@ -72,11 +72,11 @@ class Mapping:
                 f"cannot map {self.nbytes} bytes of host memory: {error}; {describe_limits()}; "
                 f"use a smaller pool or free memory"
             ) from error
-        # Children must not inherit it: the kernel copies page-locked memory at fork.
+        # Children must not inherit it, because the kernel copies page-locked memory at fork.
         self._memory.madvise(mmap.MADV_DONTFORK)
-        # A core dump would be as large as the pool, and have what users wrote.
+        # A core dump would be as large as the pool, and reveal users' prompts.
         self._memory.madvise(mmap.MADV_DONTDUMP)
-        # Advice only, refused by kernels without transparent huge pages: fewer pages to lock.
+        # With huge pages there are fewer pages to lock. Kernels without them refuse this advice.
         with contextlib.suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -85,15 +85,16 @@ class Mapping:
             self._node = None
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Give pages to a range, of which both ends lie on pages; releases the GIL.
+        """Allocate the pages of a range whose ends are page-aligned; releases the GIL.
 
-        Private memory is touched; nothing may have written it, or write it meanwhile. The system
-        call that gives pages holds the lock on the process' memory map, and every `mmap` waits. In
-        a virtual machine an `mmap` took 113 ms (median) next to calls of 32 MiB, 5 ms next to calls
-        of 2, and 0.03 ms next to touches. All three gave 0.5 GiB/s (22 Nov 2026).
+        Private memory is touched; nothing may have written it, or write it during the call. The
+        system call that allocates pages would hold the lock on the process's memory map, and every
+        `mmap` would wait for it. In a virtual machine, an `mmap` took 113 ms (median) next to calls
+        of 32 MiB, 5 ms next to calls of 2 MiB, and 0.03 ms next to touches. All three allocated 0.5
+        GiB/s (22 Nov 2026).
 
-        A touch of shared memory that cannot be had would end the process. There it is calls, which
-        raise `OSError`, and do nothing where Linux is older than 5.14.
+        A touch of shared memory that is not available would kill the process. So shared memory is
+        populated with system calls, which raise `OSError`, and do nothing before Linux 5.14.
         """
         if not self.shared:
             pages = np.frombuffer(self._memory, np.uint8, nbytes, offset)[:: mmap.PAGESIZE]
@@ -108,7 +109,7 @@ class Mapping:
                     raise OSError(code, os.strerror(code))
 
     def missing_bytes(self, offset: int, nbytes: int) -> int:
-        """Return how much of a range has no pages: shared memory may have those of others."""
+        """Return the bytes of a range without pages; shared memory may have pages of others."""
         if not self.shared:
             return nbytes
         pages = np.zeros(nbytes // mmap.PAGESIZE, np.uint8)
@@ -116,57 +117,57 @@ class Mapping:
         return nbytes - int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
 
     def discard(self, offset: int) -> None:
-        """Return the pages from `offset` on to the system, unless other processes may use them."""
+        """Return the pages at and after `offset` to the system, unless others may use them."""
         if not self.shared:
             self._memory.madvise(mmap.MADV_DONTNEED, offset, self.nbytes - offset)
 
     def describe(self) -> str:
-        """Say where the pages come from, for the log."""
+        """Describe where the pages come from, for the log."""
         if self._node is not None:
             return f"from NUMA node {self._node}"
         return f"from {'where its creator placed it' if self.shared else 'any NUMA node'}"
 
     def close(self) -> None:
-        """Unmap. Nothing may be registered, and no access may follow."""
+        """Unmap the memory. Nothing may be registered, and no access may follow."""
         self._memory.close()
 
 
 _LEAKED: list[Mapping] = []
-"""Memory that could not be unregistered: it is never unmapped, the device might still write it."""
+"""Memory that could not be unregistered. It is never unmapped: the device might still write it."""
 
 
 class PinnedRegistrar(Protocol):
-    """Page-locks memory for a device, on several threads, one at a time for one arena.
+    """Page-locks memory for a device. Several threads call it, one at a time per arena.
 
     Both calls raise `RuntimeError` if they fail.
     """
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock `nbytes` from `address`; may take seconds."""
+        """Page-lock `nbytes` bytes at `address`; may take seconds."""
 
     def unregister(self, address: int) -> None:
         """Undo the `register` of the same address."""
 
 
 class Pieces:
-    """The registrations of one mapping, which belongs to this object. One thread at a time."""
+    """The registrations of one mapping, which this object owns. For one thread at a time."""
 
     def __init__(self, mapping: Mapping, registrar: PinnedRegistrar, piece_bytes: int) -> None:
         self.count = -(-mapping.nbytes // piece_bytes)
         self.ready_bytes = 0
-        """Bytes from the first on that are registered without a gap; any thread may ask."""
+        """Bytes registered without a gap from the start; any thread may read it."""
         self._mapping = mapping
         self._registrar = registrar
         self._piece_bytes = piece_bytes
         self._registered: set[int] = set()
 
     def range(self, piece: int) -> tuple[int, int]:
-        """Return where a piece begins and ends."""
+        """Return the offsets where a piece begins and ends."""
         start = piece * self._piece_bytes
         return start, min(start + self._piece_bytes, self._mapping.nbytes)
 
     def lock(self, piece: int) -> None:
-        """Register a piece; raises what the registrar raises."""
+        """Register a piece. Passes on the registrar's errors."""
         start, end = self.range(piece)
         self._registrar.register(self._mapping.address + start, end - start)
         self._registered.add(piece)
@@ -176,20 +177,20 @@ class Pieces:
             ready += 1
 
     def unlock_after_gap(self) -> None:
-        """Unregister the pieces after `ready_bytes`, and give their pages back."""
+        """Unregister the pieces after `ready_bytes`, and return their pages to the system."""
         ready = -(-self.ready_bytes // self._piece_bytes)
         if self._unregister([piece for piece in self._registered if piece >= ready]):
             self._mapping.discard(self.ready_bytes)
 
     def close(self) -> None:
-        """Unregister all and unmap; what cannot be unregistered stays mapped for good."""
+        """Unregister everything and unmap. What cannot be unregistered stays mapped for good."""
         if self._unregister(sorted(self._registered)):
             self._mapping.close()
         else:
             _LEAKED.append(self._mapping)
 
     def _unregister(self, pieces: list[int]) -> bool:
-        """Undo the registration of pieces; False if one is left."""
+        """Undo the registration of pieces; return False if that fails for any."""
         done = True
         for piece in pieces:
             address = self._mapping.address + self.range(piece)[0]

@@ -1,4 +1,4 @@
-"""Memory near a device, on machines with several NUMA nodes; without libnuma."""
+"""Places memory near a device on machines with several NUMA nodes, without libnuma."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import platform
 from pathlib import Path
 
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call, from Linux' syscall tables; glibc has no wrapper for it."""
+"""Number of the system call, from Linux's syscall tables; glibc has no wrapper for it."""
 
 _MPOL_PREFERRED = 1
-"""From linux/mempolicy.h: take memory of one node while it has some, then of others."""
+"""From linux/mempolicy.h: take memory from one node while it has some, then from others."""
 
 _MASK_BITS = 1024
-"""Nodes in a mask; Linux allows 1,024 at most (CONFIG_NODES_SHIFT)."""
+"""Nodes in a mask; Linux allows at most 1,024 (CONFIG_NODES_SHIFT)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def device_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the node of a PCI device; `None` on machines with one node, or that do not say."""
+    """Return the node of a PCI device; `None` if it is unknown or the machine has only one."""
     try:
         online = (sysfs / "devices/system/node/online").read_text().strip()
         device = sysfs / "bus/pci/devices" / pci_bus_id.lower()
@@ -30,9 +30,9 @@ def device_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have pages that were not touched yet come from `node` while it has free ones.
+    """Make untouched pages come from `node` while it has free ones.
 
-    A page begins at `address`. False where the system refuses, as containers may.
+    `address` must be the start of a page. Returns False if the system refuses, as in containers.
     """
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:
@@ -40,6 +40,6 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
     mask[node // word_bits] = 1 << node % word_bits
-    # The kernel reads one bit less than this number.
+    # The kernel reads one bit fewer than this number.
     arguments = (address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), _MASK_BITS + 1, 0)
     return not _libc.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments))

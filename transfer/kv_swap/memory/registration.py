@@ -1,14 +1,15 @@
-"""Page-locks a mapping piece by piece, in the background, and undoes it when its users are gone.
+"""Page-locks a mapping piece by piece in the background, and unlocks it when its users are gone.
 
-Each thread takes the next few pieces, gives them pages, which takes most of the time, and registers
-them one by one. Threads hold the mapping through this object and never its users. The last thread
-or `release`, whichever comes later, unregisters and unmaps. So no thread touches memory that is
-gone, and `release` waits for no thread.
+Each thread takes the next few pieces, allocates their pages, which takes most of the time, and
+registers them one by one. Threads hold the mapping through this object, but not its users. The last
+thread or `release`, whichever comes later, unregisters and unmaps. So no thread touches memory that
+is gone, and `release` waits for no thread.
 
-Giving pages to shared memory holds the lock on the process' memory map, registering holds the
-driver's too: the launches of an engine's step wait until a registration has ended. So both are
-short. One thread at a time registers, and then leaves the driver alone for `REST` times as long as
-that took: a starting engine makes hundreds of calls a second.
+Allocating pages of shared memory holds the lock on the process's memory map; registering also holds
+the driver's lock, so the launches of an engine's step wait until a registration has ended.
+Therefore both are kept short. One thread at a time registers, and then leaves the driver alone for
+`REST` times as long as the registration took, because a starting engine makes hundreds of driver
+calls per second.
 """
 
 from __future__ import annotations
@@ -30,42 +31,43 @@ from kv_swap.memory.mapping import Mapping, Pieces, PinnedRegistrar, describe_li
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
-"""Bytes of one registration, at most, unless a slot has more. Launches wait for it: 5 to 8 ms for
-256 MiB on the host of an H200, which is longer than a step of decodes (bench/swap/pinning.py)."""
+"""Maximum bytes of one registration, unless a slot is larger. Launches wait for it: 5 to 8 ms for
+256 MiB on the host of an H200, longer than a step of decodes (bench/swap/pinning.py)."""
 
 LARGEST_PIECE_BYTES = 256 << 20
-"""Slots up to this size lie in one piece: the copy engine takes no copy that lies in two."""
+"""Slots up to this size do not cross pieces: the copy engine refuses copies that cross them."""
 
 BATCH_BYTES = 256 << 20
-"""Bytes of the pieces that a thread takes at once: it looks at the free memory before each."""
+"""Bytes of the pieces that a thread takes at a time. It checks free memory before each batch."""
 
 NUM_THREADS = 4
-"""On that host one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
+"""On the host of an H200, one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
 
 REST = 7.0
-"""On that host an inference engine with a pool of 50 GiB started 0.3 s later than one without, and
-1.0 s later with a rest of 3, in pieces of 256 MiB. The pool took 9 to 13 s instead of 5 to 7."""
+"""On the host of an H200, an inference engine with a pool of 50 GiB started 0.3 s later than one
+without; with a rest of 3 and pieces of 256 MiB, 1.0 s later. The pool took 9 to 13 s instead of 5
+to 7."""
 
 POPULATE_BYTES = 32 << 20
-"""Bytes that get pages before a thread looks whether it should stop: milliseconds, or 0.2 s where
-a virtual machine has not used its memory recently."""
+"""Bytes that a thread allocates before it checks whether to stop: some milliseconds, or 0.2 s in a
+virtual machine that has not used its memory recently."""
 
 CAREFUL_BYTES = 16 << 30
-"""With less than this left above the headroom, a thread looks before every `POPULATE_BYTES`, not
-only before a batch: 8 ranks may have 8 GiB of them under way. A look takes 0.3 ms (2 cores)."""
+"""With less than this above the headroom, a thread checks before every `POPULATE_BYTES`, not only
+before a batch: 8 ranks may be allocating 8 GiB in batches. A check takes 0.3 ms (2 cores)."""
 
 RETRY_SECONDS = 5.0
-"""Between two looks of a thread that found too little memory."""
+"""Seconds between two checks of a thread that found too little memory."""
 
 PROGRESS_SECONDS = 10.0
-"""Between two lines of the log that say how far the background work is."""
+"""Seconds between two progress lines in the log."""
 
 _EXIT_SECONDS = 10.0
-"""Bound of the wait, at the end of the process, for registrations that run."""
+"""Maximum seconds to wait at process exit for running registrations."""
 
 
 def choose_piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece: whole pages, and whole slots if they fit, one at least."""
+    """Return the bytes of a piece: whole pages, and whole slots if they fit, at least one."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
     if unit > LARGEST_PIECE_BYTES:
         unit = mmap.PAGESIZE
@@ -74,17 +76,18 @@ def choose_piece_bytes(slot_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """Memory that is available on this host, and the part that a growing pool leaves free.
+    """The memory available on this host, and the headroom that a growing pool leaves free.
 
-    `read` returns the bytes that this process could take now, and where the figure is from. Several
-    threads call it at a time. What it raises counts as a failure to lock memory.
+    `read` returns the bytes that this process could take now, and the source of that figure.
+    Several threads call it concurrently. An error that it raises counts as a failure to lock
+    memory.
     """
 
     read: Callable[[], tuple[int, str]]
     headroom_bytes: int
 
     def spare_bytes(self, nbytes: int) -> tuple[int, str]:
-        """Return what is left above the headroom after taking `nbytes`, and the figures."""
+        """Return the bytes left above the headroom after taking `nbytes`, and the figures."""
         available_bytes, source = self.read()
         figures = (
             f"{available_bytes} bytes are available ({source}), {nbytes} are wanted next, and "
@@ -94,7 +97,7 @@ class MemoryRoom:
 
 
 class Registration:
-    """The page-locking of one mapping, which belongs to this object from now on."""
+    """Page-locks one mapping, which this object owns from now on."""
 
     def __init__(
         self,
@@ -110,11 +113,13 @@ class Registration:
         self._started = self._last_line = time.monotonic()
         self._background = False
         self._driver_turn = threading.Lock()
-        # Guards all below. Its lock is reentrant: `release` runs as a finaliser, anywhere.
+        # Guards everything below. Its lock is reentrant, since `release` may run as a finaliser
+        # anywhere.
         self._changed = threading.Condition()
         self._next_piece = 0
         self._failures: dict[int, Exception] = {}
-        # Bytes without pages of the batches that are taken, by first piece; no reading shows them.
+        # Bytes of claimed batches that still lack pages, by first piece. No reading of memory shows
+        # them.
         self._missing: dict[int, int] = {}
         self._short = False
         self._running_threads = 0
@@ -124,14 +129,14 @@ class Registration:
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes from the first on that are registered without a gap."""
+        """Bytes registered without a gap from the start."""
         return self._pieces.ready_bytes
 
     def start(self, *, background: bool) -> None:
-        """Register all on this thread, or with `background` a batch, and threads the rest.
+        """Register everything here, or with `background` one batch here and the rest on threads.
 
-        Raises `PinnedMemoryError` if it fails here. A thread logs its failure, and what was
-        registered before it stays usable.
+        Raises `PinnedMemoryError` if it fails on this thread. Other threads log their failures;
+        memory registered before a failure stays usable.
         """
         while (batch := self._claim()) is not None:
             self._register(batch)
@@ -145,12 +150,12 @@ class Registration:
             self._start_threads()
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Block until no thread runs any more; False on timeout."""
+        """Block until no thread is running; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running_threads, timeout_seconds)
 
     def release(self) -> None:
-        """Stop, unregister and unmap, on the last thread that still runs; it is not in use."""
+        """Stop, unregister and unmap, on the last running thread. The memory must not be in use."""
         with self._changed:
             self._stopping = self._released = True
             self._changed.notify_all()  # threads that wait for room
@@ -161,9 +166,9 @@ class Registration:
     def _start_threads(self) -> None:
         left = -(-(self._pieces.count - self._next_piece) // self._pieces_of_batch)
         count = min(NUM_THREADS, left, len(os.sched_getaffinity(0)))
-        # A thread that the interpreter leaves behind in the driver at exit could end in a crash.
+        # A thread that is in the driver when the interpreter exits could crash.
         atexit.register(self._stop)
-        with self._changed:  # no thread claims a batch, or ends, before all are counted
+        with self._changed:  # no thread may claim a batch or end before all are counted
             for _ in range(count):
                 threading.Thread(target=self._work, name="kv-swap-pin", daemon=True).start()
                 self._running_threads += 1
@@ -198,7 +203,7 @@ class Registration:
         )
 
     def _claim(self) -> range | None:
-        """Return the pieces of the next batch, if any is to be begun."""
+        """Return the pieces of the next batch; None if there is none to begin."""
         with self._changed:
             first = self._next_piece
             if self._is_over() or first == self._pieces.count:
@@ -231,14 +236,14 @@ class Registration:
                     self._missing[batch[0]] = max(0, self._missing[batch[0]] - nbytes)
             with self._driver_turn:
                 for piece in batch:
-                    # A failure further on leaves the pieces before it usable.
+                    # A later failure leaves the pieces before it usable.
                     if self._stopping or min(self._failures, default=piece) < piece:
                         return
                     began = time.monotonic()
                     self._pieces.lock(piece)
                     if self._background:
                         time.sleep(REST * (time.monotonic() - began))
-        except Exception as error:  # noqa: BLE001 - a thread that ends unheard leaves memory behind
+        except Exception as error:  # noqa: BLE001 - a thread that ends silently would leak memory
             with self._changed:
                 self._failures[piece] = error
         finally:
@@ -247,11 +252,11 @@ class Registration:
                 self._changed.notify_all()  # threads that wait for room
 
     def _wait_for_room(self, batch: range, offset: int) -> int:
-        """Block until a batch's pages from `offset` on leave the headroom free; return the rest.
+        """Block until a batch's pages after `offset` leave the headroom free; return spare bytes.
 
-        Batches before it come first, so that slots become ready in order. Pages that exist need no
-        room: where processes share the memory, the slowest must not wait for what the fastest has
-        taken for both. Below 0: end the thread.
+        Earlier batches come first, so that slots become ready in order. Existing pages need no
+        room: if processes share the memory, the slowest must not wait for pages that the fastest
+        has already allocated for both. A negative result means that the thread should end.
         """
         if self._room is None or not self._background:
             return sys.maxsize
@@ -271,7 +276,7 @@ class Registration:
             if spare_bytes >= 0:
                 return spare_bytes
             with self._changed:
-                # Batches before it may still end well: then the figure would be too small.
+                # Earlier batches may still succeed; then the figure would be too small.
                 warns = not self._short and first == lowest
                 self._short |= warns
             if warns:
@@ -282,7 +287,7 @@ class Registration:
                     self._mapping.nbytes,
                     figures,
                 )
-            with self._changed:  # until there is news, or for a while
+            with self._changed:  # wait for a change, or for a while
                 deadline = time.monotonic() + RETRY_SECONDS
                 while not self._is_over() and min(self._missing) == lowest:
                     if not self._changed.wait(deadline - time.monotonic()):
@@ -290,14 +295,14 @@ class Registration:
 
     def _stop(self) -> None:
         if os.getpid() != self._process:
-            return  # a forked child has no thread to wait for; one may have held the lock at fork
+            return  # a forked child has no threads, and one may have held the lock at the fork
         with self._changed:
             self._stopping = True
             self._changed.notify_all()  # threads that wait for room
         self.wait(_EXIT_SECONDS)
 
     def _settle(self) -> None:
-        """End the background work, on its last thread: undo what no slot can use, and report."""
+        """End the background work on its last thread: undo unusable registrations, and report."""
         atexit.unregister(self._stop)
         if self._failures:
             self._pieces.unlock_after_gap()

@@ -1,11 +1,11 @@
-"""Memory that several processes of one host map: processes that want the same bytes keep them once.
+"""Memory mapped by several processes of one host that need the same bytes.
 
-It is a memfd, gone when the last process that has it ends, in whatever way. Other processes of the
-same user get it from its creator, through a socket in Linux' abstract namespace, which vanishes
-with the creator.
+It is a memfd, which disappears when the last process that has it ends, in whatever way. Other
+processes of the same user get it from its creator through a socket in Linux's abstract namespace,
+which vanishes with the creator.
 
-Memory model. Host memory is coherent between processes and with a device that has completed its
-copy: a process that learns of a store's completion, by any message, sees its bytes.
+Memory model. Host memory is coherent between processes, and with a device that has completed its
+copy: a process that learns about a store's completion through any message sees its bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kv_swap.memory.mapping import describe_limits, whole_pages
 from kv_swap.memory.numa import prefer_node
 
 _ANSWER_SECONDS = 5.0
-"""How long the other process may take to answer, once it is connected."""
+"""Seconds that the other process may take to answer once it is connected."""
 
 _RETRY_SECONDS = 0.02
 
@@ -33,8 +33,8 @@ _RETRY_SECONDS = 0.02
 class SharedMemory:
     """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
 
-    An arena needs it only while it is constructed. The creator keeps its own open until all peers
-    have attached.
+    An arena needs the handle only during construction. The creator keeps its handle open until all
+    peers have attached.
     """
 
     def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
@@ -44,20 +44,20 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, nbytes: int, num_peers: int) -> SharedMemory:
-        """Make memory of exactly `nbytes`, zero, and offer it to `num_peers` other processes.
+        """Create exactly `nbytes` of zeroed memory, and offer it to `num_peers` other processes.
 
-        Takes no memory yet. Raises `PinnedMemoryError` if the machine does not have it, or the
-        name is taken on this host.
+        Allocates no pages yet. Raises `PinnedMemoryError` if the machine does not have the memory,
+        or if the name is in use on this host.
         """
         mapped_bytes = whole_pages(nbytes)
         fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Linux promises shared memory of any size, and ends a process when it runs out. It
-            # refuses a private mapping that could never be filled: ask for one.
+            # Linux promises shared memory of any size, and kills a process when it runs out. But it
+            # refuses a private mapping that could never be filled, so try one.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mmap.mmap(-1, mapped_bytes, flags=flags).close()
             os.ftruncate(fd, mapped_bytes)
-            # A file that shrinks would end every process that has mapped it.
+            # A file that shrinks would kill every process that has mapped it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
@@ -77,9 +77,9 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, name: str, nbytes: int, timeout_seconds: float) -> SharedMemory:
-        """Get the memory that another process creates under `name`, now or within the timeout.
+        """Get the memory that another process creates under `name`; waits up to the timeout for it.
 
-        Raises `PinnedMemoryError` if none is offered in time, or it has another size.
+        Raises `PinnedMemoryError` if none is offered in time, or if it has a different size.
         """
         deadline = time.monotonic() + timeout_seconds
         while (fd := _ask(name)) is None:
@@ -100,25 +100,25 @@ class SharedMemory:
         return cls(fd, nbytes, None)
 
     def fileno(self) -> int:
-        """Return what to map, until `close`."""
+        """Return the file descriptor to map, valid until `close`."""
         return self._fd
 
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
-        """Have the pages of one of `num_parts` equal parts come from a NUMA node while it has some.
+        """Place one of `num_parts` equal parts on a NUMA node while that has free memory.
 
-        For pages that no process has touched. False where the system refuses.
+        Only affects pages that no process has touched. Returns False if the system refuses.
         """
         pages = whole_pages(self.nbytes) // mmap.PAGESIZE
         first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
         if first == end:
             return True
-        # The policy belongs to the file's range, not to the mapping through which it was set.
+        # The policy belongs to the range of the file, not to the mapping through which it was set.
         with mmap.mmap(self._fd, end - first, flags=mmap.MAP_SHARED, offset=first) as memory:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             return prefer_node(address, end - first, node)
 
     def close(self) -> None:
-        """Close the handle and end the offer. Idempotent. What is mapped stays mapped."""
+        """Close the handle and end the offer. Idempotent. Existing mappings stay valid."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -133,7 +133,7 @@ class SharedMemory:
 
 
 class _Offer:
-    """Hands out `fd`, which it owns, from a thread, until `num_peers` processes have taken it."""
+    """Hands out `fd`, which it owns, on a thread until `num_peers` processes have taken it."""
 
     def __init__(self, name: str, fd: int, num_peers: int) -> None:
         self._fd = fd
@@ -164,14 +164,14 @@ class _Offer:
             os.close(self._fd)
 
     def end(self) -> None:
-        """Offer no longer, and give the name free; waits for a peer that is just taking it."""
+        """End the offer and free the name; waits for a peer that is currently taking the memory."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(2 * _ANSWER_SECONDS)
 
 
 def _ask(name: str) -> int | None:
-    """Return a file descriptor from the process that offers `name`; `None`: ask again later."""
+    """Return a file descriptor from the process that offers `name`; `None` means: try again."""
     fds: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SECONDS)
@@ -194,7 +194,7 @@ def _address(name: str) -> str:
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Ask the kernel whether the process at the other end is of this user."""
+    """Ask the kernel whether the process at the other end belongs to this user."""
     credentials = struct.Struct("3i")
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     return bool(credentials.unpack(raw)[1] == os.getuid())

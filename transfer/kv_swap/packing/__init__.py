@@ -1,8 +1,9 @@
-"""bf16 KV packed without loss: the format of a packed slot, and a NumPy packer and unpacker of it.
+"""Lossless packing of bf16 KV: the format of a packed slot, and a NumPy implementation.
 
-`format` has sizes and the header, `columns` says which values share a base, `tiles` packs tiles and
-`slots` whole slots; `samples` counts escapes in packed slots. The kernels of `csrc/swap_packed.cu`
-write the same bytes. Nothing here knows a device; the host engine copies with it.
+`format` defines sizes and the header, `columns` the values that share a base. `tiles` packs tiles,
+`slots` packs whole slots, and `samples` counts escapes in packed slots. The kernels of
+`csrc/swap_packed.cu` write the same bytes. Nothing here knows about devices; the host engine uses
+it to copy.
 """
 
 from kv_swap.packing.format import FORMAT_VERSION

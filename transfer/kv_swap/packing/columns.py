@@ -1,8 +1,8 @@
-"""Which values of a tile share a base: those of one column, 8 channels over the tokens of the tile.
+"""Columns of a tile: values that share a base, from 8 channels over the tokens of the tile.
 
-A channel whose values are far greater than those of the others has a base of its own then, and does
-not make the others escape. Where a page's rows lie is all that a caller has to say; a wrong answer
-costs escapes, never bits. But it is part of the format: who unpacks needs the same.
+So a channel whose values are much greater than those of others has its own base, and does not make
+the others escape. The caller only describes the rows of a page; a wrong description costs escapes,
+never correctness. But it is part of the format: unpacking needs the same description.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kv_swap.packing.format import MAX_COLUMNS, TILE_GROUPS
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A page of bf16 values is packed, and its rows lie like this; counts are groups of 8 values.
+    """The arrangement of rows in a packed page of bf16 values, counted in groups of 8 values.
 
-    Group g has the column `g // run * period + g % period`. A page of tokens that hold all heads
-    has the period of a token, and run 0: the whole page. A page of heads that hold all tokens has
-    the period of one head of one token, and the run of a head. Raises `LayoutError`.
+    Group g belongs to column `g // run * period + g % period`. For a page of tokens, each with all
+    heads, the period is one token, and run is 0: the whole page. For a page of heads, each with all
+    tokens, the period is one head of one token, and the run is one head. Raises `LayoutError`.
     """
 
     period: int
@@ -39,9 +39,10 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileColumns:
-    """The columns of a tile: uint8 of `(1024,)`, one a group, below `count`, a multiple of 8.
+    """The column of each group of a tile: uint8 of shape `(1024,)`, below `count`.
 
-    `order` sorts the groups by column; at `firsts` of it begin the columns that are `used`.
+    `count` is a multiple of 8. `order` sorts the groups by column; in it, the `used` columns begin
+    at `firsts`.
     """
 
     of_group: NDArray[np.uint8]
@@ -52,10 +53,10 @@ class TileColumns:
 
 
 def tile_columns(packing: Packing, first_group: int) -> TileColumns:
-    """Return the columns of the tile that begins at a group of its page.
+    """Return the columns of the tile that begins at group `first_group` of its page.
 
-    Neighbours are merged until there are at most `MAX_COLUMNS`. Tiles whose columns are the same
-    have the same object.
+    Neighbouring columns are merged until there are at most `MAX_COLUMNS`. Tiles with equal columns
+    share one object.
     """
     groups = first_group + np.arange(TILE_GROUPS)
     columns = groups % packing.period
@@ -69,7 +70,7 @@ def tile_columns(packing: Packing, first_group: int) -> TileColumns:
 
 @lru_cache(maxsize=1024)
 def describe_columns(columns: bytes) -> TileColumns:
-    """Return the columns of a tile from a byte a group; equal ones are the same object."""
+    """Return the columns of a tile, given as one byte per group; equal ones share one object."""
     of_group = np.frombuffer(columns, np.uint8)
     used, firsts = np.unique(np.sort(of_group), return_index=True)
     count = (int(used[-1]) // 8 + 1) * 8

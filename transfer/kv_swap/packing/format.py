@@ -1,4 +1,4 @@
-"""The packed format: a tile of 16 KiB takes 12.4 KiB in a slot, whatever its bits are.
+"""The packed format: a tile of 16 KiB takes 12.4 KiB in a slot, whatever its contents.
 
 A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
 
@@ -8,22 +8,23 @@ A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
     12304     c  a base for each of c columns, c a multiple of 8; `columns.py` says what a column is
     12304+c      escapes, 8 bytes each, by strips; zeros after the last
 
-Each pair of values is a 32-bit word. Rotated left by one bit its odd bytes are exponents, and its
-even bytes are mantissas, each with the sign of the other value.
+Each pair of values is a 32-bit word. After rotation to the left by one bit, its odd bytes are
+exponents, and its even bytes are mantissas, each with the sign of the other value.
 
-The base of a column is its greatest exponent less 15, and at least 1. The code of an exponent is
-what it is above the base of its column: from the base on 16 exponents have a code. Where one of 32
-groups, 32 * n to 32 * n + 31, has an exponent 0, of zeros and subnormal numbers, the code 0 is that
-exponent for all of them, and the base has none. So some channels may be zero.
+The base of a column is its greatest exponent minus 15, and at least 1. The code of an exponent is
+its distance from the base of its column, so 16 exponents, from the base upwards, have a code. If
+one of 32 groups, 32 * n to 32 * n + 31, has an exponent 0 (zeros and subnormal numbers), code 0
+means that exponent for all of them, and the base has no code. So some channels may be zero.
 
-A group with an exponent that has no code escapes, and so does one with the codes `ESCAPE_CODES`:
-they are those of every group that escapes. Its 8 exponents are in the escapes. A tile has 8 strips,
-which are packed side by side: strip s has the groups g with g % 256 // 32 == s. Escapes are in the
-order of the strips, and within a strip in the order of the groups.
+A group with an exponent that has no code escapes, and so does a group whose codes equal
+`ESCAPE_CODES`, which mark every group that escapes. Its 8 exponents are stored in the escapes. A
+tile has 8 strips, which are packed concurrently: strip s has the groups g with g % 256 // 32 == s.
+Escapes are in the order of the strips, and within a strip in the order of the groups.
 
-A tile with more escapes than fit is raw: its first 12 KiB lie in place, its header says which entry
-of the slot's pool has the other 4 KiB. Entries are given in the order of the tiles; unused entries
-are zero. A block with more raw tiles than entries does not fit, and its slot holds garbage.
+A tile with more escapes than fit is raw: its first 12 KiB are in its place, and its header names
+the entry of the slot's pool with the other 4 KiB. Entries are assigned in the order of the tiles;
+unused entries are zero. A block with more raw tiles than entries does not fit, and its slot holds
+garbage.
 
 Every byte is determined by the values: equal KV has equal slots.
 """
@@ -35,7 +36,7 @@ from collections.abc import Iterable
 import numpy as np
 
 FORMAT_VERSION = 2
-"""Changes with any byte of a packed slot; a slot of another version cannot be read."""
+"""Changes with every change of the format; a slot of another version cannot be read."""
 
 MAGIC = 0x564B
 """`KV` in memory."""
@@ -49,26 +50,27 @@ MAIN_BYTES = MANTISSA_BYTES + CODE_BYTES
 PACKED_TILE_BYTES = 12672
 """A multiple of 128: tiles of 12,480 bytes moved 5 % slower (H200, 24 Nov 2026).
 
-That leaves 38 escapes with the most columns, and 45 with the fewest. A tile of SmolLM2's KV has
-at most 32, one of Gemma 3's 10. With 3 % of K's channels 128 times as great at most 60 and 54, and
-at most 1 and 5 tiles of a block have too many (bench/results/cpu/packing.json)."""
+That leaves room for 38 escapes with the most columns, and 45 with the fewest. A tile of SmolLM2's
+KV has at most 32, one of Gemma 3's 10. With 3 % of K's channels 128 times as great, a tile has at
+most 60 and 54, and at most 1 and 5 tiles of a block have too many
+(bench/results/cpu/packing.json)."""
 
 POOL_ENTRY_BYTES = TILE_BYTES - MAIN_BYTES
 TILES_PER_POOL_ENTRY = 64
 
 SLOT_ALIGNMENT_BYTES = 128
-"""Alignment of packed pages, of the pool and of slots that have them."""
+"""Alignment of packed pages, of the pool, and of slots with packed pages."""
 
 STRIPS = 8
 
 GREATEST_CODE = 15
 ESCAPE_CODES = (0, 1, 1, 1, 1, 1, 1, 1)
-"""Groups that have these codes by themselves are the rarest: most values are far greater."""
+"""Very few groups have these codes by nature, because most values are much greater."""
 
 MAX_COLUMNS = 64
-"""More columns leave less room for escapes, and fewer make more of them: of K with outliers as
-above, in rows of 1,024 channels, 0.4 % of tiles had more escapes than fit with 64 columns, 1.2 %
-with 128 and 4 % with 32, in tiles of 12,544 bytes."""
+"""More columns leave less room for escapes, and fewer columns cause more of them. For K with
+outliers as above, in rows of 1,024 channels and tiles of 12,544 bytes, 0.4 % of tiles had more
+escapes than fit with 64 columns, 1.2 % with 128 and 4 % with 32."""
 
 HEADER = np.dtype(
     [
@@ -80,9 +82,10 @@ HEADER = np.dtype(
         ("escapes_before", "u1", (STRIPS - 1,)),
     ]
 )
-"""`zeros_or_entry` of a packed tile has bit n if groups 32 * n to 32 * n + 31 have an exponent 0,
-of a raw tile it is the entry of the pool. `escapes_before` counts those before each strip but the
-first. A raw tile has zeros there, in `escapes` and in all bytes after the header."""
+"""In a packed tile, bit n of `zeros_or_entry` is set if groups 32 * n to 32 * n + 31 have an
+exponent 0; in a raw tile, the field is the entry of the pool. `escapes_before` counts the escapes
+before each strip except the first. In a raw tile, this field, `escapes` and all bytes after the
+header are zero."""
 
 KIND_PACKED = 1
 KIND_RAW = 2
@@ -91,7 +94,7 @@ ESCAPE_BYTES = GROUP_VALUES
 
 
 def escape_capacity(columns: int) -> int:
-    """Return how many groups of a tile may escape that has bases for `columns`."""
+    """Return how many groups may escape in a tile with bases for `columns` columns."""
     return (PACKED_TILE_BYTES - MAIN_BYTES - HEADER.itemsize - columns) // ESCAPE_BYTES
 
 
@@ -101,18 +104,18 @@ def align(nbytes: int) -> int:
 
 
 def packed_page_bytes(page_bytes: int) -> int:
-    """Return what a packed page takes: whole tiles are packed, what is left of it is not."""
+    """Return the bytes of a packed page: whole tiles are packed, the remainder stays raw."""
     num_tiles, rest_bytes = divmod(page_bytes, TILE_BYTES)
     return num_tiles * PACKED_TILE_BYTES + rest_bytes
 
 
 def pool_entries(num_tiles: int) -> int:
-    """Return the entries of the pool of a slot of so many tiles."""
+    """Return the number of pool entries in a slot of `num_tiles` packed tiles."""
     return -(-num_tiles // TILES_PER_POOL_ENTRY)
 
 
 def packed_slot_bytes(packed_pages: Iterable[int], raw_bytes: int) -> int:
-    """Return the bytes of a slot: of packed pages of these sizes, of raw pages, and of the pool."""
+    """Return the bytes of a slot with packed pages of these sizes, `raw_bytes`, and its pool."""
     pages = list(packed_pages)
     num_tiles = sum(page_bytes // TILE_BYTES for page_bytes in pages)
     if num_tiles == 0:

@@ -1,4 +1,4 @@
-"""Counts escapes in packed slots by the headers of some tiles: how near KV is to not fitting."""
+"""Counts escapes in the headers of some packed tiles, to show how close KV is to not fitting."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kv_swap.packing.format import HEADER, KIND_RAW, MAIN_BYTES
 from kv_swap.packing.slots import place_tiles
 
 SAMPLED_TILES = 251
-"""One tile in so many is looked at: 0.8 us for a slot of 128 tiles in jobs of 64 and of 512, with
-cold caches (two busy cores, November 2026). All tiles took 2.0 to 2.6 us, and any job 30 us at
-least with NumPy. A prime: so each tile of a slot has its turn, whatever their number."""
+"""One in this many tiles is sampled: 0.8 us for a slot of 128 tiles in jobs of 64 and of 512, with
+cold caches (two busy cores, November 2026). All tiles took 2.0 to 2.6 us, and any job at least 30
+us with NumPy. The number is prime, so that every tile of a slot gets its turn, however many there
+are."""
 
 _FIELDS = dict(HEADER.fields or {})
 _KIND = MAIN_BYTES + _FIELDS["kind"][1]
@@ -23,7 +24,7 @@ _ESCAPES = MAIN_BYTES + _FIELDS["escapes"][1]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counts of a sample: `raw_tiles` of its `tiles` are raw; the others have `escapes` in all."""
+    """Counts of a sample: `raw_tiles` of its `tiles` are raw, the others have `escapes` in all."""
 
     tiles: int
     escapes: int
@@ -31,18 +32,18 @@ class Sample:
 
 
 class TileSampler:
-    """Looks at every `SAMPLED_TILES`th tile of the slots of a packed layout, over all calls."""
+    """Samples every `SAMPLED_TILES`th tile of a packed layout's slots, counted over all calls."""
 
     def __init__(self, layout: KVLayout) -> None:
         tiles = place_tiles(layout, range(len(layout.regions)))
         self._offsets = [tile.slot_offset_bytes for tile in tiles]
-        # Tiles to pass before the next that is looked at.
+        # Tiles to skip before the next sample.
         self._passed = 0
 
     def sample(self, arena: NDArray[np.uint8], slots: NDArray[np.int32]) -> Sample:
-        """Return what is found in some tiles of `slots`, `(n,)`, which all hold packed blocks.
+        """Return counts for some tiles of `slots`, of shape `(n,)`, which must hold packed blocks.
 
-        `arena` is `(num_slots, slot_bytes)`, in host memory.
+        `arena` is uint8 of shape `(num_slots, slot_bytes)`, in host memory.
         """
         offsets, tiles_of_slot = self._offsets, len(self._offsets)
         tiles = escapes = raw_tiles = 0

@@ -1,4 +1,4 @@
-"""Packs whole slots on the host: the places of their tiles, and which tiles get the pool."""
+"""Packs whole slots on the host: places their tiles, and assigns pool entries to raw tiles."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kv_swap.packing.format import (
 from kv_swap.packing.tiles import make_raw, pack_tiles, read_headers, read_raw, unpack_tiles
 
 Pages = Mapping[int, NDArray[np.uint8]]
-"""By the index of their region the pages of n blocks, `(n, page_bytes)`."""
+"""The pages of n blocks by region index, each of shape `(n, page_bytes)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTile:
-    """A tile of a region: its place in the page, and its packed place in a slot."""
+    """A tile of a region: its offset in the page, and its packed place in a slot."""
 
     region: int
     page_offset_bytes: int
@@ -34,7 +34,7 @@ class PlacedTile:
 
 
 def place_tiles(layout: KVLayout, regions: Iterable[int]) -> Iterator[PlacedTile]:
-    """Yield the tiles of some regions of a layout, by their indices; of raw regions none."""
+    """Yield the tiles of some regions of a layout, given by indices; raw regions have none."""
     for index in regions:
         region = layout.regions[index]
         for tile in range(region.num_tiles):
@@ -49,15 +49,15 @@ def place_tiles(layout: KVLayout, regions: Iterable[int]) -> Iterator[PlacedTile
 
 
 class SlotPacker:
-    """Packs and unpacks blocks of a packed layout, between pages and slots in NumPy arrays."""
+    """Packs and unpacks blocks of a packed layout between pages and slots in NumPy arrays."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
 
     def pack(self, pages: Pages, slots: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Write `pages`, of all regions, into `slots`, `(n, slot_bytes)` zeros.
+        """Pack `pages`, of all regions, into `slots`, zeros of shape `(n, slot_bytes)`.
 
-        Returns which blocks do not fit, `(n,)`: what was written of them is garbage.
+        Returns a mask of shape `(n,)` of blocks that do not fit; their slots hold garbage.
         """
         for page, slot in self._raw_parts(pages, slots):
             slot[:] = page
@@ -82,9 +82,9 @@ class SlotPacker:
         return refused
 
     def unpack(self, slots: NDArray[np.uint8], pages: Pages) -> None:
-        """Write `slots`, `(n, slot_bytes)`, into `pages`, of some regions.
+        """Unpack `slots`, of shape `(n, slot_bytes)`, into `pages` of some regions.
 
-        Raises `ValueError` for a slot that holds no tiles.
+        Raises `ValueError` for a slot without packed tiles.
         """
         for page, slot in self._raw_parts(pages, slots):
             page[:] = slot
@@ -109,7 +109,7 @@ class SlotPacker:
     def _raw_parts(
         self, pages: Pages, slots: NDArray[np.uint8]
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield what is not packed, as views of the pages and of the slots."""
+        """Yield the raw parts, as views of the pages and of the slots."""
         for index, page in pages.items():
             raw = self.layout.regions[index].raw_part
             if raw is not None:
@@ -117,13 +117,13 @@ class SlotPacker:
                 yield page[:, -raw.page_bytes :], slots[:, first : first + raw.page_bytes]
 
     def _pool(self, slots: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the pools as a view, `(n, entries, POOL_ENTRY_BYTES)`."""
+        """Return the pools as a view of shape `(n, entries, POOL_ENTRY_BYTES)`."""
         pools = slots[:, self.layout.pool_offset_bytes :]
         return pools.reshape(len(slots), self.layout.pool_entries, POOL_ENTRY_BYTES)
 
 
 def _by_columns(tiles: list[PlacedTile]) -> Iterator[tuple[TileColumns, list[int]]]:
-    """Yield the indices of the tiles that have the same columns."""
+    """Group tiles by their columns; yield the columns and the indices of the tiles."""
     found: dict[int, list[int]] = {}
     for index, tile in enumerate(tiles):
         found.setdefault(id(tile.columns), []).append(index)

@@ -1,4 +1,4 @@
-"""Packs and unpacks tiles with NumPy: what the kernels are compared with, byte for byte."""
+"""Packs and unpacks tiles with NumPy, the reference for the kernels, byte for byte."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from kv_swap.packing.format import (
 )
 
 _ESCAPED = np.array(ESCAPE_CODES, np.uint8).view(np.uint64)[0]
-"""The codes of a group that escapes, a byte each."""
+"""The codes of a group that escapes, one byte each."""
 
 _NO_CODE = np.uint64(0xF0F0_F0F0_F0F0_F0F0)
 
 _BY_STRIPS = np.arange(TILE_GROUPS).reshape(4, STRIPS, 32).transpose(1, 0, 2).ravel()
-"""The groups in the order of their escapes."""
+"""The groups in the order in which their escapes are stored."""
 
 _BASES = MAIN_BYTES + HEADER.itemsize
 
 _CHUNK_TILES = 32
-"""Tiles handled at once: their temporary arrays stay in a cache."""
+"""Tiles processed at a time, so that their temporary arrays stay in the cache."""
 
 
 def pack_tiles(
     tiles: NDArray[np.uint8], columns: TileColumns
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Pack `(n, TILE_BYTES)` into `(n, PACKED_TILE_BYTES)`, and say which tiles fit, `(n,)`.
+    """Pack `(n, TILE_BYTES)` into `(n, PACKED_TILE_BYTES)`; also return which tiles fit, `(n,)`.
 
-    What is returned of a tile that does not fit says nothing; `make_raw` stores it.
+    The result for a tile that does not fit is undefined; store it with `make_raw`.
     """
     packed = np.zeros((len(tiles), PACKED_TILE_BYTES), np.uint8)
     fits = np.empty(len(tiles), np.bool_)
@@ -56,7 +56,7 @@ def pack_tiles(
 
 
 def count_escapes(tiles: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.int64]:
-    """Return how many groups escape in each of `(n, TILE_BYTES)`: `(n,)`."""
+    """Return the number of groups that escape in each tile of `(n, TILE_BYTES)`, shape `(n,)`."""
     counts = []
     for first in range(0, len(tiles), _CHUNK_TILES):
         part = np.ascontiguousarray(tiles[first : first + _CHUNK_TILES])
@@ -96,7 +96,7 @@ def _pack(
 
 
 def _split(tiles: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return sign and mantissa, and exponents, both `(n, TILE_GROUPS, GROUP_VALUES)`."""
+    """Return signs with mantissas, and exponents, both `(n, TILE_GROUPS, GROUP_VALUES)`."""
     words = tiles.view(np.uint32)
     halves = (words << 1 | words >> 31).view(np.uint8)
     halves = halves.reshape(len(tiles), TILE_GROUPS, GROUP_VALUES, 2)
@@ -104,7 +104,7 @@ def _split(tiles: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint
 
 
 def _bases(exponents: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8]:
-    """Return the bases of all columns, `(n, count)`; that of a column without groups is 1."""
+    """Return the bases of all columns, shape `(n, count)`; 1 for a column without groups."""
     greatest = exponents.max(axis=2)[:, columns.order]
     greatest = np.maximum.reduceat(greatest, columns.firsts, axis=1)
     bases = np.ones((len(exponents), columns.count), np.uint8)
@@ -115,16 +115,16 @@ def _bases(exponents: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uin
 def _encode(
     exponents: NDArray[np.uint8], bases: NDArray[np.uint8], columns: TileColumns
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return codes, a byte each, `(n, TILE_GROUPS, GROUP_VALUES)`, which groups escape,
-    `(n, TILE_GROUPS)`, and of which 32 groups one has an exponent 0, `(n, TILE_GROUPS // 32)`.
+    """Return codes, a byte each, `(n, TILE_GROUPS, GROUP_VALUES)`; which groups escape, `(n,
+    TILE_GROUPS)`; and which runs of 32 groups have an exponent 0, `(n, TILE_GROUPS // 32)`.
     """
-    # An exponent below the base wraps around to 16 or more, as no base is above 240.
+    # An exponent below the base wraps around to 16 or more, since no base is above 240.
     codes = exponents - bases[:, columns.of_group, None]
     zeros = np.zeros((len(exponents), TILE_GROUPS // 32), np.bool_)
     if not exponents.all():
         zero = exponents == 0
         zeros = zero.reshape(len(exponents), TILE_GROUPS // 32, -1).any(axis=2)
-        # Beside these no other exponent has the code 0.
+        # Next to an exponent 0, no other exponent has the code 0.
         codes[np.repeat(zeros, 32, axis=1)[:, :, None] & (codes == 0)] = 0xFF
         codes[zero] = 0
     groups = codes.view(np.uint64)[:, :, 0]
@@ -136,7 +136,7 @@ def _encode(
 def make_raw(
     tile: NDArray[np.uint8], packed: NDArray[np.uint8], entry: NDArray[np.uint8], index: int
 ) -> None:
-    """Write a tile that does not fit into its place and the pool's entry of this index."""
+    """Write a tile that does not fit into its place and into the pool entry of this index."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["kind"] = MAGIC, FORMAT_VERSION, KIND_RAW
     header["zeros_or_entry"] = index
@@ -147,9 +147,9 @@ def make_raw(
 
 
 def read_headers(packed: NDArray[np.uint8]) -> NDArray[np.void]:
-    """Return the headers of `(n, PACKED_TILE_BYTES)`: `(n,)` of `HEADER`.
+    """Return the headers of `(n, PACKED_TILE_BYTES)`, shape `(n,)` of dtype `HEADER`.
 
-    Raises `ValueError` for what is no tile of this version.
+    Raises `ValueError` unless all are tiles of this format version.
     """
     headers = np.ascontiguousarray(packed[:, MAIN_BYTES:_BASES]).view(HEADER)[:, 0]
     kinds = (headers["kind"] == KIND_PACKED) | (headers["kind"] == KIND_RAW)
@@ -164,7 +164,7 @@ def read_headers(packed: NDArray[np.uint8]) -> NDArray[np.void]:
 
 
 def unpack_tiles(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8]:
-    """Unpack `(n, PACKED_TILE_BYTES)`, of which none is raw, into `(n, TILE_BYTES)`."""
+    """Unpack `(n, PACKED_TILE_BYTES)`, none of which may be raw, into `(n, TILE_BYTES)`."""
     tiles = np.empty((len(packed), TILE_BYTES), np.uint8)
     for first in range(0, len(packed), _CHUNK_TILES):
         part = slice(first, first + _CHUNK_TILES)
@@ -196,6 +196,6 @@ def _unpack(packed: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uint8
 
 
 def read_raw(packed: NDArray[np.uint8], entry: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return a raw tile, `(TILE_BYTES,)`, from its place and its entry of the pool."""
+    """Return a raw tile, shape `(TILE_BYTES,)`, from its place and its pool entry."""
     assert entry.shape == (POOL_ENTRY_BYTES,)
     return np.concatenate([packed[:MAIN_BYTES], entry])

@@ -1,4 +1,4 @@
-"""Tiers below host memory: slots of the arena go there and come back, asynchronously.
+"""Tiers below host memory: copy slots of the arena to them and back, asynchronously.
 
 engine.py     a tier: jobs, completions, what may be relied upon
 disk.py       the engine for a file on a disk
@@ -12,6 +12,6 @@ workers.py    the threads: jobs in, completions out
 verify.py     looks at records in place, without an engine
 probe.py      what a disk gives without an engine
 
-Which block is in which slot is not known here. A slot is found by its number, an object of a
-store by its name, and either is proven by its name.
+This package does not know which block is in which slot. A slot is found by its number, an object of
+a store by its name, and both are verified by name.
 """

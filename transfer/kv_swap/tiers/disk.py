@@ -1,7 +1,7 @@
-"""A tier in a file on a disk: records as `record.py` says, moved by the threads of `workers.py`.
+"""A tier in a file on a disk: records in the format of `record.py`, moved by `workers.py`.
 
-No record is flushed. One that was not wholly written, for whatever reason, is a mismatch when it is
-read.
+Records are not flushed. A record that was not written completely, for whatever reason, is a
+mismatch when it is read.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from kv_swap.tiers.transfers import NUM_THREADS, Transfers, chunk_slots
 
 
 class DiskTier(TierEngine):
-    """Moves slots between an arena and a file, which it makes or reuses.
+    """Moves slots between an arena and a file, which it creates or reuses.
 
-    `path` is the file. `arena` is a view of a `HostArena`, uint8 of `(slots, slot_bytes)`, which
-    keeps the memory alive. `description` is all that changes what the bytes of a slot mean. The
-    file takes all its space at once, and is locked as long as a thread may use it.
+    `path` is the file. `arena` is a view of a `HostArena`, uint8 of shape `(slots, slot_bytes)`,
+    which keeps the memory alive. `description` contains everything that determines the meaning of a
+    slot's bytes. The file takes all its space at once, and is locked as long as a thread may use
+    it.
 
-    `file_id` is random, made when the file was begun. `continued` says whether there was a file
-    that goes on, and `reason` why not. `direct` says whether the disk reads and writes the arena
-    itself; if slots are no multiple of 512 bytes, or the filesystem refuses, the kernel copies.
+    `file_id` is random, drawn when the file was begun. `continued` is True if an existing file is
+    reused; if not, `reason` says why. `direct` is True if the disk reads and writes the arena
+    directly; if slots are not a multiple of 512 bytes, or the filesystem refuses, the kernel
+    copies.
 
-    Raises `TierError` if the file cannot be had: no folder, no permission, no space, a filesystem
-    that is read-only, something else of that name, another engine that uses it.
+    Raises `TierError` if the file is unavailable: no folder, no permission, no space, a read-only
+    filesystem, something else with that name, or another engine that uses it.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class DiskTier(TierEngine):
         super().__init__(num_slots, arena.shape, movers, chunk_slots(arena.shape[1]), release)
 
     def revoke(self, timeout_seconds: float) -> str:
-        """See `TierEngine`: the file gets another id on the disk, and keeps its own in memory.
+        """See `TierEngine`. The file gets another id on the disk; its id in memory stays the same.
 
         After a timeout the write continues, and the next call waits for it.
         """
@@ -81,7 +83,7 @@ class _Revocation:
     def _run(self) -> None:
         try:
             revoke(self._fd, self._content)
-        except Exception as error:  # noqa: BLE001 - the caller has to learn of any error
+        except Exception as error:  # noqa: BLE001 - the caller must get any error
             why = explain(error) if isinstance(error, OSError) else repr(error)
             self._problem = f"cannot write {self._path}: {why}"
         finally:
@@ -89,11 +91,11 @@ class _Revocation:
 
     @property
     def has_failed(self) -> bool:
-        """True if it has ended with an error."""
+        """Return whether the revocation has ended with an error."""
         return not self._thread.is_alive() and bool(self._problem)
 
     def wait(self, timeout_seconds: float) -> str:
-        """Wait for the end; return what went wrong, or that it has not ended; "" if it is done."""
+        """Wait for the end; return "" on success, else the error, also if it has not ended."""
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             return f"{self._path} could not be written within {timeout_seconds:g} s"

@@ -1,8 +1,8 @@
-"""Opens a tier's file: the lock on it, the space that it takes, and direct I/O.
+"""Opens a tier's file: locks it, reserves its space, and sets up direct I/O.
 
-A file is reused only if format, slot size, number of slots and description are what its user wants.
-Else it is begun afresh: it gets another id, with which none of the records in it agrees. What no
-tier has made, or another user owns, is left alone.
+A file is reused only if its format, slot size, number of slots and description are as requested.
+Otherwise it is started over: it gets a new id, which none of its records match. A file that was not
+created by a tier, or that belongs to another user, is left alone.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kv_swap.tiers.region import FIRST_REGION_BYTES, FileDescription, read_regio
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 5.0
-"""How long who removes a file waits for another that is just doing so."""
+"""Seconds that the removal of a file waits for another process that is removing it."""
 
 _RETRY_SECONDS = 0.02
 
 _SPACE_SECONDS = 5.0
-"""How long a file waits for space: files of one engine that are divided again are opened at about
-the same time, and one may need what another gives back."""
+"""Seconds that a file waits for space. When an engine divides its space differently, its files are
+opened at about the same time, and one may need the space that another one frees."""
 
 
 class _NoSpaceError(TierError):
@@ -46,10 +46,10 @@ class _NoSpaceError(TierError):
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file that is open, locked, and has all its space, for an arena.
+    """A file for an arena that is open, locked, and has all its space reserved.
 
-    `arena` is uint8 of `(slots, slot_bytes)`. `reason` says why the file was begun afresh; it is
-    empty if the file is reused.
+    `arena` is uint8 of shape `(slots, slot_bytes)`. `reason` says why the file was started over; it
+    is empty if the file is reused.
     """
 
     fd: int
@@ -63,10 +63,10 @@ class OpenFile:
 def open_file(
     path: Path, num_slots: int, arena: NDArray[np.uint8], description: Mapping[str, str]
 ) -> OpenFile:
-    """Open a file for the slots of an arena; make it if there is none.
+    """Open a file for the slots of an arena; create it if it does not exist.
 
-    The descriptor is the caller's. Raises `TierError`; then a file that was made is gone, and one
-    that was there is as it was, or gone if space ran out while it was begun afresh.
+    The caller owns the descriptor. Raises `TierError`; then a newly created file is removed, and an
+    existing one is unchanged, or removed if space ran out while it was started over.
     """
     slot_bytes = arena.shape[1]
     if num_slots < 1:
@@ -81,7 +81,7 @@ def open_file(
 
 @contextlib.contextmanager
 def _closed_on_error(fd: int, what: str) -> Iterator[None]:
-    """Close a descriptor after an error; of the system's raise a `TierError` that says `what`."""
+    """Close a descriptor after an error; turn an `OSError` into a `TierError` that names `what`."""
     try:
         yield
     except OSError as error:
@@ -93,10 +93,10 @@ def _closed_on_error(fd: int, what: str) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> int:
-    """Open a file, or make it, and lock it. Raises `TierError`."""
+    """Open or create a file and lock it. Raises `TierError`."""
     while True:
         try:
-            # KV reveals the prompts of users: the file is for this user alone.
+            # KV reveals users' prompts, so only this user may access the file.
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise TierError(f"cannot open {path}: {explain(error)}") from error
@@ -107,11 +107,11 @@ def _open_locked(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
-        os.close(fd)  # `remove_file` had it meanwhile
+        os.close(fd)  # `remove_file` has unlinked it meanwhile
 
 
 def _make_private(fd: int, path: Path) -> None:
-    """Let no other user read or write a file; raise `TierError` for one that another user owns."""
+    """Make a file private to this user; raise `TierError` for a file of another user."""
     found, user = os.fstat(fd), os.geteuid()
     if found.st_uid != user:
         raise TierError(
@@ -125,10 +125,10 @@ def _make_private(fd: int, path: Path) -> None:
 
 
 def revoke(fd: int, content: FileDescription) -> None:
-    """Give an open file another id on the disk: the next to open it trusts no record in it.
+    """Give an open file another id on the disk, so that its next user trusts no record in it.
 
-    Blocks until that is durable. Raises `OSError`. A region that was written in part counts as
-    damaged, so its file is begun afresh: that has the same effect.
+    Blocks until that is durable. Raises `OSError`. A partly written region counts as damaged, so
+    its file is started over, which has the same effect.
     """
     region = replace(content, file_id=secrets.token_hex(16)).encode()
     page = HostArena(1, FIRST_REGION_BYTES, register=None).view()[0]  # for direct I/O
@@ -139,10 +139,10 @@ def revoke(fd: int, content: FileDescription) -> None:
 
 
 def remove_file(path: Path) -> int:
-    """Remove the file of a tier, which is not in use, and return the bytes that this gives back.
+    """Remove an unused file of a tier, and return the number of bytes that this frees.
 
-    They are free on return, also where another process has removed it at the same time. Raises
-    `TierError` for what no tier has made, what is in use, and what may not be removed.
+    They are free on return, even if another process has removed the file at the same time. Raises
+    `TierError` for a file that no tier created, that is in use, or that may not be removed.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -155,11 +155,11 @@ def remove_file(path: Path) -> int:
         found = os.fstat(fd)
         if found.st_nlink == 0:
             return 0
-        if found.st_size:  # else it was being removed, or begun, when its process was killed
+        if found.st_size:  # else its process was killed while removing or starting it
             read_region(fd, path)
-        # A filesystem may give back later what a file has that is unlinked.
+        # A filesystem may free the space of an unlinked file later.
         os.ftruncate(fd, 0)
-        if not path.is_symlink():  # one to another disk is its user's
+        if not path.is_symlink():  # the user may have put a link to another disk there
             path.unlink()
     except OSError as error:
         raise TierError(f"cannot remove {path}: {explain(error)}") from error
@@ -169,9 +169,9 @@ def remove_file(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
-    """Lock the file until its descriptor is closed, by the end of the process at the latest."""
+    """Lock the file until its descriptor is closed, at the latest when the process ends."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise TierError(f"{path} is no regular file; name a file in a folder of a disk")
+        raise TierError(f"{path} is not a regular file; name a file in a folder of a disk")
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -188,7 +188,7 @@ def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
 
 
 def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescription, str]:
-    """Go on with a locked file or begin it afresh; return what it is, and the reason."""
+    """Reuse a locked file or start it over; return its description, and the reason."""
     found: FileDescription | str = "there is no file yet"
     if os.fstat(fd).st_size:
         found = read_region(fd, path)
@@ -214,7 +214,7 @@ def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescript
 
 
 def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
-    """Make the file what is wanted, with nothing in it. If that fails later it is empty."""
+    """Start the file over as wanted, without records. If a later step fails, the file is empty."""
     region = wanted.encode()
     deadline = time.monotonic() + _SPACE_SECONDS
     while True:
@@ -229,7 +229,8 @@ def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
 
 
 def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> None:
-    # Asked first: what lies there stays, and the call that fails fills the filesystem for a moment.
+    # Checked first, because a failing call would fill the filesystem for a moment, and so that
+    # existing contents stay.
     missing_bytes = wanted.nbytes - os.fstat(fd).st_blocks * 512
     system = os.fstatvfs(fd)
     free_bytes = system.f_bavail * system.f_frsize
@@ -242,7 +243,7 @@ def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> N
     try:
         os.ftruncate(fd, min(os.fstat(fd).st_size, wanted.nbytes))
         os.pwrite(fd, region, 0)
-        # So that the file is known for a tier's, whenever the machine stops.
+        # So that the file can be recognised as a tier's, whenever the machine stops.
         os.fsync(fd)
         _reserve(fd, path, wanted)
     except BaseException:
@@ -251,7 +252,7 @@ def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> N
 
 
 def _reserve(fd: int, path: Path, content: FileDescription) -> None:
-    """Have the filesystem give the file all its space now, so that it cannot run out later."""
+    """Reserve all space of the file now, so that it cannot run out later."""
     try:
         os.posix_fallocate(fd, 0, content.nbytes)
     except OSError as error:
@@ -263,15 +264,15 @@ def _reserve(fd: int, path: Path, content: FileDescription) -> None:
 
 
 def _turn_direct(fd: int, content: FileDescription, arena: NDArray[np.uint8]) -> bool:
-    """Turn to direct I/O if file and arena allow it, which a record after the last slot shows."""
+    """Use direct I/O if file and arena allow it, tested with a record after the last slot."""
     page = HostArena(1, PAGE_BYTES, register=None).view()[0].data
-    # Slot 0 lies at the beginning of a page, all others like slot 1.
+    # Slot 0 is page-aligned, all others are aligned like slot 1.
     record = [page, arena[min(1, len(arena) - 1)].data, page[: content.records.pad_bytes]]
     return turn_direct(fd, record, content.offset(content.num_slots))
 
 
 def turn_direct(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-    """Turn a descriptor to direct I/O if these buffers can be written so; say whether they can.
+    """Use direct I/O on a descriptor if these buffers can be written that way; return whether so.
 
     Raises `OSError` if they cannot be written at all.
     """

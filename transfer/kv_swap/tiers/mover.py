@@ -1,4 +1,4 @@
-"""The interface of a tier to its threads: it moves a few rows of a job."""
+"""The interface between a tier and its threads, which moves a few rows of a job at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One row of a job, by its number there."""
+    """One row of a job, with its number in the job."""
 
     number: int
     arena_slot: int
@@ -24,11 +24,11 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """How rows fared: those that failed, how many of them were mismatches, and the first error.
+    """The result of some rows: those that failed, the number of mismatches, and the first error.
 
-    `unmoved` rows were there already, so no bytes were moved. `rejection` is why single rows
-    failed: an error of the job only if all its rows did. `gone` says that the tier as a whole did
-    not answer: what was queued before fails likewise.
+    `unmoved` rows were already in the tier, so no bytes were moved. `rejection` is the error of
+    single rows, which becomes the job's error only if all its rows failed. `gone` means that the
+    whole tier did not answer: jobs queued earlier then fail in the same way.
     """
 
     failed: list[int] = field(default_factory=list)
@@ -39,12 +39,12 @@ class Outcome:
     gone: bool = False
 
     def fail(self, row: Row, error: TierError) -> None:
-        """Note that a row could not be moved."""
+        """Record that a row could not be moved."""
         self.failed.append(row.number)
         self.error = self.error or error
 
     def add(self, other: Outcome) -> None:
-        """Note how other rows of the same job fared."""
+        """Add the outcome of other rows of the same job."""
         self.failed += other.failed
         self.mismatches += other.mismatches
         self.unmoved += other.unmoved
@@ -53,8 +53,8 @@ class Outcome:
 
 
 class Mover(ABC):
-    """Moves rows on one thread. It holds the tier and the arena."""
+    """Moves rows on one thread. Holds the tier and the arena."""
 
     @abstractmethod
     def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
-        """Move rows, at most a chunk, ascending in tier slots."""
+        """Move at most a chunk of rows, which are in ascending order of tier slots."""

@@ -22,7 +22,7 @@ _REMEDIES = {
 
 
 def explain(error: OSError) -> str:
-    """Return what went wrong and what helps."""
+    """Return the error's text with a remedy."""
     text = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0, "").format(user=os.geteuid())
     return f"{text}; {remedy}" if remedy else text

@@ -1,4 +1,4 @@
-"""Measures a disk without a tier: blocks of one size, written and read by as many threads."""
+"""Measures a disk without a tier: as many threads as a tier has write and read blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.transfers import NUM_THREADS
 
 _MEMORY_BLOCKS = 8
-"""Blocks that are written over and over: more than there are threads."""
+"""Number of blocks that are written repeatedly; more than there are threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """The rates of a folder's disk."""
+    """The measured rates of a folder's disk."""
 
     direct: bool
     write_bytes_per_second: float
@@ -34,9 +34,9 @@ class DiskRates:
 
 
 class PlainFile:
-    """A file of blocks in a folder, without a name: gone when it is closed. A context manager.
+    """An unnamed file of blocks in a folder, which disappears on close. A context manager.
 
-    I/O is direct if blocks and filesystem allow it. Methods raise `OSError`.
+    Uses direct I/O if blocks and filesystem allow it. Methods raise `OSError`.
     """
 
     def __init__(self, folder: Path, num_blocks: int, block_bytes: int) -> None:
@@ -58,9 +58,9 @@ class PlainFile:
         self._file.close()
 
     def move(self, direction: TierDirection, memory: NDArray[np.uint8]) -> float:
-        """Write or read all blocks, a call each, by as many threads as a tier has; return seconds.
+        """Write or read all blocks, one call each, with as many threads as a tier; return seconds.
 
-        `memory` is uint8 of `(n, block_bytes)`; block b lies at `b % n`.
+        `memory` is uint8 of shape `(n, block_bytes)`; block b is at row `b % n`.
         """
         fd, demotes = self._file.fileno(), direction is TierDirection.DEMOTE
         call = os.pwritev if demotes else os.preadv
@@ -90,14 +90,14 @@ class PlainFile:
 
 
 def measure(path: Path, nbytes: int, block_bytes: int) -> DiskRates:
-    """Write and read about `nbytes` in a folder, in blocks as large as slots are to be.
+    """Write and read about `nbytes` in a folder, in blocks of the size of the planned slots.
 
-    Takes their space meanwhile, in a file without a name, which leaves nothing on the disk. Raises
+    Temporarily takes that space in an unnamed file, which leaves nothing on the disk. Raises
     `TierError` if the folder, the space or the disk does not allow it.
     """
     num_blocks = max(1, nbytes // block_bytes)
     memory = HostArena(_MEMORY_BLOCKS, block_bytes, register=None).view()
-    # A disk may compress.
+    # Random data, because a disk may compress.
     memory[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8).reshape(memory.shape)
     try:
         with PlainFile(path, num_blocks, block_bytes) as file:
@@ -113,7 +113,7 @@ def find_filesystem(path: Path) -> str:
     best, kind = -1, "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        # Spaces and the like are written as octal numbers.
+        # Spaces and similar characters are written as octal numbers.
         mount = Path(before.split()[4].encode().decode("unicode_escape"))
         if path.resolve().is_relative_to(mount) and len(mount.parts) >= best:
             best, kind = len(mount.parts), after.split()[0]

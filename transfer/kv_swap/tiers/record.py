@@ -1,7 +1,7 @@
-"""The record of a slot in a tier's file. This text is the specification of the format.
+"""The record of a slot in a tier's file. This docstring specifies the format.
 
-A record is one header page of 4,096 bytes, then the data of the slot, then up to 4,095 bytes of no
-meaning, so that the next record begins at a multiple of 4,096. Numbers are little-endian:
+A record is a header page of 4,096 bytes, the data of the slot, and up to 4,095 bytes of padding, so
+that the next record begins at a multiple of 4,096. Numbers are little-endian:
 
     offset  bytes
          0      8   magic, the letters KVRECORD
@@ -14,10 +14,10 @@ meaning, so that the next record begins at a multiple of 4,096. Numbers are litt
     56 + n          zeros
      4,080     16   XXH3-128 of the 4,080 bytes before
 
-The data are served under a name only if all of this is as expected. So these are misses, and never
-another block's bytes: a record of which only a part was written, one that an earlier beginning of
-the file left behind, one that was copied from another file, and one with a flipped bit. A slot that
-was never written is all zeros. Neither sum is a secret: who can write the file can forge a record.
+The data are served under a name only if all of this matches. So the following are misses, and never
+another block's bytes: a partly written record, a record left from before the file was started over,
+one copied from another file, and one with a flipped bit. A slot that was never written is all
+zeros. The checksums involve no secret: anyone who can write the file can forge a record.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 import xxhash
 
 PAGE_BYTES = 4096
-"""Bytes of a header, and what records are aligned to: direct I/O needs no more on today's disks."""
+"""Bytes of a header, and alignment of records: enough for direct I/O on today's disks."""
 
 FORMAT = 1
-"""Version of records and of their file. It changes when older code would misread a file."""
+"""Version of records and their file. Changes whenever older code would misread a file."""
 
 _MAGIC = b"KVRECORD"
 _FIELDS = struct.Struct("<8sIIQ16s16s")
@@ -42,22 +42,22 @@ _SUMMED_BYTES = PAGE_BYTES - _SUM_BYTES
 
 
 class Verdict(enum.Enum):
-    """The state of a record for a reader that looks for a name."""
+    """The state of a record for a reader that expects a name."""
 
     MATCH = "match"
     EMPTY = "empty"
     """Never written."""
     DAMAGED = "damaged"
-    """Header or data are not what was written, or only a part was."""
+    """Header or data are damaged or only partly written."""
     OTHER = "other"
-    """An intact header, but of another name, file, format or slot size."""
+    """The header is intact, but has another name, file, format or slot size."""
     UNREADABLE = "unreadable"
-    """The disk gave an error, or the file ends before."""
+    """The disk returned an error, or the file is too short."""
 
 
 def checksum(data: Any) -> bytes:
-    """Return the XXH3-128 of contiguous bytes, 16 bytes; releases the GIL unless they are few."""
-    # The function of one call holds the GIL up to xxhash 3.
+    """Return the 16-byte XXH3-128 of contiguous bytes; releases the GIL unless they are few."""
+    # Up to xxhash 3, the one-call function holds the GIL.
     state = xxhash.xxh3_128()
     state.update(data)
     return state.digest()
@@ -65,7 +65,7 @@ def checksum(data: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """The records of one file: its id, 16 bytes, and the bytes of a slot."""
+    """The format of one file's records: the 16-byte id of the file and the bytes of a slot."""
 
     file_id: bytes
     slot_bytes: int
@@ -81,7 +81,7 @@ class RecordFormat:
         return PAGE_BYTES + self.slot_bytes + self.pad_bytes
 
     def header(self, name: bytes, data: Any) -> bytes:
-        """Return the header page for data: contiguous, `slot_bytes`, unchanged until written."""
+        """Return the header page for `slot_bytes` contiguous bytes, unchanged until written."""
         fields = _FIELDS.pack(
             _MAGIC, FORMAT, len(name), self.slot_bytes, self.file_id, checksum(data)
         )
@@ -89,7 +89,7 @@ class RecordFormat:
         return page + checksum(page)
 
     def verify(self, header: Any, data: Any, name: bytes | None) -> tuple[Verdict, bytes]:
-        """Say what a header page and data are to someone who looks for a name, or None for any.
+        """Return the verdict on a header page and data for an expected name, or None for any name.
 
         Also returns the name in the header; empty unless the header is intact.
         """
@@ -99,7 +99,7 @@ class RecordFormat:
         return verdict, found
 
     def verify_header(self, header: Any, name: bytes | None) -> tuple[Verdict, bytes, bytes]:
-        """Say what a record is by its header page: a match if its data have the sum returned.
+        """Return the verdict on a header page: a match if the data have the returned checksum.
 
         Returns the verdict, the name in the header, and the checksum that its data must have.
         """

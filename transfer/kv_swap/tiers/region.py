@@ -1,7 +1,7 @@
-"""The first region of a tier's file, which says what the file is.
+"""The first region of a tier's file, which describes the file.
 
-It has 64 KiB. A record for each slot follows (`record.py`), and one more record, at which direct
-I/O is tried. Numbers are little-endian:
+It has 64 KiB. One record per slot follows (`record.py`), plus an extra record used to test direct
+I/O. Numbers are little-endian:
 
     offset  bytes
          0      8   magic, the letters KVTIERS and a zero
@@ -32,15 +32,15 @@ _MAGIC = b"KVTIERS\0"
 _FIELDS = struct.Struct("<8sQ16s")
 
 _LARGEST_FILE_BYTES = 1 << 62
-"""Systems count the bytes of a file in 63 bits."""
+"""File sizes have 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDescription:
     """The description in a file's header.
 
-    `file_id` is 32 hexadecimal digits, random for each beginning of a file. `description` is its
-    user's: all that changes what the bytes of a slot mean.
+    `file_id` is 32 hexadecimal digits, random each time a file is started. The user provides
+    `description`: everything that determines the meaning of a slot's bytes.
     """
 
     file_id: str
@@ -60,11 +60,11 @@ class FileDescription:
         return self.offset(self.num_slots + 1)
 
     def offset(self, slot: int) -> int:
-        """Return where the record of a slot begins; that of `num_slots` is the one for trials."""
+        """Return the offset of a slot's record; `num_slots` gives the record for tests."""
         return FIRST_REGION_BYTES + slot * self.records.record_bytes
 
     def encode(self) -> bytes:
-        """Return the first region. Raises `TierError` if the description is too long for it."""
+        """Return the first region's bytes. Raises `TierError` if the description is too long."""
         text = json.dumps(asdict(self)).encode()
         if _FIELDS.size + len(text) > FIRST_REGION_BYTES:
             raise TierError(
@@ -75,7 +75,7 @@ class FileDescription:
         return region.ljust(FIRST_REGION_BYTES, b"\0")
 
     def reason_against(self, wanted: FileDescription) -> str:
-        """Say why a file of this description is not what is wanted; empty if it is."""
+        """Return why a file with this description differs from `wanted`; empty if it does not."""
         if self.slot_bytes != wanted.slot_bytes:
             return f"its slots have {self.slot_bytes} bytes, {wanted.slot_bytes} are wanted"
         if self.num_slots != wanted.num_slots:
@@ -88,9 +88,9 @@ class FileDescription:
 
 
 def read_region(fd: int, path: Path) -> FileDescription | str:
-    """Return what a file is, or why it can only be begun afresh.
+    """Return the description of a file, or the reason why it must be started over.
 
-    Raises `TierError` if it cannot be read, and if it is not a tier's.
+    Raises `TierError` if it cannot be read, or if no tier created it.
     """
     try:
         region = os.pread(fd, FIRST_REGION_BYTES, 0)
@@ -110,7 +110,7 @@ def read_region(fd: int, path: Path) -> FileDescription | str:
 
 
 def _parse(text: bytes) -> FileDescription | str:
-    """Return what a whole first region says, or why that is no description of this version."""
+    """Return the description in an intact first region, or why this version cannot use it."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -125,7 +125,7 @@ def _parse(text: bytes) -> FileDescription | str:
 
 
 def _is_description(document: dict[str, Any]) -> bool:
-    """Say whether a document has the fields of a `FileDescription`, with values that can be."""
+    """Return whether a document has the fields of a `FileDescription` with valid values."""
     types = {name: type(value) for name, value in document.items()}
     wanted = {"file_id": str, "slot_bytes": int, "num_slots": int, "description": dict}
     if types != {**wanted, "format": int}:
@@ -139,22 +139,23 @@ def _is_description(document: dict[str, Any]) -> bool:
 
 
 def fitting_slots(nbytes: int, slot_bytes: int) -> int:
-    """Return how many slots a file of at most `nbytes` has; 0 or less if none fits."""
+    """Return how many slots fit a file of at most `nbytes`; 0 or less if none fits."""
     records = RecordFormat(bytes(16), slot_bytes)
     return (nbytes - FIRST_REGION_BYTES) // records.record_bytes - 1
 
 
 def read_description(path: Path) -> FileDescription:
-    """Return what the file of a tier says of itself, as `open_described` does."""
+    """Return the description of a tier's file; errors as in `open_described`."""
     with open_described(path) as (_, found):
         return found
 
 
 @contextlib.contextmanager
 def open_described(path: Path) -> Iterator[tuple[int, FileDescription]]:
-    """Open the file of a tier to read, also while an engine uses it, and what it says of itself.
+    """Open a tier's file for reading, even while an engine uses it; yield it and its description.
 
-    Raises `TierError` if it cannot be read, is not a tier's, is damaged, or has another format.
+    Raises `TierError` if it cannot be read, no tier created it, it is damaged, or has another
+    format.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -163,7 +164,7 @@ def open_described(path: Path) -> Iterator[tuple[int, FileDescription]]:
     try:
         found = read_region(fd, path)
         if isinstance(found, str):
-            raise TierError(f"{path} cannot be used: {found}; an engine would begin it afresh")
+            raise TierError(f"{path} cannot be used: {found}; an engine would start it over")
         yield fd, found
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""Records between a file and the arena: what one thread does with some rows of a job.
+"""Moves records between a file and the arena: some rows of a job, on one thread.
 
-The kernel copies straight between the file and the slots of the arena. Only the header pages lie in
-memory of the thread's own.
+The kernel copies directly between the file and the slots of the arena. Only header pages are in
+separate memory of the thread.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES, Verdict
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}
-"""A request may wait for a promotion, none for a demotion. Of three writers one can compute a
-checksum while two write: slots of 2 MiB came to 0.93 of what plain writes reach, with two writers
-to 0.84 (two cores, a virtual disk that takes 4.2 GB/s)."""
+"""Requests may wait for promotions, but not for demotions. With three writers, one can compute a
+checksum while two write: slots of 2 MiB reached 0.93 of the rate of plain writes, with two writers
+0.84 (two cores, a virtual disk that takes 4.2 GB/s)."""
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of slots that a thread takes of a job at a time. Neighbours in the file are one call."""
+"""Bytes of slots that a thread takes from a job at a time. Adjacent records are one call."""
 
 RETRY_SECONDS = 5.0
-"""How long records are tried one by one after a call for all of them failed. If each takes half a
-minute to fail, as on some disks, the thread must not try them all."""
+"""Seconds for which records are tried one by one after a call for all of them failed. If each takes
+half a minute to fail, as on some disks, the thread must not try them all."""
 
 _MAX_BUFFERS = 1024
-"""IOV_MAX of Linux: buffers of one call. A record has three at most."""
+"""Maximum buffers per call: IOV_MAX of Linux. A record has at most three."""
 
 Buffers = list[memoryview]
 
 
 def chunk_slots(slot_bytes: int) -> int:
-    """Return how many slots are a chunk."""
+    """Return the number of slots in a chunk."""
     return max(1, min(CHUNK_BYTES // slot_bytes, _MAX_BUFFERS // 3))
 
 
@@ -47,14 +47,15 @@ class Transfers(Mover):
     def __init__(self, file: OpenFile) -> None:
         self._file = file
         self._records = file.content.records
-        # Direct I/O needs pages. No forked child has them: it could get what is read for this one.
+        # Direct I/O needs whole pages. Forked children must not share them: they could get the data
+        # read for this process.
         num_headers = chunk_slots(file.content.slot_bytes)
         pages = HostArena(num_headers + 1, PAGE_BYTES, register=None).view()
         self._headers = [page.data for page in pages[:num_headers]]
         self._pad = pages[num_headers].data[: self._records.pad_bytes]
 
     def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
-        """See `Mover`; neighbours in one call.
+        """See `Mover`. Adjacent records are moved in one call.
 
         A demotion reads its arena slots twice, for the checksum and for the file; they must not
         change in between. A promotion has the bytes in its arena slots before it verifies them.
@@ -75,14 +76,15 @@ class Transfers(Mover):
         error = self._error(direction, rest[0], cause)
         until = time.monotonic() + RETRY_SECONDS
         for row in rest:
-            # A call that failed does not say at which record. One by one, each gets its own result.
+            # A failed call does not say at which record. One by one, each record gets its own
+            # result.
             if len(rest) > 1 and cause is not None and time.monotonic() < until:
                 self._move(direction, [row], outcome)
             else:
                 outcome.fail(row, error)
 
     def _call(self, direction: TierDirection, rows: Sequence[Row]) -> tuple[int, OSError | None]:
-        """Read or write neighbours; return how many bytes were moved, and why not all.
+        """Read or write adjacent records; return the bytes moved, and the error if not all were.
 
         The error is None at the end of the file.
         """
@@ -92,7 +94,7 @@ class Transfers(Mover):
             for row, header, slot in zip(rows, buffers[::3], buffers[1::3], strict=True):
                 header[:] = self._records.header(row.name, slot)
         file, call = self._file, os.pwritev if demotes else os.preadv
-        # Buffered, a written page leaves the page cache once it is on the disk, not before.
+        # With buffered I/O, a written page can leave the page cache only once it is on the disk.
         flags = os.RWF_DSYNC if demotes and not file.direct else 0
         offset = file.content.offset(rows[0].tier_slot)
         nbytes = len(rows) * self._records.record_bytes
@@ -108,12 +110,12 @@ class Transfers(Mover):
             return moved_bytes, error
         finally:
             if not file.direct:
-                # The page cache is for others: these bytes lie in the arena already.
+                # Leave the page cache to others: these bytes are already in the arena.
                 os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         return moved_bytes, None
 
     def _buffers(self, rows: Sequence[Row]) -> Buffers:
-        """Return header, slot and pad of each row, which may be empty, in turns."""
+        """Return the header, slot and padding (which may be empty) of each row, in turn."""
         buffers: Buffers = []
         for row, header in zip(rows, self._headers, strict=False):
             buffers += (header, self._file.arena[row.arena_slot].data, self._pad)
@@ -130,7 +132,7 @@ class Transfers(Mover):
     def _error(self, direction: TierDirection, row: Row, cause: OSError | None) -> TierError:
         demotes = direction is TierDirection.DEMOTE
         size, nbytes = os.fstat(self._file.fd).st_size, self._file.content.nbytes
-        # Direct reads end in an error at an end of the file that is not aligned.
+        # Direct reads fail at an unaligned end of the file.
         if cause is None or (size < nbytes and not demotes):
             why = f"the file has {size} of {nbytes} bytes: it was cut"
         else:
@@ -140,7 +142,7 @@ class Transfers(Mover):
 
 
 def _split(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Yield runs of rows whose tier slots are neighbours."""
+    """Yield runs of rows whose tier slots are adjacent."""
     first = 0
     for last in range(1, len(rows) + 1):
         if last == len(rows) or rows[last].tier_slot != rows[last - 1].tier_slot + 1:
@@ -149,7 +151,7 @@ def _split(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _rest(buffers: Buffers, nbytes: int) -> Buffers:
-    """Return what follows the first bytes of buffers."""
+    """Return the buffers without their first `nbytes` bytes."""
     for index, buffer in enumerate(buffers):
         if nbytes < len(buffer):
             return [buffer[nbytes:], *buffers[index + 1 :]]

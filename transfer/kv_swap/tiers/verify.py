@@ -1,7 +1,7 @@
-"""Looks at the records of a file in place: without an arena, also while an engine uses the file.
+"""Verifies the records of a file in place: without an arena, even while an engine uses the file.
 
-It takes no lock and writes nothing. A record that an engine writes at that moment looks damaged.
-Memory does not depend on the size of a slot.
+It takes no lock and writes nothing. A record that an engine is writing looks damaged. The memory
+needed does not depend on the slot size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
 from kv_swap.tiers.region import open_described
 
 PIECE_BYTES = 4 << 20
-"""Read at a time."""
+"""Bytes read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class SlotState:
 def verify(
     path: Path, slots: Iterable[int], names: Mapping[int, bytes] | None = None
 ) -> Iterator[SlotState]:
-    """Read the records of `slots`, one after the other, and say what they are.
+    """Read the records of `slots` one after the other, and yield their states.
 
-    `names` has the blocks that are expected, by slot; in other slots any is a match. Raises
-    `TierError` as `open_described` does, and for a slot that the file does not have.
+    `names` has the expected block names by slot; in other slots any name matches. Raises
+    `TierError` like `open_described`, and for a slot that the file does not have.
     """
     with open_described(path) as (fd, content):
         records = content.records
@@ -57,7 +57,7 @@ def verify(
 def _look_at(
     fd: int, offset: int, records: RecordFormat, name: bytes | None
 ) -> tuple[Verdict, bytes]:
-    """Return what the record at `offset` is, and its name. Raises `OSError`."""
+    """Return the state of the record at `offset`, and its name. Raises `OSError`."""
     verdict, found, expected = records.verify_header(_read(fd, offset, PAGE_BYTES), name)
     if verdict is not Verdict.MATCH:
         return verdict, found
@@ -69,7 +69,7 @@ def _look_at(
 
 
 def _read(fd: int, offset: int, nbytes: int) -> bytes:
-    """Read so many bytes; none of them stay in the page cache, which is for others."""
+    """Read `nbytes` bytes without keeping them in the page cache."""
     piece = os.pread(fd, nbytes, offset)
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
     if len(piece) < nbytes:

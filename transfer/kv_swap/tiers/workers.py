@@ -1,15 +1,15 @@
-"""The threads of a tier: jobs come in by a queue, completions go out by another.
+"""The threads of a tier: jobs arrive in one queue, completions leave through another.
 
-Each direction has threads of its own, so a promotion never waits for demotions. The caller's
-thread appends to a queue and takes from a deque; it never waits for a lock that is held while bytes
-move. A thread that takes a job cuts it into chunks, and the others take chunks of it, too.
+Each direction has separate threads, so a promotion never waits for demotions. The caller's thread
+appends to a queue and takes from a deque; it never waits for a lock that is held while bytes are
+moved. A thread that takes a job cuts it into chunks, and the other threads take chunks of it, too.
 
-Threads hold the movers, with tier and arena, and never the engine. The last thread lets go of both.
-So a call that hangs keeps its memory mapped, its descriptor from being that of another file, and
-the file locked: no other process writes where it may yet write.
+Threads hold the movers, with tier and arena, but not the engine. The last thread releases both. So
+while a call hangs, its memory stays mapped, its descriptor is not reused for another file, and the
+file stays locked: no other process writes where the call may still write.
 
-A store that is gone takes seconds to say so. What was queued before fails with it, without asking
-again; what comes later is tried.
+A call to a store that is gone takes seconds to fail. Jobs queued before that fail with it, without
+another attempt; later jobs are tried.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Task:
-    """A job on its way. The lock of `WorkerState.ended` guards what is below `submitted`."""
+    """A running job. The lock of `WorkerState.ended` guards the fields after `submitted`."""
 
     job_id: int
     direction: TierDirection
@@ -53,14 +53,14 @@ class Lane:
 
     num_threads: int
     chunk_slots: int
-    # None ends the threads; a finaliser may put it at any moment.
+    # None ends the threads; a finaliser may put it into the queue at any moment.
     queue: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
     turn: threading.Lock = field(default_factory=threading.Lock)
     task: Task | None = None
     chunks: deque[list[Row]] = field(default_factory=deque)
 
     def next(self) -> tuple[Task, list[Row]] | None:
-        """Block until there is a chunk; None when the thread is to end."""
+        """Block until there is a chunk and return it; None when the thread should end."""
         with self.turn:
             if not self.chunks:
                 self.task = self.queue.get()
@@ -74,7 +74,7 @@ class Lane:
             return self.task, self.chunks.popleft()
 
     def _cut(self, task: Task) -> list[list[Row]]:
-        """Cut a job so that all threads have a share, in the order of the slots in the file."""
+        """Cut a job so that all threads get a share, in the order of the slots in the file."""
         order = np.argsort(task.pairs[:, 1], kind="stable")
         pairs = task.pairs[order].tolist()
         rows = [
@@ -87,9 +87,9 @@ class Lane:
 
 @dataclass(slots=True)
 class WorkerState:
-    """State of the threads. `ended` guards `running` and `gone`, and notifies of every job.
+    """State of the threads. `ended` guards `running` and `gone`, and is notified of every job.
 
-    `gone` is when the tier did not answer last, and the error.
+    `gone` holds the last time at which the tier did not answer, and the error.
     """
 
     lanes: dict[TierDirection, Lane]
@@ -106,7 +106,7 @@ def start(
     chunk_slots: int,
     release: Callable[[], None],
 ) -> tuple[WorkerState, list[threading.Thread]]:
-    """Start a thread for each mover. The last one to end calls `release`."""
+    """Start a thread for each mover. The last thread to end calls `release`."""
     lanes = {way: Lane(len(own), chunk_slots) for way, own in movers.items()}
     state = WorkerState(lanes, release)
     threads = [
@@ -123,9 +123,10 @@ def start(
 
 
 def stop(state: WorkerState) -> None:
-    """Tell the threads to end, and to give up what has not begun.
+    """Make the threads end, and drop jobs that have not begun.
 
-    Takes no lock: it runs as a finaliser, anywhere, also in a forked child, which has no threads.
+    Takes no lock, because it may run as a finaliser anywhere, even in a forked child, which has no
+    threads.
     """
     state.stopping = True
     for lane in state.lanes.values():
@@ -144,7 +145,8 @@ def _work(state: WorkerState, lane: Lane, mover: Mover) -> None:
 
 
 def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outcome:
-    # The errors are not raised: a traceback would hold the arena as long as their job's user does.
+    # The errors are not raised, because a traceback would hold the arena as long as the job's user
+    # holds the error.
     if state.stopping:
         error = TierError("the tier was closed before this was moved")
     elif state.gone is not None and task.submitted < state.gone[0]:
@@ -152,13 +154,13 @@ def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outco
     else:
         try:
             return mover.move(task.direction, rows)
-        except Exception as cause:  # noqa: BLE001 - whatever fails one job must not end the thread
+        except Exception as cause:  # noqa: BLE001 - a failed job must not end the thread
             error = TierError(f"a {task.direction.value} failed with {cause!r}")
     return Outcome([row.number for row in rows], error=error)
 
 
 def _note(state: WorkerState, task: Task, outcome: Outcome) -> None:
-    """Add how a chunk fared to its job, which is done with its last chunk."""
+    """Add the outcome of a chunk to its job, which is done after its last chunk."""
     with state.ended:
         if outcome.gone and outcome.error is not None:
             state.gone = time.perf_counter(), outcome.error

@@ -196,7 +196,7 @@ TOLD = "GPU 0 is at node 1, this process may use {}"
         (STATUS, ALLOWED.format("0-1"), ONE_GPU, "ok", TOLD.format("0-1")),
         (ONLINE, "0\n", ONE_GPU, "ok", "this machine has one"),
         (ONLINE, None, ONE_GPU, "not checked", "cannot be read"),
-        (NUMA_NODE, None, ONE_GPU, "not checked", "the system does not tell that of GPU 0"),
+        (NUMA_NODE, None, ONE_GPU, "not checked", "the system does not report that of GPU 0"),
         (ONLINE, "0-1\n", Machine(), "not checked", "this process may use 0 of 0-1; no GPU"),
     ],
 )

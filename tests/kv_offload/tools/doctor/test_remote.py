@@ -35,7 +35,7 @@ def test_without_engines_doctor_gives_the_memory_itself(master):
     assert list(found) == ["remote keys", "remote", "remote rate"]
     assert [found[name].state for name in ("remote", "remote rate")] == ["ok", "ok"]
     assert re.match(
-        RATES.format("in doctor's own memory, as nobody else gives any"), found["remote rate"].found
+        RATES.format("in doctor's own memory, as no engine gives any"), found["remote rate"].found
     )
 
 

@@ -75,7 +75,7 @@ def test_engines_are_told_apart_and_samples_with_other_labels_added():
     [
         ("python_info 1\n", "has no metrics of vLLM: .*--disable-log-stats"),
         ('vllm:a{engine="0"} 0\n', "without kv-offload: .*not in use.*VLLM_PLUGINS"),
-        ("<html>It works</html>", "no page of metrics .*API server"),
+        ("<html>It works</html>", "not a page of metrics .*API server"),
     ],
 )
 def test_a_page_without_our_metrics_says_what_may_be_the_reason(page, message):
@@ -133,7 +133,7 @@ def answering(
         ("220 mail.example", "cannot be reached: .*check the address"),
         (f"{FOUND} http://[x", "cannot be reached: .*check the address"),
         # A proxy that asks who you are leads to its own page.
-        (f"{FOUND} http://{{}}/metrics", "leads to http://{}/metrics, is no page"),
+        (f"{FOUND} http://{{}}/metrics", "leads to http://{}/metrics, is not a page"),
     ],
 )
 def test_a_server_that_answers_with_something_else_is_named(head, message):
@@ -222,7 +222,7 @@ def test_an_answer_without_end_is_refused_at_the_limit(header):
     ],
 )
 def test_another_page_or_a_value_that_no_engine_has_is_one_short_line(page):
-    with pytest.raises(ServerError, match="here is no page of metrics") as caught:
+    with pytest.raises(ServerError, match="here is not a page of metrics") as caught:
         parse(page, "here")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 300

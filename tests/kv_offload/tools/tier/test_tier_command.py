@@ -170,7 +170,7 @@ def test_what_a_reset_leaves_is_said(tmp_path, shown):
     disk.index.clear()
     disk.close()
     text = shown(tmp_path)
-    assert "index   none: a reset or new weights emptied the disk, or somebody removed" in text
+    assert "index   none: a reset or new weights emptied the disk, or it was removed" in text
 
 
 def test_replicas_have_folders_of_their_own(tmp_path, shown, as_json):

@@ -1,4 +1,4 @@
-"""A tier that many engines share: objects in a store, found by name.
+"""A tier shared by many engines: objects in a store, found by name.
 
 client.py    what a store must offer
 mooncake.py  Mooncake Store: its calls, and what its codes mean

@@ -13,66 +13,66 @@ Parts = Sequence[tuple[int, int]]
 
 
 class Fate(enum.Enum):
-    """How one key of a call fared."""
+    """The result of a call for one key."""
 
     DONE = "done"
-    """It is stored, by whomever, or all its bytes have come."""
+    """The object is stored, by any process, or all its bytes have been read."""
     MISSING = "missing"
-    """A read found no such object, or it was evicted meanwhile."""
+    """A read found no such object, or the object was evicted during the read."""
     OTHER = "other"
     """A read found an object of another size."""
     FULL = "full"
-    """The store had no room for it, and may have some soon."""
+    """The store had no room for the object, but may have room soon."""
 
 
 class RemoteClient(ABC):
-    """A connection to a store. Any thread may call any method; calls run at the same time.
+    """A connection to a store. Any thread may call any method; calls run concurrently.
 
-    Calls block. They raise `TierError`, with the remedy, if the store as a whole cannot be asked,
-    and reconnect by themselves once it can. Each has a limit of its own, which may
-    be a minute.
+    Calls block. They raise `TierError`, with the remedy, if the store as a whole is unavailable,
+    and reconnect automatically once it is back. Each call has its own time limit, which may be a
+    minute.
     """
 
     threads = 2
-    """In each direction. With two, one computes checksums while the other's bytes are on the
-    network; a store that takes long for each object has more."""
+    """Number of threads in each direction. With two, one computes checksums while the other's bytes
+    are on the network; a store with high latency per object has more."""
 
     probes: int | None = None
-    """Keys that it is best asked for at a time, where each is a request of its own; None where one
-    call asks for any number of them."""
+    """Best number of keys to look up at a time if each key is a separate request; None if one call
+    can look up any number of keys."""
 
     @abstractmethod
     def connect(self) -> None:
-        """Connect, as any other call does if that has not been done. May take seconds.
+        """Connect; any other call does so if necessary. May take seconds.
 
-        Raises `TierError`; then it can be called again.
+        Raises `TierError`; the call can then be repeated.
         """
 
     @abstractmethod
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Say of each key whether its object is there; it may be gone a moment later."""
+        """Return for each key whether its object exists; it may be gone a moment later."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
-        """Write objects. One that is there stays as it is, also if two write it at once.
+        """Write objects. An existing object stays unchanged, even if two calls write it at once.
 
         An object appears whole or not at all.
         """
 
     @abstractmethod
     def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
-        """Read whole objects into memory, which has garbage for each key that is not `DONE`.
+        """Read whole objects into memory, which holds garbage for each key that is not `DONE`.
 
-        Once it has returned nothing writes there, whatever failed.
+        After the call has returned, nothing writes to that memory, even after a failure.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects, as far as the store lets go of them."""
+        """Remove objects, as far as the store allows."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for calls in other threads, and disconnect for good. Idempotent.
+        """Wait for calls in other threads, then disconnect for good. Idempotent.
 
-        What this process gave the store in memory goes with it.
+        The memory that this process gave to the store is withdrawn.
         """

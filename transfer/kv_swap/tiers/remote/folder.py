@@ -3,12 +3,12 @@
     PATH/FILE_ID/ab/abcdef...          an object: header page and slot
     PATH/FILE_ID/ab/.abcdef....TOKEN   one that is being written, renamed when it is whole
 
-A process that is killed leaves its unfinished file, which a later sweep removes. A file that a
-power cut or a server has torn has another size or checksum, and its reader removes it. One that is
-removed while another process reads it stays readable there, or is stale, as on NFS: then it counts
-as missing. Files of other names are left alone.
+A killed process leaves its unfinished file, which a later sweep removes. A file that a power cut or
+a server has torn has a wrong size or checksum, and its reader removes it. A file that is removed
+while another process reads it stays readable there, or is stale, as on NFS; then it counts as
+missing. Files with other names are left alone.
 
-Nothing but paths is kept between calls: a folder that was mounted again is used as before.
+Only paths are kept between calls, so a folder that is mounted again is used as before.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from kv_swap.tiers.remote.parallel import in_parallel
 from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 TOUCH_SECONDS = 600.0
-"""A read marks a file as used if the mark is older: one operation of the server for many reads."""
+"""A read marks a file as used only if its mark is older: one server operation for many reads."""
 
 UNFINISHED_SECONDS = 86_400.0
-"""A file that is not renamed after so long is a killed process's. Clocks may differ by less."""
+"""An unfinished file this old belongs to a killed process. Clocks may differ by less."""
 
 ASKING_THREADS = 8
-"""A network filesystem takes some 0.3 ms for each question, so several are under way."""
+"""A network filesystem takes about 0.3 ms per lookup, so several run concurrently."""
 
 LOOKS_BETWEEN_PAUSES = 32
 PAUSE_SECONDS = 0.001
-"""A sweep looks at files in a Python loop, and the engine's threads need Python's lock."""
+"""A sweep checks files in a Python loop, and pauses because the engine's threads need the GIL."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
@@ -55,9 +55,10 @@ Result = TypeVar("Result")
 
 
 class FolderClient(RemoteClient, Sweepable):
-    """Objects are files below `path`, which must be there. All files take `max_bytes` at most.
+    """Objects are files below `path`, which must exist, and take at most `max_bytes` together.
 
-    Direct I/O is used where the folder takes it and pages are whole. Files are for this user alone.
+    Direct I/O is used if the folder supports it and pages are whole. Files are private to this
+    user.
     """
 
     threads = 8
@@ -118,7 +119,7 @@ class FolderClient(RemoteClient, Sweepable):
                     Path(entry.path).unlink()
 
     def _walk(self) -> Iterator[os.DirEntry[str]]:
-        """Yield the files that are objects, or are becoming some."""
+        """Yield the files that are objects, finished or not."""
         try:
             folders = _matching(self._path, _FILE_ID)
         except OSError as error:
@@ -134,7 +135,7 @@ class FolderClient(RemoteClient, Sweepable):
         return self._path / file_id / digest[:2] / digest
 
     def _check(self) -> None:
-        """Raise `TierError` where there is no folder, as while it is not mounted."""
+        """Raise `TierError` if the folder does not exist, for example while it is not mounted."""
         if self._closed:
             raise TierError(f"the client of {self._path} is closed")
         try:
@@ -175,9 +176,9 @@ class FolderClient(RemoteClient, Sweepable):
                 found = os.fstat(fd)
                 if found.st_size != nbytes or not _move(os.preadv, fd, parts):
                     return Fate.OTHER
-                # Also a mark of the future: this clock is late, or the writer's is early.
+                # This includes marks in the future: this clock is late, or the writer's is early.
                 if abs(time.time() - found.st_mtime) > TOUCH_SECONDS:
-                    with contextlib.suppress(OSError):  # a folder that is read-only is read
+                    with contextlib.suppress(OSError):  # reads also work in a read-only folder
                         os.utime(file)
             return Fate.DONE
 
@@ -189,7 +190,7 @@ class FolderClient(RemoteClient, Sweepable):
             return TierError(f"cannot read in {self._path}: {explain(error)}")
 
     def _directly(self, call: Callable[[int], Result], parts: Parts) -> Result:
-        """Call with `O_DIRECT` where pages are whole, and with 0 where the folder refuses that."""
+        """Call with `O_DIRECT` if pages are whole, and with 0 if the folder refuses that."""
         if self._is_direct and all(a % PAGE_BYTES == n % PAGE_BYTES == 0 for a, n in parts):
             try:
                 return call(os.O_DIRECT)
@@ -202,7 +203,7 @@ class FolderClient(RemoteClient, Sweepable):
 
 @contextlib.contextmanager
 def _closing(fd: int) -> Iterator[int]:
-    """Close a descriptor. Raises `OSError` then, too: NFS tells of a full server at the end."""
+    """Close a descriptor. May raise `OSError`: NFS reports a full server only on close."""
     try:
         yield fd
     finally:
@@ -210,25 +211,25 @@ def _closing(fd: int) -> Iterator[int]:
 
 
 def _open_in_folder(file: Path, flags: int) -> int:
-    """Open a file that is made, and its folders if they are missing."""
+    """Create and open a file, with its folders if they are missing."""
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
             return os.open(file, flags | os.O_CLOEXEC, 0o600)
-        # Not the folder of all: where it is not mounted, that would be one of another disk.
+        # Not the top folder: if it is not mounted, the new one would be on another disk.
         file.parent.parent.mkdir(0o700, exist_ok=True)
         file.parent.mkdir(0o700, exist_ok=True)
     return os.open(file, flags | os.O_CLOEXEC, 0o600)
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
-    """Return what a folder has under such names. Raises `OSError`."""
+    """Return the entries of a folder whose names match. Raises `OSError`."""
     with os.scandir(folder) as entries:
         return [entry for entry in entries if pattern.fullmatch(entry.name)]
 
 
 def _move(call: Callable[..., int], fd: int, parts: Parts) -> bool:
-    """Read or write all parts from the beginning of a file; False where it ends before."""
-    # By addresses: they are of memory that the caller keeps mapped.
+    """Read or write all parts from the start of a file; return False if the file is too short."""
+    # The addresses are of memory that the caller keeps mapped.
     memory = [
         memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         for address, size in parts

@@ -1,15 +1,15 @@
-"""A client of Mooncake Store, by TCP: the wheel `mooncake-transfer-engine-non-cuda` 0.3.13.post1.
+"""A client of Mooncake Store over TCP: the wheel `mooncake-transfer-engine-non-cuda` 0.3.13.post1.
 
-The process may give memory to the pool, its segment, which others reach at the address of this
-machine's route to the master. After a restart of the master Mooncake joins again by itself, within
-two seconds; what was in memory is lost.
+The process may give memory, its segment, to the pool; others reach it at the address of this
+machine's route to the master. After a restart of the master, Mooncake rejoins automatically within
+two seconds; all objects in memory are lost.
 
 A transfer that stalls is reported as failed after 60 s, but **continues**: its bytes may arrive in
-memory that has another block by then. So after a call that long the connection is closed, which
-ends its transfers, before the call returns.
+memory that holds another block by then. So after a call that took this long, the connection is
+closed, which ends its transfers, before the call returns.
 
-Memory is not registered. By TCP Mooncake needs that only of memory that others address, and it
-lets everybody who reaches this process read and write what is registered.
+Memory is not registered. Over TCP, Mooncake needs registration only for memory that others address,
+and it lets anyone who reaches this process read and write registered memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
 from kv_swap.tiers.remote.mooncake_session import Session, connect
 
 _AGAIN_SECONDS = 1.0
-"""Between looks whether a master is back."""
+"""Seconds between checks for the return of a master."""
 
 _UNSETTLED_SECONDS = 50.0
-"""Calls that took less had no transfer that was given up: that takes 60 s."""
+"""Shorter calls had no transfer that was abandoned, which takes 60 s."""
 
 _TRANSFER_FAIL = -800
 _UNREACHABLE = {
@@ -43,13 +43,13 @@ _FULL = {-101, -200}
 _OTHER_SIZE = -600
 _MEANINGS = {
     _TRANSFER_FAIL: "the process that has the memory for it is gone, or the network between; "
-    "the master forgets that memory ten seconds after its process",
+    "the master drops that memory ten seconds after its process ends",
     -601: "the master does not know this client yet, which it does some seconds after its restart",
 }
 
 
 class MooncakeClient(RemoteClient):
-    """A client of the master at `master`, HOST:PORT. It gives `segment_bytes` to the pool."""
+    """A client of the master at `master`, HOST:PORT, that gives `segment_bytes` to the pool."""
 
     def __init__(self, master: str, segment_bytes: int) -> None:
         self._master = master
@@ -89,7 +89,7 @@ class MooncakeClient(RemoteClient):
         return fates
 
     def _sizes(self, keys: Sequence[str]) -> dict[str, int]:
-        """Return the sizes of the objects that are there: a read of a shorter one just fails."""
+        """Return the sizes of existing objects, because a read of a shorter one just fails."""
         with self._call() as session:
             sizes = {key: int(session.store.get_size(key)) for key in keys}
         return {key: size for key, size in sizes.items() if size >= 0}
@@ -148,7 +148,7 @@ class MooncakeClient(RemoteClient):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Session]:
-        """Yield a session that is not ended meanwhile; connect if there is none."""
+        """Yield a session that is not ended during the block; connect if there is none."""
         with self._changed:
             session = self._open()
             session.calls += 1
@@ -167,10 +167,11 @@ class MooncakeClient(RemoteClient):
         return self._session
 
     def _end(self, session: Session) -> None:
-        """Close a session once no call uses it, in one thread; return once it is closed.
+        """Close a session on one thread once no call uses it; return once it is closed.
 
-        Mooncake's `close` holds all Python threads: a second or two with a master that answers, 4
-        to 20 s with one that is gone or does not. So such a master is waited for before.
+        Mooncake's `close` blocks all Python threads: for a second or two with a master that
+        answers, for 4 to 20 s with one that is gone or does not answer. So first wait until the
+        master answers.
         """
         with self._changed:
             self._changed.wait_for(lambda: session.calls == 0)
@@ -188,7 +189,7 @@ class MooncakeClient(RemoteClient):
 
 
 def _rounds(keys: Sequence[str]) -> list[list[int]]:
-    """Split rows so that no key is in a call twice: Mooncake moves it once for both."""
+    """Split rows so that no key is in a call twice: Mooncake would move it only once."""
     if len(set(keys)) == len(keys):
         return [list(range(len(keys)))]
     rounds: list[list[int]] = []

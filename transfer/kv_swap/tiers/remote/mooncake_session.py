@@ -1,4 +1,4 @@
-"""Sets Mooncake up: its import, its limits, its log, and a connection to a master."""
+"""Sets up Mooncake: import, limits, log, and the connection to a master."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SETTINGS = {
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
-"""Settings that Mooncake takes from the environment alone. Its own limits are 30 s each."""
+"""Settings that Mooncake reads only from the environment. Its default limits are 30 s each."""
 
 _PROBE_SECONDS = 2.0
-"""For a look whether there is a master. Mooncake itself takes 4.3 s to find none, and its `setup`
-holds all Python threads meanwhile."""
+"""Timeout for checking that there is a master. Mooncake itself takes 4.3 s to find none, and its
+`setup` blocks all Python threads meanwhile."""
 
 _METADATA = "P2PHANDSHAKE"
-"""Processes exchange the addresses of their memory; no server besides the master is needed."""
+"""Peer-to-peer exchange of memory addresses; no server other than the master is needed."""
 
 NOT_INSTALLED = (
     "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for Python 3.11 "
@@ -33,12 +33,12 @@ NOT_INSTALLED = (
 )
 
 _FATAL = 3
-"""A level of glog; each failing key of each call would be a line on stderr."""
+"""Level for glog, which would otherwise write a line to stderr for each failing key."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A connection: Mooncake's object, the port that names it, and the calls it has in hand."""
+    """A connection: Mooncake's object, the port that names it, and the number of running calls."""
 
     store: Any
     port: socket.socket
@@ -48,7 +48,7 @@ class Session:
 
 
 def is_installed() -> bool:
-    """Return whether this Python has Mooncake, which is not imported."""
+    """Return whether this Python has Mooncake, without importing it."""
     return importlib.util.find_spec("mooncake") is not None
 
 
@@ -56,7 +56,8 @@ def connect(master: str, segment_bytes: int) -> Session:
     """Connect to a master and give it memory. Raises `TierError`."""
     store_class = _import()
     with contextlib.ExitStack() as undo:
-        # Taken as long as the session lives: Mooncake knows a process by host and port.
+        # The port stays taken while the session lives: Mooncake identifies a process by host and
+        # port.
         port = undo.enter_context(socket.socket())
         port.bind((_own_address(master), 0))
         host, number = port.getsockname()
@@ -74,7 +75,7 @@ def connect(master: str, segment_bytes: int) -> Session:
 
 
 def _own_address(master: str) -> str:
-    """Return the address from which this machine reaches the master, which must be there."""
+    """Return the address from which this machine reaches the master, which must be running."""
     host, colon, port = master.rpartition(":")
     if not colon or not host or not port.isdecimal():
         raise TierError(f"a master is HOST:PORT, such as 10.0.0.5:50051, got {master!r}")
@@ -89,7 +90,7 @@ def _own_address(master: str) -> str:
 
 
 def _import() -> Any:
-    """Import Mooncake, with limits that suit a cache, and without a line on stderr for each key."""
+    """Import Mooncake with limits that suit a cache, and without a line on stderr per key."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -109,6 +110,6 @@ def _import() -> Any:
 def _silence(path: str) -> None:
     library = ctypes.CDLL(path)
     with contextlib.suppress(AttributeError, ValueError):  # names of this version
-        # It sets the level when it is first called.
+        # Mooncake sets the level at its first call.
         library._ZN8mooncake12globalConfigEv()
         ctypes.c_int.in_dll(library, "_ZN3fLI17FLAGS_minloglevelE").value = _FATAL

@@ -1,7 +1,7 @@
-"""Objects between a store and the arena: what one thread does with some rows of a job.
+"""Moves objects between a store and the arena: some rows of a job, on one thread.
 
-The value of an object is a record (`kv_swap/tiers/record.py`), header page and slot. The store
-reads and writes slots in the arena, and header pages in memory of the thread's own.
+The value of an object is a record (`kv_swap/tiers/record.py`): header page and slot. The store
+reads and writes slots in the arena, and header pages in memory of the thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
 from kv_swap.tiers.remote.keys import object_keys
 
 _FULL = TierError(
-    "the store is full, or nobody gives it memory: give it more, or look at what its engines "
+    "the store is full, or no process gives it memory: give it more, or look at what its engines "
     "write and how fast it evicts"
 )
 
@@ -43,19 +43,19 @@ class RemoteMover(Mover):
         self._headers = HostArena(chunk_slots, PAGE_BYTES, register=None).view()
 
     def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
-        """See `Mover`. One call for all rows; tier slots mean nothing."""
+        """See `Mover`. One call for all rows; tier slots have no meaning."""
         keys = object_keys(self._file_id, [row.name for row in rows])
         try:
             if direction is TierDirection.DEMOTE:
                 return self._put(rows, keys)
             return self._get(rows, keys)
         except TierError as error:
-            # Another one, without a traceback: that would hold the arena.
+            # A new error, without a traceback, which would hold the arena.
             again = TierError(str(error))
             return Outcome([row.number for row in rows], error=again, gone=True)
 
     def _put(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
-        """Store blocks that the store lacks. Reads arena slots twice: checksum, then network."""
+        """Write blocks that the store lacks. Reads arena slots twice: checksum, then network."""
         there = self._client.exist(keys)
         outcome = Outcome(unmoved=sum(there))
         new = [index for index, is_there in enumerate(there) if not is_there]
@@ -74,7 +74,7 @@ class RemoteMover(Mover):
         return outcome
 
     def _get(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
-        """Read objects, and remove those that are not what their names say."""
+        """Read objects, and remove those that do not match their names."""
         outcome = Outcome()
         fates = self._client.get(keys, [self._parts(page, row) for page, row in enumerate(rows)])
         wrong = []
@@ -86,8 +86,8 @@ class RemoteMover(Mover):
             elif fate is not Fate.DONE:
                 _reject(outcome, row, fate)
         if wrong:
-            # Else it would be found again and again, and never be rewritten.
-            with contextlib.suppress(TierError):  # what has come is right, also if this fails
+            # Otherwise it would be found repeatedly and never rewritten.
+            with contextlib.suppress(TierError):  # blocks that were read are valid in any case
                 self._client.remove(wrong)
         return outcome
 

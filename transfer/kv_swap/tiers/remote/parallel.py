@@ -1,4 +1,4 @@
-"""Asks a store that takes long for each question for many keys at a time."""
+"""Looks up many keys concurrently in a store with high latency."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 ASKED_ALONE = 16
-"""At most so many keys are asked for one after the other, where an answer takes no round trip of
-a wide network."""
+"""Up to this many keys are looked up one after the other in stores without wide-area latency."""
 
 
 def in_parallel(
     ask: Callable[[str], bool], keys: Sequence[str], threads: int, alone: int = ASKED_ALONE
 ) -> list[bool]:
-    """Ask for each key, on several threads if there are more than `alone`.
+    """Call once per key, on several threads if there are more than `alone` keys.
 
-    Raises what one of the calls raised, when all of them have ended.
+    Raises the error of one of the calls after all of them have ended.
     """
     found = [False] * len(keys)
     rows = iter(range(len(keys)))

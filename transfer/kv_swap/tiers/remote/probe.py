@@ -16,12 +16,12 @@ from kv_swap.tiers.remote.keys import object_keys
 from kv_swap.tiers.remote.tier import RemoteTier
 
 TIMEOUT_SECONDS = 90.0
-"""Longer than any call of a store."""
+"""More seconds than any call of a store takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRates:
-    """Bytes per second, and how many blocks of how many the store took."""
+    """Bytes per second, and the numbers of blocks tried and stored."""
 
     put_bytes_per_second: float
     get_bytes_per_second: float
@@ -32,11 +32,11 @@ class RemoteRates:
 def measure(
     asker: RemoteClient, client: RemoteClient, num_blocks: int, block_bytes: int
 ) -> RemoteRates:
-    """Store blocks under names of this call alone, and read them back, each verified.
+    """Store blocks under names unique to this call, read them back, and verify each.
 
-    `asker`, which is connected, looks whether they are there, and removes them. Raises `TierError`
-    if the store cannot be reached, if it takes no block, if one that it took is not found, or comes
-    back as something else.
+    `asker`, which must be connected, looks the blocks up and removes them. Raises `TierError` if
+    the store cannot be reached, if it takes no block, or if a stored block is not found or is
+    returned changed.
     """
     memory = HostArena(num_blocks, block_bytes, register=None).view()
     memory[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8).reshape(memory.shape)

@@ -1,10 +1,11 @@
-"""A client of S3, and of what speaks its protocol: obstore, with credentials of the environment.
+"""A client of S3 and compatible servers, through obstore, with credentials from the environment.
 
-obstore takes `AWS_ACCESS_KEY_ID` and the like, or the machine's role, and `AWS_ENDPOINT_URL`. An
-answer to a wrong credential repeats parts of it, so an error here has the answer's code alone.
+obstore uses `AWS_ACCESS_KEY_ID` and related variables, or the machine's role, and
+`AWS_ENDPOINT_URL`. A server's answer to a wrong credential repeats parts of it, so errors here
+contain only the code of the answer.
 
-An object appears when it has been written, whole. One that two write at once has the same content
-from both. The age of an object is when it was written: a read does not renew it.
+An object appears only once it has been written completely. If two engines write it concurrently,
+both write the same content. The age of an object counts from its writing: reads do not renew it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 10
-"""Longest time of a request with its answer; after it the request has failed."""
+"""Maximum seconds for a request and its answer, after which the request has failed."""
 
 RETRIES = 2
-"""Retries after an answer such as 503, within `REQUEST_SECONDS` for all."""
+"""Retries after an answer such as 503, all within `REQUEST_SECONDS`."""
 
 ASKING_THREADS = 32
 """An answer takes 10 to 50 ms."""
@@ -52,14 +53,14 @@ _REMEDIES = {
 
 
 def is_installed() -> bool:
-    """Return whether this Python has obstore, which is not imported."""
+    """Return whether this Python has obstore, without importing it."""
     return importlib.util.find_spec("obstore") is not None
 
 
 class S3Client(RemoteClient, Sweepable):
-    """Objects below a URL, `s3://BUCKET/PREFIX`. All of them take `max_bytes` at most.
+    """Objects below a URL, `s3://BUCKET/PREFIX`. All of them together take at most `max_bytes`.
 
-    With 0 there is no bound: a rule of the bucket has to remove objects.
+    With 0 there is no limit: a rule of the bucket must remove objects.
     """
 
     threads = 16
@@ -154,7 +155,7 @@ class S3Client(RemoteClient, Sweepable):
         return Fate.DONE
 
     def _store(self) -> Any:
-        """Return obstore's client; the first call makes it."""
+        """Return obstore's client, which the first call creates."""
         with self._opening:
             if self._closed:
                 raise TierError(f"the client of {self._url} is closed")
@@ -167,8 +168,8 @@ class S3Client(RemoteClient, Sweepable):
                 self._opened = S3Store.from_url(
                     self._url,
                     client_options={
-                        # Options replace those of the environment. Who names such an endpoint
-                        # wants it, and a signature does not reveal the secret.
+                        # Options override the environment. A user who names such an endpoint wants
+                        # it, and a signature does not reveal the secret.
                         "allow_http": endpoint.startswith("http://"),
                         "timeout": timedelta(seconds=REQUEST_SECONDS),
                         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
@@ -182,12 +183,12 @@ class S3Client(RemoteClient, Sweepable):
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Turn what obstore raises into a `TierError` that has no part of a credential."""
+        """Turn obstore's errors into a `TierError` without any part of a credential."""
         try:
             yield
         except TierError:
             raise
-        except Exception as error:  # noqa: BLE001 - obstore's, and those of Rust below it
+        except Exception as error:  # noqa: BLE001 - errors of obstore, and of Rust below it
             name, text = type(error).__name__, str(error)
             codes = [*_STATUS.findall(text)[:1], *_CODE.findall(text)[:1]]
             answer = f" ({' '.join(codes)})" if codes else ""
@@ -197,12 +198,12 @@ class S3Client(RemoteClient, Sweepable):
                 else TierError
             )
             remedy = _REMEDIES.get(name, _REMEDIES["GenericError"])
-            # Not `from error`: a log of the cause would have the text.
+            # Not `from error`, because a log of the cause would contain the text.
             raise kind(f"cannot {what} at {self._url}: {name}{answer}: {remedy}") from None
 
 
 class _RefusedError(TierError):
-    """The server answers at once, and refuses: other objects may fare better."""
+    """The server answered with a refusal of this object; other objects may succeed."""
 
 
 def _memory(parts: Parts) -> list[memoryview]:

@@ -1,9 +1,9 @@
-"""Keeps a shared store below its bound: removes the objects that were used longest ago.
+"""Keeps a shared store within its limit by removing the least recently used objects.
 
-Any process may sweep at any time, also while others read, write or sweep. A reader whose object
-goes finds it missing. Two sweeps that overlap remove the same objects, those of the same age and
-older, so nothing more goes than with one. A process sweeps once for each part of the bound that it
-has written: all engines together sweep as often as one that writes it all.
+Any process may sweep at any time, even while others read, write or sweep. A reader whose object is
+removed finds it missing. Two overlapping sweeps remove the same objects, those of the same age or
+older, so no more are removed than by one. A process sweeps whenever it has written a fixed part of
+the limit, so all engines together sweep as often as one engine that writes everything.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kv_swap.errors import TierError
 logger = logging.getLogger(__name__)
 
 WRITTEN_PARTS = 64
-"""A process sweeps after it has written one part in so many of the bound. So a store may exceed its
-bound by one such part for each process that writes."""
+"""A process sweeps after it has written one part in this many of the limit. So a store may exceed
+its limit by one such part per writing process."""
 
 LOW_PARTS = 16
-"""A sweep leaves one part in so many of the bound free; one for a filesystem that is full,
-though below its bound, as much of what was there."""
+"""A sweep leaves one part in this many of the limit free; on a filesystem that is full although
+below the limit, it frees that part of the existing objects."""
 
 AGE_SECONDS = 16
-"""Objects whose last uses lie in one such interval are equally old."""
+"""Objects last used within the same interval of this many seconds count as equally old."""
 
 AHEAD_SECONDS = 86_400.0
-"""Clocks may differ by less. What is marked as used later than that counts as the oldest: else it
-would take the place of all other objects until then."""
+"""Clocks may differ by less than this. An object marked as used later than that counts as the
+oldest; otherwise it would stay in place of all other objects until then."""
 
 
 REMOVED_AT_ONCE = 256
-"""Keys in one request to remove objects."""
+"""Maximum keys in one request to remove objects."""
 
 
 class Entry(NamedTuple):
-    """An object of a store: its key, its size, and when it was used or written, in seconds."""
+    """An object of a store: its key, size in bytes, and time of use or writing in seconds."""
 
     key: str
     nbytes: int
@@ -49,23 +49,23 @@ class Entry(NamedTuple):
 
 
 class Sweepable(ABC):
-    """The operations of a store that a sweep needs."""
+    """The store operations that a sweep needs."""
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """Yield all objects of all engines, in any order; raises `TierError`. May take minutes."""
+        """Yield all objects of all engines, in any order. May take minutes. Raises `TierError`."""
 
     @abstractmethod
     def remove(self, keys: list[str]) -> None:
-        """Remove objects, as far as they are there. Raises `TierError`."""
+        """Remove those of the objects that exist. Raises `TierError`."""
 
 
 def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
-    """Remove the oldest objects of a store that has more than `limit_bytes`; return their bytes.
+    """Remove the oldest objects of a store with more than `limit_bytes`; return the bytes removed.
 
-    One that `is_full` has as much as it may have, whatever its limit.
-    Lists the store once, and once more if something goes: memory does not grow with the number of
-    objects. Raises `TierError`.
+    A store that `is_full` can hold no more than it does now, whatever its limit. Lists the store
+    once, and a second time to remove objects, so that memory does not grow with their number.
+    Raises `TierError`.
     """
     latest = time.time() + AHEAD_SECONDS
 
@@ -87,7 +87,7 @@ def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
         excess -= by_age[last]
         if excess <= 0:
             break
-    # All that is older goes, and of this interval as much as leaves `kept_bytes`.
+    # Remove all older objects, and enough of this interval to leave `kept_bytes`.
     removed, gone, of_last = 0, [], []
     for entry in store.entries():
         age = age_of(entry)
@@ -111,7 +111,7 @@ def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
 
 
 class Sweeper:
-    """A thread that sweeps once enough was written. Methods never wait but `close`."""
+    """A thread that sweeps once enough has been written. Only `close` blocks."""
 
     def __init__(self, store: Sweepable, limit_bytes: int) -> None:
         self._store, self._limit_bytes = store, limit_bytes
@@ -122,10 +122,10 @@ class Sweeper:
         self._thread: threading.Thread | None = None
 
     def wrote(self, nbytes: int, *, is_full: bool = False) -> None:
-        """Count bytes that were written; `is_full` says that there was no room for more."""
+        """Count written bytes; `is_full` means that the store had no room for more."""
         with self._changed:
             if self._thread is None and not self._closed:
-                self._written = self._limit_bytes  # what is there has never been looked at
+                self._written = self._limit_bytes  # existing objects have not been counted yet
                 self._thread = threading.Thread(target=self._run, name="kv-swap-sweep", daemon=True)
                 self._thread.start()
             self._written += nbytes
@@ -138,7 +138,7 @@ class Sweeper:
         return self._is_full or self._written >= max(1, self._limit_bytes // WRITTEN_PARTS)
 
     def close(self, timeout_seconds: float = 1.0) -> None:
-        """End the thread; one that hangs in a call of the store is left alone."""
+        """End the thread, unless it hangs in a call of the store."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A tier in a store that many engines share."""
+"""A tier in a store shared by many engines."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from kv_swap.tiers.remote.keys import namespace
 from kv_swap.tiers.remote.mover import RemoteMover
 
 NUM_SLOTS = 2**31 - 1
-"""A store has no slots; this is more than any job has rows."""
+"""Stands for the number of slots, which a store does not have; no job has as many rows."""
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of slots in one call."""
+"""Maximum bytes of slots in one call."""
 
 CHUNK_SLOTS = 64
-"""In one call: Mooncake queues 1,024 transfers to a peer, and refuses those that wait for a place
-there for a second. A slot is two, and each thread has a call."""
+"""Maximum slots in one call: Mooncake queues 1,024 transfers to a peer, and refuses those that wait
+a second for a place. A slot takes two transfers, and each thread has one call."""
 
 
 class RemoteTier(TierEngine):
-    """Moves slots between an arena and a store by a client, which it connects and closes.
+    """Moves slots between an arena and a store through a client, which it connects and closes.
 
-    `arena` is a view of a `HostArena`, uint8 of `(slots, slot_bytes)`, which keeps the memory
-    alive. `description` is all that changes what the bytes of a slot mean. `file_id`, its digest
-    with the size of a slot, is a part of each object's key: engines with the same share objects.
+    `arena` is a view of a `HostArena`, uint8 of shape `(slots, slot_bytes)`, which keeps the memory
+    alive. `description` contains everything that determines the meaning of a slot's bytes.
+    `file_id`, the digest of the description and the slot size, is part of each object's key:
+    engines with the same id share objects.
 
-    It connects in the background. While the store cannot be reached jobs fail, and each job that is
-    submitted after a failure tries again. A row whose object is not there fails, without an error
-    and without a mismatch. If only some rows of a job fail, because the store is full or has lost a
+    It connects in the background. While the store cannot be reached, jobs fail, and each job
+    submitted after a failure tries again. A row whose object does not exist fails without an error
+    and without a mismatch. If only some rows of a job fail, because the store is full or has lost
     part of its memory, the job has no error.
     """
 
@@ -55,12 +56,13 @@ class RemoteTier(TierEngine):
             for way in TierDirection
         }
         super().__init__(NUM_SLOTS, arena.shape, movers, chunk_slots, client.close)
-        # A process gives its memory to the pool although it may move nothing for a while.
+        # Connect now, so that the process gives its memory to the pool even if it moves nothing
+        # yet.
         threading.Thread(
             target=_try_to_connect, args=(client,), name="kv-swap-connect", daemon=True
         ).start()
 
 
 def _try_to_connect(client: RemoteClient) -> None:
-    with contextlib.suppress(TierError):  # the first job has the error
+    with contextlib.suppress(TierError):  # the first job reports the error
         client.connect()
