@@ -38,6 +38,7 @@ from bench.serving.report import save, tables, unproven
 from bench.serving.runs import SECTIONS, Bench
 from bench.serving.settings import COLUMNS, OFF, OURS, PEER
 from bench.serving.shapes import SHAPES
+from kv_offload.tools.arguments import add_count
 
 
 def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
@@ -64,7 +65,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--columns", type=names(COLUMNS), default=[OFF, OURS])
     parser.add_argument("--once", type=names(COLUMNS), default=[])
     parser.add_argument("--sections", type=names(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--rounds", type=int, default=1)
+    add_count(parser, "--rounds", of="engines of each column")
     parser.add_argument("--out", type=Path, help="file for the result")
     return parser.parse_args(words)
 

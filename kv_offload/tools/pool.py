@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from kv_offload.config.schema import SCHEMA
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.output import Report, make_table, printable
+
+if TYPE_CHECKING:
+    from kv_offload.worker.pool import About
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +65,22 @@ def _run(arguments: argparse.Namespace) -> Report:
     from kv_offload.worker.pool import user_folder
 
     folder = user_folder(arguments.path)
-    if arguments.remove is not None:
-        freed_bytes, page = _remove(folder, arguments.remove)
-        return Report({"freed_bytes": freed_bytes}, page)
-    states = [*_read(folder)]
+    try:
+        if arguments.remove is not None:
+            freed_bytes, page = _remove(folder, arguments.remove)
+            return Report({"freed_bytes": freed_bytes}, page)
+        states = [*_read(folder)]
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}. Look at it: a seat is a folder of this user with "
+            "a file `lock`; remove what is not"
+        ) from error
     data = [dataclasses.asdict(one) for one in states]
     if not states:
         return Report(data, f"no host pool of user {os.geteuid()} in {arguments.path}")
     table = make_table("pool", "seat", "engine", "memory", "readable slots", "peers", "model")
     for one in states:
-        hours = (time.time() - (one.started or time.time())) / 3600
+        hours = max(0.0, time.time() - (one.started or time.time())) / 3600
         engine = f"ended, began {hours:.1f} h ago" if one.pid is None else f"runs, pid {one.pid}"
         readable = f"{one.readable_slots:,} of {one.slots:,}"
         memory, model = format_size(one.memory_bytes), printable(one.model)
@@ -98,9 +108,9 @@ def _read(folder: Path) -> Iterator[SeatState]:
         yield SeatState(
             pool=seat.parent.name,
             seat=seat_number(seat),
-            pid=about.get("pid") if runs else None,
-            started=about.get("started"),
-            model=str(about.get("contents", {}).get("model", "")),
+            pid=about.pid if runs else None,
+            started=about.started,
+            model=about.contents.get("model", ""),
             memory_bytes=memory_bytes,
             readable_slots=len(readable),
             slots=slots,
@@ -112,14 +122,13 @@ def _pools(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if path.is_dir()] if folder.is_dir() else []
 
 
-def _about(seat: Path) -> dict[str, Any]:
-    from kv_offload.worker.pool import ABOUT
+def _about(seat: Path) -> About:
+    from kv_offload.worker.pool import ABOUT, About
 
     try:
-        about = json.loads((seat / ABOUT).read_text())
-    except (OSError, ValueError):  # an engine ended before it wrote the file
-        return {}
-    return about if isinstance(about, dict) else {}
+        return msgspec.json.decode((seat / ABOUT).read_bytes(), type=About)
+    except (OSError, RecursionError, msgspec.DecodeError):  # an engine ended before it wrote it
+        return About()
 
 
 def _runs(seat: Path) -> bool:

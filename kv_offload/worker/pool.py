@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.arena_file import (
     ArenaFiles,
@@ -51,6 +52,16 @@ LOCK_SECONDS = 1.0
 """Seconds that an engine waits for a seat with its contents that an ending process may still hold,
 before it takes or creates another one. The kernel releases locks only after it has torn down the
 memory of a process."""
+
+
+class About(msgspec.Struct):
+    """The content of `ABOUT`."""
+
+    pid: int | None = None
+    """The process of the engine's first rank, in its own container."""
+    started: float | None = None
+    """When the engine started, in seconds since 1970."""
+    contents: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,11 @@ class Pool:
         for name in find_arenas(seat):
             if not _is_of(name, digest(self.contents)):
                 (seat / name).unlink(missing_ok=True)
-        about = {"pid": os.getpid(), "started": time.time(), "contents": {**self.contents}}
+        about = About(os.getpid(), time.time(), {**self.contents})
         new = seat / f"{ABOUT}.new"
         new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(about, file)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(about))
         new.rename(seat / ABOUT)
         return Seat(seat, self.contents, find_free_bytes(seat), lock)
 

@@ -81,3 +81,37 @@ def test_a_pool_that_is_not_there_is_refused(
     assert main(["pool", "--path", str(tmp_path), "--remove", name]) == 2
     assert "there is no pool" in capsys.readouterr().err
     assert listed(tmp_path, capsys)[0]["memory_bytes"] == NBYTES
+
+
+@pytest.mark.parametrize("about", ['{"contents": 5}', '{"started": "x"}', "[" * 100_000, "[1]"])
+def test_a_seat_whose_engine_says_nothing_is_listed_and_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], about: str
+) -> None:
+    """As of one that was killed while it wrote it, or of another version."""
+    seat = start(tmp_path, "chat")
+    seat.leave()
+    (seat.folder / "about.json").write_text(about)
+    (state,) = listed(tmp_path, capsys)
+    assert (state["model"], state["started"], state["readable_slots"]) == ("", None, 1)
+    assert main(["pool", "--path", str(tmp_path), "--remove", "chat"]) == 0
+
+
+def test_what_is_no_seat_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seat = start(tmp_path, "chat")
+    seat.leave()
+    (seat.folder / "lock").unlink()
+    (seat.folder / "lock").mkdir()
+    for words in ([], ["--remove", "chat"]):
+        assert main(["pool", "--path", str(tmp_path), *words]) == 2
+        assert f"{seat.folder}/lock: Is a directory. Look at it" in capsys.readouterr().err
+
+
+def test_a_pipe_in_the_place_of_a_directory_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seat = start(tmp_path, "chat")
+    seat.leave()
+    (seat.folder / "directory").unlink()
+    os.mkfifo(seat.folder / "directory")
+    (state,) = listed(tmp_path, capsys)
+    assert state["slots"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ def test_an_arena_that_is_mapped_is_not_shared_with_another_process(tmp_path: Pa
     first.view()[:] = 8
     assert not second.view().any()
     assert [*find_arenas(tmp_path)] == [again]
+
+
+def test_an_arena_that_goes_while_a_folder_is_read_is_left_out(tmp_path: Path) -> None:
+    """Of engines that start at once one removes what another is just looking at."""
+
+    class Folder(type(tmp_path)):  # type: ignore[misc]
+        def glob(self, pattern: str) -> Iterator[Path]:
+            yield self / "rank-0.kind.gone"
+            yield from super().glob(pattern)
+
+    name, _ = arena(files(tmp_path))
+    assert find_arenas(Folder(tmp_path)) == {name: NBYTES}
 
 
 def test_other_kinds_and_sizes_of_a_rank_are_removed_and_other_ranks_left(tmp_path: Path) -> None:

@@ -63,12 +63,14 @@ def lock_file(path: Path) -> int | None:
 
 
 def find_arenas(folder: Path) -> dict[str, int]:
-    """Return the arenas of a folder: names, and the bytes of memory that each takes."""
-    return {
-        path.name: found.st_blocks * 512
-        for path in sorted(folder.glob("rank-*.*.*"))
-        if stat.S_ISREG((found := path.lstat()).st_mode)
-    }
+    """Return the arenas of a folder by name, with the bytes of memory that each has taken."""
+    arenas = {}
+    for path in sorted(folder.glob("rank-*.*.*")):
+        with contextlib.suppress(FileNotFoundError):  # an engine that starts removes others' arenas
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode):
+                arenas[path.name] = found.st_blocks * 512
+    return arenas
 
 
 def find_free_bytes(folder: Path) -> int:
