@@ -108,7 +108,7 @@ def test_the_page_cache_is_left_to_others(tmp_path, slot_bytes):
     with TierBed(tmp_path / "file", 64, slot_bytes) as bed:
         for move in (bed.put, bed.get):
             assert move(named(64)).failed == ()
-            assert cached_bytes(tmp_path / "file") < 4 << 20  # of 16; some was read ahead
+            assert cached_bytes(tmp_path / "file") < 12 << 20  # of 16; some was read ahead
 
 
 @pytest.mark.parametrize(
