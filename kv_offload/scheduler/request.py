@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from kv_offload.tiers.promoter import Wait
 
 logger = logging.getLogger(__name__)
+
+
+def never() -> bool:
+    """Return False."""
+    return False
 
 
 class Phase(enum.Enum):
@@ -79,14 +85,6 @@ class Hit:
         return self.tokens if self.decision is not None and not self.decision.tokens else 0
 
 
-@dataclass(slots=True)
-class LoadWait:
-    """A wait for another request's load, since a time of the monotonic clock in seconds."""
-
-    owner: TrackedRequest
-    since: float
-
-
 @dataclass(slots=True, eq=False)
 class StoreCursor:
     """The GPU blocks of a request, and how far their stores have been planned."""
@@ -114,8 +112,10 @@ class TrackedRequest:
     shared_tokens: int = 0
     """Length of the longest prefix that lacks only trailing windows and states; 0 if a complete
     prefix is longer."""
-    load_wait: LoadWait | None = None
-    """The keys that it waits for in host memory, or did until it gave up."""
+    still_waits: Callable[[], bool] = never
+    """Returns True, in O(1), while another lookup would find that it must still wait."""
+    load_deadline: float = math.inf
+    """When it stops waiting for loads of others, on the monotonic clock in seconds."""
     tier_wait: Wait | None = None
     """The read of the tier below that it waits for, or did until it gave up."""
     asked_ns: int | None = None
@@ -154,11 +154,6 @@ class TrackedRequest:
         return wants and not self.load_failed and not self.brought
 
     @property
-    def is_new(self) -> bool:
-        """True if nothing is known of what can be loaded for it."""
-        return self.hit is None and self.load_wait is None and self.tier_wait is None
-
-    @property
     def is_loaded(self) -> bool:
         """True if its load has ended, and it has not been scheduled since."""
         return self.phase is Phase.READY and self.loaded is not None
@@ -166,8 +161,13 @@ class TrackedRequest:
     def looked_up(self) -> None:
         """Note that the engine asks what can be loaded; the decision before is void."""
         self.phase = Phase.WAITING
+        self.still_waits = never
         if self.hit is not None:
             self.hit.decision = None
+
+    def waits_no_more(self) -> None:
+        """Forget the requests whose loads it has waited for."""
+        self.still_waits, self.load_deadline = never, math.inf
 
     def load_planned(self, start_tokens: int, end_tokens: int, *, synchronous: bool) -> None:
         """Note that a load fills the blocks that it was just given with these tokens."""
@@ -259,13 +259,14 @@ class RequestTable:
             self.admissions,
             tracked.hints,
         )
-        tracked.load_wait = tracked.tier_wait = tracked.loaded = None
+        tracked.tier_wait = tracked.loaded = None
+        tracked.waits_no_more()
 
     def end(self, tracked: TrackedRequest) -> None:
         """End a request."""
         self.admitted -= tracked.cursor is not None
         tracked.phase = Phase.ENDED
-        tracked.load_wait = None
+        tracked.waits_no_more()
         del self._requests[tracked.request_id]
 
     def engine_was_reset(self) -> None:

@@ -90,10 +90,10 @@ class OffloadScheduler:
         if self.tiers.tiers:
             self.tiers.arrived(self._requests.track(request))
 
-    def still_waits(self, request_id: str) -> bool:
-        """Return whether a request goes on waiting for another's load; asked in every step."""
+    def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Return whether `match` would have the engine ask again, as it did last; in O(1)."""
         tracked = self._requests.get(request_id)
-        return tracked is not None and self._lookups.waits_for_load(tracked)
+        return tracked is not None and self._admissions.still_waits(tracked, num_computed_tokens)
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.

@@ -88,6 +88,8 @@ class Transfer:
     ranks_left: set[int] = field(default_factory=set)
     outcome: Outcome = Outcome.OK
     """The worst outcome that any rank has reported."""
+    has_ended: bool = False
+    """True once all ranks have ended it."""
     failed_rows: set[int] = field(default_factory=set)
     """Positions in `slots` whose copy failed on some rank."""
     unpinned_early: bool = False
@@ -241,6 +243,7 @@ class TransferTable:
                 transfer.outcome = max(transfer.outcome, outcome)
                 transfer.ranks_left.discard(rank)
                 if not transfer.ranks_left:
+                    transfer.has_ended = True
                     del self._running[transfer.kind, transfer.tier][transfer_id]
                     self._acknowledged.add(transfer_id)
                     ended.transfers.append(transfer)

@@ -66,7 +66,7 @@ class Prefetcher:
         wait = tracked.tier_wait
         if wait is None and self._promoter.is_asking:
             return False  # a store answers in order: the engine's next question is to be the second
-        if self._room <= 0 or self._budget.is_spent:
+        if self._room <= 0 or self._budget.is_spent():
             return False
         start_tokens = self._gpu_tokens(tracked) if wait is None else wait.start_tokens
         moves = self._promoter.prefetch(tracked, start_tokens)

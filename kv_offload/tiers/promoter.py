@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,7 @@ class Wait:
     - `is_stale`: True if something has come since then.
     - `is_ahead`: True while the engine has not looked it up: then it does not really wait.
     - `patience_seconds`: how long the engine lets it wait for what is read for it.
-    - `until`: when it is computed at the latest; None before it waits for a read.
+    - `until`: when it is computed at the latest, once it waits for a read.
     - `asked`: whether the tiers that must be asked what they have of it were; if ahead, also that
       none was left out or late. `questions` are those that may not have been answered, those
       of others too.
@@ -79,10 +80,18 @@ class Wait:
     is_ahead: bool
     is_stale: bool = False
     patience_seconds: float = 0.0
-    until: float | None = None
+    until: float = math.inf
     asked: bool = False
     questions: list[Question] = field(default_factory=list)
     moves: list[Transfer] = field(default_factory=list)
+
+    def goes_on(self) -> bool:
+        """Return whether what it waits for has not come, and its time is not over; in O(1)."""
+        if time.monotonic() >= self.until:
+            return False
+        if self.moves:
+            return not self.moves[-1].has_ended
+        return any(question.is_open() for question in self.questions)
 
 
 class Promoter:
@@ -136,7 +145,12 @@ class Promoter:
         Begins to read what the request needs beyond its first `start_tokens` tokens, where that is
         worth it. Asked again it looks at every block only where something may have changed.
         """
-        return self._waits(tracked, start_tokens, is_ahead=False)
+        waits, wait = self._waits(tracked, start_tokens, is_ahead=False), tracked.tier_wait
+        if waits:
+            tracked.still_waits = self._lookups.budget.is_spent
+            if wait is not None and wait.goes_on():
+                tracked.still_waits = wait.goes_on
+        return waits
 
     def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> list[Transfer] | None:
         """Begin to read what a queued request needs, before the engine looks it up.
@@ -162,7 +176,7 @@ class Promoter:
             self._begin_patience(wait, now)
             if wait.is_stale:
                 tracked.hit = None  # what has come since is not in it
-            if wait.until is not None and now >= wait.until:
+            if now >= wait.until:
                 self._give_up(tracked, wait)
                 wait.looked, wait.is_stale = now, False
                 return False
@@ -176,7 +190,7 @@ class Promoter:
         self._readable_tiers = [tier for tier in self._tiers.values() if tier.may_read]
         if not self._readable_tiers or start_tokens % self._prefixes.alignment_tokens:
             return False
-        if self._lookups.budget.is_spent:
+        if self._lookups.budget.is_spent():
             return True
         self._lookups.budget.spend(LOOK_KEYS)
         if wait is None:
@@ -201,7 +215,7 @@ class Promoter:
     @staticmethod
     def _begin_patience(wait: Wait, now: float) -> None:
         """Bound the wait for what is read, once the engine waits for it."""
-        if wait.moves and wait.until is None and not wait.is_ahead:
+        if wait.moves and wait.until == math.inf and not wait.is_ahead:
             wait.until = now + wait.patience_seconds
 
     # -- what the tiers have -------------------------------------------------------------------
@@ -266,7 +280,7 @@ class Promoter:
         moves = wait.moves
         if not moves:
             return False
-        while moves and moves[-1] not in self._running:
+        while moves and moves[-1].has_ended:
             move = moves.pop()
             if move.failed_rows and not self._tiers[move.tier].is_shared:
                 wait.asked = False  # a shared tier may have what this one has lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,10 +64,8 @@ class Admissions:
 
     def match(self, tracked: TrackedRequest, start: int) -> Match:
         """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
-        hit = tracked.hit
-        waits = hit is not None and hit.start_tokens == start and self._lacks_place(hit)
-        if waits and not self._loads_hang:
-            return Match(None, shared_tokens=tracked.shared_tokens)  # as decided before
+        if self.still_waits(tracked, start):
+            return Match(None, shared_tokens=tracked.shared_tokens)
         tracked.looked_up()
         self._lookups.arrived(tracked)
         if not tracked.may_load:
@@ -74,29 +73,35 @@ class Admissions:
         hit = self._lookups.find(tracked, start, self._tiers)
         if hit is None:
             return Match(None, shared_tokens=tracked.shared_tokens)
-        hit.decision = self._decide(tracked, hit)
-        if self._lacks_place(hit):
-            if not self._loads_hang:
-                return Match(None, shared_tokens=tracked.shared_tokens)
-            # Those before it hang, and a prompt can be computed.
+        tokens, _, synchronous = hit.decision = self._decide(tracked, hit)
+        is_asynchronous = tokens > 0 and not synchronous
+        if is_asynchronous and self._line_is_full():
+            tracked.still_waits = self._line_is_full
+            return Match(None, shared_tokens=tracked.shared_tokens)
+        if is_asynchronous and self._transfers.num_loads >= MAX_LOADS:
+            # The loads before it hang, and a prompt can be computed.
             hit.decision = Decision(0, hit.end_tokens, synchronous=False)
-        tokens, _, synchronous = hit.decision
-        return Match(tokens, tokens > 0 and not synchronous, tracked.shared_tokens)
+            return Match(0, shared_tokens=tracked.shared_tokens)
+        return Match(tokens, is_asynchronous, tracked.shared_tokens)
 
-    def _lacks_place(self, hit: Hit) -> bool:
-        """Return whether an asynchronous load was decided on, and too many are under way.
+    def still_waits(self, tracked: TrackedRequest, start: int) -> bool:
+        """Return whether a request must still wait, as its last lookup found; in O(1).
 
-        Asked for every waiting request in every step, so it takes O(1).
+        A hit does not wait for its turn if it begins elsewhere by now: less of it may be loaded.
         """
-        chosen = hit.decision
-        if chosen is None or not chosen.tokens or chosen.synchronous:
-            return False
-        return self._transfers.num_loads >= MAX_LOADS
+        hit = tracked.hit
+        return (hit is None or hit.start_tokens == start) and tracked.still_waits()
 
-    @property
-    def _loads_hang(self) -> bool:
-        """True if the oldest load takes so long that no request is to wait for its end."""
-        return self._transfers.oldest_age_seconds(Kind.LOAD) > MAX_WAIT_SECONDS
+    def _line_is_full(self) -> bool:
+        """Return whether another asynchronous load must wait for the end of one before it.
+
+        It must not if the oldest takes so long that it seems to hang.
+        """
+        loads = self._transfers.running(Kind.LOAD)
+        if self._transfers.num_loads < MAX_LOADS:
+            return False
+        oldest = next(iter(loads.values()), None)
+        return oldest is None or time.monotonic() - oldest.sent <= MAX_WAIT_SECONDS
 
     def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:
         start, end, num_tokens = hit.start_tokens, hit.end_tokens, hit.num_tokens

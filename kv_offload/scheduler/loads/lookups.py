@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.scheduler.request import Hit, LoadWait, TrackedRequest
+from kv_offload.scheduler.request import Hit, TrackedRequest
 
 MAX_WAIT_SECONDS = 5.0
 """How long a request waits for another's load of its prefix before it is served on its own.
@@ -51,9 +52,8 @@ class LookupBudget:
         """Count keys that are looked up."""
         self._left -= keys
 
-    @property
     def is_spent(self) -> bool:
-        """Whether no other look-up is to begin in this step."""
+        """Return whether the next lookup must wait for another step."""
         return self._left <= 0
 
 
@@ -93,10 +93,8 @@ class Lookups:
         """
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
         # What is looked up below must not keep this look-up from being made.
-        is_spent = self.budget.is_spent
-        if is_spent and tracked.is_new:
-            return None
-        if self.waits_for_load(tracked) or below.waits(tracked, start_tokens):
+        is_spent = self.budget.is_spent()
+        if below.waits(tracked, start_tokens):
             return None
         if start_tokens % prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
@@ -108,11 +106,12 @@ class Lookups:
             return hit
         tracked.hit = None
         # Else it has waited for long enough, and loads on its own.
-        patient = tracked.load_wait is None or self._is_patient(tracked.load_wait)
+        patient = time.monotonic() <= tracked.load_deadline
         if patient and (owner := self.loads_beginning_of(tracked, start_tokens)) is not None:
             self._wait(tracked, owner)
             return None
         if is_spent:
+            tracked.still_waits = self.budget.is_spent
             return None
         hashes = tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
@@ -133,7 +132,7 @@ class Lookups:
             if owner is not None:
                 self._wait(tracked, owner)
                 return None
-        tracked.load_wait = None
+        tracked.load_deadline = math.inf
         tracked.hit = self._hit(start_tokens, num_tokens, end, keys)
         return tracked.hit
 
@@ -147,22 +146,12 @@ class Lookups:
         limit = num_tokens if self._prefixes.serves_whole_requests else num_tokens - 1
         return tracked.hints.load_limit(start_tokens, limit)
 
-    def waits_for_load(self, tracked: TrackedRequest) -> bool:
-        """Return whether the load that a request was seen to wait for is still awaited; in O(1)."""
-        wait = tracked.load_wait
-        return wait is not None and bool(wait.owner.arriving) and self._is_patient(wait)
-
-    @staticmethod
-    def _is_patient(wait: LoadWait) -> bool:
-        """Return whether a wait for another request's load may go on."""
-        return time.monotonic() - wait.since <= MAX_WAIT_SECONDS
-
     @staticmethod
     def _wait(tracked: TrackedRequest, owner: TrackedRequest) -> None:
-        """Wait for a load, or for the next one after another: that is one wait."""
-        if tracked.load_wait is None:
-            tracked.load_wait = LoadWait(owner, time.monotonic())
-        tracked.load_wait.owner = owner
+        """Have a request wait for another's load. Loads that follow each other share a deadline."""
+        deadline = min(tracked.load_deadline, time.monotonic() + MAX_WAIT_SECONDS)
+        tracked.load_deadline = deadline
+        tracked.still_waits = lambda: bool(owner.arriving) and time.monotonic() <= deadline
 
     def loads_beginning_of(
         self, tracked: TrackedRequest, start_tokens: int
