@@ -18,7 +18,7 @@ from kv_offload.scheduler.timing import CopyRate
 from kv_offload.scheduler.transfers import Kind, Transfer
 
 if TYPE_CHECKING:
-    from kv_offload.tiers.remote import Question
+    from kv_offload.tiers.questions import Question
 
 logger = logging.getLogger(__name__)
 

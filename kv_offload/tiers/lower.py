@@ -132,7 +132,7 @@ class LowerTiers:
         failed = transfer.failed
         pause_seconds = self.tiers[transfer.tier].copied(transfer)
         if transfer.kind is Kind.PROMOTE:
-            self.promoter.ended(transfer, failed)
+            self.promoter.reads.ended(transfer, failed)
             # A request that did not wait for them may have asked to retain these blocks.
             self._retention.stored(transfer.slots)
         else:
@@ -225,7 +225,7 @@ class LowerTiers:
         if not self.tiers:
             return {}
         gauges: dict[str, float] = {
-            "promoting_slots": self.promoter.running_slots,
+            "promoting_slots": self.promoter.reads.running_slots,
             "demoting_slots": sum(one.running_slots for one in self.demoters.values()),
             "oldest_move_seconds": self._transfers.oldest_age_seconds(*TIER_KINDS),
         }
@@ -242,4 +242,5 @@ class LowerTiers:
             tier.check_integrity()
         for quotas in self._quotas.values():
             quotas.check_integrity()
-        self.promoter.check_integrity()
+        self.promoter.reads.check_integrity()
+        self.promoter.questions.check_integrity()

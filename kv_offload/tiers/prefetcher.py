@@ -64,7 +64,7 @@ class Prefetcher:
         if tracked.phase is not Phase.WAITING or not tracked.may_load:
             return True
         wait = tracked.tier_wait
-        if wait is None and self._promoter.is_asking:
+        if wait is None and self._promoter.questions.any_open:
             return False  # a store answers in order: the engine's next question is to be the second
         if self._room <= 0 or self._budget.is_spent():
             return False

@@ -14,9 +14,7 @@ from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
 from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
-
-PATIENCE_SECONDS = 0.2
-"""For how long a request waits for the answer which of its blocks the store has."""
+from kv_offload.tiers.questions import Question
 
 KNOWN_SECONDS = 30.0
 """A block that the store had at most so long ago is read without asking again."""
@@ -67,31 +65,6 @@ class RecentKeys:
         self._turn()
         young, old = self._young, self._old
         return np.array([key in young or key in old for key in keys], bool)
-
-
-class Question:
-    """Which of some keys the store has, as it may not have answered yet."""
-
-    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
-        self._tier, self._keys, self.answer = tier, keys, answer
-        self._generation = tier.generation
-        self._asked = time.monotonic()
-        self._closed = False
-        self.is_late = False
-        """True if it was closed without an answer."""
-
-    def is_open(self) -> bool:
-        """Return whether it may still be answered. Afterwards `Tier.readable` knows of the answer.
-
-        It closes late too, and then the request is served without it.
-        """
-        if not self._closed:
-            waited = time.monotonic() - self._asked
-            self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
-            self._closed = self.answer.is_done or self.is_late
-            if self._closed:
-                self._tier.take_answer(self._keys, self._generation, self.answer)
-        return not self._closed
 
 
 class RemoteTier(Tier):

@@ -63,26 +63,32 @@ class Admissions:
         self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
     def match(self, tracked: TrackedRequest, start: int) -> Match:
-        """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
-        if self.still_waits(tracked, start):
-            return Match(None, shared_tokens=tracked.shared_tokens)
-        tracked.looked_up()
-        self._lookups.arrived(tracked)
-        if not tracked.may_load:
-            return Match(0, shared_tokens=tracked.shared_tokens)
-        hit = self._lookups.find(tracked, start, self._tiers)
-        if hit is None:
-            return Match(None, shared_tokens=tracked.shared_tokens)
-        tokens, _, synchronous = hit.decision = self._decide(tracked, hit)
-        is_asynchronous = tokens > 0 and not synchronous
-        if is_asynchronous and self._line_is_full():
+        """Look up what can be loaded of a request after its first `start` tokens, and decide."""
+        tokens: int | None = None
+        asynchronous = False
+        if not self.still_waits(tracked, start):
+            tracked.looked_up()
+            self._lookups.arrived(tracked)
+            if not tracked.may_load:
+                tokens = 0
+            elif (hit := self._lookups.find(tracked, start, self._tiers)) is not None:
+                hit.decision = self._decide(tracked, hit)
+                tokens, asynchronous = self._take_turn(tracked, hit, hit.decision)
+        return Match(tokens, asynchronous, tracked.shared_tokens)
+
+    def _take_turn(
+        self, tracked: TrackedRequest, hit: Hit, chosen: Decision
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens are loaded now and whether asynchronously; None: later."""
+        asynchronous = chosen.tokens > 0 and not chosen.synchronous
+        if not asynchronous or self._transfers.num_loads < MAX_LOADS:
+            return chosen.tokens, asynchronous
+        if self._line_is_full():
             tracked.still_waits = self._line_is_full
-            return Match(None, shared_tokens=tracked.shared_tokens)
-        if is_asynchronous and self._transfers.num_loads >= MAX_LOADS:
-            # The loads before it hang, and a prompt can be computed.
-            hit.decision = Decision(0, hit.end_tokens, synchronous=False)
-            return Match(0, shared_tokens=tracked.shared_tokens)
-        return Match(tokens, is_asynchronous, tracked.shared_tokens)
+            return None, False
+        # The loads before it hang, and a prompt can be computed.
+        hit.decision = Decision(0, hit.end_tokens, synchronous=False)
+        return 0, False
 
     def still_waits(self, tracked: TrackedRequest, start: int) -> bool:
         """Return whether a request must still wait, as its last lookup found; in O(1).

@@ -151,7 +151,7 @@ def test_a_request_that_waits_is_not_looked_up_again_before_what_it_waits_for_ha
     assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
 
 
-def test_a_lookup_that_was_put_off_is_not_asked_for_again_in_the_same_state(make, monkeypatch):
+def test_of_those_that_a_step_puts_off_the_next_one_looks_up_the_first(make, monkeypatch):
     engine = make("host")
     budget = engine.offload._lookups.budget
     monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
