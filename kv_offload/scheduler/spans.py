@@ -1,4 +1,4 @@
-"""Tells a tracer how long requests waited for host memory, and what it brought them."""
+"""Reports to a tracer how long requests waited for host memory, and how much it brought them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ReportSpan = Callable[[Span], None]
 
 
 class Spans:
-    """Two for each admission of a request: its look-up, and its load if it has one.
+    """Reports two spans for each admission of a request: its lookup, and its load if it has one.
 
-    A look-up lasts from the first time that the engine asks for the request until it gives it
-    blocks: also while another request's load, or a read from a tier, is waited for. A load lasts
-    from when it is sent until the scheduler hears that every rank has ended it.
+    The lookup lasts from the first time that the engine asks for the request until it gives it
+    blocks, with all waits for another request's load or a read from a tier. The load lasts from the
+    step that sends it until every rank has reported its end.
 
     A tracer that raises is not called again.
     """

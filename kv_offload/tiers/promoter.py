@@ -95,8 +95,8 @@ class Promoter:
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Return whether the engine must ask for a request again, since a read or answer is coming.
 
-        Begins to read what the request needs after its first `start_tokens` tokens, where that is
-        faster than to compute it.
+        Begins to read what the request needs after its first `start_tokens` tokens, unless
+        computing it is faster.
         """
         waits, wait = self._waits(tracked, start_tokens, is_ahead=False), tracked.tier_wait
         if waits:

@@ -1,4 +1,4 @@
-"""What a waiting request gets: the answer to a look-up, blocks, and the load that fills them."""
+"""Follows a waiting request from its first lookup to its admission, and plans its load."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from kv_offload.scheduler.transfers import Kind
 from kv_offload.tiers.lower import LowerTiers
 
 MAX_LOADS = 128
-"""Asynchronous loads under way, from which on a request waits without GPU blocks.
+"""With this many asynchronous loads under way, the next request waits without GPU blocks.
 
-One more would only stand in line, and vLLM goes through all of them for each that it admits: with
-500 of them a step took 0.2 s (November 2026)."""
+Its load would only wait for the link, and vLLM goes through all loading requests whenever it admits
+one: with 500 of them a step took 0.2 s (November 2026)."""
 
 
 def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
     """Return whether a forward can wait for loads into blocks of these cache groups.
 
-    vLLM may use less than it was offered, and of several groups a window then lacks blocks. States
-    are moved from block to block before the forward that waits for a load.
+    Not with several groups: vLLM may use less of a hit than it was offered, and then a window lacks
+    blocks. Not with states: vLLM moves them between blocks before the forward that would wait.
     """
     return len(groups) == 1 and not groups[0].holds_state
 
 
 class Match(NamedTuple):
-    """What can be loaded for a waiting request."""
+    """The answer to the engine's question what can be loaded for a waiting request."""
 
     tokens: int | None
-    """How many beyond its local hit; None asks the engine to ask again."""
+    """Number of tokens to load after its local hit; None asks the engine to ask again."""
     asynchronous: bool = False
     """True if other steps run while it is loaded."""
     shared_tokens: int = 0
-    """Where windows and states should be kept for others that share its prefix; or 0."""
+    """Length at which windows and states should be kept, for others that share the prefix; or 0."""
 
 
 class Admissions:
-    """Follows a request from its first look-up until it is scheduled."""
+    """Answers lookups of waiting requests, and plans their loads when they get blocks."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Admissions:
             if group.is_scratch:
                 continue
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
-            # A window group has null blocks in front of the window, never behind.
+            # A window group has null blocks before its window, never after it.
             skipped = ids[first:last].count(self._null_block_id)
             blocks += ids[first + skipped : last]
             hashes = tracked.request.block_hashes
@@ -203,13 +203,13 @@ class Admissions:
     def allocation_failed(
         self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """Plan a load that fails in place of the one that the engine counts on: `allocated` raised.
+        """Plan a load that fails, in place of the one that `allocated` could not plan.
 
-        So the ranks report that it failed, and leave none of these blocks with old content.
+        The engine counts on a load. So ranks report a failed one, and no block keeps old content.
         """
         hit, tracked.hit = tracked.hit, None
         if tracked.phase is Phase.WAITING:
-            # Its blocks count among those of requests that may have wrong KV, whatever has failed.
+            # Recovery must know its blocks, whatever has failed.
             self._requests.admit(tracked, blocks.get_block_ids())
         chosen = None if hit is None else hit.decision
         if not num_external_tokens or hit is None or chosen is None:

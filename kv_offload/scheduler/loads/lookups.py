@@ -1,4 +1,4 @@
-"""The longest prefix of a waiting request in host memory, and what it waits for."""
+"""Finds the longest prefix of a request in host memory, or the load that it must wait for."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ MAX_WAIT_SECONDS = 5.0
 A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
 
 OFFER_SECONDS = 0.5
-"""How long a request that the engine cannot admit yet is answered as before, if that still holds.
+"""For this long a request that the engine cannot admit yet gets the same hit, if still right.
 
-The engine asks in every step, and to look at all blocks of a prompt of 32,768 tokens takes 0.3 ms,
-and 2 ms where windows or states are missing. So what is stored of its prefix meanwhile is noticed
-this much later, at most."""
-
+The engine asks in every step, and looking at all blocks of a prompt of 32,768 tokens takes 0.3 ms,
+and 2 ms where windows or states are missing. A block that is stored meanwhile is noticed with this
+delay at most."""
 
 STEP_KEYS = 2048
-"""Keys looked up in one step, after which requests that were not looked up yet wait for the next.
+"""After this many keys the other requests are looked up in the next steps.
 
-These are blocks of 16 tokens for 32,768 tokens, more than a step computes or a link brings in its
-time. A key takes 0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
+In blocks of 16 tokens these are 32,768 tokens, more than a step computes or loads. A key takes
+0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
 
 
 class LookupBudget:
-    """Bounds the look-ups of one step, in keys.
+    """Bounds the keys that one step looks up.
 
-    The engine asks for its waiting requests in their order. So those that a step leaves out come
-    first in the next one, and a look-up that has begun is never cut: a step makes at least one.
+    The engine asks for its waiting requests in order, so those that a step leaves out come first in
+    the next one. A lookup that has begun is never cut short, so each step makes at least one.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class Below(Protocol):
 
 
 class Lookups:
-    """Looks requests up.
+    """Looks requests up in host memory.
 
     The keys of an asynchronous load count as *arriving* until its request is scheduled with them
     (only then does the engine's own prefix cache know the blocks), is looked up again after a
@@ -82,17 +81,16 @@ class Lookups:
         self._arrivals = 0
 
     def find(self, tracked: TrackedRequest, start_tokens: int, below: Below) -> Hit | None:
-        """Return which tokens after `start_tokens` host memory can bring now.
+        """Return the tokens after `start_tokens` that host memory can bring now.
 
         None asks the engine to ask again: another request loads a part of them, something comes
-        from a tier `below`, or this step has made enough lookups. All tokens of a request are
-        brought only where the model can compute the last one again, to have something to sample
-        from. Where nothing but the last slot is missing it is computed. Another call for the same
-        request returns the same unless host memory changed; then without another look at every
-        block, for `OFFER_SECONDS`.
+        from a tier `below`, or this step has looked up enough. A hit has all tokens of a request
+        only if the model can compute the last one again, to sample from it. If nothing but the last
+        slot is left to load, it is computed. While host memory does not change, further calls
+        return the same hit for `OFFER_SECONDS`, without looking at every block.
         """
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
-        # What is looked up below must not keep this look-up from being made.
+        # Asked first: the lookup below must not prevent the one here.
         is_spent = self.budget.is_spent()
         if below.waits(tracked, start_tokens):
             return None
@@ -119,7 +117,7 @@ class Lookups:
         if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
             known = start_tokens  # host memory was emptied
         end, shared = prefixes.longest_hits(hashes, self._readable, start_tokens, limit, known)
-        # Not for an answer: prompts do not diverge there, and it would cost a state a turn.
+        # Not in an answer: prompts do not diverge there, and each turn would cost a state.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
             end = start_tokens
@@ -127,7 +125,7 @@ class Lookups:
         if end > start_tokens:
             keys = prefixes.needed_keys(hashes, start_tokens, end)
             if not keys:
-                end = start_tokens  # what reads no token before itself is not looked up: compute it
+                end = start_tokens  # groups that read no earlier token have no slots
             owner = self._owner(keys) if patient else None
             if owner is not None:
                 self._wait(tracked, owner)
@@ -141,7 +139,7 @@ class Lookups:
         return Hit(start, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now)
 
     def limit_tokens(self, tracked: TrackedRequest, start_tokens: int) -> int:
-        """Return up to which token a load of this request may bring."""
+        """Return the token at which a load of this request must end."""
         num_tokens = tracked.request.num_tokens
         limit = num_tokens if self._prefixes.serves_whole_requests else num_tokens - 1
         return tracked.hints.load_limit(start_tokens, limit)
@@ -156,11 +154,11 @@ class Lookups:
     def loads_beginning_of(
         self, tracked: TrackedRequest, start_tokens: int
     ) -> TrackedRequest | None:
-        """Return the request whose load brings what this one needs first; None says: look it up.
+        """Return the request whose load brings the first slot that this one needs, if any does.
 
-        Takes O(1): a thousand requests may share a prefix that is loaded for one of them. What a
-        load brings is readable, so it is a hit of whoever shares it. With windows, states and
-        proofs that is certain only for those that share all of it.
+        Takes O(1), since a thousand requests may share a prefix that is loaded for one of them.
+        Host memory has what is loaded, so it is a hit for every request that shares it. With
+        windows, states and proofs that is certain only for those that share all of it.
         """
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         first_end = start_tokens + prefixes.alignment_tokens
@@ -180,13 +178,13 @@ class Lookups:
         return owner
 
     def expect(self, tracked: TrackedRequest, keys: list[SlotKey]) -> None:
-        """Have others wait for the keys that this request's asynchronous load brings."""
+        """Make others wait for the keys that this request's asynchronous load brings."""
         tracked.arriving = keys
         self._not_indexed.append(tracked)
         self._arrivals += 1
 
     def arrived(self, tracked: TrackedRequest) -> None:
-        """Let no request wait for this request's load any more."""
+        """End the waits of others for this request's load."""
         keys, tracked.arriving = tracked.arriving, []
         if not keys:
             return
@@ -194,7 +192,7 @@ class Lookups:
             self._not_indexed.remove(tracked)
             return
         for key in keys:
-            # Where the wait for a load was given up, the key may arrive for another request too.
+            # Another request that gave up waiting may load the same key.
             if self._owner_of.get(key) is tracked:
                 del self._owner_of[key]
 
@@ -211,11 +209,11 @@ class Lookups:
         return self._manager.readable(keys)
 
     def _still_holds(self, hit: Hit, start_tokens: int, num_tokens: int) -> bool:
-        """Return whether a hit may be returned again; what did not change is not looked at."""
+        """Return whether a hit is still right; looks only at what may have changed."""
         if (start_tokens, num_tokens) != (hit.start_tokens, hit.num_tokens):
             return False
         if not hit.keys and self._prefixes.reads_all:
-            return False  # a few keys say that there is still nothing
+            return False  # looking up a few keys tells as much
         if time.monotonic() - hit.found_at > OFFER_SECONDS:
             return False
         if self._manager.forgotten != hit.forgotten and not self._still_readable(hit):
