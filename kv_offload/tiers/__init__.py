@@ -4,7 +4,6 @@
 - `base`: the interface of a tier, its speed, and whether it may be read and written now.
 - `disk`, `remote`: two kinds of tier. `directory` asks a remote store which blocks it has.
 - `demoter`: writes blocks of host memory to a tier.
-- `promoter`: decides what is read for a request, and whether the request waits. `reads` and
-  `questions` are shared by all requests with the same prefix. `prefetcher` looks at queued
-  requests.
+- `promoter`: decides which requests wait. `search` finds what can be read for a request; requests
+  with the same prefix share `reads` and `questions`. `prefetcher` looks at queued requests.
 """

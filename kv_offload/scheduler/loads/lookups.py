@@ -116,7 +116,7 @@ class Lookups:
         known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
         if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
             known = start_tokens  # host memory was emptied
-        end, shared = prefixes.longest_hits(hashes, self._readable, start_tokens, limit, known)
+        end, shared = prefixes.longest_hits(hashes, self.readable, start_tokens, limit, known)
         # Not in an answer: prompts do not diverge there, and each turn would cost a state.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
@@ -204,7 +204,8 @@ class Lookups:
         self._not_indexed.clear()
         return self._owner_of
 
-    def _readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+        """Return which keys host memory can serve, a mask; they count against the budget."""
         self.budget.spend(len(keys))
         return self._manager.readable(keys)
 
