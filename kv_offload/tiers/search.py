@@ -151,9 +151,10 @@ class Search:
     @staticmethod
     def _locate(keys: list[SlotKey], tiers: Sequence[Tier]) -> list[Tier]:
         """Return the first tier that has each of these keys, which one of them had just now."""
-        *first, last = tiers
-        sources = [last] * len(keys)  # also of what it has forgotten meanwhile: its read fails
-        for tier in reversed(first):
+        # A key that peers have forgotten meanwhile is read where that may fail: no disk has it.
+        last = next((tier for tier in reversed(tiers) if tier.manager is None), tiers[-1])
+        sources = [last] * len(keys)
+        for tier in reversed(tiers):
             for row in np.flatnonzero(tier.readable(keys)).tolist():
                 sources[row] = tier
         return sources
