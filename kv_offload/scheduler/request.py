@@ -118,8 +118,6 @@ class TrackedRequest:
     """When it stops waiting for loads of others, on the monotonic clock in seconds."""
     tier_wait: Wait | None = None
     """Its lookup in the lower tiers, once there was one."""
-    asked_ns: int | None = None
-    """Time of its first lookup, in nanoseconds since the epoch, if there is a tracer."""
     load_failed: bool = False
     """True if a load of this request has failed: nothing more is loaded for it."""
     brought: bool = False

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from kv_offload.engine import Request
 from kv_offload.messages import Outcome
@@ -43,18 +44,20 @@ class Spans:
 
     def __init__(self, report: ReportSpan) -> None:
         self._report: ReportSpan | None = report
+        # When the engine first asked for each request that was not admitted since.
+        self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
 
     def asked(self, tracked: TrackedRequest) -> None:
         """Note that the engine asks what can be loaded."""
-        if self._report is not None and tracked.asked_ns is None:
-            tracked.asked_ns = time.time_ns()
+        if self._report is not None:
+            self._asked_ns.setdefault(tracked, time.time_ns())
 
     def admitted(self, tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
         """Note that a request has got blocks, and how many tokens are loaded into them.
 
         `hit` is what was found for it. A second call before the next lookup changes nothing.
         """
-        asked_ns, tracked.asked_ns = tracked.asked_ns, None
+        asked_ns = self._asked_ns.pop(tracked, None)
         if asked_ns is None:
             return
         attributes = {

@@ -69,11 +69,15 @@ class Admissions:
         if not self.still_waits(tracked, start):
             tracked.looked_up()
             self._lookups.arrived(tracked)
+            # Asked first: the lookup in the tiers must not prevent the one in host memory.
+            is_spent = self._lookups.budget.is_spent()
             if not tracked.may_load:
                 tokens = 0
-            elif (hit := self._lookups.find(tracked, start, self._tiers)) is not None:
-                hit.decision = self._decide(tracked, hit)
-                tokens, asynchronous = self._take_turn(tracked, hit, hit.decision)
+            elif not self._tiers.waits(tracked, start):
+                hit = self._lookups.find(tracked, start, is_spent=is_spent)
+                if hit is not None:
+                    hit.decision = self._decide(tracked, hit)
+                    tokens, asynchronous = self._take_turn(tracked, hit, hit.decision)
         return Match(tokens, asynchronous, tracked.shared_tokens)
 
     def _take_turn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,13 +55,6 @@ class LookupBudget:
         return self._left <= 0
 
 
-class Below(Protocol):
-    """The tiers below host memory."""
-
-    def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
-        """Return True if something of a request is to come from below, so that it waits."""
-
-
 class Lookups:
     """Looks requests up in host memory.
 
@@ -80,20 +72,18 @@ class Lookups:
         self._not_indexed: list[TrackedRequest] = []
         self._arrivals = 0
 
-    def find(self, tracked: TrackedRequest, start_tokens: int, below: Below) -> Hit | None:
+    def find(
+        self, tracked: TrackedRequest, start_tokens: int, *, is_spent: bool = False
+    ) -> Hit | None:
         """Return the tokens after `start_tokens` that host memory can bring now.
 
-        None asks the engine to ask again: another request loads a part of them, something comes
-        from a tier `below`, or this step has looked up enough. A hit has all tokens of a request
-        only if the model can compute the last one again, to sample from it. If nothing but the last
-        slot is left to load, it is computed. While host memory does not change, further calls
-        return the same hit for `OFFER_SECONDS`, without looking at every block.
+        None asks the engine to ask again: another request loads a part of them, or the budget
+        `is_spent`. A hit has all tokens of a request only if the model can compute the last one
+        again, to sample from it. If nothing but the last slot is left to load, it is computed.
+        While host memory does not change, further calls return the same hit for `OFFER_SECONDS`,
+        without looking at every block.
         """
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
-        # Asked first: the lookup below must not prevent the one here.
-        is_spent = self.budget.is_spent()
-        if below.waits(tracked, start_tokens):
-            return None
         if start_tokens % prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
             # loading into it as well would race. The engine computes the rest of this prompt.

@@ -700,7 +700,7 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine):
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
     assert tracked is not None
-    hit = engine.offload._lookups.find(tracked, 0, Mock(waits=lambda *_: False))
+    hit = engine.offload._lookups.find(tracked, 0)
     assert hit is not None
     assert hit.tokens == 2 * 4
     engine.disk.stuck = False
