@@ -1,4 +1,4 @@
-"""Requests and GPU blocks that copies hold up. The engine asks before it preempts, resets or rests.
+"""Requests and GPU blocks that copies hold. The engine asks before it preempts, resets or rests.
 
 This is a view of the owners; it has no state.
 """

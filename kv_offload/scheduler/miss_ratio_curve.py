@@ -1,10 +1,10 @@
 """Estimates hits of host memory at half, twice and four times its size, while it serves.
 
-A sample of the blocks goes through caches in miniature (`cache.mini_sim`) with the policy that
-runs. What the estimate at another size adds to what host memory really brings is the difference
-between two miniatures, of that size and of its own. So what is common to both cancels out: chance,
-such as whether a block is in the sample that every prompt begins with, and what a miniature does
-not know, such as blocks that could not be stored in time.
+A sample of the blocks goes through miniature caches (`cache.mini_sim`) with the configured policy.
+The estimate for another size is the real hits of host memory plus the difference between two
+miniatures, of that size and of the real one. So errors that both share cancel out: chance, such as
+whether the sample has the block that every prompt begins with, and blocks that could not be stored
+in time, of which a miniature knows nothing.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from kv_offload.metrics import OTHER_SIZES
 from kv_offload.scheduler.statistics import Statistics
 
 MINIATURE_SLOTS = 2048
-"""Slots of the largest miniature, at most. The others have as small a share of their slots.
+"""Maximum slots of the largest miniature. The others are scaled down by the same factor.
 
 On the conversation trace of Mooncake, with 1,000 to 40,000 slots of host memory, estimates of eight
 tries were within 1.0 points of a replay at each size. With twice as many slots here they were no
 better, with half as many within 1.9 points (November 2026)."""
 
 PART_KEYS, MAX_NOTED_REQUESTS = 16, 64
-"""Sampled keys, and requests, of which one is enough for a turn of each miniature. A turn of `lru`
+"""This many sampled keys, or this many requests, make a turn of each miniature. A turn of `lru`
 takes 26 us for 16 keys and 23 for 8, with which estimates were no better (November 2026)."""
 
 PARTS_OF_REQUEST, MOST_PART_KEYS = 16, 64
-"""Into how many parts a prompt of many sampled keys is cut, unless a part has so many. A prompt of
-780 turns made one of its steps 11 ms longer (November 2026)."""
+"""A prompt with many sampled keys is cut into this many parts, or into more, so that none has more
+than `MOST_PART_KEYS` keys. One of 780 turns made a step 11 ms longer (November 2026)."""
 
 SHARE_OF_WAITING = 32
-"""One of so many turns that wait is served besides, so that a queue does not grow without end."""
+"""Also serve 1 in 32 of the queued turns, so that the queue does not grow without end."""
 
 IDLE_TURNS = 32
-"""Turns that a step of an idle engine serves, at most: its last token is waiting, or a request that
-has just come. They take 2 to 5 ms."""
+"""Maximum turns in a step of an idle engine: its last token, or a request that has just come, waits
+for them. They take 2 to 5 ms."""
 
 
 class _Part(NamedTuple):
@@ -65,9 +65,9 @@ class _Notes:
 class MissRatioCurve:
     """Follows requests, and counts the tokens that caches of other sizes would have had.
 
-    Only for models with one cache group that reads all tokens: of others nothing is estimated,
-    since a window or a state is as large as many tokens. What requests have of the sample is noted
-    when they are admitted and when they end, and served in the steps that follow.
+    Only for models with one cache group that reads all tokens, since a window or a state is as
+    large as many tokens. The sampled keys of a request are noted when it is admitted and when it
+    ends, and served to the miniatures in the steps that follow.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MissRatioCurve:
         *,
         with_tier: bool = False,
     ) -> None:
-        # Hits of a tier count among what is found: then only the miniatures are believed.
+        # Real hits include those of a tier, so with one only the miniatures count.
         self._with_tier = with_tier
         self._prompt_only = config.store_blocks == "prompt"
         self._statistics = statistics
@@ -96,16 +96,16 @@ class MissRatioCurve:
         }
         self._block_tokens = prefixes.groups[0].block_tokens
         self._step = prefixes.block_hashes[0]
-        # That of the size as it is goes first: until the others have followed they are taken for
-        # smaller, not for larger than they are.
+        # The real size goes first: until the others have followed they are underestimated, not
+        # overestimated.
         self._sizes = sorted(self._miniatures, key=lambda name: name != "same")
         self._notes = _Notes()
         self._turns: deque[tuple[str, _Notes | None]] = deque()
-        """Which miniature serves what; None empties it."""
+        """Miniatures, each with the notes that it is to serve; None empties it."""
         self._has_noted = False
         """True if a request began or ended in this step, which takes long enough without a turn."""
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
-        """Tokens that each miniature had, as many as its hits stand for."""
+        """Tokens that the hits of each miniature stand for."""
         self._looked_up = self._found = 0
         self._told = dict.fromkeys(OTHER_SIZES, 0)
 
@@ -133,7 +133,7 @@ class MissRatioCurve:
     def _note(
         self, request: Request, begin: int, end: int, first: int, looked_up: int, found: int
     ) -> None:
-        """Have the sample of blocks `begin` to `end` served; hits from block `first` on count."""
+        """Note the sampled blocks from `begin` to `end`; hits count from block `first` on."""
         self._has_noted = True
         hashes, step = request.block_hashes, self._step
         places = sample_blocks(hashes, self._rarity_bits, step)
@@ -149,7 +149,7 @@ class MissRatioCurve:
             sample = SampledRequest(keys, passed, request.num_prompt_tokens)
             self._notes.parts.append(_Part(sample, hitting))
             self._notes.keys += len(keys)
-        # With the last of its keys: an estimate compares what all sizes had of the same requests.
+        # Counted with its last keys, so that an estimate compares all sizes on the same requests.
         notes = self._notes
         notes.requests += 1
         notes.looked_up_tokens += looked_up
@@ -158,17 +158,17 @@ class MissRatioCurve:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        """Have each miniature serve what was noted."""
+        """Queue a turn of each miniature for the notes so far."""
         self._turns += [(size, self._notes) for size in self._sizes]
         self._notes = _Notes()
 
     @property
     def has_turns(self) -> bool:
-        """True if something waits that `work` serves."""
+        """True if a turn is queued."""
         return bool(self._turns)
 
     def work(self, *, idle: bool) -> None:
-        """Serve a part of what was noted, more of it if the engine is idle, and count."""
+        """Serve some of the queued turns, more of them if the engine is idle, and count hits."""
         if idle and self._notes.requests:
             self._give_turns()
         served = len(self._turns) // SHARE_OF_WAITING
@@ -183,10 +183,10 @@ class MissRatioCurve:
             self._tell()
 
     def _tell(self) -> None:
-        """Count what the estimates have grown by."""
+        """Add the growth of the estimates to their counters."""
         found = 0 if self._with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
-            # A fall is made up for later: a counter only grows.
+            # A counter cannot fall: a lower estimate counts once it has grown again.
             estimate = min(found + sampled, self._looked_up)
             if estimate > self._told[name]:
                 self._statistics.count(f"hit_tokens_at_{name}", estimate - self._told[name])
@@ -207,7 +207,7 @@ class MissRatioCurve:
             self._found += notes.found_tokens
 
     def reset(self) -> None:
-        """Empty each miniature as host memory was, after what was noted before."""
+        """Empty each miniature, as host memory was, after it has served the notes so far."""
         if self._notes.requests:
             self._give_turns()
         if not self._turns or self._turns[-1][1] is not None:  # a trainer may call a thousand times

@@ -1,6 +1,6 @@
-"""Those who are told what the scheduler does: KV events, spans, the recorder, estimates.
+"""Observers of the scheduler: KV events, quotas, spans, the trace recorder and estimates.
 
-Each that is on subscribes to what it needs. One that is off is in no list, and costs nothing.
+An observer that is on subscribes to the events that it needs. One that is off costs nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Observers:
-    """Parts that are told what happened, for those that are on.
+    """The observers that the engine's configuration turns on; None for one that is off.
 
-    - `describe`: makes the records of KV events, for routers.
+    - `describe`: describes blocks for KV events, which routers get.
     - `recorder`: writes a trace of requests that end. It is closed with the scheduler.
-    - `report_span`: takes spans of look-ups and loads.
+    - `report_span`: takes spans of lookups and loads.
     """
 
     describe: Describe | None = None
@@ -47,19 +47,19 @@ StoresPlanned = Callable[[Sequence[Span], Sequence[SlotKey], Sequence[SlotKey], 
 
 
 class Subscribers:
-    """Functions to call when something happens, by what it is.
+    """The functions to call for each kind of event.
 
     - `lookup`: the engine asks what can be loaded for a request.
-    - `admission`: a request has blocks; with what was found for it and the tokens that are loaded.
+    - `admission`: a request has blocks; with its hit and the number of tokens that are loaded.
     - `load_end`: all ranks have ended a load.
     - `request_end`: a request that was admitted ends; with its computed tokens.
-    - `stores`: stores are planned; with the spans that were examined, their keys, and the keys that
-      got the first of them a slot each.
-    - `promotions`: a prefix of a request is read from below, from token to token.
+    - `stores`: stores are planned; with the spans that were examined, their keys, the new keys
+      among them, and the slots that the first of these have got.
+    - `promotions`: a part of a request's prefix, from token to token, is read from lower tiers.
     - `demotions`: slots are written to a tier.
     - `emptied`: host memory is empty. `engine_reset`: so is the engine's own cache.
-    - `work`: the step ends; True where the engine is idle. `has_work`: whether that is needed.
-    - `announcements`: return what routers are to be told now.
+    - `work`: the step ends; True if the engine is idle. `has_work`: returns whether it must step.
+    - `announcements`: returns the announcements for routers.
     - `close`: the engine shuts down.
     """
 
@@ -166,7 +166,7 @@ class Subscribers:
         self.close.append(partial(recorder.close, CLOSE_SECONDS))
 
     def add_other_sizes(self, estimates: MissRatioCurve) -> None:
-        """Estimate what caches of other sizes would have had."""
+        """Estimate the hits of caches of other sizes."""
 
         def admitted(tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
             if hit is not None and hit.decision is not None:

@@ -1,11 +1,11 @@
-"""A bound on what one tenant takes of host memory or a disk.
+"""Bounds the share of host memory, or of a disk, that one tenant takes.
 
 A tenant is the requests of one `cache_salt`, or those without one. Above its share it loses its own
-least recently used blocks at once: of what one step has stored, the last ones of a prompt first. Of
-a prompt that is longer than the share only the beginning is stored (`StoreCandidates`). The slots
-that become free take what is stored next, so that costs the others nothing: they lose no more than
-what one step stores. Blocks that a copy or a request retains are kept, and count. What an earlier
-process left on a disk counts once it is read.
+least recently used blocks at once, and of one step's stores the end of a prompt first. A prompt
+longer than the share is stored only up to it (`StoreCandidates`). The next stores take the slots
+that become free, so other tenants lose no more than what one step stores. Blocks that a copy holds
+or a request retains are kept, and count. Blocks that an earlier process left on a disk count once
+they are read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kv_offload.cache.slots import Slots
 from kv_offload.scheduler.stores.candidates import Span
 
 SMALL_BATCH = 64
-"""Batches below this many slots take what comes next, too: decodes store one slot at a time."""
+"""A batch with fewer slots is extended by the next one: decodes store one slot at a time."""
 
 MAX_LOOKS = 16
-"""Batches that one call looks at. Where all are held the next calls look at the others."""
+"""Maximum batches that one call looks at. If all of them are held, later calls look at the rest."""
 
 Owner = str | None
 Batch = tuple[int, Slots]
-"""Slots that were stored or loaded together, with a number: a slot is in the last such batch. The
-last ones of a prompt come first."""
+"""A number, and slots that were stored or loaded together, the end of a prompt first. A slot
+belongs to its latest batch."""
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class Share:
     number: int
     slots: int = 0
     named: int = 0
-    """Slots in `batches`, also those that are in later ones by now."""
+    """Slots listed in `batches`, also those that belong to a later batch by now."""
     batches: deque[Batch] = field(default_factory=deque)
 
 
 class Quotas:
-    """Knows who has each slot. All operations take O(1) amortised time a slot.
+    """Knows the owner of each slot. All operations take O(1) amortised time per slot.
 
     `max_share` is a share of the manager's usable slots. `count` adds to a counter. `forget` evicts
-    blocks in these slots.
+    the blocks in slots.
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class Quotas:
     def stores_planned(
         self, spans: Iterable[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
     ) -> None:
-        """Take in that the first of the `new` keys get slots; `keys` are those of all spans."""
+        """Give `slots`, which the first of the `new` keys have got, to the tenants of the spans.
+
+        `keys` are those of all spans, in order.
+        """
         owners: dict[Owner, list[SlotKey]] = {}
         at = 0
         for cursor, _, first, last in spans:
@@ -89,7 +92,7 @@ class Quotas:
             self.filled(owner, np.array(own, np.int32))
 
     def filled(self, owner: Owner, slots: Slots) -> None:
-        """Take in that slots get blocks of an owner, and evict what is above its share."""
+        """Give slots to an owner, and evict its oldest blocks if it is above its share."""
         if not len(slots):
             return
         self._take_away(slots)
@@ -106,9 +109,9 @@ class Quotas:
             self._evict(share, surplus)
 
     def written(self, above: Quotas, slots: Slots, own_slots: Slots) -> None:
-        """Take in that `own_slots` get what `slots` of host memory have, whose quotas are `above`.
+        """Give `own_slots` to the owners of the `slots` of host memory that are written to them.
 
-        What is nobody's there is nobody's here.
+        `above` are the quotas of host memory. A slot without an owner there has none here.
         """
         numbers = above._share_of[slots]
         for number in np.unique(numbers).tolist():
@@ -119,7 +122,7 @@ class Quotas:
                 self._take_away(part)
 
     def used(self, owner: Owner, slots: Slots) -> None:
-        """Take in that slots were loaded for an owner."""
+        """Note that slots were loaded for an owner."""
         share = self._shares.get(owner)
         if share is not None:
             own = slots[self._share_of[slots] == share.number]
@@ -131,7 +134,7 @@ class Quotas:
         share.named += len(slots)
         number, last = share.batches[-1] if share.batches else (0, slots)
         if number and len(last) < SMALL_BATCH and not (self._batch_of[slots] == number).any():
-            own = self._own(number, last)  # some of the others may come once more
+            own = self._own(number, last)  # slots of later batches leave it
             share.named -= len(last) - len(own)
             share.batches[-1] = number, np.concatenate([own, slots])
         else:
@@ -164,18 +167,18 @@ class Quotas:
             left = number, self._own(number, own)
             if evicted >= surplus:
                 share.batches.appendleft(left)
-            elif len(left[1]):  # they are held: they are looked at again after all others
+            elif len(left[1]):  # they are held: looked at again after all others
                 share.batches.append(left)
         self._count("quota_evictions", evicted)
 
     def _drop(self, slots: Slots) -> None:
-        """Evict blocks. What the manager has forgotten itself is nobody's any more, either."""
+        """Evict blocks, and take all these slots from their owner, also those that are empty."""
         known = [key is not None for key in self._manager.readable_keys(slots)]
         self._take_away(slots)
         self._forget(slots[known])
 
     def _take_away(self, slots: Slots) -> None:
-        """Have slots be nobody's."""
+        """Take slots from their owners."""
         numbers, counts = np.unique(self._share_of[slots], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if number:
@@ -186,7 +189,7 @@ class Quotas:
         self._share_of[slots] = self._batch_of[slots] = 0
 
     def clear(self) -> None:
-        """Have all slots be nobody's, since there is nothing in them."""
+        """Take all slots from their owners, since they are empty."""
         self._share_of[:] = self._batch_of[:] = 0
         self._shares.clear()
         self._by_number.clear()

@@ -1,4 +1,4 @@
-"""All that the scheduler's side knows of a request: one object, one state machine, one dict.
+"""The requests of the engine: one record and one state machine each, all in one table.
 
     WAITING --admitted: computed, or loaded before its first forward--> READY
     WAITING --admitted: loaded while others run--> LOADING
@@ -8,14 +8,15 @@
     any of them --ended--> ENDED
 
 A request is looked up again after its load failed, and after the engine preempted it or put it
-back. One that ends leaves the dict; its load runs on (`jobs`).
+back. An ended request leaves the dict, while its load runs on (`transfers`).
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def never() -> bool:
+    """Return False."""
+    return False
+
+
 class Phase(enum.Enum):
     """Where a request stands. Only the methods below change it."""
 
@@ -46,14 +52,14 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Hit:
-    """What a lookup found: host memory can bring the tokens from `start_tokens` to `end_tokens`.
+    """The result of a lookup: host memory has the tokens from `start_tokens` to `end_tokens`.
 
-    It serves the next lookups as well while it holds.
+    Later lookups return it again while it is still right.
 
-    - `num_tokens`: how many tokens the request had.
-    - `keys`: the slots that bring the tokens; `slots` once an eviction has made the hit doubtful.
-    - `forgotten`: the manager's count when the keys were last seen to be readable.
-    - `arrivals`: how many loads had been planned when none of them brought any of the keys.
+    - `num_tokens`: number of tokens of the request.
+    - `keys`: keys of the slots to load. `slots`: these slots, once an eviction made a check needed.
+    - `forgotten`: the manager's count when all keys were last seen to be readable.
+    - `arrivals`: number of planned loads when none of them brought any of the keys.
     - `found_at`: time of the lookup, on the monotonic clock in seconds.
     - `decision`: the last answer to the engine; None while nothing has been decided.
     """
@@ -79,14 +85,6 @@ class Hit:
         return self.tokens if self.decision is not None and not self.decision.tokens else 0
 
 
-@dataclass(slots=True)
-class LoadWait:
-    """A wait for another request's load, since a time of the monotonic clock in seconds."""
-
-    owner: TrackedRequest
-    since: float
-
-
 @dataclass(slots=True, eq=False)
 class StoreCursor:
     """The GPU blocks of a request, and how far their stores have been planned."""
@@ -95,15 +93,15 @@ class StoreCursor:
     block_ids: list[list[int]]
     """By cache group, from the first block on."""
     next_slot: list[int]
-    """By cache group, the first slot whose store has been neither planned nor skipped."""
+    """By cache group, the first slot whose store was neither planned nor skipped."""
     admission: int
-    """The number of the admission that gave the blocks: it shares blocks of earlier ones alone."""
+    """Number of the admission that gave the blocks. It can share only blocks of earlier ones."""
     hints: RequestHints = NO_HINTS
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TrackedRequest:
-    """One request, from its first look-up to its end."""
+    """One request, from its first lookup to its end."""
 
     request: Request
     phase: Phase = Phase.WAITING
@@ -114,12 +112,12 @@ class TrackedRequest:
     shared_tokens: int = 0
     """Length of the longest prefix that lacks only trailing windows and states; 0 if a complete
     prefix is longer."""
-    load_wait: LoadWait | None = None
-    """The keys that it waits for in host memory, or did until it gave up."""
+    still_waits: Callable[[], bool] = never
+    """Returns True, in O(1), while another lookup would find that it must still wait."""
+    load_deadline: float = math.inf
+    """When it stops waiting for loads of others, on the monotonic clock in seconds."""
     tier_wait: Wait | None = None
-    """The read of the tier below that it waits for, or did until it gave up."""
-    asked_ns: int | None = None
-    """When the engine asked for it first, in nanoseconds since the epoch, if a tracer is told."""
+    """Its lookup in the lower tiers, once there was one."""
     load_failed: bool = False
     """True if a load of this request has failed: nothing more is loaded for it."""
     brought: bool = False
@@ -127,10 +125,10 @@ class TrackedRequest:
 
     # Loaded, not scheduled since.
     loaded: tuple[int, int] | None = None
-    """From which token to which host memory had it."""
+    """First token of its load, and the end (exclusive)."""
     arriving: list[SlotKey] = field(default_factory=list)
-    """The keys of its asynchronous load, until the engine knows the blocks by them: others wait for
-    these."""
+    """Keys that its asynchronous load brings, until the engine's own prefix cache has them. Other
+    requests wait for these."""
 
     cursor: StoreCursor | None = None
     """Its GPU blocks; None before it is admitted."""
@@ -149,14 +147,9 @@ class TrackedRequest:
 
     @property
     def may_load(self) -> bool:
-        """True if it wants what is in host memory, and can use it."""
+        """True if it wants to load from host memory, and can."""
         wants = self.hints.load and not self.request.skip_reading_prefix_cache
         return wants and not self.load_failed and not self.brought
-
-    @property
-    def is_new(self) -> bool:
-        """True if nothing is known of what can be loaded for it."""
-        return self.hit is None and self.load_wait is None and self.tier_wait is None
 
     @property
     def is_loaded(self) -> bool:
@@ -164,10 +157,15 @@ class TrackedRequest:
         return self.phase is Phase.READY and self.loaded is not None
 
     def looked_up(self) -> None:
-        """Note that the engine asks what can be loaded; the decision before is void."""
+        """Note that the engine asks what can be loaded; an earlier decision is void."""
         self.phase = Phase.WAITING
+        self.still_waits = never
         if self.hit is not None:
             self.hit.decision = None
+
+    def waits_no_more(self) -> None:
+        """Forget the requests whose loads it has waited for."""
+        self.still_waits, self.load_deadline = never, math.inf
 
     def load_planned(self, start_tokens: int, end_tokens: int, *, synchronous: bool) -> None:
         """Note that a load fills the blocks that it was just given with these tokens."""
@@ -183,7 +181,7 @@ class TrackedRequest:
     def scheduled(self, block_ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
         """Note that it runs for the first time with these blocks, by cache group.
 
-        Returns from which token to which they were loaded; None if nothing was.
+        Returns the range of tokens that was loaded into them; None if nothing was.
         """
         assert self.cursor is not None
         self.phase = Phase.RUNNING
@@ -201,11 +199,11 @@ class RequestTable:
         self._warned = False
         self._requests: dict[str, TrackedRequest] = {}
         self.admitted = 0
-        """How many hold GPU blocks, or did before they were preempted."""
+        """Number of requests that hold GPU blocks, or did before a preemption."""
         self.admissions = 0
-        """How often a request has been given blocks."""
+        """Number of times that a request was given blocks."""
         self.admissions_at_reset = 0
-        """What that was when the engine's own cache was emptied last, with all requests' blocks."""
+        """The same when the engine's own cache was last emptied, with all requests' blocks."""
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """Return a request that was looked up and has not ended."""
@@ -220,7 +218,7 @@ class RequestTable:
         return tracked
 
     def _read_hints(self, request: Request) -> RequestHints:
-        """Return what a request hints; nothing where that is wrong and no front end refused it."""
+        """Return the hints of a request; none if they are invalid and no front end refused it."""
         hints, envelope = self._read_params(request), find_envelope(request)
         if envelope is not None:
             hints, followed, ignored = apply_kv_hints(envelope, hints, request.cache_salt)
@@ -259,17 +257,18 @@ class RequestTable:
             self.admissions,
             tracked.hints,
         )
-        tracked.load_wait = tracked.tier_wait = tracked.loaded = None
+        tracked.tier_wait = tracked.loaded = None
+        tracked.waits_no_more()
 
     def end(self, tracked: TrackedRequest) -> None:
         """End a request."""
         self.admitted -= tracked.cursor is not None
         tracked.phase = Phase.ENDED
-        tracked.load_wait = None
+        tracked.waits_no_more()
         del self._requests[tracked.request_id]
 
     def engine_was_reset(self) -> None:
-        """Note that no request has blocks any more: those that continue are admitted again."""
+        """Note that no request has blocks any more; those that continue are admitted again."""
         self.admissions_at_reset = self.admissions
 
     def __iter__(self) -> Iterator[TrackedRequest]:

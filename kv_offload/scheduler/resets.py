@@ -1,4 +1,4 @@
-"""When host memory and the tiers below are emptied: resets by the user, and new weights."""
+"""Empties host memory and the lower tiers, for resets by the user and for new weights."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Resets:
         return self._empty(weights_changed=True)
 
     def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
-        """Take how often each rank's model has been given weights since the start.
+        """Apply how often each rank's model was given weights since the start.
 
-        A count that is not above the last one changes nothing: the same count may come from several
-        sides, and with a report that was on its way during a reset.
+        A count that is no higher than the last one changes nothing: it may come in several ways,
+        also in a report that was on its way during a reset.
         """
         news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
         if news:
@@ -69,7 +69,7 @@ class Resets:
             tell()
 
     def _empty(self, *, weights_changed: bool) -> bool:
-        """Drop all blocks, with those that wait to be stored; return whether there were any."""
+        """Drop all blocks and the backlog of stores; return whether there were any blocks."""
         held = self._manager.slots_in_use > 0
         self._retention.drop()
         self._manager.reset()

@@ -1,4 +1,4 @@
-"""The scheduler's half of the plugin: what the engine's hooks call, and one step in order."""
+"""The scheduler's half of the plugin: called by the engine's hooks, one method per event."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class OffloadScheduler:
     Built when the block sizes and the number of slots are final. No slot is used before
     `take_capacities` has been called for every rank.
 
-    Ranks may report at any time, and may report a transfer twice. What the engine must do then
-    waits until `take_effects` returns it.
+    Ranks may report at any time, and may report a transfer twice. `take_effects` returns what the
+    engine must do about their reports.
 
-    - `in_flight`: requests and GPU blocks that copies hold up.
-    - `resets`: when host memory is emptied.
+    - `in_flight`: requests and GPU blocks that running copies hold.
+    - `resets`: empties host memory and the tiers.
     - `tiers`: the tiers below host memory, the fastest first.
     """
 
@@ -90,16 +90,16 @@ class OffloadScheduler:
         if self.tiers.tiers:
             self.tiers.arrived(self._requests.track(request))
 
-    def still_waits(self, request_id: str) -> bool:
-        """Return whether a request goes on waiting for another's load; asked in every step."""
+    def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Return whether `match` would have the engine ask again, as it did last; in O(1)."""
         tracked = self._requests.get(request_id)
-        return tracked is not None and self._lookups.waits_for_load(tracked)
+        return tracked is not None and self._admissions.still_waits(tracked, num_computed_tokens)
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.
 
-        `brought` says that others bring the first tokens of the request. Once it has had blocks
-        that may be over.
+        `brought`: another connector loads its first tokens. That no longer counts once the request
+        has had blocks, since it may have been preempted.
         """
         tracked = self._requests.track(request)
         tracked.brought = brought and tracked.cursor is None
@@ -125,7 +125,7 @@ class OffloadScheduler:
         self._admissions.allocation_failed(tracked, blocks, num_external_tokens)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]] | None) -> None:
-        """Plan the stores of what a request leaves behind, just before its blocks are freed.
+        """Plan the last stores of a request, just before its blocks are freed.
 
         Without `block_ids`, as after an error, nothing of it is stored.
         """
@@ -135,8 +135,8 @@ class OffloadScheduler:
         self._end_request(tracked)
         if block_ids is None or tracked.cursor is None or tracked.loaded is not None:
             return  # nothing of it was computed
-        # Steps in flight are executed before what is planned now is submitted, so all that is
-        # computed at their end counts; drafts and placeholders have no hashes.
+        # Steps in flight run before the stores that are planned now, so the tokens that they
+        # compute count. Drafts and placeholders have no hashes.
         end_tokens = min(request.num_computed_tokens, request.num_tokens)
         for tell in self._tell.request_end:
             tell(request, end_tokens)
@@ -170,7 +170,7 @@ class OffloadScheduler:
         return self._begin_step(output)
 
     def _begin_step(self, output: StepOutput) -> OffloadMetadata:
-        # Last, and nothing here raises: what was planned must be sent.
+        # This comes last and does not raise: what was planned must be sent.
         transfers = self._transfers
         self._lookups.budget.next_step()
         self._costs.next_step()
@@ -188,13 +188,13 @@ class OffloadScheduler:
         )
 
     def step_ended(self) -> None:
-        """Note that the engine has taken in the output of the oldest step under way."""
+        """Note that the engine has processed the output of the oldest step under way."""
         self.watch.end()
 
     # -- reports -------------------------------------------------------------------------------
 
     def take_report(self, report: OffloadWorkerMetadata) -> None:
-        """Apply what ranks report, before the engine takes in the tokens of the step they report.
+        """Apply reports of ranks, before the engine processes the tokens of the reported step.
 
         Applying a report twice changes nothing. Nothing that was computed with wrong KV can be
         readable yet: a store ends in a later step than the forward whose KV it copies.
@@ -250,7 +250,7 @@ class OffloadScheduler:
         self._retention.stored(store.slots)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
-        # First: slots that become usable may hold blocks of the weights before.
+        # This comes first: slots that become usable may hold blocks of the previous weights.
         self.resets.weights_were_loaded(
             {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
         )
@@ -264,7 +264,7 @@ class OffloadScheduler:
                 self._use_ready_slots({rank: news.ready_slots})
 
     def take_effects(self, *, between_steps: bool = False) -> Effects:
-        """Return what the engine must do, each thing once; called before it takes in an output.
+        """Return what the engine must do, each thing once; called before it processes an output.
 
         Tainted requests end here, and the engine must end them. `between_steps` leaves them for the
         next call: their clients learn of it with the output of a step.
@@ -281,24 +281,24 @@ class OffloadScheduler:
         return effects
 
     def others_load_failed(self) -> None:
-        """Let nothing become readable that may hold what another connector failed to load."""
+        """Discard pending stores: they may hold KV that another connector failed to load."""
         self._transfers.invalidate_pending_stores()
 
     # -- between steps -------------------------------------------------------------------------
 
     def plan_drain(self) -> OffloadMetadata:
-        """Return the plan with which ranks end all copies, between two steps."""
+        """Return a plan that makes the ranks end all copies between two steps."""
         return self._transfers.seal(self._requests.admissions)
 
     def give_up_stores(self) -> int:
-        """Release the blocks of the stores that have not ended; return how many these are."""
+        """Release the blocks of all stores that have not ended; return the number of stores."""
         return self._transfers.give_up_stores()
 
     @property
     def has_pending_work(self) -> bool:
-        """True while the engine must keep stepping: for a transfer, routers, or its figures.
+        """True while the engine must keep stepping: for a transfer, for routers, or for gauges.
 
-        One step also follows the start, with which all gauges are reported: until then they read 0.
+        One step follows the start, which reports all gauges: until then they read 0.
         """
         if not self._statistics.has_told:
             return True
@@ -312,11 +312,11 @@ class OffloadScheduler:
     # -- host memory ---------------------------------------------------------------------------
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
-        """Take what ranks hold, at the start or later. Raises `CapacityError`.
+        """Take the capacities of ranks, at the start or later. Raises `CapacityError`.
 
-        With a `host_pool` the first call is for all ranks: it takes over what a process before this
-        one left in their arenas. Raises `UnsupportedError` if it is not: a slot would be whole on
-        some ranks only.
+        With a `host_pool` the first call adopts the slots that an earlier process left in the
+        ranks' arenas. Raises `UnsupportedError` if that call does not name all ranks: a slot would
+        be whole on some ranks only.
         """
         manager = self.manager
         if isinstance(manager, LastingManager) and not manager.is_open:
@@ -354,15 +354,15 @@ class OffloadScheduler:
         self.manager.close()
 
     def take_announcements(self) -> list[Announcement]:
-        """Return what routers are to be told now of host memory; called in every step."""
+        """Return the announcements that routers get in this step."""
         return [told for take in self._tell.announcements for told in take()]
 
     # -- figures -------------------------------------------------------------------------------
 
     def take_stats(self, errors: int = 0, *, at_once: bool = False) -> OffloadStats | None:
-        """Return what was counted since the last call, and `errors` of hooks; None if nothing was.
+        """Return the counts since the last call, with `errors` of hooks; None if there are none.
 
-        Of gauges those that have changed, at intervals unless `at_once` or the engine is idle.
+        Changed gauges are added at intervals, or at once if asked for and while the engine is idle.
         """
         idle = at_once or not self._requests.admitted
         self._statistics.count("hook_errors", errors)
@@ -371,7 +371,7 @@ class OffloadScheduler:
         return self._statistics.take(idle=idle)
 
     def gauges(self) -> dict[str, float]:
-        """Return what the gauges of `kv_offload.metrics` are now."""
+        """Return the current values of the gauges of `kv_offload.metrics`."""
         transfers = self._transfers
         return {
             "slots": self.manager.usable_slots,

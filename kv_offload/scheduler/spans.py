@@ -1,4 +1,4 @@
-"""Tells a tracer how long requests waited for host memory, and what it brought them."""
+"""Reports to a tracer how long requests waited for host memory, and how much it brought them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from kv_offload.engine import Request
 from kv_offload.messages import Outcome
@@ -32,29 +33,31 @@ ReportSpan = Callable[[Span], None]
 
 
 class Spans:
-    """Two for each admission of a request: its look-up, and its load if it has one.
+    """Reports two spans for each admission of a request: its lookup, and its load if it has one.
 
-    A look-up lasts from the first time that the engine asks for the request until it gives it
-    blocks: also while another request's load, or a read from a tier, is waited for. A load lasts
-    from when it is sent until the scheduler hears that every rank has ended it.
+    The lookup lasts from the first time that the engine asks for the request until it gives it
+    blocks, with all waits for another request's load or a read from a tier. The load lasts from the
+    step that sends it until every rank has reported its end.
 
     A tracer that raises is not called again.
     """
 
     def __init__(self, report: ReportSpan) -> None:
         self._report: ReportSpan | None = report
+        # When the engine first asked for each request that was not admitted since.
+        self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
 
     def asked(self, tracked: TrackedRequest) -> None:
         """Note that the engine asks what can be loaded."""
-        if self._report is not None and tracked.asked_ns is None:
-            tracked.asked_ns = time.time_ns()
+        if self._report is not None:
+            self._asked_ns.setdefault(tracked, time.time_ns())
 
     def admitted(self, tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
         """Note that a request has got blocks, and how many tokens are loaded into them.
 
         `hit` is what was found for it. A second call before the next lookup changes nothing.
         """
-        asked_ns, tracked.asked_ns = tracked.asked_ns, None
+        asked_ns = self._asked_ns.pop(tracked, None)
         if asked_ns is None:
             return
         attributes = {

@@ -9,11 +9,11 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.metrics import OffloadStats, SkipReason
 
 GAUGE_SECONDS = 0.1
-"""While requests run gauges are reported no more often."""
+"""Minimum time between two reports of gauges while requests run."""
 
 
 class Statistics:
-    """Counts events, and tells gauges: `read_gauges` returns what they are now, by name."""
+    """Counts events and reports gauges; `read_gauges` returns their current values by name."""
 
     def __init__(self, manager: CacheManager, read_gauges: Callable[[], dict[str, float]]) -> None:
         self._manager = manager
@@ -43,8 +43,8 @@ class Statistics:
     def take(self, *, idle: bool) -> OffloadStats | None:
         """Return the counters since the last call, and gauges that changed; None if nothing did.
 
-        Gauges change with every step of decodes, and are read at intervals of seconds. So they are
-        looked at every `GAUGE_SECONDS`, or at once where the engine is `idle`.
+        Gauges change in every step of decodes, and are scraped at intervals of seconds. So they are
+        read every `GAUGE_SECONDS`, or at once if the engine is `idle`.
         """
         manager = self._manager
         counted = {"evictions": manager.evictions, "stored_slots": manager.stored_slots}

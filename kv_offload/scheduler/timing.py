@@ -1,6 +1,6 @@
-"""How long steps and copies take, as measured, and how long the next ones are expected to take.
+"""Measures how long steps and copies take, and estimates how long the next ones will take.
 
-All estimates are medians of recent measurements: one that a hiccup spoiled changes nothing.
+All estimates are medians of recent measurements, which one hiccup does not change.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ MAX_STEP_SECONDS = 1.0
 """A longer time between two steps is a pause, not a step."""
 
 COPY_EVERY = 32
-"""One in so many of the hits that are to be computed is copied, to measure that again.
+"""One in this many hits that would be computed is copied, to measure copies again.
 
 If that copy was clearly faster than the others, the next hit is copied, too, and so on. Otherwise
 it would take 250 hits to notice that a link which was slow for a minute has recovered."""
 
 MIN_PREFILL_TOKENS = 64
-"""A step of fewer tokens says how long a step takes at least, not how long tokens take."""
+"""A step with fewer tokens measures the fixed cost of a step, not that of its tokens."""
 
 MIN_TOKENS_PER_REQUEST = 10
-"""A step with fewer is one of decodes, or of drafts: most of its tokens are not of prompts."""
+"""A step with fewer decodes or checks drafts: most of its tokens do not belong to prompts."""
 
 
 def tells_of_prompts(tokens: int, requests: int) -> bool:
-    """Return whether the time of a step of so many tokens and requests is that of prompts."""
+    """Return whether a step with these numbers spends most of its time on prompts."""
     return tokens >= MIN_PREFILL_TOKENS and tokens >= requests * MIN_TOKENS_PER_REQUEST
 
 
 class CopyRate:
-    """Bytes per second of copies that ran alone, and when to try one where computing is sooner.
+    """The measured speed of copies that ran alone, and when to copy although computing is faster.
 
-    A copy ends when the slowest rank has ended its part. Ranks tell of one copy in different steps,
-    and a slow one less often, since its copies overlap. One that does not tell now counts with the
-    median of what it told last. Otherwise a single hiccup would count again with all that the
-    others tell.
+    A copy ends when the slowest rank has ended its part. Ranks report the speed of a copy in
+    different steps, and a slow rank less often, since its copies overlap. A rank that reports none
+    now counts with the median of its last reports. Otherwise a single hiccup would count again with
+    each report of the others.
 
-    Of the hits that are to be computed every `COPY_EVERY`th is copied all the same.
+    Every `COPY_EVERY`th of the hits that would be computed is copied.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CopyRate:
         self._computed = 0
 
     def hear(self, told: Mapping[int, float | None]) -> None:
-        """Take the speeds that ranks tell now; None where one tells none."""
+        """Add the speeds that ranks report now; None for a rank that reports none."""
         news = {rank: speed for rank, speed in told.items() if speed is not None}
         if not news:
             return
@@ -63,7 +63,7 @@ class CopyRate:
             self._computed = COPY_EVERY - 1
 
     def learn(self, bytes_per_second: float) -> None:
-        """Take the speed of the slowest rank."""
+        """Add the speed of the slowest rank."""
         self._recent.add(bytes_per_second)
 
     @property
@@ -72,30 +72,30 @@ class CopyRate:
         return self._recent.value if len(self._recent) >= MIN_MEASUREMENTS else None
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long a copy takes that stands behind no other."""
+        """Return how long a copy takes that waits for no other."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
 
     @property
     def is_to_be_tried(self) -> bool:
-        """True if the next hit is copied, though it would be computed faster."""
+        """True if the next hit is copied although computing it would be faster."""
         return self._computed + 1 >= COPY_EVERY
 
     def count_hit(self, *, computed: bool) -> None:
-        """Take note that a hit is computed, or else copied."""
+        """Count a hit that is computed, or else copied."""
         self._computed = self._computed + 1 if computed else 0
 
 
 class StepTime:
-    """How long the engine has made steps: by this it is seen which copies hang.
+    """A clock that runs only while the engine steps. It tells which copies hang.
 
-    Ranks start and report copies in steps alone, and none follows for minutes where the user of an
-    engine in his own process does something else. So of the time between two steps a second counts.
+    Ranks start and report copies only in steps, and the user of an in-process engine may not step
+    for minutes. So at most `MAX_STEP_SECONDS` of the time between two steps count.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self.seconds = 0.0
         self.recent_seconds = 0.0
-        """Seconds of recent steps, on average."""
+        """Average seconds of recent steps."""
         self._clock = clock
         self._last: float | None = None
 
@@ -112,8 +112,8 @@ class StepTime:
 class LoadQueue:
     """Slots of loads that were planned and that some rank has not ended.
 
-    Loads are taken to run one after the other. The first of them has run since the last one ended,
-    or, if there was none, since it was planned.
+    Loads are assumed to run one after the other. The first of them runs since the previous one
+    ended, or since its plan if there was none.
     """
 
     def __init__(self) -> None:
@@ -132,16 +132,16 @@ class LoadQueue:
         self._since = now
 
     def seconds_ahead(self, seconds_per_slot: float, now: float) -> float:
-        """Return after how long a load planned at `now` begins."""
+        """Return how long a load that is planned at `now` waits for those before it."""
         if not self._slots:
             return 0.0
         return max(0.0, self._slots * seconds_per_slot - (now - self._since))
 
 
 class PrefillRate:
-    """Tokens per second of computing prompts, from the steps that did little else.
+    """The measured speed of computing prompts, from steps that did little else.
 
-    Small steps are slower by token, so measurements are kept apart by powers of two of the step's
+    Small steps take longer per token, so measurements are grouped by powers of two of the step's
     tokens. Attention makes later tokens of a prompt slower than earlier ones, so the estimate is
     optimistic for prompts longer than those that were measured.
     """
@@ -151,7 +151,7 @@ class PrefillRate:
         self._known_sizes: list[int] = []
 
     def learn(self, tokens: int, requests: int, seconds: float) -> None:
-        """Take the time of one step; those that tell nothing about prompts are left out."""
+        """Add the time of a step, unless it says nothing about prompts."""
         if tells_of_prompts(tokens, requests):
             size = tokens.bit_length()
             if size not in self._recent:
@@ -162,15 +162,14 @@ class PrefillRate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate in the largest steps of which there is evidence; None if there is none."""
+        """The rate in the largest steps that were measured; None without evidence."""
         sizes = self._known_sizes
         return self._recent[sizes[-1]].value if sizes else None
 
     def seconds(self, tokens: int) -> float | None:
         """Return how long computing `tokens` takes; None without evidence.
 
-        Where only larger steps were measured it is the time of such a step: computing fewer tokens
-        takes at most that.
+        If only larger steps were measured it is the time of such a step, which is an upper bound.
         """
         sizes = self._known_sizes
         if not sizes:
@@ -183,10 +182,9 @@ class PrefillRate:
 
 @dataclass(slots=True)
 class Step:
-    """The work of a step, as far as its time depends on it.
+    """The work that determines the time of a step: `tokens` computed for `requests` requests.
 
-    `tokens` are computed, of `requests` requests. `loads` says that loads are in flight while it
-    runs, `waits` that its forward comes after a load.
+    `loads`: loads run beside it. `waits`: its forward waits for a load.
     """
 
     tokens: int
@@ -198,14 +196,13 @@ class Step:
 
 
 class StepClock:
-    """Times steps from end to end where they follow each other, else from their plan to their end.
+    """Times steps from end to end while they follow each other, else from their plan to their end.
 
     Steps end in the order in which they begin. With asynchronous scheduling the next one is planned
-    before the last has ended; then its time begins when that one ends. While nothing is under way
-    no time passes, so an idle engine makes no step long.
+    before the last has ended; then its time begins when that one ends. Idle time does not count.
 
-    An engine in the process of its user leaves a step when it pauses, and looks at it only after it
-    has launched the next. So of a step whose end may have been seen late no time is taken.
+    An in-process engine that pauses processes the end of its last step only after it has launched
+    the next one. A step whose end may have been seen late is not timed.
     """
 
     def __init__(self) -> None:
@@ -215,17 +212,17 @@ class StepClock:
         self._has_just_ended = False
 
     def begin(self, step: Step, now: float) -> None:
-        """Take a step whose plan is made at `now`, in seconds of a monotonic clock."""
+        """Begin a step that is planned at `now`, in seconds of a monotonic clock."""
         step.begun = now
         if self._has_just_ended:
             self._has_just_ended = False
             if self._under_way:
-                # Whoever drives the engine may have done something else meanwhile.
+                # The user of the engine may have done something else meanwhile.
                 self._under_way[0].paused = now - self._ended
         self._under_way.append(step)
 
     def under_way(self, now: float) -> tuple[Sequence[Step], float]:
-        """Return the steps that have not ended, and for how long the oldest of them runs."""
+        """Return the steps that have not ended, and for how long the oldest of them has run."""
         steps = self._under_way
         if not steps:
             return (), 0.0
@@ -234,8 +231,8 @@ class StepClock:
     def end(self, now: float) -> tuple[Step, float] | None:
         """Return the oldest step under way, which ends now, with its seconds.
 
-        None where there is none, where it computed nothing, and where it was not being waited for
-        during half of that time, so that it may have ended unseen.
+        None if there is none, if it computed nothing, or if the engine paused for half of that time
+        or more, so that the step may have ended unseen.
         """
         if not self._under_way:
             return None
@@ -264,7 +261,7 @@ class StepWatch:
         self._most_tokens = 0
 
     def begin(self, output: StepOutput, *, loads: bool, waits: bool) -> None:
-        """Take a step that is all planned: what planning takes is not the fault of copies.
+        """Begin a step whose plan is complete: the time for planning is not due to copies.
 
         See `Step` for the arguments.
         """
@@ -286,7 +283,7 @@ class StepWatch:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
 
     def forget(self) -> None:
-        """Forget the steps under way, of which one has ended without a word."""
+        """Forget the steps under way, one of which has ended without a report."""
         self._clock = StepClock()
 
     @property
@@ -300,21 +297,21 @@ class StepWatch:
         return max(0.0, sum(map(self._expected_seconds, steps)) - ran)
 
     def prompt_seconds(self, tokens: int) -> float:
-        """Return how long a step takes that computes prompts; 0 without evidence.
+        """Return how long a step takes that computes `tokens` of prompts; 0 without evidence.
 
-        Of so many `tokens`, or of as many as any step has computed: more may not fit in one.
+        At most as many tokens count as any step has computed: more may not fit in one.
         """
         tokens = min(tokens, self._most_tokens)
         return self.prefill_rate.seconds(tokens) or 0.0 if tells_of_prompts(tokens, 1) else 0.0
 
     def _expected_seconds(self, step: Step) -> float:
-        """Return what a step takes at least: a prompt's tokens, or else a token of each request."""
+        """Return the minimum time of a step: of its prompts' tokens, or of a token per request."""
         if tells_of_prompts(step.tokens, step.requests):
             return self.prefill_rate.seconds(step.tokens) or 0.0
         return self.decode_seconds.value if step.tokens and self.decode_seconds else 0.0
 
     def gauges(self) -> dict[str, float]:
-        """Return what was measured, by the names of the metrics; 0 for what was not."""
+        """Return the measured rates by the names of their metrics; 0 without evidence."""
         return {
             "load_bytes_per_second": self.load_rate.measured_bytes_per_second or 0.0,
             "prefill_tokens_per_second": self.prefill_rate.tokens_per_second or 0.0,

@@ -1,7 +1,7 @@
-"""Records which prompts an engine serves, as `kv_offload.simulation.trace` reads it; no text.
+"""Records the prompts of an engine, without text, as `kv_offload.simulation.trace` reads them.
 
-The scheduler's thread hands over a request that ends, and goes on. A thread of the recorder's own
-writes the lines: a disk that is full, slow or gone costs lines alone.
+The scheduler's thread queues each request that ends. A thread of the recorder writes the lines, so
+a disk that is full, slow or gone costs lines and nothing else.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from kv_offload.simulation.trace import BLOCK_TOKENS
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-"""Requests that wait to be written, at most. A prompt of 100,000 tokens keeps 13 kB while it waits:
+"""Maximum requests that wait to be written. A prompt of 100,000 tokens takes 13 kB meanwhile, for
 its block hashes."""
 
 
 class TraceRecorder:
-    """Writes a JSON object a line to a file of its own, for each request that ends.
+    """Writes a line of JSON for each request that ends, to a file of its own.
 
     Blocks are named by a hash with a random key, which is never written down. Prompts that share a
-    prefix have equal names in one file. Whoever has a prompt cannot find out whether it is there.
+    prefix have equal names in one file. Nobody can check whether a prompt is in it.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Make the file, for this user alone: `path`, or with a number behind where that is taken.
+        """Make the file, for this user alone: `path`, or with a number added if that is taken.
 
-        It ends where it and those before it have `max_bytes`. So an engine that a supervisor starts
-        again and again fills no disk. Raises `ConfigError` for a file that cannot be made.
+        Recording ends when this file and the earlier ones have `max_bytes`, so that an engine which
+        a supervisor restarts in a loop fills no disk. Raises `ConfigError` if no file can be made.
         """
         self._path, self._file, taken_bytes = _make_file(path)
         self._max_bytes, self._all_bytes = max_bytes - taken_bytes, max_bytes
@@ -54,7 +54,7 @@ class TraceRecorder:
         self._salt = os.urandom(blake2b.MAX_KEY_SIZE)
         self._began = time.monotonic()
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        # Each is counted by one thread alone.
+        # Each counter belongs to one thread.
         self._dropped = self._failed = self._told = 0
         self._thread = threading.Thread(target=self._run, name="kv-offload-trace", daemon=True)
         self._thread.start()
@@ -90,7 +90,7 @@ class TraceRecorder:
         return new
 
     def close(self, seconds: float) -> None:
-        """Write what waits, and close the file; a disk that hangs is left after `seconds`."""
+        """Write what is queued and close the file; give up on a disk that hangs after `seconds`."""
         self._queue.put(None)
         self._thread.join(seconds)
 
@@ -141,10 +141,10 @@ class TraceRecorder:
 
 
 def _make_file(path: Path) -> tuple[Path, int, int]:
-    """Return the file that is begun, its descriptor, and the bytes of those that are taken.
+    """Return the path of the new file, its descriptor, and the bytes of the earlier files.
 
-    It is the first of `path`, `path.1`, `path.2` and so on that is not taken: what an engine
-    recorded before it crashed stays, and keeps no later one from its start.
+    It is the first of `path`, `path.1`, `path.2` and so on that is not taken: the recording of an
+    engine that crashed stays, and does not keep the next one from its start.
     """
     taken_bytes = 0
     for number in itertools.count():
@@ -158,9 +158,9 @@ def _make_file(path: Path) -> tuple[Path, int, int]:
 
 
 def _begin_file(path: Path) -> int | None:
-    """Return the descriptor of a file that is this process's alone; None where it is taken.
+    """Return the descriptor of a file that only this process writes; None if it is taken.
 
-    It is where there is something in it, another process records to it, or it is another user's.
+    A file is taken if it is not empty, another process records to it, or it is another user's.
     """
     # A pipe that nobody reads would wait for its reader.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC

@@ -82,12 +82,14 @@ class Transfer:
     generation: bytes = b""
 
     sent: float = 0.0
-    """Time of the step that sent it, on the monotonic clock in seconds."""
+    """When a step sent it, on the monotonic clock in seconds."""
     sent_after: float = 0.0
     """The same on the clock of `StepTime`."""
     ranks_left: set[int] = field(default_factory=set)
     outcome: Outcome = Outcome.OK
     """The worst outcome that any rank has reported."""
+    has_ended: bool = False
+    """True once all ranks have ended it."""
     failed_rows: set[int] = field(default_factory=set)
     """Positions in `slots` whose copy failed on some rank."""
     unpinned_early: bool = False
@@ -241,6 +243,7 @@ class TransferTable:
                 transfer.outcome = max(transfer.outcome, outcome)
                 transfer.ranks_left.discard(rank)
                 if not transfer.ranks_left:
+                    transfer.has_ended = True
                     del self._running[transfer.kind, transfer.tier][transfer_id]
                     self._acknowledged.add(transfer_id)
                     ended.transfers.append(transfer)
@@ -284,7 +287,7 @@ class TransferTable:
     def give_up_stores(self, sent_before: float = math.inf) -> int:
         """Unpin running stores that were sent before this time of `step_time`; return how many.
 
-        What they copy from now on may be garbage, so they fail. Their slots stay taken until all
+        They fail, since what they copy from now on may be garbage. Their slots stay taken until all
         ranks have reported the end of the copy.
         """
         late = [store for store in self.running(Kind.STORE).values() if store.pins]
@@ -296,7 +299,7 @@ class TransferTable:
         return len(late)
 
     def _unpin(self, store: Transfer) -> None:
-        # The pool reuses the last of these last: the head of a prefix should leave last.
+        # The pool reuses the last freed block last, and the head of a prefix should leave last.
         pool_blocks = self._pool.blocks
         self._pool.free_blocks([pool_blocks[block] for block in reversed(store.blocks)])
         self.pinned_blocks -= len(store.blocks)

@@ -1,4 +1,4 @@
-"""The interface of a tier below host memory to the scheduler, and the tier's health."""
+"""The interface between the scheduler and a tier below host memory, and the tier's health."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from kv_offload.scheduler.timing import CopyRate
 from kv_offload.scheduler.transfers import Kind, Transfer
 
 if TYPE_CHECKING:
-    from kv_offload.tiers.remote import Question
+    from kv_offload.tiers.questions import Question
 
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 10.0
-"""A copy that has not ended so long after those before it counts as one that hangs. The tier is not
-used before it has ended."""
+"""A copy hangs if it has not ended this long after the copies before it. The tier is not used until
+it has ended."""
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Seconds of a pause after an error; twice as long after each that follows.
+"""A pause after an error; each following one is twice as long as the one before it.
 
-One that comes later than the longest pause after the end of the one before is a first one again. A
-store may answer for weeks without a block that is read, so that nothing is known to go well."""
+An error that comes later than the longest pause after the end of a pause counts as a first one. A
+remote store may answer for weeks without a block that is read, which alone shows that it works."""
 
 
 class Pause:
-    """For how long a tier is not read, or not written, after an error. Begins as none."""
+    """How long a tier is not read, or not written, after an error. At first it may be."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -47,7 +47,7 @@ class Pause:
         return time.monotonic() >= self._until
 
     def begin(self) -> float:
-        """Begin a pause, twice as long as the one before it if any, and return its seconds."""
+        """Begin a pause, twice as long as one just before it, and return its seconds."""
         now = time.monotonic()
         follows = now - self._until < LONGEST_PAUSE_SECONDS
         twice = max(FIRST_PAUSE_SECONDS, 2 * self._seconds if follows else 0.0)
@@ -56,33 +56,33 @@ class Pause:
         return self._seconds
 
     def went_well(self) -> None:
-        """Have the next pause be a short one."""
+        """Make the next pause a short one."""
         self._seconds = 0.0
 
 
 class Tier(ABC):
-    """The keys of a tier, its health and its speed. Not used until `open` has heard of all ranks.
+    """The keys of a tier, its health and its speed. It is used once `open` has named all ranks.
 
-    After a read or a question that failed nothing is read for a while, after a write that failed
-    nothing is written: a store that is full still serves what it has. While a copy hangs there is
-    neither. What it holds stays known meanwhile.
+    After a failed read or question nothing is read for a while, and after a failed write nothing is
+    written: a store that is full still serves its blocks. While a copy hangs there is neither. The
+    keys stay known meanwhile.
 
-    Keys to write are announced with `begin_write`, keys to read with `begin_read`. Both give each
-    its *place*, the number by which the ranks find it beside its name.
+    `begin_write` and `begin_read` begin the copies of keys. Both give each key its *place*, a
+    number by which the ranks find the block beside its name.
     """
 
     name: ClassVar[str]
-    """The section of the configuration that it comes from; the ranks know it by this."""
+    """Its section in the configuration, and its name among the ranks."""
 
     what: ClassVar[str]
     """Its name in the log."""
 
     is_shared = False
-    """True if other engines use it, too: `readable` knows only what `ask` has found then, and the
-    uses that the policy of this engine has seen say little of how often a block is read."""
+    """True if other engines use it as well. Then `readable` knows only what `ask` has found, and
+    this engine's policy cannot tell how often a block is read."""
 
     is_settled = True
-    """True if no later process can find what was dropped. Not until `settle` has seen to it."""
+    """True if no later process can find what was dropped; `settle` makes sure of that."""
 
     def __init__(self) -> None:
         self.rate = CopyRate()
@@ -92,16 +92,16 @@ class Tier(ABC):
         self._reads = Pause()
         self._writes = Pause()
         self.is_stuck = False
-        """True if a copy hangs, so that there is no saying when it ends."""
-        # By kind, the oldest copy under way, and since when no older one is.
+        """True while a copy hangs."""
+        # By kind, the oldest copy under way, and since when it is the oldest.
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
     manager: CacheManager | None = None
-    """Decides what the tier keeps, where that is up to this engine. So routers can be told, and
-    tenants have quotas."""
+    """Decides what the tier keeps, if this engine alone decides that. Then there are KV events and
+    quotas for it."""
 
     def evict(self, slots: Slots) -> None:
-        """Forget what is in idle slots of such a tier."""
+        """Forget the blocks in idle slots of a tier with a `manager`."""
         raise NotImplementedError
 
     @property
@@ -115,65 +115,65 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> None:
-        """End what runs on threads of the tier."""
+        """End the threads of the tier, within the timeout."""
 
     @property
     @abstractmethod
     def generation(self) -> bytes:
-        """Begins every block's name; another one after `forget_all`."""
+        """Prefix of every block's name; changes with `forget_all`."""
 
     @abstractmethod
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Say for each key whether the tier is known to have it, be it used now or not."""
+        """Return which keys the tier is known to have, a mask; also while it may not be read."""
 
     @abstractmethod
     def may_have(self, key: bytes) -> bool:
-        """Say whether the tier may have a key; False where `readable` does not say so. Fast."""
+        """Return whether the tier may have a key; True wherever `readable` is. Fast."""
 
     def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
-        """Ask which of these keys the tier has; None if `readable` knows all there is to know.
+        """Ask which of these keys the tier has; None if `readable` already knows.
 
-        `are_chained` says that each is of use only with those before it.
+        `are_chained`: each key is useful only with all before it.
         """
         return None
 
     @abstractmethod
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
-        """Say which of these keys are to be written, by their indices, and give each a place.
+        """Return the indices of the keys that are to be written, and the place of each of them.
 
-        What the tier has counts as used, and is not written.
+        Keys that the tier has count as used, and are not written.
         """
 
     @abstractmethod
     def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """Take in the end of a write; `failed` says which of its keys the tier has not."""
+        """Act on the end of a write; `failed` masks the keys that the tier has not."""
 
     @abstractmethod
     def begin_read(self, keys: Sequence[bytes]) -> Slots:
-        """Return the places of keys that are readable."""
+        """Return the places of readable keys, which are held until `end_read`."""
 
     @abstractmethod
     def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """Take in the end of a read; `failed` says which of its keys were not what they should."""
+        """Act on the end of a read; `failed` masks the keys whose blocks were not as expected."""
 
     @abstractmethod
     def forget_all(self) -> bool:
-        """Forget everything; say whether there was anything.
+        """Forget everything; return whether there was anything.
 
-        What is stored from now on is not for another process.
+        Blocks that are stored from now on are not for another process.
         """
 
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
-        """See to it that no later process finds what was forgotten; say whether that is sure.
+        """Keep later processes from finding what was forgotten; return whether that is certain.
 
-        `problems` has for each rank what `OffloadWorker.revoke_tiers` returned. May block until the
+        `problems` has the result of `OffloadWorker.revoke_tiers` for each rank. May block until the
         timeout.
         """
         return True
 
     @abstractmethod
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of `kv_offload.metrics` that tell of this kind of tier."""
+        """Return the gauges of `kv_offload.metrics` for this kind of tier."""
 
     @abstractmethod
     def check_integrity(self) -> None:
@@ -181,14 +181,14 @@ class Tier(ABC):
 
     @property
     def is_asked(self) -> bool:
-        """True if a thread is looking for the answer to what was asked."""
+        """True while a thread looks for an answer."""
         return False
 
     # -- whether it is used --------------------------------------------------------------------
 
     @property
     def _is_ready(self) -> bool:
-        """True if it is open, and answers."""
+        """True if it is open and no copy hangs."""
         return self.is_open and not self.is_stuck
 
     @property
@@ -202,12 +202,10 @@ class Tier(ABC):
         return self._is_ready and self._writes.is_over
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
-        """See whether a copy hangs; `oldest` has the oldest one under way of each direction.
+        """Find out whether a copy hangs; `oldest` has the oldest one under way in each direction.
 
-        `now` is what `StepTime` says.
-
-        Ranks begin the copies of a direction in order. So one that waits for its turn does not
-        hang: a disk that is written faster than it can write is still read.
+        `now` is the time of `StepTime`. Ranks begin the copies of a direction in order, and one
+        that waits for its turn does not hang: a disk with a long queue of writes is still read.
         """
         known, self._oldest = self._oldest, {}
         for move in oldest:
@@ -225,9 +223,9 @@ class Tier(ABC):
         self.is_stuck = stuck
 
     def copied(self, move: Transfer) -> float:
-        """Take in how a copy ended; the ranks' logs say why one failed.
+        """Update the health after the end of a copy. The ranks' logs say why one failed.
 
-        Returns for how many seconds nothing is written, if such a pause begins now, else 0.
+        Returns the seconds of the pause of writes that begins now, or 0.
         """
         if move.outcome is Outcome.OK:
             (self._reads if move.kind is Kind.PROMOTE else self._writes).went_well()
@@ -239,7 +237,7 @@ class Tier(ABC):
 
     def read_failed(self) -> None:
         """Read nothing for a while, because a read or a question failed."""
-        if self._reads.is_over:  # else it is one of several that were under way
+        if self._reads.is_over:  # else another of the copies under way has failed before
             logger.warning(
                 "kv-offload: the %s could not be read. It is not read for %.0f s",
                 self.what,
@@ -247,9 +245,9 @@ class Tier(ABC):
             )
 
     def write_failed(self) -> float:
-        """Write nothing for a while; return for how many seconds from now, 0 if that has begun.
+        """Write nothing for a while; return for how long, or 0 in a pause that has begun.
 
-        If nothing is read either, that has been told already.
+        During a pause of reads no second warning is logged.
         """
         if not self._writes.is_over:
             return 0.0

@@ -1,4 +1,4 @@
-"""Decides what is written to a tier below host memory, and when."""
+"""Decides which blocks are written to a lower tier, and when."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
 
 JOB_BYTES = 64 << 20
-"""Bytes per job and rank. Slots are let go of at its end, so the sooner the smaller it is; but a
-step pays for each end."""
+"""Bytes per demotion job and rank. Its slots are held until its end, which favours small jobs; but
+each end costs a step."""
 
 MAX_RUNNING_SHARE = 8
-"""One of so many slots of host memory, at most, is held by demotions to a tier at a time."""
+"""At most one in this many slots of host memory is being written to a tier at a time."""
 
 BURST_SECONDS = 1.0
-"""For how long the rate may be saved up."""
+"""Unused rate is saved up for this long."""
 
 PLAN_SECONDS = 0.05
-"""How often writes are planned while requests run. To plan takes 0.3 ms of a step, for one slot as
+"""Minimum time between two plans while requests run. A plan takes 0.3 ms of a step, for one slot as
 for a hundred (Xeon at 2.8 GHz, November 2026)."""
 
 MAX_LOOKS = 256
-"""How many slots a plan looks at, at most, most of which may be in the tier already."""
+"""Maximum slots that a plan looks at. Most of them may be in the tier already."""
 
 
 class Demoter:
-    """Writes what is in host memory to the tier, in the order in which it was stored or loaded.
+    """Writes blocks of host memory to the tier, in the order in which they were stored or loaded.
 
-    So what nobody has used for longest is written first, and what is about to be evicted is mostly
-    below by then. All that is worth a write is written in the end, as far as the rate allows.
-    What was loaded is looked at again: the tier counts that as a use, or gets it once more.
+    So the least recently used blocks are written first, and most are in the tier before they are
+    evicted. In the end all blocks are written that are worth it, as far as the rate allows. Loaded
+    blocks are considered again: the tier counts a use of them, or gets them again.
     """
 
     def __init__(self, core: Core, tier: Tier, bytes_per_second: float) -> None:
@@ -50,15 +50,15 @@ class Demoter:
         self._rank_slots_per_second = bytes_per_second / slot_bytes
         self._saved_slots = 0.0
         self._planned = -math.inf
-        """When that was, on the monotonic clock. At first as much is saved as may be."""
-        # Slots that are to be looked at, each once.
+        """Time of the last plan, on the monotonic clock. The first plan may use a whole burst."""
+        # Slots to consider, each once.
         self._waiting: deque[Slots] = deque()
         self._waits = np.zeros(host.num_slots, bool)
         self.running_slots = 0
         """Slots that are being written."""
 
     def offer(self, slots: Slots) -> None:
-        """Have slots looked at that were stored or loaded."""
+        """Consider slots that were stored or loaded."""
         fresh = slots[~self._waits[slots]]
         if len(fresh):
             self._waits[fresh] = True
@@ -66,7 +66,7 @@ class Demoter:
 
     @property
     def has_more(self) -> bool:
-        """True if slots wait to be looked at."""
+        """True if slots wait to be considered."""
         return bool(self._waiting) or self._any_newly_demotable
 
     @property
@@ -74,9 +74,9 @@ class Demoter:
         return not self._tier.is_shared and self._host.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
-        """Plan this step's writes; an engine that is `idle` has time for more.
+        """Plan the writes of a step; an engine that is `idle` has time for more.
 
-        `sharing_ranks` write each slot once between them.
+        `sharing_ranks` is how many ranks share the work of writing each slot once.
         """
         now = time.monotonic()
         if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
@@ -99,9 +99,10 @@ class Demoter:
             self._demote(slots)
 
     def _take(self, count: int) -> Slots:
-        """Take up to `count` slots that wait.
+        """Take up to `count` of the waiting slots.
 
-        Decodes offer one at a time. To plan and end a job for each takes as long as for a hundred.
+        Decodes offer one slot at a time, and a job for one takes as much of a step as for a
+        hundred.
         """
         parts: list[Slots] = []
         while count and self._waiting:
@@ -116,13 +117,13 @@ class Demoter:
         return slots
 
     def _demote(self, slots: Slots) -> None:
-        """Plan jobs for those of the slots that hold something that the tier has not.
+        """Plan jobs for the slots with blocks that the tier has not.
 
-        Both managers are asked once for all of them: a step that asked for each job took 6 ms where
-        a slot has 2 MiB.
+        Both managers are asked once for all slots: asking for each job took 6 ms of a step with
+        slots of 2 MiB.
 
-        What the policy does not find worth a write comes again once it is used again. It is not
-        asked where the tier is shared: what came once here may come next to another engine.
+        A block that the policy does not find worth a write is offered again at its next use. For a
+        shared tier the policy is not asked: another engine may use the block next.
         """
         host, tier = self._host, self._tier
         if not tier.is_shared:
@@ -147,7 +148,7 @@ class Demoter:
         self._saved_slots -= len(held)
 
     def ended(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """Take in the end of a demotion; `failed` says which slots are not in the tier."""
+        """Act on the end of a demotion; `failed` masks the slots that were not written."""
         self.running_slots -= len(move.slots)
         self._host.complete_load(move.slots)
         self._tier.end_write(move, failed)

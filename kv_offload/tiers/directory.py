@@ -1,4 +1,4 @@
-"""Asks a shared store which blocks it has, on a thread of its own."""
+"""Asks a remote store which blocks it has, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 START_SECONDS = 5.0
-"""For how long an engine's start waits for the connection. Requests would wait for it otherwise,
-and Mooncake holds all Python threads while it is made."""
+"""Maximum time for which an engine's start waits for the connection. Otherwise requests would wait
+for it, and Mooncake blocks all Python threads while it connects."""
 
 
 class RemoteAnswer:
-    """Which of some names the store has. The directory's thread sets it once.
+    """The answer to which of some names the store has. The directory's thread sets it once.
 
-    Of names that `are_chained` each is of use only with those before it.
+    `are_chained`: each name is useful only with all before it.
     """
 
     def __init__(self, names: Sequence[bytes], *, are_chained: bool = False) -> None:
         self.names, self.are_chained = names, are_chained
         self.found: Sequence[bool] | None = None
-        """For each name, in order, whether all of its parts are there; None if it failed."""
+        """For each name, in order, whether all parts are there; None if the question failed."""
         self.answered = 0.0
-        """When it was answered, on the monotonic clock."""
+        """Time of the answer, on the monotonic clock."""
         self._done = threading.Event()
 
     @property
@@ -49,13 +49,14 @@ class RemoteAnswer:
 
 
 class RemoteDirectory:
-    """Answers in the order of the questions. No method waits but `close`.
+    """Answers questions in their order. No method blocks but `close`.
 
-    It is made once there is a connection, or an attempt has failed or takes `START_SECONDS`.
+    The constructor returns once there is a connection, an attempt has failed, or `START_SECONDS`
+    have passed.
 
-    `prefixes` begin the keys of the objects, one for each part that a block has: ranks that hold
-    different bytes of a block have stored a part each. `make_keys` makes the keys of blocks with
-    these names.
+    - `prefixes`: prefixes of the object keys, one for each part of a block: ranks that hold
+      different bytes of a block store a part each.
+    - `make_keys`: makes the object keys of blocks from a prefix and names.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RemoteDirectory:
         return answer
 
     def close(self, timeout_seconds: float) -> None:
-        """End the thread; a call of the store that hangs is left alone."""
+        """End the thread, unless a call to the store hangs longer than the timeout."""
         self._queue.put(None)
         self._thread.join(timeout_seconds)
 
@@ -94,7 +95,7 @@ class RemoteDirectory:
         self._client.close()
 
     def _attempt(self, call: Callable[[], Found]) -> Found | None:
-        """Call the store; None if it fails, which is logged once until a call has worked."""
+        """Call the store; None if that fails, which is logged once until a call has worked."""
         try:
             found = call()
         except Exception as error:  # noqa: BLE001 - whatever it is, the store is left alone
@@ -106,15 +107,15 @@ class RemoteDirectory:
         return found
 
     def _look_along(self, names: Sequence[bytes]) -> list[bool]:
-        """Find up to which name of a chain the store has all, by a few probes.
+        """Find by a few probes up to which name of a chain the store has all.
 
-        What is before a name that is there is taken to be there: it was written before. The first
-        one is asked for, as a store may remove it first. If others were removed since, a read of
-        them brings nothing. A thousand names take two rounds of questions.
+        The names before one that is there are assumed to be there: they were written before it. The
+        first name is always asked for, as a store may remove it first. If others were removed, a
+        read of them brings nothing. A thousand names take two rounds of probes.
         """
         probes = self._client.probes
         assert probes is not None
-        first, last = 0, len(names)  # those before `first` are there, `last` is not
+        first, last = 0, len(names)  # all before `first` are there, and `last` is not
         while first < last:
             count = min(probes, last - first) - 1
             rows = [first + (last - 1 - first) * at // max(1, count) for at in range(count + 1)]
@@ -127,7 +128,7 @@ class RemoteDirectory:
         return [row < first for row in range(len(names))]
 
     def _look(self, names: Sequence[bytes]) -> list[bool]:
-        """Ask for the first part of all blocks, and for the next ones of those that have it."""
+        """Ask for the first part of all blocks, and for the next parts of those that have it."""
         found = [True] * len(names)
         for prefix in self._prefixes:
             rows = [row for row, there in enumerate(found) if there]

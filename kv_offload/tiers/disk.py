@@ -1,4 +1,4 @@
-"""A tier of slots that this engine alone decides about: a disk."""
+"""The disk: a tier whose slots belong to this engine alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kv_offload.tiers.base import Tier
 logger = logging.getLogger(__name__)
 
 SET_ASIDE_SHARE = 100
-"""One of so many slots is set aside at most; for one more the first of them is given out again. So
-a disk that failed as a whole for a while is used again."""
+"""At most one in this many slots is set aside; for one more the first of them is given out again.
+So a disk that failed as a whole for a while is used again."""
 
 
 IndexOpener = Callable[[Mapping[str, str], int], DiskIndex]
@@ -29,17 +29,17 @@ IndexOpener = Callable[[Mapping[str, str], int], DiskIndex]
 
 
 class DiskTier(Tier):
-    """A manager of the tier's slots, and an index that outlives the process. Empty until opened.
+    """A cache manager for the slots, and an index that outlives the process. Empty until opened.
 
-    A slot that could not be written or read is set aside until the next start. The manager would
-    give it out again before all others, and each write would fail with it.
+    A slot that could not be written or read is set aside until the next start. Otherwise the
+    manager would give it out again before all others, and every write would fail.
     """
 
     name = what = "disk"
     manager: CacheManager
 
     def __init__(self, num_slots: int, open_index: IndexOpener, *, outlives: bool = True) -> None:
-        """`outlives` says that a later process may use what the tier has."""
+        """`outlives`: a later process may use the blocks."""
         super().__init__()
         self.manager = CacheManager(make_policy("lru", num_slots))
         self.manager.limit_slots(0)
@@ -56,7 +56,7 @@ class DiskTier(Tier):
         return self._index is not None
 
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
-        """Take over what an earlier process has left."""
+        """Adopt the blocks that an earlier process left."""
         if self.is_open:
             return
         num_slots = min(self.manager.num_slots, *(rank.num_slots for rank in ranks.values()))
@@ -76,7 +76,7 @@ class DiskTier(Tier):
         return self._index
 
     def close(self, timeout_seconds: float) -> None:
-        """Write what is left of the index."""
+        """Write the rest of the index."""
         if self._index is not None:
             if not self.is_settled:
                 self._told_of_reset = False  # whoever starts it again should know
@@ -97,7 +97,7 @@ class DiskTier(Tier):
         return key in self.manager
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
-        """Give the tier's slots to keys that have none, the least recently used ones last."""
+        """Give slots to keys that have none: free ones first, then the least recently used."""
         if not keys:
             return [], NO_SLOTS
         slots = self.manager.find(keys)
@@ -108,13 +108,13 @@ class DiskTier(Tier):
         new = np.flatnonzero(slots < 0).tolist()
         given = self.manager.prepare_store([keys[row] for row in new]) if new else NO_SLOTS
         if len(given):
-            # Their blocks may soon be elsewhere, and this write may fail, or never end.
+            # What these slots hold may be overwritten even if this write fails, or never ends.
             self.index.remove(given)
         return new[: len(given)], given
 
     def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         """See `Tier`."""
-        # Before a reset the keys were these; after it nothing is known by them.
+        # After a reset the manager does not know these keys, or has them in other slots.
         known = self.manager.find(move.keys) == move.tier_slots
         bad = known & failed & (move.outcome is Outcome.FAILED)
         self.manager.complete_store(move.tier_slots[failed & ~bad], ok=False)
@@ -126,16 +126,16 @@ class DiskTier(Tier):
             self.index.put(keys, move.tier_slots[kept])
 
     def begin_read(self, keys: Sequence[bytes]) -> Slots:
-        """Hold the slots of keys against eviction."""
+        """Pin the slots of keys against eviction."""
         return self.manager.prepare_load(keys)
 
     def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """Forget what was found to be something else, or could not be read."""
+        """Forget blocks that were not what their names say, or could not be read."""
         self.manager.complete_load(move.tier_slots)
-        # After a reset nothing is known by these keys, or what was written since.
+        # After a reset the manager does not know these keys, or has them in other slots.
         known = self.manager.find(move.keys) == move.tier_slots
         if (lost := move.tier_slots[known & failed]).size:
-            # A record that is something else than it should be is no error.
+            # A record that is not what its name says is no error of the disk.
             if move.outcome is Outcome.FAILED:
                 self.index.remove(lost)
                 self._put_aside(lost)
@@ -150,7 +150,7 @@ class DiskTier(Tier):
         self.manager.forget(slots)
 
     def _put_aside(self, slots: Slots) -> None:
-        """Give slots, whose keys are forgotten, to nobody."""
+        """Forget the keys of slots, and give these slots out no more."""
         if not slots.size:
             return
         self.manager.set_aside(slots)
@@ -180,10 +180,10 @@ class DiskTier(Tier):
         return held
 
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
-        """See `Tier`. One of the ranks' files is enough, or the index, which is being removed.
+        """See `Tier`. It is enough that one rank's file is revoked, or that the index is removed.
 
-        No restart believes an index whose files have other ids, and none can name a block without.
-        Once settled the tier stays so: what it has since is named in this process alone.
+        A restart uses no index whose files have other ids, and cannot name a block without one.
+        Once settled the tier stays so: later blocks have names that only this process knows.
         """
         if self.is_settled:
             return True
@@ -198,7 +198,7 @@ class DiskTier(Tier):
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         """See `Tier`."""
         super().next_step(oldest, now)
-        # New weights that a rank told of in a step: nobody waits for the disk then.
+        # After new weights that a rank reported in a step nobody waits for the disk.
         if not self.is_settled and self.index.problem:
             self._tell_of_reset([])
 

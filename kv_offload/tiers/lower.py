@@ -1,4 +1,4 @@
-"""The tiers below host memory as the scheduler sees them: none, a disk, a remote store, or both."""
+"""The tiers below host memory, as the scheduler sees them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kv_offload.tiers.prefetcher import Prefetcher
 from kv_offload.tiers.promoter import Promoter
 
 IDLE_SECONDS = 60.0
-"""An engine without requests for this long starts no more writes to a tier."""
+"""An engine that has had no request for this long starts no more writes to a tier."""
 
 GIVE_WAY_SECONDS = 0.0005
-"""How long a step that computes nothing gives Python's lock to the tiers' threads.
+"""How long a step that computes nothing leaves Python's lock to the threads of the tiers.
 
 An engine with nothing to compute steps in a tight loop. It releases the lock often, but never long
 enough for another thread to wake up and take it: a read of 20 ms ended after 4 s."""
 
 CLOSE_SECONDS = 5.0
-"""Bound of the wait for a tier's threads at the end."""
+"""Maximum wait for the threads of a tier at the end."""
 
 TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 
@@ -55,9 +55,9 @@ class LowerTiers:
     A request that needs blocks from a tier waits until they are in host memory, and is then served
     as if they had always been there. No other part of the scheduler knows about tiers.
 
-    Blocks go from host memory to every tier: to a disk what the policy finds worth it, to a remote
-    store all that it lacks. A block is read from the first tier that has it. So one that came from
-    a remote store is written to the disk once a request has loaded it.
+    Host memory is written to every tier: to a disk the blocks that the policy finds worth it, to a
+    remote store all that it lacks. A block is read from the first tier that has it. So one that
+    came from a remote store is written to the disk once a request has loaded it.
     """
 
     def __init__(
@@ -87,24 +87,24 @@ class LowerTiers:
         self._prefetcher = Prefetcher(core, self.promoter, lookups)
         # By tier and rank.
         self._ranks: dict[str, dict[int, TierCapacity]] = {name: {} for name in self.tiers}
-        # Time of the first of the latest steps without tokens, on the monotonic clock.
+        # Since when all steps were without tokens, on the monotonic clock.
         self._idle_since: float | None = None
         # By tier, what wakes the engine after a pause of writes.
         self._alarms: dict[str, threading.Timer] = {}
 
     def arrived(self, request: TrackedRequest) -> None:
-        """Bring what a request needs into host memory while the engine has it queued."""
+        """Read what a request needs into host memory while it is queued."""
         self._prefetcher.arrived(request)
 
     def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
-        """Return True if a request is to be looked up again later, since a promotion is coming.
+        """Return whether the engine must ask again for a request, since something is coming for it.
 
-        Starts the promotion if it is worth it. `start_tokens` of the request are on the GPU.
+        Starts the read if it is worth it. `start_tokens` of the request are on the GPU.
         """
         return bool(self.tiers) and self.promoter.waits(request, start_tokens)
 
     def advance(self, *, computes: bool) -> None:
-        """Plan this step's demotions and prefetches. `computes` is False without any tokens."""
+        """Plan the demotions and prefetches of a step; `computes` if it computes any tokens."""
         if not self.tiers:
             return
         if not computes and any(
@@ -132,7 +132,7 @@ class LowerTiers:
         failed = transfer.failed
         pause_seconds = self.tiers[transfer.tier].copied(transfer)
         if transfer.kind is Kind.PROMOTE:
-            self.promoter.ended(transfer, failed)
+            self.promoter.reads.ended(transfer, failed)
             # A request that did not wait for them may have asked to retain these blocks.
             self._retention.stored(transfer.slots)
         else:
@@ -140,7 +140,7 @@ class LowerTiers:
         name = f"{transfer.kind.value}d_slots"
         self._statistics.count(name, int(len(failed) - failed.sum()))
         self._statistics.count("lost_tier_slots", int(failed.sum()))
-        # A resting engine would leave what has come meanwhile until its next request.
+        # A resting engine would not write what was stored meanwhile until its next request.
         if pause_seconds and self._engine.wake is not None:
             alarm = threading.Timer(pause_seconds, self._engine.wake)
             self._alarms[transfer.tier] = alarm
@@ -160,18 +160,18 @@ class LowerTiers:
     @property
     def has_pending_work(self) -> bool:
         """True while the engine must keep stepping for a tier."""
-        # The user of an engine that pauses or ends waits until it stops stepping.
+        # Whoever pauses or ends an engine waits until it stops stepping.
         return any(map(self._has_work, self.tiers.values())) and not self._engine.is_to_rest()
 
     def _has_work(self, tier: Tier) -> bool:
-        # While an answer is late nothing is written, but the answer or its timeout comes soon.
+        # While an answer is late nothing is written, but the answer or its timeout will come soon.
         may_begin = tier.may_write or tier.is_asked
         begins = may_begin and self.demoters[tier.name].has_more and self._is_patient
         # After an error the other copies under way still end, and their ends are applied.
         return begins or (bool(self._copies(tier)) and not tier.is_stuck)
 
     def _sharing_ranks(self, tier: str) -> int:
-        """Number of ranks that write each slot once between them; some may have failed to share."""
+        """Number of ranks that share the work of writing each slot; some may have failed to."""
         return min((rank.sharing_ranks for rank in self._ranks[tier].values()), default=1)
 
     def _copies(self, tier: Tier) -> list[Transfer]:
@@ -181,7 +181,7 @@ class LowerTiers:
 
     @property
     def _is_patient(self) -> bool:
-        """False once the engine has idled so long that writes would only keep it awake."""
+        """False once the engine has been idle so long that writes would only keep it awake."""
         since = self._idle_since
         return since is None or time.monotonic() - since < IDLE_SECONDS
 
@@ -225,7 +225,7 @@ class LowerTiers:
         if not self.tiers:
             return {}
         gauges: dict[str, float] = {
-            "promoting_slots": self.promoter.running_slots,
+            "promoting_slots": self.promoter.reads.running_slots,
             "demoting_slots": sum(one.running_slots for one in self.demoters.values()),
             "oldest_move_seconds": self._transfers.oldest_age_seconds(*TIER_KINDS),
         }
@@ -242,4 +242,5 @@ class LowerTiers:
             tier.check_integrity()
         for quotas in self._quotas.values():
             quotas.check_integrity()
-        self.promoter.check_integrity()
+        self.promoter.reads.check_integrity()
+        self.promoter.questions.check_integrity()

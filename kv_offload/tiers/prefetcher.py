@@ -13,20 +13,20 @@ from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.promoter import Promoter
 
 WINDOW = 16
-"""Queued requests that one step looks at. A remote store is asked for one at a time."""
+"""Maximum queued requests that one step looks at. A remote store is asked for one at a time."""
 
 MAX_AHEAD_SHARE = 4
-"""One of so many slots of host memory, at most, is filled for requests that are still queued. More
-of them would evict what was read for the first ones."""
+"""At most one in this many slots of host memory is filled for queued requests. More of them would
+evict what was read for the first ones."""
 
 
 class Prefetcher:
-    """Brings what is below into host memory while a request waits for its turn.
+    """Reads blocks from lower tiers into host memory while their request is queued.
 
-    vLLM looks a request up only once it could run it. While all its places are taken a request may
-    be queued for seconds, in which a slow tier is read for nothing. Requests are looked at in the
-    order of their arrival; nothing waits for this, and a read that has not ended when the engine
-    looks the request up is waited for as any other.
+    vLLM looks a request up only once it could run it. While all its places are taken, a request may
+    be queued for seconds, in which a slow tier would be idle. Requests are handled in the order of
+    their arrival. Nothing waits for this; if a read has not ended when the engine looks the request
+    up, the request waits for it as for any other.
     """
 
     def __init__(self, core: Core, promoter: Promoter, lookups: Lookups) -> None:
@@ -44,9 +44,9 @@ class Prefetcher:
         self._queue.append(tracked)
 
     def plan_step(self) -> None:
-        """Look at the first requests of the queue, with the keys that this step may still look up.
+        """Look at the first requests of the queue, within this step's budget of lookups.
 
-        To be called after the engine has scheduled: what it could run it has looked up itself.
+        Called after the engine has scheduled: the requests that it could run it has looked up.
         """
         if self._ahead:
             waiting = Phase.WAITING
@@ -64,9 +64,9 @@ class Prefetcher:
         if tracked.phase is not Phase.WAITING or not tracked.may_load:
             return True
         wait = tracked.tier_wait
-        if wait is None and self._promoter.is_asking:
-            return False  # a store answers in order: the engine's next question is to be the second
-        if self._room <= 0 or self._budget.is_spent:
+        if wait is None and self._promoter.questions.any_open:
+            return False  # answers come in order, and the engine's next question must not wait long
+        if self._room <= 0 or self._budget.is_spent():
             return False
         start_tokens = self._gpu_tokens(tracked) if wait is None else wait.start_tokens
         moves = self._promoter.prefetch(tracked, start_tokens)
@@ -79,10 +79,10 @@ class Prefetcher:
         return moves is not None
 
     def _gpu_tokens(self, tracked: TrackedRequest) -> int:
-        """Return how many tokens the engine's own cache has, where that is easily known; or 0.
+        """Return how many tokens of a prompt the engine's own cache has; 0 if that is hard to tell.
 
-        What it has of the others is read for nothing, unless it is evicted meanwhile. Takes
-        O(log tokens): the engine evicts the end of a prompt first.
+        If it has some after all, they are read for nothing unless the engine evicts them. Takes
+        O(log tokens), since the engine evicts the end of a prompt first.
         """
         groups = self._prefixes.groups
         if len(groups) > 1 or groups[0].block_tokens != self._pool.hash_block_size:

@@ -1,4 +1,5 @@
-"""A store that other engines read and write too: nobody here decides what it keeps."""
+"""The remote store: a tier that other engines use as well, and that decides itself what it
+keeps."""
 
 from __future__ import annotations
 
@@ -14,27 +15,25 @@ from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
 from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
-
-PATIENCE_SECONDS = 0.2
-"""For how long a request waits for the answer which of its blocks the store has."""
+from kv_offload.tiers.questions import Question
 
 KNOWN_SECONDS = 30.0
-"""A block that the store had at most so long ago is read without asking again."""
+"""A block that the store had no longer ago than this is read without asking again."""
 
 MAX_KNOWN_KEYS = 1 << 18
 """Maximum number of keys remembered as present in the remote store: some 50 MB."""
 
 GENERATION_BYTES = 16
 SHARED_GENERATION = bytes(GENERATION_BYTES)
-"""Begins the names of blocks that all engines find."""
+"""Prefix of the names of blocks that all engines find."""
 
 
 DirectoryOpener = Callable[[Sequence[str]], RemoteDirectory]
-"""Opens a directory for ranks whose objects' keys begin so; equal beginnings are named once."""
+"""Opens a directory. Takes the distinct prefixes of the ranks' object keys."""
 
 
 class RecentKeys:
-    """Keys that were added in the last `KNOWN_SECONDS` to twice as long, or since it grew."""
+    """Remembers keys for `KNOWN_SECONDS` to twice as long, or less if there are too many."""
 
     def __init__(self) -> None:
         self._young: set[bytes] = set()
@@ -49,12 +48,12 @@ class RecentKeys:
             self._young, self._turned = set(), now
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Add keys, also such as are there."""
+        """Add keys; those that are known stay longer."""
         self._turn()
         self._young.update(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Take keys out, as far as they are there."""
+        """Forget keys."""
         for key in keys:
             self._young.discard(key)
             self._old.discard(key)
@@ -63,45 +62,20 @@ class RecentKeys:
         return key in self._young or key in self._old
 
     def has(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Say for each key whether it is there."""
+        """Return for each key whether it is remembered; a mask."""
         self._turn()
         young, old = self._young, self._old
         return np.array([key in young or key in old for key in keys], bool)
 
 
-class Question:
-    """Which of some keys the store has, as it may not have answered yet."""
-
-    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
-        self._tier, self._keys, self.answer = tier, keys, answer
-        self._generation = tier.generation
-        self._asked = time.monotonic()
-        self._closed = False
-        self.is_late = False
-        """True if it was closed without an answer."""
-
-    def is_open(self) -> bool:
-        """Return whether it may still be answered. Afterwards `Tier.readable` knows of the answer.
-
-        It closes late too, and then the request is served without it.
-        """
-        if not self._closed:
-            waited = time.monotonic() - self._asked
-            self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
-            self._closed = self.answer.is_done or self.is_late
-            if self._closed:
-                self._tier.take_answer(self._keys, self._generation, self.answer)
-        return not self._closed
-
-
 class RemoteTier(Tier):
-    """Knows of keys what the store has answered recently, or what this engine has written to it.
+    """Remembers the keys that the store has named recently, or that this engine has written.
 
-    A key that was there may be gone: then its read brings nothing, and it is forgotten here.
+    Such a key may be gone: then its read brings nothing, and it is forgotten here.
 
-    The blocks that all engines find have a name without a secret. After a reset, or new weights,
-    this engine names its blocks by a secret of its own: others may still have the weights of
-    before, and what they store must not be served here.
+    Blocks that all engines find have names without a secret. After a reset, or new weights, this
+    engine names its blocks with a secret of its own: others may still have the old weights, and
+    their blocks must not be served here.
     """
 
     name, what = "remote", "remote store"
@@ -113,7 +87,7 @@ class RemoteTier(Tier):
         self._directory: RemoteDirectory | None = None
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
-        # Answers come in the order of the questions, so the last is open as long as any is.
+        # Answers come in the order of the questions, so the last one is open as long as any is.
         self._last_answer: RemoteAnswer | None = None
         self._is_late = False
 
@@ -123,7 +97,7 @@ class RemoteTier(Tier):
         return self._directory is not None
 
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
-        """Take in how the ranks name their objects; ranks that share memory name them alike."""
+        """Open the directory. Ranks that share memory have the same names for their objects."""
         if self._directory is None:
             self._directory = self._open_directory(sorted({r.file_id for r in ranks.values()}))
 
@@ -144,7 +118,7 @@ class RemoteTier(Tier):
 
     @property
     def _late_answer_failed(self) -> bool:
-        """Return whether it did, and not so long ago that a pause would be over."""
+        """True if the last answer came late, as an error, and a pause for it would not be over."""
         answer = self._last_answer
         if not self._is_late or answer is None or not answer.is_done or answer.found is not None:
             return False
@@ -164,7 +138,7 @@ class RemoteTier(Tier):
         return key in self._known
 
     def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
-        """Ask the store for what is not known of these keys."""
+        """Ask the store for those of the keys that are not known. See `Tier`."""
         assert self._directory is not None, "the tier is not open"
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
@@ -180,7 +154,7 @@ class RemoteTier(Tier):
         return self._last_answer is not None and not self._last_answer.is_done
 
     def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: RemoteAnswer) -> None:
-        """Take in an answer, or that it takes too long; `generation` began the names asked for."""
+        """Learn from an answer, or from a late one; `generation` is that of the question."""
         if not answer.is_done:
             self._is_late = True
         elif answer.found is None:
@@ -197,7 +171,7 @@ class RemoteTier(Tier):
                 self.read_failed()
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
-        """Write what is not known to be there. The ranks look before they send it."""
+        """Choose the keys that are not known to be there. The ranks check before they write."""
         rows = np.flatnonzero(~self._known.has(keys)).tolist()
         return rows, np.arange(len(rows), dtype=np.int32)
 
@@ -215,7 +189,7 @@ class RemoteTier(Tier):
         self._known.discard(key for key, bad in zip(move.keys, failed, strict=True) if bad)
 
     def forget_all(self) -> bool:
-        """Find nothing any more of what was stored, and let nobody find what is stored from now."""
+        """Forget all keys, and hide from other engines what is stored from now on. See `Tier`."""
         self._generation = secrets.token_bytes(GENERATION_BYTES)
         self._known = RecentKeys()
         return True
@@ -225,4 +199,4 @@ class RemoteTier(Tier):
         return {"has_remote": 1.0}
 
     def check_integrity(self) -> None:
-        """See `Tier`: nothing here has to fit what the store has."""
+        """See `Tier`. There is nothing to compare with: the store decides what it keeps."""

@@ -1,4 +1,4 @@
-"""From the changes of host memory, or a disk, to announcements for routers, some in each step."""
+"""Turns changes of host memory, or of a disk, into announcements for routers, some in each step."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from kv_offload.scheduler.stores.candidates import Span
 
 MAX_STORED = 1024
 MAX_REMOVED = 4096
-"""Blocks of which one step tells at most. What is left is told in the next steps."""
+"""Maximum blocks that one step announces. The rest follows in the next steps."""
 
 MAX_AGAIN = 256
-"""Blocks that are told again in a step, at most: most of them alone, so each takes longer."""
+"""Maximum blocks that one step announces again. Most are announced alone, so each takes longer."""
 
 MAX_LOOKS = 256
-"""Keys for which something is held back and that a step looks at, whether they are gone. Behind a
-copy that hangs there may be tens of thousands: all is held back that continues what it brings."""
+"""Maximum parents of held-back blocks that one step checks. A copy that hangs may hold back tens of
+thousands of blocks: all that continue what it brings."""
 
 
 @dataclass(slots=True)
 class BlocksStored:
-    """Blocks that follow each other in a prefix, and can be loaded now.
+    """Consecutive blocks of a prefix that can be loaded now.
 
-    `parent` is the hash of the block before the first, None at the beginning of a prompt; `said`
-    has for each block what the engine said of it when it was planned.
-
-    Of blocks without `tokens`, which an earlier process has left, nothing but the hashes is known.
-    `tier` names the disk that they are on, and is empty for host memory.
+    - `parent`: hash of the block before the first; None at the beginning of a prompt.
+    - `tokens`: empty for blocks that an earlier process left, of which only the hashes are known.
+    - `said`: the engine's own description of each block.
+    - `tier`: the name of their tier; empty for host memory.
     """
 
     group: CacheGroup
@@ -61,16 +60,17 @@ class BlocksRemoved:
 
 Announcement: TypeAlias = BlocksStored | BlocksRemoved
 Run: TypeAlias = list[tuple[int, Record]]
-"""Slots that hold blocks which follow each other in a prefix, with their records."""
+"""Slots that hold consecutive blocks of a prefix, with their records."""
 
 
 class Announcer:
-    """Tells of each block that becomes readable or is forgotten.
+    """Announces each block that becomes readable or is forgotten.
 
-    The changes are told in their order. So whoever has heard of all of them knows what is readable,
-    and of a prefix its beginning is told first. A block that is gone before its turn is left out.
+    Changes are announced in their order, so a router that applies all of them knows what is
+    readable. A child block is announced after its parent, and a block that is gone before its turn
+    not at all.
 
-    A block that an earlier process has left is announced by its hash, and with its tokens once a
+    A block that an earlier process left is announced by its hash, and again with its tokens once a
     request has loaded it.
     """
 
@@ -82,14 +82,14 @@ class Announcer:
         self._manager = manager
         self._prefixes = prefixes
         self._records = BlockRecords(manager.num_slots, prefixes, describe)
-        # By slot: what routers have been told that it holds; as far as slots were told of.
+        # By slot, the record that routers know; up to the last slot that was announced.
         self._told: list[Record | None] = []
-        # Announcements to repeat, in order, and by slot a flag that it is still so.
+        # Slots to announce again, in order, and by slot whether that is still to be done.
         self._again = NO_SLOTS
         self._is_again = bytearray(manager.num_slots)
         self.held_back: OrderedDict[SlotKey, deque[Slots]] = OrderedDict()
-        """Readable slots that continue what is still being stored, by the key of that."""
-        # Keys among them that have been told, or are gone.
+        """Readable slots whose parent block was not announced yet, by its key."""
+        # Keys among them that were announced, or are gone.
         self._released: deque[SlotKey] = deque()
         self._stored_left = 0
 
@@ -98,7 +98,7 @@ class Announcer:
     def remember_stores(
         self, spans: Iterable[Span], keys: Sequence[SlotKey], slot_of: dict[SlotKey, int]
     ) -> None:
-        """Remember the blocks that were given slots, of spans whose keys are `keys` in order."""
+        """Remember the blocks of spans that were given slots; `keys` has all keys, in order."""
         at = 0
         for cursor, position, first, last in spans:
             end = at + last - first
@@ -108,7 +108,7 @@ class Announcer:
     def remember_prefix(
         self, request: Request, start_tokens: int, end_tokens: int, slot_of: dict[SlotKey, int]
     ) -> None:
-        """Remember the blocks that were given slots, of those that extend a prefix."""
+        """Remember the blocks that were given slots, in a range of tokens of a prefix."""
         prefixes = self._prefixes
         for position, group in enumerate(prefixes.groups):
             slots = prefixes.needed_slots(group, start_tokens, end_tokens)
@@ -116,17 +116,17 @@ class Announcer:
             self._records.remember(request, position, slots.start, keys, slot_of)
 
     def below(self, manager: CacheManager, tier: str) -> Announcer:
-        """Return an announcer of a tier that is written from this one's slots."""
+        """Return an announcer for a tier that is written from the slots of this one."""
         return Announcer(manager, self._prefixes, self._records.describe, tier)
 
     def remember_write(
         self, source: Announcer, keys: Sequence[SlotKey], slots: Slots, own_slots: Slots
     ) -> None:
-        """Remember blocks that are written from `slots` of host memory, whose announcer it is."""
+        """Remember blocks that are written to a tier from `slots` of host memory, of `source`."""
         self._records.take_over(source._records, keys, slots, own_slots)
 
     def learn(self, request: Request, end_tokens: int) -> None:
-        """Announce with their tokens what an earlier process has left of a request's prefix."""
+        """Announce a request's prefix with its tokens, as far as an earlier process left it."""
         if not self._log.restored:
             return
         for position, group in enumerate(self._prefixes.groups):
@@ -140,9 +140,9 @@ class Announcer:
     # -- what is told --------------------------------------------------------------------------
 
     def engine_was_reset(self) -> None:
-        """Have everything told again: what the engine tells of its reset makes routers forget it.
+        """Announce everything again: the engine's reset event has made routers forget it.
 
-        What continues it is told after it. Takes 0.1 s where there are 1,000,000 blocks.
+        Children come after their parents. Takes 0.1 s for 1,000,000 blocks.
         """
         slots = [slot for slot, known in enumerate(self._told) if known is not None]
         told = np.array(slots, np.int32)
@@ -152,20 +152,20 @@ class Announcer:
 
     @property
     def has_more(self) -> bool:
-        """True if `take` has something to do now.
+        """True if `take` has something to announce now.
 
-        What waits for a copy does not count: where a disk hangs, that is for long.
+        Blocks that wait for a copy do not count: if a disk hangs, that takes long.
         """
         if self._log.changes or len(self._again) or self._released:
             return True
         return any(not self._is_coming(key) for key in islice(self.held_back, MAX_LOOKS))
 
     def take(self) -> list[Announcement]:
-        """Return what is to be told now."""
+        """Return the announcements of this step."""
         told = list(self._take()) if self.has_more else []
         if len(self.held_back) > MAX_LOOKS:
             for key in [*islice(self.held_back, MAX_LOOKS)]:
-                self.held_back.move_to_end(key)  # others have their turn
+                self.held_back.move_to_end(key)  # the others are next
         return told
 
     def _take(self) -> Iterator[Announcement]:
@@ -193,7 +193,7 @@ class Announcer:
         yield from self._release()
 
     def _remove(self, slots: Slots) -> Iterator[BlocksRemoved]:
-        """Tell that what was told of these slots is gone."""
+        """Announce that what routers know of these slots is gone."""
         told, groups = self._told, self._prefixes.groups
         hashes: list[list[bytes]] = [[] for _ in groups]
         for slot in slots.tolist():
@@ -209,7 +209,7 @@ class Announcer:
                 yield BlocksRemoved(group, of_group, self._tier)
 
     def _store(self, slots: Slots) -> Iterator[BlocksStored]:
-        """Tell what these slots hold now and was not told, or has to be told again."""
+        """Announce the blocks in these slots that routers do not know, or must hear of again."""
         told = self._told
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
@@ -221,10 +221,10 @@ class Announcer:
             if key is None:
                 continue
             found, known = self._records.of(slot, key), told[slot]
-            # An earlier process left what has no record.
+            # A block without a record is from an earlier process.
             record = found or (key, self._prefixes.position_of(key), None, b"", None)
             if known is not None and known[0] != key:
-                continue  # it was not told yet that something else is gone
+                continue  # the removal of the block before it comes first
             if known == record and not self._is_again[slot]:
                 continue
             if not record[3]:
@@ -274,19 +274,19 @@ class Announcer:
             self._released.append(record[0])
 
     def _is_coming(self, key: SlotKey) -> bool:
-        """Return whether this key will be announced as loadable, and was not yet."""
+        """Return whether this key is still to be announced as loadable."""
         (slot,) = self._manager.slot_numbers([key])
         return self._waits_for(key, slot)
 
     def _waits_for(self, key: SlotKey, slot: int) -> bool:
-        """Say the same, of a key whose slot was looked up."""
+        """Return the same for a key whose slot is known."""
         if slot < 0 or self._records.of(slot, key) is None:
             return False
         known = self._told[slot] if slot < len(self._told) else None
         return known is None or known[0] != key or bool(self._is_again[slot])
 
     def _release(self) -> Iterator[BlocksStored]:
-        """Tell what was held back, as far as what it continues has been told or is gone."""
+        """Announce the held-back blocks whose parents were announced or are gone."""
         if not self._released:
             looked_at = islice(self.held_back, MAX_LOOKS)
             self._released += [key for key in looked_at if not self._is_coming(key)]
@@ -296,7 +296,7 @@ class Announcer:
             if held is None or self._is_coming(key):  # it has come back meanwhile
                 self._released.popleft()
                 continue
-            # One by one: all prompts that share a beginning may wait for its last block.
+            # One by one: all prompts that share a prefix may wait for its last block.
             slots = held.popleft()
             if not held:
                 del self.held_back[key]

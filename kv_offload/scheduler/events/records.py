@@ -1,7 +1,7 @@
-"""Facts of each block in host memory, kept so that routers can get them later.
+"""Keeps facts of each block in host memory for announcements to routers.
 
-A store completes steps after it was planned, when its request may be gone. And what a router was
-told it may have to be told again.
+A store ends some steps after its plan, when its request may be gone, and a block may have to be
+announced again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from kv_offload.cache.slots import Key, Slots
 from kv_offload.engine import Request
 
 Record: TypeAlias = tuple[SlotKey, int, SlotKey | None, bytes, Any]
-"""Key, position of the cache group, key of the block before it, tokens, what the engine said.
+"""Key, position of the cache group, parent's key, tokens, and the engine's own description.
 
-Of a block that an earlier process has left there are no tokens, and nothing but key and group.
-
-A plain tuple of plain values: the garbage collector does not go through a million of them."""
+A block that an earlier process left has only key and group. A plain tuple of plain values: the
+garbage collector does not go through a million of them."""
 
 Describe: TypeAlias = Callable[[Request, int, int, int], Sequence[Any] | None]
-"""Returns what the engine says of blocks beyond their tokens, an entry each; None if nothing.
+"""Returns the engine's own description of each block beyond its tokens; None if it has none.
 
-Takes the request, the first token, the last (exclusive), and the tokens of a block."""
+Takes the request, the first token, the end (exclusive), and the number of tokens per block."""
 
 
 class BlockRecords:
-    """The record of each slot, written when the slot is taken: about 200 bytes a block."""
+    """The record of each slot, written when the slot is taken: about 200 bytes per block."""
 
     def __init__(self, num_slots: int, prefixes: PrefixMap, describe: Describe) -> None:
         self._prefixes = prefixes
@@ -39,14 +38,14 @@ class BlockRecords:
         self._depth_of = array("i", bytes(num_slots * array("i").itemsize))
 
     def of(self, slot: int, key: Key) -> Record | None:
-        """Return what is remembered of a key in a slot; None if nothing."""
+        """Return the record of a slot if it is about this key; else None."""
         record = self._record_of[slot] if slot < len(self._record_of) else None
         return record if record is not None and record[0] == key else None
 
     def take_over(
         self, source: BlockRecords, keys: Sequence[SlotKey], slots: Slots, own_slots: Slots
     ) -> None:
-        """Remember for `own_slots` what `source` remembers of these keys in `slots`."""
+        """Copy the records of these keys from `slots` of `source` to `own_slots`."""
         self._make_room(int(own_slots.max(initial=-1)))
         for key, slot, own in zip(keys, slots.tolist(), own_slots.tolist(), strict=True):
             self._record_of[own] = source.of(slot, key)
@@ -56,7 +55,7 @@ class BlockRecords:
         self._record_of += [None] * (last_slot + 1 - len(self._record_of))
 
     def by_depth(self, slots: Slots) -> Slots:
-        """Return slots so that no block comes before the one that its prefix ends with."""
+        """Return slots ordered so that parents come before their children."""
         depths = np.frombuffer(self._depth_of, np.int32)[slots]
         ordered: Slots = slots[np.argsort(depths, kind="stable")]
         return ordered
@@ -69,13 +68,13 @@ class BlockRecords:
         keys: Sequence[SlotKey],
         slot_of: Mapping[SlotKey, int],
     ) -> None:
-        """Remember those of a request's blocks that `slot_of` gives a slot.
+        """Remember the blocks of a request that have a slot in `slot_of`.
 
         `keys` are those of its blocks from `first` on, in the cache group at `position`.
         """
-        if not keys:  # of a chunk that begins where a hit ends
+        if not keys:  # as for a chunk that begins where a hit ends
             return
-        if all(map(slot_of.__contains__, keys)):  # of one that decodes, or of a new prompt
+        if all(map(slot_of.__contains__, keys)):  # as for a decode, or a new prompt
             self._remember_run(request, position, first, keys, [slot_of[key] for key in keys])
             return
         begin = 0

@@ -1,7 +1,7 @@
-"""What is copied from host memory.
+"""Loads: copies from host memory to GPU blocks.
 
-- `admissions`: what a waiting request gets; the rest of the scheduler talks to it.
-- `lookups`: which prefix of it host memory has.
-- `decision`: how a hit is served, as a function of what that costs.
-- `costs`: what loads and prompts cost now.
+- `admissions`: from the lookup of a waiting request to its load; the scheduler calls it.
+- `lookups`: finds the prefix that host memory has.
+- `decision`: decides how a hit is served, a pure function of costs.
+- `costs`: the current costs of loads and prompts.
 """

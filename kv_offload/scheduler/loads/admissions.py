@@ -1,7 +1,8 @@
-"""What a waiting request gets: the answer to a look-up, blocks, and the load that fills them."""
+"""Follows a waiting request from its first lookup to its admission, and plans its load."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,34 +19,34 @@ from kv_offload.scheduler.transfers import Kind
 from kv_offload.tiers.lower import LowerTiers
 
 MAX_LOADS = 128
-"""Asynchronous loads under way, from which on a request waits without GPU blocks.
+"""With this many asynchronous loads under way, the next request waits without GPU blocks.
 
-One more would only stand in line, and vLLM goes through all of them for each that it admits: with
-500 of them a step took 0.2 s (November 2026)."""
+Its load would only wait for the link, and vLLM goes through all loading requests whenever it admits
+one: with 500 of them a step took 0.2 s (November 2026)."""
 
 
 def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
     """Return whether a forward can wait for loads into blocks of these cache groups.
 
-    vLLM may use less than it was offered, and of several groups a window then lacks blocks. States
-    are moved from block to block before the forward that waits for a load.
+    Not with several groups: vLLM may use less of a hit than it was offered, and then a window lacks
+    blocks. Not with states: vLLM moves them between blocks before the forward that would wait.
     """
     return len(groups) == 1 and not groups[0].holds_state
 
 
 class Match(NamedTuple):
-    """What can be loaded for a waiting request."""
+    """The answer to the engine's question what can be loaded for a waiting request."""
 
     tokens: int | None
-    """How many beyond its local hit; None asks the engine to ask again."""
+    """Number of tokens to load after its local hit; None asks the engine to ask again."""
     asynchronous: bool = False
     """True if other steps run while it is loaded."""
     shared_tokens: int = 0
-    """Where windows and states should be kept for others that share its prefix; or 0."""
+    """Length at which windows and states should be kept, for others that share the prefix; or 0."""
 
 
 class Admissions:
-    """Follows a request from its first look-up until it is scheduled."""
+    """Answers lookups of waiting requests, and plans their loads when they get blocks."""
 
     def __init__(
         self,
@@ -62,41 +63,55 @@ class Admissions:
         self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
     def match(self, tracked: TrackedRequest, start: int) -> Match:
-        """Look up what can be loaded of a request beyond its first `start` tokens, and decide."""
-        hit = tracked.hit
-        waits = hit is not None and hit.start_tokens == start and self._lacks_place(hit)
-        if waits and not self._loads_hang:
-            return Match(None, shared_tokens=tracked.shared_tokens)  # as decided before
-        tracked.looked_up()
-        self._lookups.arrived(tracked)
-        if not tracked.may_load:
-            return Match(0, shared_tokens=tracked.shared_tokens)
-        hit = self._lookups.find(tracked, start, self._tiers)
-        if hit is None:
-            return Match(None, shared_tokens=tracked.shared_tokens)
-        hit.decision = self._decide(tracked, hit)
-        if self._lacks_place(hit):
-            if not self._loads_hang:
-                return Match(None, shared_tokens=tracked.shared_tokens)
-            # Those before it hang, and a prompt can be computed.
-            hit.decision = Decision(0, hit.end_tokens, synchronous=False)
-        tokens, _, synchronous = hit.decision
-        return Match(tokens, tokens > 0 and not synchronous, tracked.shared_tokens)
+        """Look up what can be loaded of a request after its first `start` tokens, and decide."""
+        tokens: int | None = None
+        asynchronous = False
+        if not self.still_waits(tracked, start):
+            tracked.looked_up()
+            self._lookups.arrived(tracked)
+            # Asked first: the lookup in the tiers must not prevent the one in host memory.
+            is_spent = self._lookups.budget.is_spent()
+            if not tracked.may_load:
+                tokens = 0
+            elif not self._tiers.waits(tracked, start):
+                hit = self._lookups.find(tracked, start, is_spent=is_spent)
+                if hit is not None:
+                    hit.decision = self._decide(tracked, hit)
+                    tokens, asynchronous = self._take_turn(tracked, hit, hit.decision)
+        return Match(tokens, asynchronous, tracked.shared_tokens)
 
-    def _lacks_place(self, hit: Hit) -> bool:
-        """Return whether an asynchronous load was decided on, and too many are under way.
+    def _take_turn(
+        self, tracked: TrackedRequest, hit: Hit, chosen: Decision
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens are loaded now and whether asynchronously; None: later."""
+        asynchronous = chosen.tokens > 0 and not chosen.synchronous
+        if not asynchronous or self._transfers.num_loads < MAX_LOADS:
+            return chosen.tokens, asynchronous
+        if self._line_is_full():
+            tracked.still_waits = self._line_is_full
+            return None, False
+        # The loads before it hang, and a prompt can be computed.
+        hit.decision = Decision(0, hit.end_tokens, synchronous=False)
+        return 0, False
 
-        Asked for every waiting request in every step, so it takes O(1).
+    def still_waits(self, tracked: TrackedRequest, start: int) -> bool:
+        """Return whether a request must still wait, as its last lookup found; in O(1).
+
+        A hit does not wait for its turn if it begins elsewhere by now: less of it may be loaded.
         """
-        chosen = hit.decision
-        if chosen is None or not chosen.tokens or chosen.synchronous:
-            return False
-        return self._transfers.num_loads >= MAX_LOADS
+        hit = tracked.hit
+        return (hit is None or hit.start_tokens == start) and tracked.still_waits()
 
-    @property
-    def _loads_hang(self) -> bool:
-        """True if the oldest load takes so long that no request is to wait for its end."""
-        return self._transfers.oldest_age_seconds(Kind.LOAD) > MAX_WAIT_SECONDS
+    def _line_is_full(self) -> bool:
+        """Return whether another asynchronous load must wait for the end of one before it.
+
+        It must not if the oldest takes so long that it seems to hang.
+        """
+        loads = self._transfers.running(Kind.LOAD)
+        if self._transfers.num_loads < MAX_LOADS:
+            return False
+        oldest = next(iter(loads.values()), None)
+        return oldest is None or time.monotonic() - oldest.sent <= MAX_WAIT_SECONDS
 
     def _decide(self, tracked: TrackedRequest, hit: Hit) -> Decision:
         start, end, num_tokens = hit.start_tokens, hit.end_tokens, hit.num_tokens
@@ -167,7 +182,7 @@ class Admissions:
             if group.is_scratch:
                 continue
             first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
-            # A window group has null blocks in front of the window, never behind.
+            # A window group has null blocks before its window, never after it.
             skipped = ids[first:last].count(self._null_block_id)
             blocks += ids[first + skipped : last]
             hashes = tracked.request.block_hashes
@@ -192,13 +207,13 @@ class Admissions:
     def allocation_failed(
         self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """Plan a load that fails in place of the one that the engine counts on: `allocated` raised.
+        """Plan a load that fails, in place of the one that `allocated` could not plan.
 
-        So the ranks report that it failed, and leave none of these blocks with old content.
+        The engine counts on a load. So ranks report a failed one, and no block keeps old content.
         """
         hit, tracked.hit = tracked.hit, None
         if tracked.phase is Phase.WAITING:
-            # Its blocks count among those of requests that may have wrong KV, whatever has failed.
+            # Recovery must know its blocks, whatever has failed.
             self._requests.admit(tracked, blocks.get_block_ids())
         chosen = None if hit is None else hit.decision
         if not num_external_tokens or hit is None or chosen is None:

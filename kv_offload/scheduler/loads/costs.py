@@ -1,4 +1,4 @@
-"""What loads and prompts cost now, from what was measured and what this step has already."""
+"""The current costs of loads and prompts, from measurements and from the plan of this step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ START_SECONDS = 0.001
 a millisecond each with 32 layers on an H200's host, 22 Nov 2026)."""
 
 TRUSTED_SHARE = 0.8
-"""Share of the expected time of the steps under way that a load counts on. They are medians, and a
-load that takes longer than they do delays all requests."""
+"""A load counts on this share of the expected time of the steps under way. That time is a median,
+and a load that takes longer than the steps delays all requests."""
 
 ASSUMED_DECODE_SECONDS = 0.005
-"""A step of a decode until one was timed."""
+"""Time of a step of decodes until one was measured."""
 
 
 class LoadCosts:
     """Gives the costs of hits. `block_bytes` are those of a block on one rank.
 
-    `overlaps` is True if a load runs while the steps under way compute. Another call answers by
-    what is known then; only what `rate` counts is remembered, and which of the two was faster last.
+    `overlaps` is True if a load runs while the steps under way compute. Nothing of a decision is
+    remembered but the counts of `rate`, and which of loading and computing was faster last.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class LoadCosts:
         self._prefers_compute = False
         self._block_bytes = block_bytes
         self._watch, self._queue, self._overlaps = watch, queue, overlaps
-        # Weak, since a request that has ended must not be kept, whether or not a hit ever asks. Not
-        # cleared of these at every admission: a step may admit hundreds.
+        # Weak: an ended request must not be kept alive until the next hit. Removing it at each
+        # admission would take too long, since a step may admit hundreds.
         self._prefilling: WeakSet[TrackedRequest] = WeakSet()
         self._longest_tokens = 0
         self.next_step()
@@ -55,7 +55,7 @@ class LoadCosts:
     # -- the step ------------------------------------------------------------------------------
 
     def next_step(self) -> None:
-        """Drop what the step before computes and loads."""
+        """Begin a step without prompts and loads."""
         self._beside = 0.0
         self._step_tokens = 0
         self._in_waves = True
@@ -63,7 +63,7 @@ class LoadCosts:
         """Tokens of admitted prompts that are not computed, once this step has counted them."""
 
     def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
-        """Take a request that the engine computes from `computed_tokens` on."""
+        """Count a request whose tokens from `computed_tokens` on will be computed."""
         self._prefilling.add(tracked)
         tokens = tracked.request.num_tokens - computed_tokens
         self._longest_tokens = max(self._longest_tokens, tokens)
@@ -73,7 +73,7 @@ class LoadCosts:
     def count(self, num_slots: int, tokens_left: int) -> None:
         """Count a request that this step computes: the slots of its synchronous load, if any.
 
-        With a load that leaves no tokens, none of the step's loads arrives in waves.
+        If a load leaves no tokens to compute, no load of the step arrives in waves.
         """
         self._beside += self.load_seconds(num_slots)
         self._step_tokens += tokens_left
@@ -82,7 +82,7 @@ class LoadCosts:
     # -- costs ---------------------------------------------------------------------------------
 
     def of(self, start: int, end: int, num_tokens: int, slots: int, *, idle: bool) -> Costs:
-        """Return the costs of a hit from `start` to `end` of a request, which is in `slots`.
+        """Return the costs of a hit from token `start` to `end`, which takes `slots`.
 
         `idle` is True if no other request runs or is loaded.
         """
@@ -122,11 +122,14 @@ class LoadCosts:
         return self._queue.seconds_ahead(per_slot, time.monotonic())
 
     def load_seconds(self, slots: int) -> float:
-        """Return how long a load of so many slots takes, without those before it."""
+        """Return how long a load of this many slots takes, without those queued before it."""
         return self.rate.seconds(slots * self._block_bytes)
 
     def compute_seconds(self, tokens: int) -> float | None:
-        """Return after how long `tokens` of a new prompt are computed; None without evidence."""
+        """Return when `tokens` of a new prompt would be computed, in seconds from now.
+
+        None without evidence.
+        """
         own_compute = self._watch.prefill_rate.seconds(tokens)
         return None if own_compute is None else own_compute + self._seconds_ahead()
 

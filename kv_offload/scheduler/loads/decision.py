@@ -17,27 +17,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BUSY_SECONDS = 0.0005
-"""What the synchronous loads of one step may take from others that run: a tenth of a token.
+"""Delay that the synchronous loads of a step may cause to running requests: a tenth of a token.
 
 With 0.003 the tokens of 16 decodes came 8.8 ms apart at p99 beside synchronous loads of 1.3 ms,
 where 5.9 ms was seen of a connector that loads asynchronously (32 layers with one KV head, on an
 H200, 22 Nov 2026)."""
 
 BUSY_SHARE = 0.25
-"""What they may take besides, as a share of the time in which the step computes prompts: its tokens
-are late already, and the request would wait for one such step at least. Without it most loads of
+"""Further delay, as a share of the time for which the step computes prompts: its tokens are late
+already, and the request would wait for one such step at least. Without it most loads of
 conversations miss their step (calculated by tests/kv_offload/test_conversations.py)."""
 
 IDLE_SECONDS = 0.1
-"""What the synchronous loads of a step may take where no other request runs: a request that comes
-meanwhile waits for as long."""
+"""Delay that they may cause where no other request runs: a request that arrives meanwhile waits for
+as long."""
 
 WAVES_SHARE = 0.65
-"""How much of a load its step's forward hides where it takes as long: all but the largest wave,
-which has 0.3 of it (see `worker/waves.py`), and a little more because copies slow each other."""
+"""Share of a load that a forward of the same length hides: all but the largest wave, which has 0.3
+of the load (see `worker/waves.py`), and a little less because copies slow each other."""
 
 WHOLE_SECONDS = 0.017
-"""Up to this, load and step of a decode together, a load brings all tokens of a lone request.
+"""A lone request loads all its tokens if load and decode step together take at most this.
 
 Then one token is computed, as in a step of decodes: one CUDA graph, after the load. Without the
 last slot its tokens are computed, and the host starts their layers one by one while the load still
@@ -50,7 +50,7 @@ MARGIN = 1.2
 """Computing must be faster by this factor: its estimate is optimistic for long prompts."""
 
 MAX_COMPUTE_RATIO = 2.0
-"""Computing may take this many times as long as the load itself, without those before it.
+"""Computing may take this many times as long as the load, without those queued before it.
 
 A queue of loads can make computing faster on any link. But it takes the device from all requests,
 and it would relieve a link that is this much faster by a third at most."""
@@ -61,9 +61,9 @@ class Costs:
     """What it costs to load a hit, and to compute it.
 
     - `load`: this load alone.
-    - `queued`: the time for which loads before it still take the link.
-    - `hidden`: the time that a load has that starts now until the step's forward could begin.
-    - `beside`: synchronous loads that the step has already.
+    - `queued`: remaining time of the loads before it.
+    - `hidden`: time until the step's forward could begin, in which a load delays nothing.
+    - `beside`: the synchronous loads that the step has already.
     - `forward`: the part of the step's forward that computes prompts, if loads arrive in waves.
     - `decode`, `step`: a step of decodes, and any step; 0 without evidence.
     - `compute`: the hit's tokens; None without evidence that they could be computed faster.

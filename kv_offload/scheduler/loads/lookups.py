@@ -1,17 +1,17 @@
-"""The longest prefix of a waiting request in host memory, and what it waits for."""
+"""Finds the longest prefix of a request in host memory, or the load that it must wait for."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
-from kv_offload.scheduler.request import Hit, LoadWait, TrackedRequest
+from kv_offload.scheduler.request import Hit, TrackedRequest
 
 MAX_WAIT_SECONDS = 5.0
 """How long a request waits for another's load of its prefix before it is served on its own.
@@ -19,25 +19,24 @@ MAX_WAIT_SECONDS = 5.0
 A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
 
 OFFER_SECONDS = 0.5
-"""How long a request that the engine cannot admit yet is answered as before, if that still holds.
+"""For this long a request that the engine cannot admit yet gets the same hit, if still right.
 
-The engine asks in every step, and to look at all blocks of a prompt of 32,768 tokens takes 0.3 ms,
-and 2 ms where windows or states are missing. So what is stored of its prefix meanwhile is noticed
-this much later, at most."""
-
+The engine asks in every step, and looking at all blocks of a prompt of 32,768 tokens takes 0.3 ms,
+and 2 ms where windows or states are missing. A block that is stored meanwhile is noticed with this
+delay at most."""
 
 STEP_KEYS = 2048
-"""Keys looked up in one step, after which requests that were not looked up yet wait for the next.
+"""After this many keys the other requests are looked up in the next steps.
 
-These are blocks of 16 tokens for 32,768 tokens, more than a step computes or a link brings in its
-time. A key takes 0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
+In blocks of 16 tokens these are 32,768 tokens, more than a step computes or loads. A key takes
+0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
 
 
 class LookupBudget:
-    """Bounds the look-ups of one step, in keys.
+    """Bounds the keys that one step looks up.
 
-    The engine asks for its waiting requests in their order. So those that a step leaves out come
-    first in the next one, and a look-up that has begun is never cut: a step makes at least one.
+    The engine asks for its waiting requests in order, so those that a step leaves out come first in
+    the next one. A lookup that has begun is never cut short, so each step makes at least one.
     """
 
     def __init__(self) -> None:
@@ -51,21 +50,13 @@ class LookupBudget:
         """Count keys that are looked up."""
         self._left -= keys
 
-    @property
     def is_spent(self) -> bool:
-        """Whether no other look-up is to begin in this step."""
+        """Return whether the next lookup must wait for another step."""
         return self._left <= 0
 
 
-class Below(Protocol):
-    """The tiers below host memory."""
-
-    def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
-        """Return True if something of a request is to come from below, so that it waits."""
-
-
 class Lookups:
-    """Looks requests up.
+    """Looks requests up in host memory.
 
     The keys of an asynchronous load count as *arriving* until its request is scheduled with them
     (only then does the engine's own prefix cache know the blocks), is looked up again after a
@@ -81,23 +72,18 @@ class Lookups:
         self._not_indexed: list[TrackedRequest] = []
         self._arrivals = 0
 
-    def find(self, tracked: TrackedRequest, start_tokens: int, below: Below) -> Hit | None:
-        """Return which tokens after `start_tokens` host memory can bring now.
+    def find(
+        self, tracked: TrackedRequest, start_tokens: int, *, is_spent: bool = False
+    ) -> Hit | None:
+        """Return the tokens after `start_tokens` that host memory can bring now.
 
-        None asks the engine to ask again: another request loads a part of them, something comes
-        from a tier `below`, or this step has made enough lookups. All tokens of a request are
-        brought only where the model can compute the last one again, to have something to sample
-        from. Where nothing but the last slot is missing it is computed. Another call for the same
-        request returns the same unless host memory changed; then without another look at every
-        block, for `OFFER_SECONDS`.
+        None asks the engine to ask again: another request loads a part of them, or the budget
+        `is_spent`. A hit has all tokens of a request only if the model can compute the last one
+        again, to sample from it. If nothing but the last slot is left to load, it is computed.
+        While host memory does not change, further calls return the same hit for `OFFER_SECONDS`,
+        without looking at every block.
         """
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
-        # What is looked up below must not keep this look-up from being made.
-        is_spent = self.budget.is_spent
-        if is_spent and tracked.is_new:
-            return None
-        if self.waits_for_load(tracked) or below.waits(tracked, start_tokens):
-            return None
         if start_tokens % prefixes.alignment_tokens:
             # The local hit ends inside a block, which is then the target of a copy-on-write:
             # loading into it as well would race. The engine computes the rest of this prompt.
@@ -108,19 +94,20 @@ class Lookups:
             return hit
         tracked.hit = None
         # Else it has waited for long enough, and loads on its own.
-        patient = tracked.load_wait is None or self._is_patient(tracked.load_wait)
+        patient = time.monotonic() <= tracked.load_deadline
         if patient and (owner := self.loads_beginning_of(tracked, start_tokens)) is not None:
             self._wait(tracked, owner)
             return None
         if is_spent:
+            tracked.still_waits = self.budget.is_spent
             return None
         hashes = tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
         known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
         if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
             known = start_tokens  # host memory was emptied
-        end, shared = prefixes.longest_hits(hashes, self._readable, start_tokens, limit, known)
-        # Not for an answer: prompts do not diverge there, and it would cost a state a turn.
+        end, shared = prefixes.longest_hits(hashes, self.readable, start_tokens, limit, known)
+        # Not in an answer: prompts do not diverge there, and each turn would cost a state.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
         if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
             end = start_tokens
@@ -128,12 +115,12 @@ class Lookups:
         if end > start_tokens:
             keys = prefixes.needed_keys(hashes, start_tokens, end)
             if not keys:
-                end = start_tokens  # what reads no token before itself is not looked up: compute it
+                end = start_tokens  # groups that read no earlier token have no slots
             owner = self._owner(keys) if patient else None
             if owner is not None:
                 self._wait(tracked, owner)
                 return None
-        tracked.load_wait = None
+        tracked.load_deadline = math.inf
         tracked.hit = self._hit(start_tokens, num_tokens, end, keys)
         return tracked.hit
 
@@ -142,36 +129,26 @@ class Lookups:
         return Hit(start, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now)
 
     def limit_tokens(self, tracked: TrackedRequest, start_tokens: int) -> int:
-        """Return up to which token a load of this request may bring."""
+        """Return the token at which a load of this request must end."""
         num_tokens = tracked.request.num_tokens
         limit = num_tokens if self._prefixes.serves_whole_requests else num_tokens - 1
         return tracked.hints.load_limit(start_tokens, limit)
 
-    def waits_for_load(self, tracked: TrackedRequest) -> bool:
-        """Return whether the load that a request was seen to wait for is still awaited; in O(1)."""
-        wait = tracked.load_wait
-        return wait is not None and bool(wait.owner.arriving) and self._is_patient(wait)
-
-    @staticmethod
-    def _is_patient(wait: LoadWait) -> bool:
-        """Return whether a wait for another request's load may go on."""
-        return time.monotonic() - wait.since <= MAX_WAIT_SECONDS
-
     @staticmethod
     def _wait(tracked: TrackedRequest, owner: TrackedRequest) -> None:
-        """Wait for a load, or for the next one after another: that is one wait."""
-        if tracked.load_wait is None:
-            tracked.load_wait = LoadWait(owner, time.monotonic())
-        tracked.load_wait.owner = owner
+        """Have a request wait for another's load. Loads that follow each other share a deadline."""
+        deadline = min(tracked.load_deadline, time.monotonic() + MAX_WAIT_SECONDS)
+        tracked.load_deadline = deadline
+        tracked.still_waits = lambda: bool(owner.arriving) and time.monotonic() <= deadline
 
     def loads_beginning_of(
         self, tracked: TrackedRequest, start_tokens: int
     ) -> TrackedRequest | None:
-        """Return the request whose load brings what this one needs first; None says: look it up.
+        """Return the request whose load brings the first slot that this one needs, if any does.
 
-        Takes O(1): a thousand requests may share a prefix that is loaded for one of them. What a
-        load brings is readable, so it is a hit of whoever shares it. With windows, states and
-        proofs that is certain only for those that share all of it.
+        Takes O(1), since a thousand requests may share a prefix that is loaded for one of them.
+        Host memory has what is loaded, so it is a hit for every request that shares it. With
+        windows, states and proofs that is certain only for those that share all of it.
         """
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         first_end = start_tokens + prefixes.alignment_tokens
@@ -191,13 +168,13 @@ class Lookups:
         return owner
 
     def expect(self, tracked: TrackedRequest, keys: list[SlotKey]) -> None:
-        """Have others wait for the keys that this request's asynchronous load brings."""
+        """Make others wait for the keys that this request's asynchronous load brings."""
         tracked.arriving = keys
         self._not_indexed.append(tracked)
         self._arrivals += 1
 
     def arrived(self, tracked: TrackedRequest) -> None:
-        """Let no request wait for this request's load any more."""
+        """End the waits of others for this request's load."""
         keys, tracked.arriving = tracked.arriving, []
         if not keys:
             return
@@ -205,7 +182,7 @@ class Lookups:
             self._not_indexed.remove(tracked)
             return
         for key in keys:
-            # Where the wait for a load was given up, the key may arrive for another request too.
+            # Another request that gave up waiting may load the same key.
             if self._owner_of.get(key) is tracked:
                 del self._owner_of[key]
 
@@ -217,16 +194,17 @@ class Lookups:
         self._not_indexed.clear()
         return self._owner_of
 
-    def _readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+        """Return which keys host memory can serve, a mask; they count against the budget."""
         self.budget.spend(len(keys))
         return self._manager.readable(keys)
 
     def _still_holds(self, hit: Hit, start_tokens: int, num_tokens: int) -> bool:
-        """Return whether a hit may be returned again; what did not change is not looked at."""
+        """Return whether a hit is still right; looks only at what may have changed."""
         if (start_tokens, num_tokens) != (hit.start_tokens, hit.num_tokens):
             return False
         if not hit.keys and self._prefixes.reads_all:
-            return False  # a few keys say that there is still nothing
+            return False  # looking up a few keys tells as much
         if time.monotonic() - hit.found_at > OFFER_SECONDS:
             return False
         if self._manager.forgotten != hit.forgotten and not self._still_readable(hit):

@@ -1,9 +1,9 @@
 """Stores: copies to host memory.
 
-- `planner`: from what a step has to pinned blocks; the rest of the scheduler talks to it.
-- `candidates`: how far each request has been gone through.
-- `choice`: which of these blocks are worth storing.
+- `planner`: from the requests of a step to pinned blocks; the rest of the scheduler calls it.
+- `candidates`: the blocks that a step examines, and how far each request was examined.
+- `choice`: which of these blocks are stored.
 - `budget`: how many may be stored now.
 - `refusals`: which blocks did not fit packed slots, and whether there are too many.
-- `backlog`: what ended requests left behind, to be stored later.
+- `backlog`: blocks of ended requests that are stored later.
 """

@@ -9,16 +9,17 @@ from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import StoreCandidates
 
-MAX_LEFTOVER_SLOTS = 1 << 16
-"""Slots that wait at most; then the oldest are dropped, whose blocks the engine reuses first."""
+MAX_BACKLOG_SLOTS = 1 << 16
+"""Maximum slots that wait. Beyond it the oldest are dropped: the engine reuses their blocks
+first."""
 
 
 @dataclass(slots=True)
-class Leftover:
+class BacklogEntry:
     """The blocks of an ended request from its cursor on, up to `end_slot` in each group.
 
-    Nothing keeps these blocks: each is stored only if the engine's pool still knows it under its
-    key. `slots` of them were left when the queue last counted.
+    Nothing pins these blocks: each is stored only if the engine's pool still knows it under its
+    key. `slots` is how many were left at the last count.
     """
 
     cursor: StoreCursor
@@ -34,68 +35,68 @@ class Leftover:
 
 
 class StoreBacklog:
-    """StoreBacklog from the oldest to the newest."""
+    """Holds the entries from the oldest to the newest."""
 
     def __init__(self, candidates: StoreCandidates, statistics: Statistics) -> None:
         self._candidates = candidates
         self._statistics = statistics
-        self._queue: deque[Leftover] = deque()
+        self._queue: deque[BacklogEntry] = deque()
         self._examined = 0
         self.slots = 0
-        """Slots that wait, over all."""
+        """Slots that wait, in all entries."""
 
     def keep(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Queue what was not chosen of a request that has ended; return its slots.
+        """Queue the blocks of an ended request that were not chosen; return their slots' number.
 
-        The caller gives the cursor away.
+        The cursor belongs to the backlog from now on.
         """
-        leftover = Leftover(cursor, self._candidates.end_slots(cursor, end_tokens), end_tokens)
-        if leftover.count():
-            self._queue.append(leftover)
-            self.slots += leftover.slots
-        while self.slots > MAX_LEFTOVER_SLOTS:
+        entry = BacklogEntry(cursor, self._candidates.end_slots(cursor, end_tokens), end_tokens)
+        if entry.count():
+            self._queue.append(entry)
+            self.slots += entry.slots
+        while self.slots > MAX_BACKLOG_SLOTS:
             oldest = self._queue.popleft().slots
             self.slots -= oldest
             self._statistics.skipped("no_budget", oldest)
-        return leftover.slots
+        return entry.slots
 
     def examine(self, slots_left: int) -> None:
-        """Have backlog examined, the oldest first, of at most so many slots.
+        """Examine at most `slots_left` slots of the backlog, the oldest first.
 
-        Called before the running requests are examined: those keep their blocks.
+        Called before the running requests are examined, since those keep their blocks.
         """
         self._examined = 0
         candidates = self._candidates
         withheld = max(0, candidates.examinable - max(0, slots_left))
         candidates.examinable -= withheld
-        for leftover in self._queue:
+        for entry in self._queue:
             if not candidates.examinable:
                 break
             self._examined += 1
-            candidates.examine(leftover.cursor, leftover.end_tokens)
+            candidates.examine(entry.cursor, entry.end_tokens)
         candidates.examinable += withheld
 
     def forget_chosen(self, *, resting: bool) -> None:
-        """Forget what was chosen from the backlog that were examined.
+        """Remove what was chosen from the entries that were examined.
 
-        `resting` says that the engine computes, loads and stores nothing, so that no GPU block will
-        become free by itself. What could not be planned then never will be: it is dropped and
-        counted, so that the engine may rest.
+        `resting`: the engine computes, loads and stores nothing, so that no GPU block will become
+        free by itself. If nothing could be planned then, the backlog is dropped and counted, so
+        that the engine may rest.
         """
         if not self._queue:
             return
         before = self.slots
         entries = [self._queue.popleft() for _ in range(self._examined)]
-        for leftover in reversed(entries):
-            counted = leftover.slots
-            self.slots += leftover.count() - counted
-            if leftover.slots:
-                self._queue.appendleft(leftover)
+        for entry in reversed(entries):
+            counted = entry.slots
+            self.slots += entry.count() - counted
+            if entry.slots:
+                self._queue.appendleft(entry)
         if self.slots == before and resting:
             self.drop()
 
     def drop(self) -> None:
-        """Store nothing of what waits."""
+        """Drop all entries, and count their slots as skipped."""
         self._statistics.skipped("no_budget", self.slots)
         self.slots = 0
         self._queue.clear()

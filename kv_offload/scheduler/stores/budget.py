@@ -1,8 +1,8 @@
-"""How much may be stored: loads come first, and neither the link nor GPU blocks may run short.
+"""Limits stores: loads come first, and neither the link nor GPU blocks may run short.
 
-A pin costs nothing while a request holds the block, too; it keeps a block from reuse once the
-request has ended, until its store has. So pins are bounded by how long the link needs for them, and
-every request leaves as many blocks unpinned as the others would lack if it ended now.
+A pin costs nothing while a request holds the block as well. After the end of the request it keeps
+the block from reuse until the store ends. So pins are bounded by how long the link needs for them,
+and every request leaves as many blocks unpinned as the others would lack if it ended now.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_offload.scheduler.request import RequestTable
 from kv_offload.scheduler.timing import StepTime
 
 HORIZON_STEPS = 3
-"""Steps in which what is planned should have been copied.
+"""Number of steps within which planned stores should have been copied.
 
 A store is submitted in the step after its plan and reported at the end of that step at the
 earliest, so two steps' worth keep the link busy without a gap."""
@@ -29,7 +29,7 @@ MIN_HORIZON_SECONDS = 0.1
 What is in flight then delays an engine that drains, and keeps pins, by no more than this."""
 
 SHARE_BESIDE_LOADS = 1 / 8
-"""Share of a step's time that stores get of the link at least, beside loads that take all of it.
+"""Minimum share of a step's time that stores get of the link, beside loads that would take it all.
 
 Together they slow each other down (both directions at once moved 66 GB/s on an H200 where each
 alone moved 51), and a request waits for a load, but nobody for a store. Not 0: requests that load
@@ -37,10 +37,10 @@ may follow each other for ever."""
 
 
 class StoreBudget:
-    """Says how many more slots may be planned to be stored in this step.
+    """Says how many more slots this step may plan to store.
 
-    `block_bytes` are those of a block on one rank. Stores pin at most `max_pinned_blocks`, and keep
-    some blocks free if any of `requests` is admitted.
+    `block_bytes` is the size of a block on one rank. Stores pin at most `max_pinned_blocks`, and
+    leave some blocks free while any of `requests` is admitted.
     """
 
     def __init__(
@@ -60,16 +60,17 @@ class StoreBudget:
         self._grown: deque[int] = deque(maxlen=PIN_STEPS)
         self._growth = 0.0
         self.prompt_growth = 0
-        """GPU blocks that prompts take, of which a part was computed, while a pin lasts."""
+        """GPU blocks that partly computed prompts will take while a pin lasts."""
 
     def learn(self, bytes_per_second: float, rank: int = 0) -> None:
-        """Take how fast the stores of a rank are; a store ends when the slowest rank has it."""
+        """Set the speed of a rank's stores. A store ends when the slowest rank has ended it."""
         self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
-        """Begin a step, in which answers that ran before got `grown_blocks` more blocks.
+        """Begin a step.
 
-        The loads under way take `load_seconds` more, as far as one can tell.
+        - `load_seconds`: how much longer the loads under way will probably take.
+        - `grown_blocks`: blocks that the decodes of the last step got.
         """
         self._load_seconds = load_seconds
         self._planned_slots = 0
@@ -80,25 +81,26 @@ class StoreBudget:
 
     @property
     def reserved_blocks(self) -> int:
-        """GPU blocks that running requests may take while a pin lasts, which pins leave free.
+        """GPU blocks that pins leave free, for the growth of running requests while a pin lasts.
 
-        Answers take what they took at most, which is forgotten by and by; prompts what they lack.
-        Where they find none they are preempted; a request that is only waiting goes on waiting.
+        Answers are expected to grow as fast as they did at most in recent steps, and prompts to
+        take all that they lack. A running request without a block would be preempted, while a
+        waiting one only waits longer.
         """
         return math.ceil(self._growth) + self.prompt_growth if self._requests.admitted else 0
 
     def count_planned(self, num_slots: int) -> None:
-        """Count slots whose stores were planned in this step."""
+        """Count slots that this step has planned to store."""
         self._planned_slots += num_slots
 
     def slots_left(self, pinned_blocks: int) -> int:
-        """Return how many more slots may be planned, by the link and by what may be pinned."""
+        """Return how many more slots the link and the limit of pins allow."""
         return min(self._max_pinned_blocks - pinned_blocks, self.link_slots(pinned_blocks))
 
     def link_slots(self, slots_in_flight: int) -> int:
-        """Return how many more slots the link takes beside those planned before and not ended.
+        """Return how many more slots the link can take beside those in flight.
 
-        While nothing is in flight it is at least 1: the engine goes on.
+        It is at least 1 while nothing is in flight, so that stores make progress.
         """
         speed = min(self._bytes_per_second.values(), default=ASSUMED_BYTES_PER_SECOND)
         slots_per_second = speed / self._block_bytes

@@ -1,4 +1,4 @@
-"""Which blocks a step looks at for storing, and how far each request has been gone through."""
+"""The blocks that a step examines for storing, and how far each request was examined."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.scheduler.request import StoreCursor
 
 MAX_SLOTS_PER_STEP = 1024
-"""Slots examined for the running requests of a step, and for each request that ends.
+"""Maximum slots examined for the running requests of a step, and for each request that ends.
 
 It bounds the planner's time on the scheduler's thread whatever the length of a prompt; the rest
 follows in the next steps."""
 
 Span: TypeAlias = tuple[StoreCursor, int, int, int]
-"""Slots of one request to look at: cursor, position of the cache group, first slot, last slot
+"""Slots of one request to examine: cursor, position of the cache group, first slot and end
 (exclusive)."""
 
 
 class StoreCandidates:
-    """Collects what a step has to look at, as many slots as one step may.
+    """Collects the slots that a step examines, up to a limit.
 
-    `examine` only notes slots and moves the request's cursor past them. They are chosen from
-    together, since a step of decodes has a block of each of many requests; `put_back` moves the
-    cursor back to where a budget ended.
+    `examine` only notes slots and moves the request's cursor past them. The choice is made for all
+    of them together, since a step of decodes has one block of each of many requests. Where a budget
+    ends it, `rewind` moves the cursor back.
     """
 
     def __init__(
         self, prefixes: PrefixMap, manager: CacheManager, max_share: float, *, prompt_only: bool
     ) -> None:
-        """Look no farther into a request than its tenant may have of the manager's slots.
+        """Examine only as much of a request as its tenant may have of the manager's slots.
 
-        So it stores the beginning of a prompt that is longer than `max_share`: the rest would evict
-        that, and a prompt without its beginning is not hit.
+        Of a prompt that is longer than `max_share` the rest would evict the beginning, and without
+        its beginning a prompt is not hit.
         """
         self._prefixes, self._manager, self._max_share = prefixes, manager, max_share
         self._prompt_only = prompt_only
@@ -54,7 +54,7 @@ class StoreCandidates:
         """Slots that may still be examined in this step."""
 
     def next_step(self) -> None:
-        """Let a new number of slots be examined."""
+        """Begin a step, which may examine `MAX_SLOTS_PER_STEP` slots."""
         self.examinable = MAX_SLOTS_PER_STEP
 
     def examine(self, cursor: StoreCursor, end_tokens: int) -> None:
@@ -93,14 +93,14 @@ class StoreCandidates:
         self._spans, self._keys = [], []
         return noted
 
-    def put_back(self, span: Span, passed: int) -> None:
-        """Have a span but for the first `passed` slots examined again."""
+    def rewind(self, span: Span, passed: int) -> None:
+        """Examine a span again in a later step, except for its first `passed` slots."""
         cursor, position, first, _ = span
         cursor.next_slot[position] = min(cursor.next_slot[position], first + passed)
         self._unfinished.add(cursor.request.request_id)
 
     def take_unfinished(self) -> set[str]:
-        """Return the requests that had more to store than was examined and chosen since."""
+        """Return the requests that have more to store than was examined and chosen since."""
         unfinished, self._unfinished = self._unfinished, set()
         return unfinished
 
@@ -119,7 +119,7 @@ class StoreCandidates:
         )
 
     def count_left(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return how many named slots below `end_tokens` lie behind a cursor, wanted or not."""
+        """Return how many named slots below `end_tokens` lie after a cursor, wanted or not."""
         prompt_tokens = cursor.request.num_prompt_tokens
         if self._prompt_only:
             end_tokens = min(end_tokens, prompt_tokens)
@@ -142,7 +142,7 @@ class StoreCandidates:
         return ends
 
     def _named(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return up to where blocks are expected to be named, once `end_tokens` are computed.
+        """Return up to which token blocks will be named once `end_tokens` are computed.
 
         Beyond num_tokens there are drafts and placeholders, which have no hashes.
         """
@@ -153,7 +153,7 @@ class StoreCandidates:
         return prefixes.align(known) if len(prefixes.groups) > 1 else known
 
     def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return up to where tokens are to be stored."""
+        """Return up to which token a request is to be stored."""
         if self.paused or not cursor.hints.store:
             return 0
         if self._prompt_only:

@@ -1,4 +1,4 @@
-"""Which of the blocks that a step looks at are worth storing."""
+"""Chooses the blocks to store from those that a step examines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.stores.candidates import Span
 
 MAX_CHECKS = 4096
-"""Blocks of which a plan looks whether their request alone holds them, while blocks are short."""
+"""While GPU blocks are short, a plan checks at most this many of them for other holders."""
 
 
 @dataclass(slots=True)
 class Chosen:
-    """New keys with their blocks, and slots of the same prefixes that are known."""
+    """New keys with their blocks; `along` has the slots of the same prefixes in host memory."""
 
     new: dict[SlotKey, None] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Chosen:
     keys."""
     along: list[int] = field(default_factory=list)
     cut: list[tuple[Span, int]] = field(default_factory=list)
-    """Spans for which too few slots were left, each with how many of its slots were passed."""
+    """Spans that the budget cut short, each with the number of slots before the cut."""
     gone: list[tuple[Span, int]] = field(default_factory=list)
     """Slots whose blocks hold something else by now, each with its span."""
 
@@ -59,7 +59,7 @@ class StoreChoice:
 
         `keys` are those of all spans in order, and `slots` those of the keys in the cache manager,
         -1 for a key that has none. Each request leaves at least `lacking_blocks` of its own blocks
-        unpinned: others lack as many, and get them if it ends.
+        unpinned, since others lack as many and get them when it ends.
         """
         chosen = Chosen()
         new, blocks, along = chosen.new, chosen.blocks, chosen.along
@@ -116,7 +116,7 @@ class StoreChoice:
         return own
 
     def count_moved_on(self, chosen: Chosen) -> int:
-        """Return how many blocks were lost: not those that the engine never names."""
+        """Return how many blocks were lost, without those that the engine never names."""
         null = self._pool.null_block.block_id  # stands for a block that the request never had
         return sum(
             self._prefixes.count_named(
@@ -127,7 +127,7 @@ class StoreChoice:
         )
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
-        """Return the runs of new keys; those that a request hints to retain must be stored."""
+        """Return the runs of new keys; one that a request hints to retain must be stored."""
         key_before = self._prefixes.key_before
         return [
             Run(

@@ -1,4 +1,4 @@
-"""Plans stores: follows what requests fill, chooses, takes slots and pins the GPU blocks."""
+"""Plans stores: follows the blocks that requests fill, chooses, takes slots and pins blocks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
 logger = logging.getLogger(__name__)
 
 MAX_STORE_SECONDS = 10.0
-"""For how long a store may pin its GPU blocks; as long as a reset waits for it.
+"""Maximum time for which a store pins its GPU blocks. A reset waits as long for it.
 
 Where too few blocks are free, vLLM waits for stores rather than preempt a request. Stores are
 planned to end within a few steps, so one that takes this long hangs, or its link is far slower than
 was measured."""
 
 MANY_RUNNING = 32
-"""From so many requests in a step on, those that filled a block wait for each other."""
+"""In a step of at least this many requests, those that filled a block wait for each other."""
 
 WAITING_SHARE = 4
-"""At most one in so many of a step's requests waits. Steps of 256 decodes cost 239 us on
+"""At most one in this many of a step's requests waits. Steps of 256 decodes cost 239 us on
 average with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
 
 
@@ -81,13 +81,13 @@ class StorePlanner:
         self._states: Mapping[str, Sequence[tuple[int, int, int]]] = {}
         """By request, the states that a step names: cache group, block and number of tokens."""
         self._waiting: set[str] = set()
-        """Decodes that have got a block and were not looked at since."""
+        """Decodes that have got a block and were not examined since."""
 
     def plan_step(self, output: StepOutput, *, load_seconds: float, idle: bool) -> None:
-        """Plan what a step has to store, and what was left of requests that have ended.
+        """Plan the stores of a step's requests and of the backlog.
 
-        The loads under way take `load_seconds` more. `idle` says that this step computes nothing,
-        and that no step or load is under way.
+        - `load_seconds`: how much longer the loads under way will take.
+        - `idle`: this step computes nothing, and no step or load is under way.
         """
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=self._grown_blocks)
         self._give_up_late()
@@ -101,7 +101,7 @@ class StorePlanner:
         self.backlog.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:
-        """Take in a step; return how many blocks answers have got in it that ran before."""
+        """Follow the requests of a step; return how many blocks those that ran before have got."""
         self.budget.prompt_growth = 0
         unfinished = self._candidates.take_unfinished()
         block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
@@ -129,13 +129,13 @@ class StorePlanner:
         computed: int,
         scheduled: int,
     ) -> None:
-        """Have a request examined that has not run with these blocks before."""
+        """Examine a request that runs with these blocks for the first time."""
         self._expect_growth(cursor, computed + scheduled, scheduled)
         loaded = tracked.scheduled(block_ids)
         if self._states:
             self._place_states(cursor)
         if loaded is not None:
-            # Known, and used just now. What the GPU had before it may have been evicted.
+            # Host memory has what was loaded, but may have evicted what the GPU had before it.
             self._candidates.examine(cursor, loaded[0])
             self._candidates.skip(cursor, loaded[1])
         self._candidates.examine(cursor, computed + scheduled)
@@ -143,7 +143,7 @@ class StorePlanner:
             self._retain_known(cursor)
 
     def _expect_growth(self, cursor: StoreCursor, end_tokens: int, scheduled: int) -> None:
-        """Count what a prompt takes while a pin lasts, of which a step computes a part."""
+        """Count the blocks that a partly computed prompt will take while a pin lasts."""
         tokens = min(cursor.request.num_tokens - end_tokens, PIN_STEPS * scheduled)
         if tokens <= 0:
             return
@@ -152,11 +152,11 @@ class StorePlanner:
                 -(-tokens // group.block_tokens),
                 -(-scheduled // group.block_tokens),
             )
-            # A window's blocks of a step are taken before those that it has left are given back.
+            # A window takes the blocks of a step before it gives back those that it has left.
             self.budget.prompt_growth += min(blocks, group.held_blocks(blocks) + step_blocks)
 
     def _place_states(self, cursor: StoreCursor) -> None:
-        """Note where the states are that this step names, which may be in other places."""
+        """Note the blocks of the states that this step names, which may have moved."""
         for group_id, block_id, tokens in self._states.get(cursor.request.request_id, ()):
             slot, inside = divmod(tokens, self._prefixes.groups[group_id].block_tokens)
             ids = cursor.block_ids[group_id]
@@ -199,21 +199,21 @@ class StorePlanner:
             else:
                 self._candidates.examine(cursor, computed[index] + scheduled[request_id])
         if waiting and not waits:
-            # Some run in other steps, where steps have turns, and some have ended.
+            # Others run in the other steps, where steps alternate, or have ended.
             left = waiting - scheduled.keys()
             self._waiting = {request_id for request_id in left if self._requests.get(request_id)}
         return grown_blocks
 
     def request_ends(self, cursor: StoreCursor, end_tokens: int) -> None:
-        """Plan what a request leaves behind, of which `end_tokens` are computed.
+        """Plan the last stores of a request that has computed `end_tokens`.
 
         Called just before the engine frees its blocks.
         """
         if not self._candidates.has_more(cursor, end_tokens):
             self._count_unwanted(cursor, end_tokens)
             return
-        # The remembered blocks: of a group that reads a window the engine's are null blocks where
-        # it has moved on, though these blocks may still hold what they held.
+        # The cursor's blocks are used: in a window group the engine's are null blocks where the
+        # window has moved on, although the blocks may still hold their KV.
         self._candidates.next_step()
         self._candidates.examine(cursor, end_tokens)
         self._pin_chosen()
@@ -226,39 +226,39 @@ class StorePlanner:
 
     @property
     def paused(self) -> bool:
-        """True if nothing new is stored; what is under way ends."""
+        """True if nothing new is stored; running stores end."""
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
-        """Store nothing until an operator resumes stores; or store again, whoever paused them.
+        """Store nothing until an operator resumes stores; or resume, whoever paused them.
 
-        What requests that still run have computed meanwhile is then stored.
+        Then blocks are stored that running requests have computed meanwhile.
         """
         self._candidates.paused, self._paused_by_refusals = paused, False
-        self._refusals.begin_anew()
+        self._refusals.start_over()
         if paused:
             self.backlog.drop()
 
     def forget(self, *, weights_changed: bool) -> None:
-        """Drop what waits, and what is known of refused blocks, as host memory is emptied.
+        """Drop the backlog and the refused keys, since host memory is emptied.
 
-        The same prefix may have another KV from now on. Other weights may pack well, so a pause
-        because of refused blocks ends with the old ones. One of an operator goes on.
+        The same prefix may have different KV from now on. New weights may pack well, so they end a
+        pause that refused blocks have caused, but not an operator's.
         """
         self.backlog.drop()
         self._refusals.forget_keys()
         if not weights_changed:
             return
-        self._refusals.begin_anew()
+        self._refusals.start_over()
         if self._paused_by_refusals:
             self._candidates.paused = self._paused_by_refusals = False
             logger.info("kv-offload: stores run again: new weights may fit packed slots")
 
     def stored(self, blocks: int, refused: Sequence[SlotKey | None]) -> None:
-        """Take in the end of a store, some blocks of which did not fit a packed slot on some rank.
+        """Count a store that has ended, and pause stores if too many blocks are refused.
 
-        `refused` are their keys, as far as host memory knows them. Pauses stores where these are
-        too many.
+        `refused` are the keys of its blocks that did not fit a packed slot on some rank; None for a
+        key that host memory has forgotten.
         """
         refusals = self._refusals
         refusals.count(blocks, len(refused))
@@ -277,29 +277,29 @@ class StorePlanner:
     def _slots_left(self) -> int:
         """Return how many more slots may be chosen.
 
-        0 while a store that was given up has not ended: what is sent now stands behind it.
+        0 while a store that was given up has not ended: the next one would wait for it.
         """
         if self._transfers.any_unpinned_early:
             return 0
         return self.budget.slots_left(self._transfers.pinned_blocks)
 
     def _pin_chosen(self) -> None:
-        """Choose from the candidates, take slots for what is new and pin the blocks that got one.
+        """Choose from the candidates, take slots for the new keys and pin the blocks that got one.
 
-        What is known of the same prefixes goes along: it is used again, and must not be evicted for
-        its own tail.
+        The slots that host memory has of the same prefixes count as used. They must not be evicted
+        for the tails of these prefixes.
         """
         spans, keys = self._candidates.take()
         if not spans:
             return
-        # Lists, not arrays: mostly decodes have filled a block each, and nothing is known of them.
+        # Lists, not arrays: mostly decodes have filled a block each, and none of them has a slot.
         slots = self._manager.slot_numbers(keys)
         lacking = max(0, self.budget.reserved_blocks - self._pool.get_num_free_blocks())
         chosen = self._choice.choose(spans, keys, slots, self._slots_left(), lacking)
         if chosen.gone:
             self._statistics.skipped("moved_on", self._choice.count_moved_on(chosen))
         for span, passed in chosen.cut:
-            self._candidates.put_back(span, passed)
+            self._candidates.rewind(span, passed)
         if chosen.new or chosen.along:
             self._store(chosen, spans, keys)
         if any(cursor.hints.keep is not None for cursor, _, _, _ in spans):
@@ -326,7 +326,7 @@ class StorePlanner:
                 tell(spans, keys, new, stored)
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
-        """Retain what requests wish to of the slots that were just examined."""
+        """Retain the examined slots of the requests that hint so."""
         at = 0
         for cursor, _, first, last in spans:
             end = at + last - first
@@ -336,7 +336,7 @@ class StorePlanner:
             at = end
 
     def _retain_known(self, cursor: StoreCursor) -> None:
-        """Retain what host memory has of a request, of which nothing is examined in a pause."""
+        """Retain the slots that host memory has of a request: in a pause none is examined."""
         assert cursor.hints.keep is not None
         hashes = cursor.request.block_hashes
         for group in self._prefixes.groups:
@@ -358,9 +358,9 @@ class StorePlanner:
 def _to_look_at(
     request_ids: Sequence[str], new_block_ids: Sequence[Any], unfinished: Set[str]
 ) -> Iterable[int]:
-    """Return the places of those that got a block or are unfinished; most got none, which is None.
+    """Return the indices of the requests that got a block (not None) or are unfinished.
 
-    The only work of a step that is done for every running request.
+    This is the only work that a step does for every running request.
     """
     places = range(len(request_ids))
     if not unfinished:

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from kv_offload.cache.prefix import SlotKey
 
 REMEMBERED_KEYS = 1 << 16
-"""Keys of refused blocks; the oldest are forgotten. With more of them stores are mostly paused."""
+"""Maximum keys of refused blocks; the oldest are dropped. With more, stores are mostly paused."""
 
 TRIED_BLOCKS = 512
-"""After so many it shows whether the KV of a model fits packed slots."""
+"""After this many blocks it is clear whether the KV of a model fits packed slots."""
 
 RECENT_BLOCKS = 1 << 14
-"""So many count at most. Whenever they are reached, both counts are halved: with each 8,192 blocks
-those before count half as much. Far fewer would pause stores for a few odd prompts in a row."""
+"""At this number both counts are halved, so that earlier blocks lose half their weight with every
+8,192. With a far smaller number a few odd prompts in a row would pause stores."""
 
 MAX_SHARE = 0.01
-"""Share of the recent blocks. With more refused, prefixes end too early to be of use."""
+"""Maximum share of refused blocks. With more, prefixes end too early to be of use."""
 
 
 @dataclass(eq=False, repr=False)
@@ -27,7 +27,7 @@ class Refusals:
     """Remembers the keys of refused blocks, and counts how many of the recent blocks these are."""
 
     keys: OrderedDict[SlotKey, None] = field(default_factory=OrderedDict)
-    """Keys of blocks that are not to be tried again. The choice of what is stored reads it."""
+    """Keys of blocks that are not tried again; `StoreChoice` reads them."""
     _tried: int = 0
     _refused: int = 0
 
@@ -50,16 +50,16 @@ class Refusals:
             self._refused //= 2
 
     def remember(self, keys: Iterable[SlotKey]) -> None:
-        """Have blocks with these keys not tried again."""
+        """Do not try blocks with these keys again."""
         self.keys.update(dict.fromkeys(keys))
         while len(self.keys) > REMEMBERED_KEYS:
             self.keys.popitem(last=False)
 
     def forget_keys(self) -> None:
-        """Have every block tried again."""
+        """Try every block again."""
         self.keys.clear()
 
-    def begin_anew(self) -> None:
-        """Have every block tried again, and count from now on only."""
+    def start_over(self) -> None:
+        """Try every block again, and count from zero."""
         self.forget_keys()
         self._tried = self._refused = 0

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from kv_swap.engine import Direction
@@ -113,24 +112,62 @@ def burst(engine: PlayedEngine, tails: Sequence[list[int]] = TAILS) -> None:
         engine.add(f"{index}", [*SHARED, *tail], 2)
 
 
-def test_who_waits_for_the_load_of_another_is_not_looked_up_in_every_step(make, monkeypatch):
-    engine = make("host")
-    looked_up = mock.Mock(wraps=engine.offload.match)
-    monkeypatch.setattr(engine.offload, "match", looked_up)
-    burst(engine)
-    engine.step()
-    assert looked_up.call_count == REQUESTS
-    engine.step()
-    assert looked_up.call_count == REQUESTS
-    engine.run()
-    assert looked_up.call_count > REQUESTS, "the load has ended"
-
-
 def hold(engine: PlayedEngine, *, stuck: bool = True) -> None:
     """Have a tier below host memory do nothing until it is let go."""
     tier = engine.ranks[0].tier
     if tier is not None:
         tier.stuck = stuck
+
+
+def looked_up(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of each request that is looked up."""
+    names: list[str] = []
+    match = engine.offload.match
+
+    def named(request: Any, *others: Any, **more: Any) -> Any:
+        names.append(request.request_id)
+        return match(request, *others, **more)
+
+    monkeypatch.setattr(engine.offload, "match", named)
+    return names
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "store"])
+def test_a_request_that_waits_is_not_looked_up_again_before_what_it_waits_for_has_come(
+    make, monkeypatch, where
+):
+    engine = make(where)
+    hold(engine)
+    names = looked_up(engine, monkeypatch)
+    burst(engine)
+    engine.step(2)  # a store answers after the first one
+    first = len(names)
+    assert {*names} == {f"{i}" for i in range(REQUESTS)}
+    engine.step(2)
+    assert len(names) == first
+    hold(engine, stuck=False)
+    engine.run()
+    assert len(names) > first, "what they wait for has come"
+    assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
+
+
+def test_of_those_that_a_step_puts_off_the_next_one_looks_up_the_first(make, monkeypatch):
+    engine = make("host")
+    budget = engine.offload._lookups.budget
+    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
+    budget.next_step()
+    names = looked_up(engine, monkeypatch)
+    for index, tail in enumerate(TAILS):
+        engine.add(f"{index}", [*tail, *SHARED], 2)
+    engine.step(1)
+    assert len(names) == REQUESTS, "each once: nothing is known of them"
+    del names[:]
+    engine.step(1)
+    assert 0 < len(names) <= 2, "the first of those that were put off"
+    budget._left = 1 << 20
+    monkeypatch.undo()
+    engine.run()
+    assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
 
 
 @pytest.mark.parametrize("groups", [FULL, WINDOW], ids=["full", "window"])

@@ -207,7 +207,7 @@ def test_a_prefix_is_not_evicted_for_its_own_tail():
 
 
 def test_the_oldest_leftovers_are_dropped_when_too_many_wait(monkeypatch):
-    monkeypatch.setattr("kv_offload.scheduler.stores.backlog.MAX_LEFTOVER_SLOTS", 5)
+    monkeypatch.setattr("kv_offload.scheduler.stores.backlog.MAX_BACKLOG_SLOTS", 5)
     engine = slow(1, max_num_batched_tokens=64)
     for first in (0, 1):
         engine.add(f"{first}", [first, *PROMPT[:16]], max_tokens=1)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.tiers import base, promoter
+from kv_offload.tiers import base, reads
 from kv_offload.tiers.remote import RecentKeys
 from tests.support.manual_tier import REMOTE, ManualDirectory, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
@@ -271,8 +271,8 @@ def test_a_store_that_hangs_leaves_the_disk_room_to_read(make, now):
         first.answer(f"a {number}", prompt)
     second.forget()
     hang(second, now, *prompts)
-    filling = second.offload.tiers.promoter.running_slots
-    assert filling == second.offload.manager.usable_slots // promoter.MAX_PROMOTING_SHARE
+    filling = second.offload.tiers.promoter.reads.running_slots
+    assert filling == second.offload.manager.usable_slots // reads.MAX_PROMOTING_SHARE
     second.answer("b")
     assert second.read[0] == FULL_BLOCKS
     assert second.totals["hit_tokens"] == ALL_TOKENS

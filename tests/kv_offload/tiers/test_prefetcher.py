@@ -13,7 +13,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.scheduler.loads import lookups
 from kv_offload.tiers import prefetcher, promoter
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
-from kv_offload.tiers.remote import KNOWN_SECONDS, PATIENCE_SECONDS, RecentKeys, RemoteTier
+from kv_offload.tiers.questions import PATIENCE_SECONDS
+from kv_offload.tiers.remote import KNOWN_SECONDS, RecentKeys, RemoteTier
 from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
@@ -157,7 +158,7 @@ def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make):
     assert engine.offload.in_flight.num_requests == known - 1
     engine.tier.stuck = False
     engine.step(2, copies=True)
-    assert engine.offload.tiers.promoter.running_slots == 0
+    assert engine.offload.tiers.promoter.reads.running_slots == 0
 
 
 @pytest.fixture
@@ -281,7 +282,7 @@ def test_what_requests_share_counts_once(make):
     engine.add("other", PROMPTS[4], 1)
     engine.step(10, copies=True)
     assert engine.totals["prefetched_slots"] == 2 * FULL_BLOCKS
-    assert engine.offload.tiers.promoter.running_slots == 2 * FULL_BLOCKS
+    assert engine.offload.tiers.promoter.reads.running_slots == 2 * FULL_BLOCKS
     engine.tier.stuck = False
 
 

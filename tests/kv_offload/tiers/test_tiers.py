@@ -196,7 +196,7 @@ def test_a_request_that_was_preempted_waits_for_the_disk_again(now, engine):
 
 
 def test_what_came_in_time_is_loaded(now, engine, monkeypatch):
-    monkeypatch.setattr(engine.offload.tiers.promoter, "_job_slots", 2)
+    monkeypatch.setattr(engine.offload.tiers.promoter.reads, "_job_slots", 2)
     engine.disk.stuck = True
     ask(engine, "a")
     engine.disk.run(0)
@@ -415,7 +415,7 @@ def test_all_jobs_of_a_plan_are_asked_for_at_once(now, engine, monkeypatch):
     engine.disk.stuck = False
     engine.rest()
     engine.forget()
-    monkeypatch.setattr(engine.offload.tiers.promoter, "_job_slots", 1)
+    monkeypatch.setattr(engine.offload.tiers.promoter.reads, "_job_slots", 1)
     engine.disk.stuck = True
     ask(engine, "read")
     assert len(engine.disk.submitted) == FULL_BLOCKS
@@ -700,7 +700,7 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine):
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
     assert tracked is not None
-    hit = engine.offload._lookups.find(tracked, 0, Mock(waits=lambda *_: False))
+    hit = engine.offload._lookups.find(tracked, 0)
     assert hit is not None
     assert hit.tokens == 2 * 4
     engine.disk.stuck = False

@@ -118,13 +118,15 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
         Inside a MultiConnector, the first member that has tokens loads them.
         """
-        if self.offload_scheduler.still_waits(request.request_id):
+        offload, multi = self.offload_scheduler, self._multi_connectors
+        # Another member of a MultiConnector may bring tokens meanwhile.
+        if not multi and offload.still_waits(request.request_id, num_computed_tokens):
             return None, False
         rank = self._local_rank()
         if rank is not None:
-            self.offload_scheduler.resets.weights_were_loaded(rank.weight_loads)
-        brought = is_brought(self, self._multi_connectors, request.request_id)
-        match = self.offload_scheduler.match(request, num_computed_tokens, brought=brought)
+            offload.resets.weights_were_loaded(rank.weight_loads)
+        brought = is_brought(self, multi, request.request_id)
+        match = offload.match(request, num_computed_tokens, brought=brought)
         requests.keep_at(request, match.shared_tokens)
         return match.tokens, match.asynchronous
 

@@ -1,0 +1,111 @@
+"""Questions to shared tiers, each asked once for all requests that share a prefix."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_offload.cache.prefix import SlotKey
+from kv_offload.scheduler.core import Core
+from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from kv_offload.tiers.directory import RemoteAnswer
+    from kv_offload.tiers.remote import RemoteTier
+
+PATIENCE_SECONDS = 0.2
+"""How long a request waits for an answer before it is served without it."""
+
+
+class Question:
+    """Which of some keys a remote store has. The answer may not be there yet."""
+
+    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
+        self._tier, self._keys, self.answer = tier, keys, answer
+        self._generation = tier.generation
+        self._asked = time.monotonic()
+        self._closed = False
+        self.is_late = False
+        """True if it was closed without an answer."""
+
+    def is_open(self) -> bool:
+        """Return whether a request may wait for the answer.
+
+        The call that closes the question tells the tier, so that `Tier.readable` knows the answer.
+        """
+        if not self._closed:
+            waited = time.monotonic() - self._asked
+            self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
+            self._closed = self.answer.is_done or self.is_late
+            if self._closed:
+                self._tier.take_answer(self._keys, self._generation, self.answer)
+        return not self._closed
+
+
+class Questions:
+    """The open questions, by the prefixes that they are about."""
+
+    def __init__(self, core: Core, lookups: Lookups) -> None:
+        self._prefixes, self._host = core.prefixes, core.manager
+        self._budget = lookups.budget
+        self._by_key: dict[SlotKey, Question] = {}
+        # In the order in which they were asked, which is that of the answers; with their keys.
+        self._queue: deque[tuple[Question, list[SlotKey]]] = deque()
+
+    @property
+    def any_open(self) -> bool:
+        """True while an answer is waited for."""
+        self.drop_closed()
+        return bool(self._queue)
+
+    def ask(
+        self, tier: Tier, hashes: Sequence[bytes], start: int, end: int, tiers: Sequence[Tier]
+    ) -> list[Question]:
+        """Ask a tier for the blocks of a prefix, from token `start` to `end`, that nothing has.
+
+        Left out is what host memory has, and what can be read from those of `tiers` that are not
+        shared. Where a question about the beginning is open, only the rest is asked. Returns all
+        questions whose answers the request needs.
+        """
+        prefixes, questions = self._prefixes, []
+        self.drop_closed()
+        asked_end = prefixes.end_within(self._by_key, hashes, start, end)
+        if asked_end > start:
+            questions.append(self._by_key[prefixes.chain_key(hashes, asked_end)])
+        keys: list[SlotKey] = []
+        for group in prefixes.groups:
+            slots = range(asked_end // group.block_tokens, end // group.block_tokens)
+            # One slot more may be the proof of a draft head's hit.
+            keys += prefixes.slot_keys(hashes, group, slots.start, slots.stop + 1)
+        self._budget.spend(len(keys))
+        missing = self._host.find(keys) < 0 if keys else np.zeros(0, bool)
+        for other in tiers:
+            if not other.is_shared and missing.any():
+                missing &= ~other.readable(keys)
+        question = tier.ask(
+            [key for key, absent in zip(keys, missing.tolist(), strict=True) if absent],
+            are_chained=len(prefixes.groups) == 1 and prefixes.reads_all,
+        )
+        if question is not None:
+            questions.append(question)
+            chain_keys = prefixes.chain_keys(hashes, asked_end, end)
+            self._by_key.update(dict.fromkeys(chain_keys, question))
+            self._queue.append((question, chain_keys))
+        return questions
+
+    def drop_closed(self) -> None:
+        """Drop the questions that were answered, or whose answers are late."""
+        while self._queue and not self._queue[0][0].is_open():
+            question, keys = self._queue.popleft()
+            for key in keys:
+                if self._by_key.get(key) is question:
+                    del self._by_key[key]
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` where a prefix has a question that is not in the queue."""
+        assert self._by_key.keys() <= {key for _, keys in self._queue for key in keys}
