@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_offload.cache.peers import PeerDirectory
+from kv_offload.cache.peers import PeerDirectories
 from kv_offload.engines.vllm.start import ranks
 from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
@@ -33,15 +33,15 @@ def test_what_a_peer_evicts_while_it_is_looked_up_is_computed(memory_folder, tmp
     peer = in_pool(memory_folder)
     peer.serve("first", PROMPT)
     engine = in_pool(memory_folder, tmp_path)
-    has = PeerDirectory.has
+    have = PeerDirectories.have
 
-    def has_no_longer(directory, names):
-        found = has(directory, names)
+    def have_no_longer(directories, keys, *, uses=False):
+        found = have(directories, keys, uses=uses)
         manager = peer.offload.manager
         manager.forget(np.array([*manager.readable_slots().values()], np.int32))
         return found
 
-    monkeypatch.setattr(PeerDirectory, "has", has_no_longer)
+    monkeypatch.setattr(PeerDirectories, "have", have_no_longer)
     engine.serve("same", PROMPT)
     assert not peer.offload.manager.readable_slots()
     assert not engine.totals["hook_errors"]
