@@ -128,7 +128,11 @@ class LastingManager(CacheManager):
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """See `CacheManager`."""
         self._make_room(len(keys), along)
-        slots = super().prepare_store(keys, along)
+        return super().prepare_store(keys, along)
+
+    def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
+        """See `CacheManager`."""
+        slots = super()._give_slots(keys, along)
         if len(slots):
             self._no_copies(slots)
             self.directory.withdraw(slots)

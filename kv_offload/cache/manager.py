@@ -241,7 +241,7 @@ class CacheManager:
         worth = policy.admit(keys, runs, free, parents)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]
-        return self.prepare_store(keys, along), worth
+        return self._give_slots(keys, along), worth
 
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """Give slots to distinct keys that have none, first to last, evicting others as needed.
@@ -251,6 +251,10 @@ class CacheManager:
         `along` names the slots that already hold blocks of the same prefixes: they are not evicted,
         and count as accessed, more recently than `keys`.
         """
+        return self._give_slots(keys, along)
+
+    def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
+        """Do as `prepare_store`. Nothing is freed between the policy's answer and this."""
         guarded = NO_SLOTS
         if len(along):
             along = distinct(along)

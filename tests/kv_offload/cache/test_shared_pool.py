@@ -180,6 +180,26 @@ def test_a_copy_leaves_first_but_not_the_last_one(tmp_path: Path) -> None:
     assert (seen.contents.find(Names.of(copied)) >= 0).tolist() == [True] * 4 + [False] * 4
 
 
+def test_a_copy_that_leaves_for_its_child_is_not_taken_for_its_parent(tmp_path: Path) -> None:
+    """The child gets its slot. As its own parent it could never be evicted."""
+    owner, other = make_pool(tmp_path / "pool", 2, "auto")
+    prefix = blocks(0, 6)
+    owner.serve(prefix)
+    other.serve(prefix)
+    host = other.manager
+    other.serve(blocks(100, NUM_SLOTS - len(prefix)))
+    end, before = host.find(prefix)[::-1][:2]
+    host.prepare_copy(np.array([end], np.int32))  # that a request retains it, for instance
+    child = blocks(6, 1)
+    slots, _ = host.offer(child, [Run(1, 7, parent=prefix[4])])
+    host.complete_store(slots)
+    assert slots.tolist() == [before]
+    for first in range(1000, 3000, NUM_SLOTS):
+        slots, _ = host.offer(new := blocks(first, NUM_SLOTS), [Run(len(new), len(new))])
+        host.complete_store(slots)
+    assert child[0] not in host
+
+
 def test_a_copy_that_is_in_use_does_not_leave(tmp_path: Path) -> None:
     peer, own = make_pool(tmp_path, 2)
     peer.serve(blocks(0, 8))

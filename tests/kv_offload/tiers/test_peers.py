@@ -35,8 +35,8 @@ def test_what_a_peer_evicts_while_it_is_looked_up_is_computed(memory_folder, tmp
     engine = in_pool(memory_folder, tmp_path)
     have = PeerDirectories.have
 
-    def have_no_longer(directories, keys, **more):
-        found = have(directories, keys, **more)
+    def have_no_longer(directories, keys, *, uses=False):
+        found = have(directories, keys, uses=uses)
         manager = peer.offload.manager
         manager.forget(np.array([*manager.readable_slots().values()], np.int32))
         return found
