@@ -71,7 +71,7 @@ def allocate(
 ) -> tuple[SwapEngine, SharingRanks, str]:
     """Return a transfer engine with this rank's arena, the ranks that share it, and its name.
 
-    The ranks have the same KV bytes. They share one arena; if one of them cannot share, each has its
+    They have the same KV bytes. They share one arena; if one of them cannot share, each has its
     own, and `ALONE` is returned. With `find_files`, the arena is a file, reused if an earlier
     process left one with the same slots; otherwise the arena has no name. `layers` are in the order
     in which the engine registered them, and must be at the same offsets of a slot on all of them.

@@ -25,7 +25,7 @@ from kv_offload.worker.sharing import SharingRanks
 class Stores:
     """Stores that wait for the start of a step, and running ones.
 
-    `sharing` ranks share this rank's host memory; `sampler` samples packed slots, if slots are packed.
+    `sharing` are its ranks with one host memory; `sampler` samples packed slots, if there are any.
     """
 
     def __init__(self, jobs: RankJobs, sharing: SharingRanks) -> None:
