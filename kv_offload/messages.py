@@ -28,7 +28,7 @@ class Outcome(enum.IntEnum):
 class StoreJob:
     """Copy blocks of the KV cache to host memory, at the start of the next step.
 
-    Ranks that share host memory each copy a part (`Peers.own_part`), and all report the job.
+    Ranks that share host memory each copy a part (`SharingRanks.own_part`), and all report the job.
     """
 
     job_id: int

@@ -18,12 +18,12 @@ from kv_offload.config import OffloadConfig, describe_bytes
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory
 from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.worker.sharing import ALONE, Memfds, Peers, arena_bytes, open_shared_memory
+from kv_offload.worker.sharing import ALONE, Memfds, SharingRanks, arena_bytes, open_shared_memory
 
 if TYPE_CHECKING:
     import torch
 
-FindFiles = Callable[[Peers, int], ArenaFiles]
+FindFiles = Callable[[SharingRanks, int], ArenaFiles]
 """Returns the files for arenas of this many slots, shared by these ranks."""
 
 USEFUL_SLOTS = 1000
@@ -62,19 +62,19 @@ def check_packing(capability: tuple[int, int] | None) -> None:
 def allocate(
     config: OffloadConfig,
     num_ranks: int,
-    peers: Peers,
+    sharing: SharingRanks,
     kind: EngineKind,
     caches: KVCaches,
     layers: Sequence[str],
     output_copy_stream: torch.cuda.Stream | None,
     find_files: FindFiles | None = None,
-) -> tuple[SwapEngine, Peers, str]:
+) -> tuple[SwapEngine, SharingRanks, str]:
     """Return a transfer engine with this rank's arena, the ranks that share it, and its name.
 
-    `peers` have the same KV bytes. They share one arena; if one of them cannot share, each has its
+    They have the same KV bytes. They share one arena; if one of them cannot share, each has its
     own, and `ALONE` is returned. With `find_files`, the arena is a file, reused if an earlier
     process left one with the same slots; otherwise the arena has no name. `layers` are in the order
-    in which the engine registered them, and must be at the same offsets of a slot on all peers.
+    in which the engine registered them, and must be at the same offsets of a slot on all of them.
     Blocks until the slowest peer is done. The transfer engine holds the KV tensors. Raises
     `CapacityError`, and `UnsupportedError` if the device cannot run the copy kernels, or cannot
     pack although it should.
@@ -84,22 +84,22 @@ def allocate(
         import torch
 
         check_packing(torch.cuda.get_device_capability(device))
-    num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
+    num_slots = _count_slots(config, num_ranks, sharing, layout.slot_bytes)
     name, shared = "", None
     try:
-        if peers.count > 1 or find_files is not None:
+        if sharing.count > 1 or find_files is not None:
             places = [(r.slot_offset_bytes, r.page_bytes, r.packing) for r in layout.regions]
             node = numa_node(kind, device)
 
             def open_memory() -> tuple[str, SharedMemory | None]:
-                files = Memfds() if find_files is None else find_files(peers, num_slots)
+                files = Memfds() if find_files is None else find_files(sharing, num_slots)
                 nbytes = num_slots * layout.slot_bytes
-                return open_shared_memory(peers, nbytes, (tuple(layers), places), node, files)
+                return open_shared_memory(sharing, nbytes, (tuple(layers), places), node, files)
 
             name, shared = open_memory()
             if shared is None:
-                peers = ALONE
-                num_slots = _count_slots(config, num_ranks, peers, layout.slot_bytes)
+                sharing = ALONE
+                num_slots = _count_slots(config, num_ranks, sharing, layout.slot_bytes)
                 if find_files is not None:
                     name, shared = open_memory()
         with shared or contextlib.nullcontext():
@@ -117,14 +117,16 @@ def allocate(
         raise CapacityError(str(error)) from error
     except DeviceError as error:
         raise UnsupportedError(str(error)) from error
-    return transfer, peers, name
+    return transfer, sharing, name
 
 
-def _count_slots(config: OffloadConfig, num_ranks: int, peers: Peers, slot_bytes: int) -> int:
-    """Return the number of slots in the arena of these peers. Raises `CapacityError` if it is 0."""
-    share_bytes = arena_bytes(config.cpu_bytes, num_ranks, peers.count)
+def _count_slots(
+    config: OffloadConfig, num_ranks: int, sharing: SharingRanks, slot_bytes: int
+) -> int:
+    """Return the number of slots in the arena of these ranks. Raises `CapacityError` if it is 0."""
+    share_bytes = arena_bytes(config.cpu_bytes, num_ranks, sharing.count)
     if share_bytes < slot_bytes:
-        num_arenas = num_ranks // peers.count
+        num_arenas = num_ranks // sharing.count
         holder = f"each of {num_arenas} ranks" if num_arenas > 1 else "this engine"
         useful_bytes = USEFUL_SLOTS * slot_bytes * num_arenas
         raise CapacityError(

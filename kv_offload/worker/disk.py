@@ -14,7 +14,7 @@ from kv_swap.errors import TierError
 from kv_offload.config.disk_folder import find_ranks, rank_file
 from kv_offload.config.sizes import describe_bytes
 from kv_offload.errors import CapacityError, ConfigError
-from kv_offload.worker.sharing import Peers
+from kv_offload.worker.sharing import SharingRanks
 
 if TYPE_CHECKING:
     from kv_swap.tiers.disk import DiskTier
@@ -47,7 +47,7 @@ class Disk:
         return num_slots
 
     def open(
-        self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
+        self, rank: int, num_ranks: int, sharing: SharingRanks, pages: str, transfer: SwapEngine
     ) -> DiskTier:
         """Open or create the file of a rank; `pages` describes the layout of a slot.
 
@@ -63,7 +63,7 @@ class Disk:
         description = {
             **self.contents,
             "rank": f"{rank} of {num_ranks}",
-            "sharing": f"{peers.index} of {peers.count}",
+            "sharing": f"{sharing.index} of {sharing.count}",
             "pages": pages,
         }
         path = rank_file(self.folder, rank)

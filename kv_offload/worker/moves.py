@@ -15,7 +15,7 @@ from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, Tier
 
 from kv_offload.messages import MoveJob, Outcome, TierCapacity
 from kv_offload.worker.jobs import RankJobs
-from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.sharing import ALONE, SharingRanks
 
 TIMED_BYTES = 1 << 18
 """Minimum bytes of a promotion that shows a tier's speed; smaller ones show its latency."""
@@ -30,18 +30,18 @@ class Moves:
     def __init__(self, jobs: RankJobs) -> None:
         self._jobs = jobs
         self._tiers: dict[str, TierEngine] = {}
-        self._peers = ALONE
+        self._sharing = ALONE
         # By job: the rows of this rank's slots among all pairs of the job.
         self._rows: dict[int, list[int]] = {}
         self._unreported_speeds: dict[str, float] = {}
 
-    def use(self, name: str, tier: TierEngine, peers: Peers) -> None:
-        """Add a tier; `peers` are the ranks that share host memory with this one."""
-        self._tiers[name], self._peers = tier, peers
+    def use(self, name: str, tier: TierEngine, sharing: SharingRanks) -> None:
+        """Add a tier; `sharing` are the ranks with one host memory, this one included."""
+        self._tiers[name], self._sharing = tier, sharing
 
     def capacities(self) -> dict[str, TierCapacity]:
-        """Return the capacity of each tier of this rank, counted in slots of all peers."""
-        count = self._peers.count
+        """Return the capacity of each tier of this rank, counted in slots of all sharing ranks."""
+        count = self._sharing.count
         return {
             name: TierCapacity(tier.num_slots * count, tier.file_id, count)
             for name, tier in self._tiers.items()
@@ -57,12 +57,12 @@ class Moves:
                 self._jobs.end(move.job_id, Outcome.FAILED)
 
     def _start(self, move: MoveJob) -> None:
-        own = np.flatnonzero(move.pairs[:, 1] % self._peers.count == self._peers.index)
+        own = np.flatnonzero(move.pairs[:, 1] % self._sharing.count == self._sharing.index)
         if not len(own):
             self._jobs.end(move.job_id, Outcome.OK)
             return
         pairs = move.pairs[own]
-        pairs[:, 1] //= self._peers.count
+        pairs[:, 1] //= self._sharing.count
         rows = own.tolist()
         direction = TierDirection.PROMOTE if move.promotes else TierDirection.DEMOTE
         names = [move.names[row] for row in rows]
@@ -94,13 +94,13 @@ class Moves:
         self._jobs.stats.count("tier_mismatches", done.mismatches)
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
-            # The peers read their parts at the same time.
-            self._unreported_speeds[tier] = self._peers.count * done.nbytes / done.seconds
+            # The others read their parts at the same time.
+            self._unreported_speeds[tier] = self._sharing.count * done.nbytes / done.seconds
 
     def take_speeds(self) -> dict[str, float] | None:
         """Return the speed of each tier's last promotion that showed one, once; None without any.
 
-        Speeds are bytes of slots per second of all peers together, as each reads a part of every
+        Speeds are bytes of slots per second of these ranks together, as each reads a part of every
         job.
         """
         speeds, self._unreported_speeds = self._unreported_speeds, {}

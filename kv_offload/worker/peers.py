@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
 from kv_offload.worker.pool import Seat
-from kv_offload.worker.sharing import Peers
+from kv_offload.worker.sharing import SharingRanks
 
 NUM_THREADS = 4
 """One thread copies some 7 to 10 GB/s, and the first copies of a slot map its pages."""
@@ -33,7 +33,7 @@ class HostPeers:
     seat: Seat
 
     def open(
-        self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
+        self, rank: int, num_ranks: int, sharing: SharingRanks, pages: str, transfer: SwapEngine
     ) -> PeerEngine:
         """Return a rank's way to arenas like its own."""
         return PeerEngine(self.seat.arena, rank, transfer.slots())

@@ -34,7 +34,7 @@ from kv_swap.tiers.probe import find_filesystem
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.capacity import read_boot
-from kv_offload.worker.sharing import Peers
+from kv_offload.worker.sharing import SharingRanks
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +152,17 @@ class Seat:
     """The arena files of this rank, once requested."""
 
     def arena_files(
-        self, rank: int, num_ranks: int, pages: str, peers: Peers, num_slots: int, *, reserve: bool
+        self,
+        rank: int,
+        num_ranks: int,
+        pages: str,
+        sharing: SharingRanks,
+        num_slots: int,
+        *,
+        reserve: bool,
     ) -> ArenaFiles:
         """Return the arena files of a rank; `pages` describes the layout of a slot."""
-        place = [rank, num_ranks, peers.index, peers.count, pages, num_slots, read_boot()]
+        place = [rank, num_ranks, sharing.index, sharing.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
         self.files = ArenaFiles(self.folder, rank, kind, reserve=reserve)
         return self.files

@@ -15,7 +15,7 @@ from kv_offload.config import RemoteConfig
 from kv_offload.config.checks import check_shared_folder
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import UnsupportedError
-from kv_offload.worker.sharing import Peers
+from kv_offload.worker.sharing import SharingRanks
 
 if TYPE_CHECKING:
     from kv_swap.tiers.remote.client import RemoteClient
@@ -71,7 +71,7 @@ class Remote:
     contents: Mapping[str, str]
 
     def open(
-        self, rank: int, num_ranks: int, peers: Peers, pages: str, transfer: SwapEngine
+        self, rank: int, num_ranks: int, sharing: SharingRanks, pages: str, transfer: SwapEngine
     ) -> RemoteTier:
         """Return a rank's tier in the store; `pages` describes the layout of a slot.
 
@@ -80,7 +80,7 @@ class Remote:
         from kv_swap.tiers.remote.tier import RemoteTier
 
         # Ranks that share memory hold the same bytes, so they count as one part of a block.
-        part = f"{rank - peers.index} of {num_ranks}, kept for {peers.count}"
+        part = f"{rank - sharing.index} of {num_ranks}, kept for {sharing.count}"
         description = {**self.contents, "part": part, "pages": pages}
         remote, segment_bytes = self.remote, 0
         if remote.kind == "mooncake":

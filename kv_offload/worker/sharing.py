@@ -34,7 +34,7 @@ ATTACH_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class SharingRanks:
     """The ranks that hold the same KV bytes, this one included, in one order on all of them."""
 
     index: int
@@ -51,7 +51,7 @@ class Peers:
         return slice(*(len(job.pairs) * part // self.count for part in (turn, turn + 1)))
 
 
-ALONE = Peers(0, 1, lambda value: [value])
+ALONE = SharingRanks(0, 1, lambda value: [value])
 
 
 def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:
@@ -63,61 +63,61 @@ class Memfds:
     """Makes memory that ends with its processes."""
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
-        """Make memory, and return the name under which peers attach."""
+        """Make memory, and return the name under which the other ranks attach."""
         # Unique on the host: an engine's id may be the user's, and the same for several engines.
         name = secrets.token_hex(16)
         return name, SharedMemory.create(name, nbytes, num_peers)
 
     def attach(self, name: str, nbytes: int) -> SharedMemory:
-        """Return the memory that a peer has created."""
+        """Return the memory that another rank has created."""
         return SharedMemory.attach(name, nbytes, ATTACH_SECONDS)
 
 
 def open_shared_memory(
-    peers: Peers,
+    sharing: SharingRanks,
     nbytes: int,
     layout: Any,
     numa_node: int | None,
     source: Memfds | ArenaFiles,
 ) -> tuple[str, SharedMemory | None]:
-    """Return memory that all peers can map, and its name; None on all of them if one cannot.
+    """Return memory that all sharing ranks can map, and its name; None on all if one cannot.
 
-    `layout` says what is where in a slot; peers must say the same. The memory's pages come in equal
-    parts from the peers' NUMA nodes, where those are given: all devices read all of it. Waits for
-    the slowest peer. The caller closes the handle. Raises `PinnedMemoryError` if a single rank
+    `layout` says what is where in a slot; all must say the same. The memory's pages come in equal
+    parts from the ranks' NUMA nodes, where those are given: all devices read all of it. Waits for
+    the slowest rank. The caller closes the handle. Raises `PinnedMemoryError` if a single rank
     cannot have any.
     """
     memory: SharedMemory | None = None
     name, problem = "", ""
-    if peers.index == 0:
+    if sharing.index == 0:
         try:
-            name, memory = source.create(nbytes, peers.count - 1)
+            name, memory = source.create(nbytes, sharing.count - 1)
         except (PinnedMemoryError, OSError) as error:
-            if peers.count == 1:
+            if sharing.count == 1:
                 raise
             problem = str(error)
-    offers = peers.gather((name, memory is not None, layout))
+    offers = sharing.gather((name, memory is not None, layout))
     name, offered, first_layout = offers[0]
     if layout != first_layout:
         problem = f"its slots hold {layout}, those of rank 0 hold {first_layout}"
-    elif peers.index > 0 and offered:
+    elif sharing.index > 0 and offered:
         try:
             memory = source.attach(name, nbytes)
         except (PinnedMemoryError, OSError) as error:
             problem = str(error)
     if memory is not None and numa_node is not None:
         # Before any peer gives pages to any part, which none does before all have answered.
-        memory.prefer_node(numa_node, peers.index, peers.count)
-    problems = {rank: text for rank, text in enumerate(peers.gather(problem)) if text}
+        memory.prefer_node(numa_node, sharing.index, sharing.count)
+    problems = {rank: text for rank, text in enumerate(sharing.gather(problem)) if text}
     if memory is not None and not problems:
         return name, memory
     if memory is not None:
         memory.close()
-    if peers.index == 0:
+    if sharing.index == 0:
         logger.warning(
             "kv-offload: %d tensor-parallel ranks hold the same KV bytes, but cannot share host "
             "memory: each keeps its own copy, in its part of cpu_bytes: %s",
-            peers.count,
+            sharing.count,
             "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()),
         )
     return "", None

@@ -31,7 +31,7 @@ from kv_offload.worker.moves import Moves
 from kv_offload.worker.peers import HostPeers
 from kv_offload.worker.pool import Seat
 from kv_offload.worker.remote import Remote
-from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.sharing import ALONE, SharingRanks
 from kv_offload.worker.waves import LayerWaves
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class OffloadWorker:
         rank_engine: RankEngine,
         rank: int,
         num_ranks: int,
-        peers: Peers = ALONE,
+        sharing: SharingRanks = ALONE,
         tiers: Mapping[str, LowerTier] = NO_TIERS,
         seat: Seat | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class OffloadWorker:
         self._rank_engine = rank_engine
         self._num_ranks = num_ranks
         self._jobs = RankJobs(rank, RankLog(logger, rank))
-        self._stores = Stores(self._jobs, peers)
+        self._stores = Stores(self._jobs, sharing)
         self._loads = Loads(self._jobs)
         self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
         self._moves = Moves(self._jobs)
@@ -101,26 +101,26 @@ class OffloadWorker:
         layout = caches.layout
         kind = transfer_kind(self._config, caches.tensors[0].device.type)
         stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
-        config, num_ranks, peers = self._config, self._num_ranks, self._stores.peers
+        config, num_ranks, sharing = self._config, self._num_ranks, self._stores.sharing
         find_files: FindFiles | None = None
         if self._seat is not None:
             pages = self._rank_engine.describe_pages(kv_caches)
             find_files = partial(
                 self._seat.arena_files, self.rank, num_ranks, pages, reserve=kind == "host"
             )
-        transfer, self._stores.peers, name = allocate(
-            config, num_ranks, peers, kind, caches, tuple(kv_caches), stream, find_files
+        transfer, self._stores.sharing, name = allocate(
+            config, num_ranks, sharing, kind, caches, tuple(kv_caches), stream, find_files
         )
         if self._seat is not None:
             self._arena = str(self._seat.folder / name)
         self._jobs.transfer = transfer
         self._stores.sampler = TileSampler(layout) if layout.num_tiles else None
         self.num_slots = transfer.num_slots
-        peers = self._stores.peers
+        sharing = self._stores.sharing
         for name, tier in self._tiers.items():
             pages = self._rank_engine.describe_pages(kv_caches)
-            opened = tier.open(self.rank, num_ranks, peers, pages, transfer)
-            self._moves.use(name, opened, peers)
+            opened = tier.open(self.rank, num_ranks, sharing, pages, transfer)
+            self._moves.use(name, opened, sharing)
         page_bytes = [region.page_bytes for region in layout.regions]
         self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.log(
@@ -184,7 +184,7 @@ class OffloadWorker:
     @property
     def sharing_ranks(self) -> int:
         """Number of ranks that keep their KV in this rank's host memory, including this one."""
-        return self._stores.peers.count
+        return self._stores.sharing.count
 
     @property
     def weight_loads(self) -> dict[int, int]:

@@ -60,6 +60,18 @@ def test_an_engine_takes_over_the_host_pool_of_one_that_was_killed(
 
 
 @pytest.mark.filterwarnings("default")
+def test_an_engine_serves_what_another_one_of_its_host_pool_has(tmp_path, variables, memory_folder):
+    """Both run on one GPU, and nothing of the second one's memory was stored by itself."""
+    plugin = {"host_pool": "chat", "host_pool_path": str(memory_folder), **ALWAYS}
+    words = (RUN, "write", tmp_path, json.dumps(plugin))
+    with staying(*words, folder=tmp_path, **variables) as (process, _):
+        result = run_module(RUN, "serve", tmp_path, plugin, timeout_seconds=300, **variables)
+        assert process.poll() is None
+    check(result)
+    assert result["totals"]["peers_read_bytes"] > 0
+
+
+@pytest.mark.filterwarnings("default")
 def test_a_store_serves_what_another_engine_has_computed(tmp_path, variables):
     require_mooncake()
     more = environment() | PATIENT | variables

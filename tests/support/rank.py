@@ -18,7 +18,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import LoadJob, OffloadMetadata, Outcome, RankReport, StoreJob
-from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.sharing import ALONE, SharingRanks
 from kv_offload.worker.worker import OffloadWorker
 
 PAGE_WORDS = 8
@@ -94,7 +94,7 @@ class Rank:
         *,
         rank: int = 0,
         num_ranks: int = 1,
-        peers: Peers = ALONE,
+        sharing: SharingRanks = ALONE,
         slots: int = 8,
         layers: int = 1,
         **config: Any,
@@ -102,7 +102,7 @@ class Rank:
         names = [f"layer.{index}" for index in range(layers)]
         config.setdefault("cpu_bytes", slots * num_ranks * layers * BLOCK_BYTES)
         self.engine = PlainRank()
-        self.half = OffloadWorker(OffloadConfig(**config), self.engine, rank, num_ranks, peers)
+        self.half = OffloadWorker(OffloadConfig(**config), self.engine, rank, num_ranks, sharing)
         words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
         self.first = [layer.clone() for layer in self.layers.values()]

@@ -11,7 +11,7 @@ import pytest
 from kv_offload.messages import MoveJob, Outcome, TierCapacity
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
-from kv_offload.worker.sharing import ALONE, Peers
+from kv_offload.worker.sharing import ALONE, SharingRanks
 from tests.support.manual_tier import ManualTier
 
 NAMES = [b"a", b"b", b"c", b"d", b"e"]
@@ -21,12 +21,12 @@ PAIRS = np.array([[0, 7], [1, 4], [2, 3], [3, 0], [4, 1]], np.int32)
 class Half:
     """The moves of one rank, over slots of 8 bytes that hold their number."""
 
-    def __init__(self, peers: Peers = ALONE) -> None:
+    def __init__(self, sharing: SharingRanks = ALONE) -> None:
         self.arena = np.repeat(np.arange(8, dtype=np.uint8)[:, None], 8, axis=1)
         self.tier = ManualTier(Path("tier"), 8, self.arena, {})
-        self.jobs = RankJobs(peers.index, RankLog(logging.getLogger("test"), peers.index))
+        self.jobs = RankJobs(sharing.index, RankLog(logging.getLogger("test"), sharing.index))
         self.moves = Moves(self.jobs)
-        self.moves.use("disk", self.tier, peers)  # type: ignore[arg-type]
+        self.moves.use("disk", self.tier, sharing)  # type: ignore[arg-type]
 
     def move(self, job_id: int, *, promotes: bool) -> None:
         self.moves.start([MoveJob(job_id, promotes, "disk", PAIRS, NAMES)])
@@ -46,7 +46,7 @@ def test_what_was_demoted_comes_back():
 
 def test_ranks_that_share_memory_move_a_part_each():
     """Each finds in its own file what it has written there."""
-    halves = [Half(Peers(index, 2, lambda value: [value, value])) for index in range(2)]
+    halves = [Half(SharingRanks(index, 2, lambda value: [value, value])) for index in range(2)]
     for half in halves:
         assert half.moves.capacities() == {"disk": TierCapacity(16, "manual", 2)}
         half.move(0, promotes=False)
@@ -63,7 +63,7 @@ def test_ranks_that_share_memory_move_a_part_each():
 
 
 def test_a_rank_without_a_part_has_ended_its_part():
-    half = Half(Peers(0, 9, lambda value: [value] * 9))
+    half = Half(SharingRanks(0, 9, lambda value: [value] * 9))
     half.moves.start([MoveJob(0, True, "disk", PAIRS[:1], NAMES[:1])])
     assert half.jobs.ended == {0: Outcome.OK}
 
@@ -100,8 +100,8 @@ def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch):
 def test_ranks_that_share_memory_tell_how_fast_they_read_together(monkeypatch):
     """A slot that one of them reads is there for all."""
     monkeypatch.setattr("kv_offload.worker.moves.TIMED_BYTES", 8)
-    peers = [Peers(index, 2, lambda value: [value, value]) for index in range(2)]
-    for half, own_bytes in zip(map(Half, peers), (16, 24), strict=True):
+    sharing = [SharingRanks(index, 2, lambda value: [value, value]) for index in range(2)]
+    for half, own_bytes in zip(map(Half, sharing), (16, 24), strict=True):
         half.move(0, promotes=False)
         half.move(1, promotes=True)
         assert half.jobs.stats.data["promoted_bytes"] == own_bytes

@@ -134,7 +134,7 @@ def test_the_seat_of_an_engine_that_just_ends_is_waited_for(
 def test_an_arena_with_another_layout_is_another_kind(folder: Path, change: str) -> None:
     def name(**more: Any) -> str:
         facts = {"rank": 0, "num_ranks": 2, "pages": "pages", "num_slots": 2, **more}
-        shared = seat.arena_files(peers=ALONE, reserve=True, **facts).create(NBYTES, 0)
+        shared = seat.arena_files(sharing=ALONE, reserve=True, **facts).create(NBYTES, 0)
         shared[1].close()
         return shared[0]
 

@@ -24,7 +24,7 @@ from kv_swap.memory.shared import SharedMemory
 
 from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import Outcome, StoreJob, WorkerCapacity
-from kv_offload.worker.sharing import Peers, arena_bytes
+from kv_offload.worker.sharing import SharingRanks, arena_bytes
 from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, refuse_blocks, store
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
@@ -41,7 +41,7 @@ class Meeting:
         self._told: dict[int, Any] = {}
         self.count = count
 
-    def peers(self, index: int) -> Peers:
+    def ranks(self, index: int) -> SharingRanks:
         def gather(value: Any) -> list[Any]:
             self._told[index] = value
             self._barrier.wait()
@@ -49,7 +49,7 @@ class Meeting:
             self._barrier.wait()
             return values
 
-        return Peers(index, self.count, gather)
+        return SharingRanks(index, self.count, gather)
 
 
 class Ranks:
@@ -58,7 +58,7 @@ class Ranks:
     def __init__(self, *layers: dict[str, torch.Tensor], **config: Any) -> None:
         meeting = Meeting(2)
         self.both = [
-            Rank(rank=rank, num_ranks=2, peers=meeting.peers(rank), slots=4, **config)
+            Rank(rank=rank, num_ranks=2, sharing=meeting.ranks(rank), slots=4, **config)
             for rank in range(2)
         ]
         self.both[1].kv.add_(OTHER)
@@ -104,7 +104,7 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count, num_pairs):
     copied = np.zeros(count, int)
     for job_id in range(count):
         job = StoreJob(job_id, pairs)
-        parts = [pairs[meeting.peers(rank).own_part(job)] for rank in range(count)]
+        parts = [pairs[meeting.ranks(rank).own_part(job)] for rank in range(count)]
         assert sorted(np.concatenate(parts).tolist()) == pairs.tolist()
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         copied += [len(part) for part in parts]

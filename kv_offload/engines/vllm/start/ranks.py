@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.engines.vllm.locate import callers, worker_of_process
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
-from kv_offload.worker.sharing import Peers
+from kv_offload.worker.sharing import SharingRanks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,12 +52,12 @@ def rank_capacity(_worker: Any) -> WorkerCapacity:
     return capacity
 
 
-def tensor_parallel_ranks() -> Peers:
+def tensor_parallel_ranks() -> SharingRanks:
     """Return the ranks of this rank's tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    return Peers(group.rank_in_group, group.world_size, lambda value: _gather(value, group))
+    return SharingRanks(group.rank_in_group, group.world_size, lambda value: _gather(value, group))
 
 
 def gather_over_ranks(value: Any) -> list[Any]:
