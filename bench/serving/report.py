@@ -187,7 +187,7 @@ _PCIE = re.compile(r", (\d), (\d+)$")
 def _facts(document: Document) -> str:
     """Describe the machine, the versions and the speed of the link."""
     machine = document["machine"]
-    names = ("gpu", "driver", "vllm", "torch", "commit", "date")
+    names: tuple[str, ...] = ("gpu", "driver", "vllm", "torch", "commit", "date")
     if "gpu" not in machine:
         names = ("cpu", "cpus", *names)
     facts = [f"{name} {machine[name]}" for name in names if machine.get(name)]
