@@ -7,7 +7,7 @@ plugin hear nothing of the change, and must give other tokens.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
 """Weights that the CPU engine uses as they were loaded, and on which all KV depends."""
 
 Weights = list[tuple[str, torch.Tensor]]
-Way = Callable[[Engine, Weights], None]
 
 
 def write_new_weights(models: Path) -> tuple[Path, Weights, Weights]:

@@ -16,7 +16,7 @@ from kv_offload.config.host_memory import read_host_memory
 from kv_offload.config.sizes import format_size, parse_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.arguments import add_count
-from kv_offload.tools.output import COLUMNS, Report, as_fields
+from kv_offload.tools.output import COLUMNS, Report, as_fields, make_progress
 from kv_offload.tools.sizing.model import Model, read_model
 from kv_offload.tools.sizing.slots import (
     CACHE_DTYPES,
@@ -66,8 +66,11 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 def read_size(model: str, arguments: argparse.Namespace, block_tokens: int) -> SlotSize:
     """Return the slot size of a model, given the arguments of `add_shape`."""
+    with make_progress() as progress:
+        progress.add_task("reading the model's configuration", total=None)
+        shape = read_model(model)  # seconds, where transformers is loaded for it
     return slot_size(
-        read_model(model),
+        shape,
         tensor_parallel_size=arguments.tensor_parallel_size,
         cache_dtype=arguments.kv_cache_dtype,
         block_tokens=block_tokens,

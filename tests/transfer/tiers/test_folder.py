@@ -433,6 +433,19 @@ def test_files_of_others_in_the_folder_are_left_alone(place):
         assert all(path.exists() for path in mine)
 
 
+def test_an_object_that_cannot_be_removed_keeps_no_other(place):
+    with FolderBed(place) as bed:
+        bed.put(NAMES)
+        stuck = file_of(bed, NAMES[0])
+        stuck.unlink()
+        stuck.mkdir()
+        aged(bed, NAMES)
+        sweep(bed.client, 1)
+        assert left(bed, NAMES) == [0]
+        with pytest.raises(TierError, match="cannot remove"):
+            sweep(bed.client, 1)
+
+
 def test_who_writes_keeps_the_bound_while_others_read(place):
     """Writes eight times what fits; the reader sees hits and misses, and never anything wrong."""
     limit = 64 * RECORD_BYTES

@@ -166,6 +166,12 @@ def test_a_size_of_1_gib_has_one_line(size):
     assert size("Llama-3.1-8B", "--cpu-bytes", "1GiB").out.count("in 1 GiB ") == 1
 
 
+def test_a_terminal_sees_that_it_reads(size, monkeypatch):
+    """To load transformers takes seconds."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "reading the model's configuration" in size("Llama-3.1-8B").err
+
+
 def table() -> dict[str, list[str]]:
     """Return the rows of the page's table of models, by model."""
     rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", DOCS.read_text(), re.MULTILINE)]

@@ -128,7 +128,7 @@ def test_a_page_with_every_line_fits_the_lowest_terminal_and_loses_no_figure():
     assert len(text.splitlines()) == 23
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    assert re.search(r"last [5-9]\.\d s", text)
+    assert re.search(r"last \d+\.\d s", text)
     assert re.search(r"from host memory: not computed +864 +48\.0 % +[\d,]+/s", text)
     assert re.search(r"Copies to host memory, .*/s +1023 GiB +[\d.]+ .iB/s", text)
     assert "…" not in drawn(page, earlier, width=60), "in half a screen names wrap"

@@ -89,12 +89,16 @@ class FolderClient(RemoteClient, Sweepable):
         return [self._read(self._file(key), own) for key, own in zip(keys, parts, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> None:
+        """See `RemoteClient`. Raises only if none goes: one that stays must not keep the others."""
+        errors = []
         for key in keys:
             try:
                 self._file(key).unlink(missing_ok=True)
             except OSError as error:
                 if error.errno not in _GONE:
-                    raise TierError(f"cannot remove {key}: {explain(error)}") from error
+                    errors.append(error)
+        if keys and len(errors) == len(keys):
+            raise TierError(f"cannot remove {keys[0]}: {explain(errors[0])}") from errors[0]
 
     def close(self) -> None:
         self._closed = True
