@@ -141,6 +141,16 @@ def test_keys_that_complete_in_slices_are_evicted_tail_first(policy, by, slices,
     assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
 
 
+@each_policy
+def test_what_is_known_of_a_prefix_is_not_evicted_for_its_tail_but_can_be_later(policy):
+    manager = make_manager(policy)
+    head = store(manager, A, B)
+    store(manager, C, D)
+    manager.complete_store(manager.prepare_store([b"E", b"F"], array(*head)))
+    assert manager.readable([A, B, b"E", b"F"]).all()
+    assert {*eviction_order(manager, [A, B, b"E", b"F"])} == {A, B, b"E", b"F"}
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
