@@ -289,8 +289,8 @@ def read_directory(folder: Path) -> tuple[Slots, list[bytes], int] | None:
 def open_directory(folder: Path) -> Contents | None:
     """Map the directory in `folder` for reading, without a lock; None if there is none."""
     try:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(folder / DIRECTORY, flags | os.O_NONBLOCK)  # it may be a pipe
+        # Not O_RDONLY alone, which would wait if it were a pipe.
+        fd = os.open(folder / DIRECTORY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
