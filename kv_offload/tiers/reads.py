@@ -129,6 +129,7 @@ class Reads:
             for key in read.keys:
                 if self._by_key.get(key) is read:
                     del self._by_key[key]
+            read.keys = []  # the ends of its other transfers need not go through them again
         for key in transfer.keys:
             # Once host memory was emptied, another transfer may bring it.
             if self._coming.get(key) is transfer:

@@ -43,6 +43,12 @@ SETTINGS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
 }
 
+VLLM_CONNECTOR = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+}
+
 
 def one_by_one(running: Engine) -> list[list[int]]:
     return [running.generate([prompt], max_tokens=16)[0] for prompt in PROMPTS]
@@ -121,8 +127,11 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     # A process can have its sleep mode once.
-    without_sleep = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
-    with engine(Path(models), kind, **without_sleep) as plain:
+    reference = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
+    if settings.pop("reference_connector", False):
+        reference["kv_transfer_config"] = VLLM_CONNECTOR
+        del reference["reference_connector"]
+    with engine(Path(models), kind, **reference) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
         drafts.take()

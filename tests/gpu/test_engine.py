@@ -86,6 +86,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "gdn_prefill_backend": "triton",
             "enforce_eager": False,
             "max_num_seqs": 64,  # a graph of so many needs a state for each
+            # With any connector vLLM 0.33 answers one of these prompts differently from the 13th
+            # token on, before anything is loaded.
+            "reference_connector": True,
             **OF_MTP,
         },
     ),
@@ -141,7 +144,7 @@ def test_blocks_come_back(tmp_path, case, runner):
     else:
         assert result["loads_in_waves"] <= case.startswith("before_compute") < result["loads"]
     # The last prompt, where more of it than a block is missing on the device, which is 64 tokens.
-    whole = kind == "qwen3" and arguments.get("block_size", BLOCK_TOKENS) < 64
+    whole = kind in ("qwen3", "llama_wide") and arguments.get("block_size", BLOCK_TOKENS) < 64
     assert result["whole_loads"] == whole
     # vLLM itself may keep some; not one more with us.
     assert set(result["kept"]) <= set(result["kept_without_us"])
