@@ -35,7 +35,7 @@ remote store may answer for weeks without a block that is read, which alone show
 
 
 class Pause:
-    """How long a tier is not read, or not written, after an error. At first it may be."""
+    """Pauses reads or writes of a tier after an error. They are allowed at first."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

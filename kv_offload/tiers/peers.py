@@ -16,17 +16,17 @@ from kv_offload.tiers.base import Tier
 from kv_offload.tiers.remote import RecentKeys
 
 PeersOpener = Callable[[Mapping[int, str]], PeerDirectories]
-"""Finds the peers whose ranks have arenas like these, whose paths are given by rank."""
+"""Finds the peers whose arenas match these, given as paths by rank."""
 
 
 class PeerTier(Tier):
-    """Looks into the directories of the peers; each of them decides alone what it keeps.
+    """Looks keys up in the directories of the peers; each peer alone decides what it keeps.
 
-    What a directory says may have changed when a rank reads it: then nothing is brought, and the
-    key is not looked for again for a while.
+    An entry may change before a rank reads its slot. Then that read fails, and the key is not
+    looked up at peers again for a while.
 
-    After a reset, or new weights, this engine reads nothing of its peers: they may still have what
-    was computed before.
+    After a reset or new weights, this engine reads nothing from its peers: they may still hold KV
+    that was computed before.
     """
 
     name, what = "peers", "host memory of other engines in the pool"
@@ -40,12 +40,12 @@ class PeerTier(Tier):
         self._is_cut_off = False
 
     def share_with(self, host: LastingManager) -> None:
-        """Have this engine's host memory keep only once what peers have."""
+        """Have `host` leave out of this engine's host memory the blocks that peers have."""
         self._host = host
         host.share(self._keep)
 
     def _keep(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Say for each key whether it can be read from a peer, which counts that as a use."""
+        """Return for each key whether a peer has it, which counts as a use there."""
         return self._find(keys, uses=True) if self.may_read else np.zeros(len(keys), bool)
 
     @property
@@ -65,17 +65,17 @@ class PeerTier(Tier):
 
     @property
     def _is_ready(self) -> bool:
-        """See `Tier`: not while there is no peer."""
+        """See `Tier`: false while there are no peers."""
         return not self._is_cut_off and super()._is_ready and bool(self._peers and self._peers.all)
 
     @property
     def may_write(self) -> bool:
-        """See `Tier`: each engine writes its own memory alone."""
+        """See `Tier`: an engine writes only its own memory."""
         return False
 
     @property
     def generation(self) -> bytes:
-        """See `Tier`: blocks are called by their keys."""
+        """See `Tier`: blocks are addressed by their keys."""
         return b""
 
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
@@ -106,7 +106,7 @@ class PeerTier(Tier):
         return np.arange(len(keys), dtype=np.int32)
 
     def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """See `Tier`. What was read is a copy, which leaves before other blocks do."""
+        """See `Tier`. Blocks read from peers are copies, which are evicted before other blocks."""
         self._lost.add(key for key, bad in zip(move.keys, failed, strict=True) if bad)
         if self._host is not None:
             self._host.are_copies(move.slots[~failed])
@@ -122,4 +122,4 @@ class PeerTier(Tier):
         return {"peers": float(len(self._peers.all)) if self._is_ready and self._peers else 0.0}
 
     def check_integrity(self) -> None:
-        """See `Tier`: nothing here has to fit what peers have."""
+        """See `Tier`: there is no state to check."""

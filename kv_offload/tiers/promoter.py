@@ -1,4 +1,4 @@
-"""Which requests wait until blocks have been read from the tiers below host memory."""
+"""Lets requests wait for blocks that are read from the tiers below host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ some 250 lookups."""
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """What was looked up for a request in the lower tiers, and what it waits for there.
+    """The lookup of a request in the lower tiers, and the read that it waits for.
 
     - `start_tokens`, `num_tokens`: tokens that the GPU had, and tokens of the request.
     - `looked`: time of its last lookup, on the monotonic clock in seconds.

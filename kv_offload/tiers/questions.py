@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 0.2
 
 
 class Question:
-    """Which of some keys a remote store has. The answer may not be there yet."""
+    """A query for the keys that a remote store has. The answer may still be pending."""
 
     def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
         self._tier, self._keys, self.answer = tier, keys, answer

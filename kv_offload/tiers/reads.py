@@ -114,7 +114,7 @@ class Reads:
         return begun
 
     def share(self, read: Read, hashes: Sequence[bytes], start: int) -> None:
-        """Let later requests find a read by what lies after `start`, until a part of it ends."""
+        """Share a read with later requests that have the same tokens, until a part of it ends."""
         read.keys = self._prefixes.chain_keys(hashes, start, read.full_tokens)
         self._by_key.update(dict.fromkeys(read.keys, read))
         for transfer in read.transfers:

@@ -1,4 +1,4 @@
-"""A rank's way to what the same rank of other engines in the host pool has in host memory."""
+"""Copies blocks to a rank's host memory from the same rank of other engines in the host pool."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from kv_offload.worker.pool import Seat
 from kv_offload.worker.sharing import SharingRanks
 
 NUM_THREADS = 4
-"""One thread copies some 7 to 10 GB/s, and the first copies of a slot map its pages."""
+"""One thread copies 7 to 10 GB/s, and less when it reads a slot for the first time, whose pages are
+then mapped."""
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of slots that a thread takes at a time. The directory is read again after each."""
+"""Bytes that a thread copies before it reads the directory again."""
 
 NUM_SLOTS = 2**31 - 1
-"""Slots of peers are found by their keys; this is more than any job has rows."""
+"""Peers' slots are found by key, so this only has to exceed the rows of any job."""
 
 
 @dataclass(frozen=True)
 class HostPeers:
-    """The other engines in the pool in which an engine has this seat."""
+    """The other engines of the pool in which this engine has `seat`."""
 
     seat: Seat
 
     def open(
         self, rank: int, num_ranks: int, sharing: SharingRanks, pages: str, transfer: SwapEngine
     ) -> PeerEngine:
-        """Return a rank's way to arenas like its own."""
+        """Return the engine that copies from peers' arenas that match this rank's."""
         return PeerEngine(self.seat.arena, rank, transfer.slots())
 
 
 class PeerEngine(TierEngine):
     """Copies slots of peers into an arena. It only promotes.
 
-    `path`, also its `file_id`, is that of the arena. A row whose key no peer
-    has, or whose slot was written meanwhile, fails, without an error and without a mismatch.
+    `path` is that of the arena, and also the `file_id`. A row fails, without an error or a mismatch,
+    if no peer has its key or its slot was written meanwhile.
     """
 
     def __init__(self, path: Path, rank: int, arena: NDArray[np.uint8]) -> None:
@@ -74,7 +75,7 @@ class _Copies(Mover):
         return Outcome([row.number for row in left])
 
     def _copy(self, peer: PeerDirectory, rows: Sequence[Row]) -> list[Row]:
-        """Copy what a peer has of some rows; return the others."""
+        """Copy the rows that a peer has; return the others."""
         if not rows:
             return []
         arena = peer.arena(self._rank, *self._arena.shape)

@@ -1,4 +1,4 @@
-"""How a hit is served: loaded in the step that admits its request, beside other steps, or computed.
+"""Decides how a hit is served: loaded before its step, loaded while others run, or computed.
 
 An asynchronous load runs while others are computed, but its request joins a step only after the
 scheduler has learned of its end: at least one step late, and while others decode a step is longer
@@ -58,7 +58,7 @@ and it would relieve a link that is this much faster by a third at most."""
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What it costs to load a hit, and to compute it.
+    """The costs of loading and of computing a hit.
 
     - `load`: this load alone.
     - `queued`: remaining time of the loads before it.
@@ -86,7 +86,7 @@ class Costs:
 
 
 class Decision(NamedTuple):
-    """How much of a hit is loaded: `tokens` after its start, by a load that ends at `end_tokens`.
+    """The part of a hit that is loaded: `tokens` after its start, up to `end_tokens`.
 
     The load ends one token later where a synchronous load brings all tokens of a request, since the
     engine must compute at least one. Without `tokens` the hit is computed.

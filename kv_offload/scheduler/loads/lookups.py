@@ -136,7 +136,7 @@ class Lookups:
 
     @staticmethod
     def _wait(tracked: TrackedRequest, owner: TrackedRequest) -> None:
-        """Have a request wait for another's load. Loads that follow each other share a deadline."""
+        """Make a request wait for another's load. Successive waits share one deadline."""
         deadline = min(tracked.load_deadline, time.monotonic() + MAX_WAIT_SECONDS)
         tracked.load_deadline = deadline
         tracked.still_waits = lambda: bool(owner.arriving) and time.monotonic() <= deadline
