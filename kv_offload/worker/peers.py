@@ -43,8 +43,8 @@ class HostPeers:
 class PeerEngine(TierEngine):
     """Copies slots of peers into an arena. It only promotes.
 
-    `path` is that of the arena, and also the `file_id`. A row fails, without an error or a mismatch,
-    if no peer has its key or its slot was written meanwhile.
+    `path` is that of the arena, and also the `file_id`. A row fails without an error or a
+    mismatch if no peer has its key or its slot was written meanwhile.
     """
 
     def __init__(self, path: Path, rank: int, arena: NDArray[np.uint8]) -> None:
