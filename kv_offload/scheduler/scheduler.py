@@ -88,12 +88,20 @@ class OffloadScheduler:
     def arrived(self, request: Request) -> None:
         """Note that the engine has queued a request."""
         if self.tiers.tiers:
-            self.tiers.arrived(self._requests.track(request))
+            tracked = self._requests.track(request)
+            if tracked.may_load:
+                tracked.still_waits = self._lookups.budget.is_spent
+            self.tiers.arrived(tracked)
 
-    def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Return whether `match` would have the engine ask again, as it did last; in O(1)."""
+    def still_waits(self, request_id: str, num_computed_tokens: int | None = None) -> bool:
+        """Return whether `match` would have the engine ask again, as it did last; in O(1).
+
+        Without `num_computed_tokens`, whether it would for any number.
+        """
         tracked = self._requests.get(request_id)
-        return tracked is not None and self._admissions.still_waits(tracked, num_computed_tokens)
+        if tracked is None:  # nothing is known of it
+            return num_computed_tokens is None and self._lookups.budget.is_spent()
+        return self._admissions.still_waits(tracked, num_computed_tokens)
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.

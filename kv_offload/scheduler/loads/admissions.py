@@ -94,10 +94,11 @@ class Admissions:
         hit.decision = Decision(0, hit.end_tokens, synchronous=False)
         return 0, False
 
-    def still_waits(self, tracked: TrackedRequest, start: int) -> bool:
+    def still_waits(self, tracked: TrackedRequest, start: int | None) -> bool:
         """Return whether a request must still wait, as its last lookup found; in O(1).
 
         A hit does not wait for its turn if it begins elsewhere by now: less of it may be loaded.
+        Without `start`, a hit does not wait.
         """
         hit = tracked.hit
         return (hit is None or hit.start_tokens == start) and tracked.still_waits()

@@ -78,6 +78,7 @@ ALWAYS = {
     "collective_rpc",
     "update_from_output",
     "_preempt_request",
+    "prefix_cache_lookup_enabled",
 }
 
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_offload.engines.vllm import requests
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import EngineState, find_waker
+from kv_offload.engines.vllm.patches.waiting import skip_lookups
 from kv_offload.engines.vllm.start.log import FirstHits, log_pool
 from kv_offload.engines.vllm.start.members import is_brought, is_chosen
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
@@ -59,6 +60,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _pool_is_logged = False
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
+    _passed_over: Request | None = None
+    """The request that vLLM has just not looked up, since it waits."""
     loaded: frozenset[str] = frozenset()
     """Requests whose asynchronous loads have ended, not yet reported to vLLM."""
 
@@ -102,6 +105,16 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self._engine_state.is_to_rest,
             self._wake,
         )
+        skip_lookups(gpu_block_pool, self.waits)
+
+    @survives(lambda self, request: False)
+    def waits(self, request: Request) -> bool:
+        """Return whether a waiting request goes on waiting, whatever vLLM's own cache has of it."""
+        if self._multi_connectors:
+            return False  # another member may bring its tokens
+        waits = self.offload_scheduler.still_waits(request.request_id)
+        self._passed_over = request if waits else None
+        return waits
 
     @survives(lambda self, request: None)  # the request is looked up later as usual
     def on_new_request(self, request: Request) -> None:
@@ -119,6 +132,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         Inside a MultiConnector, the first member that has tokens loads them.
         """
         offload, multi = self.offload_scheduler, self._multi_connectors
+        passed_over, self._passed_over = self._passed_over, None
+        if passed_over is request:
+            return None, False
         # Another member of a MultiConnector may bring tokens meanwhile.
         if not multi and offload.still_waits(request.request_id, num_computed_tokens):
             return None, False

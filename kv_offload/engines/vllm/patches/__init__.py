@@ -15,6 +15,7 @@ from kv_offload.engines.vllm.patches.vllm_workarounds import (
     clear_uncomputed_hashes,
     drop_stale_session_hashes,
 )
+from kv_offload.engines.vllm.patches.waiting import skip_waiting
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
 from kv_offload.engines.vllm.start.command_line import check_settings
 
@@ -32,6 +33,7 @@ PATCHES = (
     ),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", hear_ranks_first),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", clear_uncomputed_hashes),
+    Patch("vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled", skip_waiting),
     Patch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
         drop_stale_session_hashes,

@@ -1,0 +1,30 @@
+"""Spares vLLM the lookup of its own blocks for requests that the plugin makes wait."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_waits: weakref.WeakKeyDictionary[BlockPool, weakref.WeakMethod[Callable[[Any], bool]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def skip_lookups(pool: BlockPool, waits: Callable[[Any], bool]) -> None:
+    """Have vLLM look no request up in `pool` for which the method `waits` returns True."""
+    _waits[pool] = weakref.WeakMethod(waits)
+
+
+def skip_waiting(original: Callable[..., bool], self: Any, request: Any) -> bool:
+    """Run around `KVCacheManager.prefix_cache_lookup_enabled`, which comes before each lookup.
+
+    vLLM looks all blocks of a request up before it asks the connector, in each step in which the
+    request waits: 0.4 ms for 400 blocks (November 2026), for each of a thousand requests.
+    """
+    found = _waits.get(self.block_pool)
+    waits = found() if found is not None else None
+    return original(self, request) and not (waits is not None and waits(request))
