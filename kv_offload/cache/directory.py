@@ -55,6 +55,8 @@ MAGIC = b"kvpool-3"
 """Changes with the format."""
 HEADER_BYTES = 64 << 10
 GENERATION_BYTES = 16
+MARKS_AT_ONCE = 4096
+"""Uses by peers that the owner counts in one step: 1 ms."""
 MARKS_STEP = 64 << 10
 """The marks fill whole pages on any CPU, so that peers can map them, and nothing else, for
 writing."""
@@ -146,7 +148,7 @@ class Contents:
     def read(self, first: int, end: int, generation: bytes) -> tuple[Slots, list[bytes]]:
         """Return the slots in `[first, end)` with a key, and their keys, last use last."""
         part = self.entries[first:end]
-        named = np.flatnonzero(part["sum"])
+        named = np.flatnonzero(part["sum"] != 0)
         named = named[np.argsort(part["used"][named], kind="stable")]
         slots = (first + named).astype(np.int32)
         fits = self.fits(slots, part[named], generation)
@@ -196,6 +198,7 @@ class Directory:
         self._generation = self._contents.generation
         self._is_retired = False
         self._touch_due = 0.0
+        self._marks_from = 0
         entries = self._contents.entries
         self._clock = int(entries["used"].max(initial=0))
         self._version = int(entries["version"].max(initial=0))
@@ -230,16 +233,21 @@ class Directory:
             self._contents.index.add(slots, names.hashes)
 
     def take_marks(self) -> Slots:
-        """Return the slots that peers have used since the last call, in no order of use.
+        """Return slots that peers have used since they were last returned, in no order of use.
 
-        Takes O(num_slots) if there are any, a few nanoseconds per hundred slots.
+        A call returns at most `MARKS_AT_ONCE`, in 0.1 ms for a million slots.
         """
         marks = self._contents.marks
         if not marks[-1]:
             return NO_SLOTS
         marks[-1] = 0
         order_memory()
-        slots = np.flatnonzero(marks[:-1]).astype(np.int32)
+        # The comparison copies: numpy raises if what it counts changes meanwhile.
+        slots = np.flatnonzero(marks[:-1] != 0).astype(np.int32)
+        if len(slots) > MARKS_AT_ONCE:
+            slots = np.roll(slots, -int(slots.searchsorted(self._marks_from)))[:MARKS_AT_ONCE]
+            self._marks_from = int(slots[-1]) + 1
+            marks[-1] = 1
         marks[slots] = 0
         return slots
 
@@ -260,11 +268,12 @@ class Directory:
         different one, so the entries that it has not read yet are invalid for it too. Changing a
         single byte is enough, so this takes effect on return, however the process ends.
         """
+        self._contents.index.clear()  # first: peers must not believe blocks that none can claim
+        order_memory()
         self._contents.header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
         order_memory()
         self._generation = secrets.token_bytes(GENERATION_BYTES)
         self._is_retired = True
-        self._contents.index.clear()
 
     def close(self) -> None:
         """Release the lock so that another process can take over the directory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, islice
 from pathlib import Path
@@ -43,7 +44,7 @@ class LastingManager(CacheManager):
         self._peers_have: PeersHave = lambda keys: np.zeros(len(keys), bool)
         self._arrived: set[int] = set()
         """Slots copied from peers and not loaded since: a request is waiting for them."""
-        self._copies: dict[int, None] = {}
+        self._copies: OrderedDict[int, None] = OrderedDict()
         """Slots copied from peers and loaded since; the first ones are dropped first."""
 
     def share(self, peers_have: PeersHave) -> None:
@@ -153,7 +154,8 @@ class LastingManager(CacheManager):
         if len(used):
             used = used[used < self._index.given_out]
             named = [key is not None for key in self.readable_keys(used)]
-            self._policy.use(used[np.array(named, bool)])
+            # The beginnings of prompts, which mostly have lower slots, count as used last.
+            self._policy.use(used[np.array(named, bool)][::-1])
         if not self._copies:
             return
         slots = np.fromiter(islice(self._copies, lacking), np.int32)

@@ -82,7 +82,7 @@ class PeerDirectory:
         is_alike = all(files.get(rank, "").startswith(f"{kind}.") for rank, kind in kinds.items())
         peer = cls(seat, contents, inode, files)
         # Between the two it may have been replaced.
-        return peer if is_alike and peer.is_current else None
+        return peer if is_alike and peer.is_current and peer.has_arenas else None
 
     @property
     def is_current(self) -> bool:
@@ -91,6 +91,11 @@ class PeerDirectory:
             return os.stat(self.seat / DIRECTORY, follow_symlinks=False).st_ino == self._inode
         except OSError:
             return False
+
+    @property
+    def has_arenas(self) -> bool:
+        """True while the arenas are there: an engine that starts may have removed one."""
+        return all((self.seat / name).exists() for name in self.files.values())
 
     def claim(self, keys: Sequence[bytes]) -> Claim:
         """Return the valid entries of some keys; called before their slots are read."""
@@ -160,7 +165,7 @@ class PeerDirectories:
 
     def refresh(self) -> None:
         """List the seats of the pool."""
-        known = {peer.seat: peer for peer in self.all if peer.is_current}
+        known = {peer.seat: peer for peer in self.all if peer.is_current and peer.has_arenas}
         found = []
         for seat in _seats(self._seat):
             peer = known.get(seat) or PeerDirectory.open(seat, self._kinds)

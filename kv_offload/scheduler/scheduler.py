@@ -87,10 +87,9 @@ class OffloadScheduler:
 
     def arrived(self, request: Request) -> None:
         """Note that the engine has queued a request."""
+        tracked = self._requests.track(request)
+        tracked.still_waits = self._lookups.budget.is_spent
         if self.tiers.tiers:
-            tracked = self._requests.track(request)
-            if tracked.may_load:
-                tracked.still_waits = self._lookups.budget.is_spent
             self.tiers.arrived(tracked)
 
     def still_waits(self, request_id: str, num_computed_tokens: int | None = None) -> bool:
@@ -99,8 +98,10 @@ class OffloadScheduler:
         Without `num_computed_tokens`, whether it would for any number.
         """
         tracked = self._requests.get(request_id)
-        if tracked is None:  # nothing is known of it
-            return num_computed_tokens is None and self._lookups.budget.is_spent()
+        if tracked is None:
+            return False
+        for tell in self._tell.lookup:
+            tell(tracked)
         return self._admissions.still_waits(tracked, num_computed_tokens)
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:

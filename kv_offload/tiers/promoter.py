@@ -57,7 +57,7 @@ class Wait:
         if time.monotonic() >= self.until:
             return False
         if self.read is not None:
-            return not self.read.parts[-1][1].has_ended
+            return any(not transfer.has_ended for _, transfer in reversed(self.read.parts))
         return any(question.is_open() for question in self.questions)
 
 

@@ -28,7 +28,8 @@ class Read:
 
     - `full_tokens`: how far the groups that read all tokens could extend it.
     - `host_tokens`: how far host memory had it when it was looked up.
-    - `parts`: its transfers, each with the first token that it brings. The last one ends last.
+    - `parts`: its transfers, each with the first token that it brings. The last one mostly ends
+      last.
     - `keys`: the chain keys by which later requests find it.
     """
 

@@ -127,9 +127,12 @@ class Pool:
 
     def _begin(self, seat: Path, lock: int) -> Seat:
         """Prepare a seat for all ranks: stale memory is freed before any rank takes memory."""
-        for name in find_arenas(seat):
-            if not _is_of(name, digest(self.contents)):
-                (seat / name).unlink(missing_ok=True)
+        arenas = find_arenas(seat)
+        stale = [name for name in arenas if not _is_of(name, digest(self.contents))]
+        if len(stale) == len(arenas):  # before them: peers believe what it says
+            (seat / DIRECTORY).unlink(missing_ok=True)
+        for name in stale:
+            (seat / name).unlink(missing_ok=True)
         about = About(os.getpid(), time.time(), {**self.contents})
         new = seat / f"{ABOUT}.new"
         new.unlink(missing_ok=True)

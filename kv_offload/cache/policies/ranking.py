@@ -166,7 +166,8 @@ class Ranking:
             bucket = int(opened_from[0])
             others = opened_from != bucket
             end = int(others.argmax()) or len(opened_from)  # the first slot is in `bucket`
-            slots, blocked = self.prefixes.split(self._opened[:end])
+            part = self._opened[:end]
+            slots, blocked = self.prefixes.split(part[self.bucket_of[part] != 0])  # 0: discarded
             self._opened, self._opened_from = self._opened[end:], self._opened_from[end:]
             if len(blocked):
                 self._add(bucket, blocked)

@@ -101,7 +101,8 @@ class Admissions:
         Without `start`, a hit does not wait.
         """
         hit = tracked.hit
-        return (hit is None or hit.start_tokens == start) and tracked.still_waits()
+        in_turn = hit is None or hit.start_tokens == start
+        return in_turn and tracked.may_load and tracked.still_waits()
 
     def _line_is_full(self) -> bool:
         """Return whether another asynchronous load must wait for the end of one before it.

@@ -9,6 +9,8 @@ import mmap
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache.directory import DIRECTORY, HEADER, Directory
+from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_directory
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
 from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, content_of, live
 
@@ -182,6 +184,7 @@ def test_every_key_is_found_where_many_have_one_bucket(tmp_path: Path) -> None:
     num_slots = 5000
     keys = [chance.randbytes(20 if number % 3 else 36) for number in range(num_slots)]
     (tmp_path / "seat-0").mkdir()
+    (tmp_path / "seat-0" / FILES[0]).touch()
     directory = Directory(tmp_path / "seat-0", FILES, num_slots)
     slots = np.array(chance.sample(range(num_slots), num_slots), np.int32)
     directory.publish(slots, keys)
@@ -194,6 +197,60 @@ def test_every_key_is_found_where_many_have_one_bucket(tmp_path: Path) -> None:
     assert {*peer.claim(keys).slots.tolist()} == {*claim.slots.tolist()} - {*gone.tolist()}
     directory.publish(gone, keys[:2500])
     assert len(peer.claim(keys).rows) >= num_slots - 1
+
+
+def test_a_directory_whose_arena_was_removed_is_not_believed(tmp_path: Path) -> None:
+    """The next engine of a seat removes arenas of another kind long before it has a directory."""
+    make_seat(tmp_path)
+    peers = find(tmp_path)
+    assert peers.have(KEYS[:3]).all()
+    (tmp_path / "seat-0" / FILES[0]).unlink()
+    peers.refresh()
+    assert not peers.have(KEYS[:3]).any()
+    assert not find(tmp_path).all
+
+
+MARKS = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from kv_offload.cache.directory import open_directory
+contents = open_directory(Path(sys.argv[1]))
+slots = np.arange(0, contents.num_slots, 1000, np.int32)
+print(flush=True)
+while os.getppid() == int(sys.argv[2]):
+    contents.mark(slots)
+    slots = (slots + 1) % contents.num_slots
+"""
+
+
+def test_an_owner_takes_marks_while_peers_make_some(tmp_path: Path) -> None:
+    """Bytes that change while they are counted must not end a step."""
+    directory = Directory(tmp_path, FILES, 100_000)
+    words = [sys.executable, "-c", MARKS, str(tmp_path), str(os.getpid())]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        taken = 0
+        while taken < 1_000_000:
+            assert process.poll() is None
+            taken += len(directory.take_marks())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_few_marks_are_taken_at_once_but_all_in_the_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("kv_offload.cache.directory.MARKS_AT_ONCE", 4)
+    directory = Directory(tmp_path, FILES, 16)
+    contents = open_directory(tmp_path)
+    assert contents is not None
+    contents.mark(np.arange(10, dtype=np.int32))
+    taken = [directory.take_marks().tolist() for _ in range(2)]
+    contents.mark(np.arange(4, dtype=np.int32))
+    taken += [directory.take_marks().tolist() for _ in range(3)]
+    assert taken == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3], []]
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -30,6 +30,7 @@ class Member:
         seat = pool / f"seat-{number}"
         seat.mkdir()
         arenas = {0: seat / f"rank-0.kind.{number}"}
+        arenas[0].touch()
         self.manager = LastingManager(make_policy(policy, NUM_SLOTS))
         self.manager.limit_slots(0)
         self.manager.open(arenas)
@@ -269,3 +270,15 @@ def test_all_orders_of_two_engines_that_drop_a_copy(order: str, lost: bool) -> N
         finals.add(any(kept))
     assert (False in finals) is lost
     assert True in finals
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto"])
+def test_of_a_prompt_that_peers_use_the_beginning_stays(memory_folder: Path, policy: str) -> None:
+    owner, reader = make_pool(memory_folder / "pool", 2, policy)
+    prompt = blocks(0, 60)
+    owner.serve(prompt)
+    owner.serve(blocks(5000, 60))
+    assert reader.serve(prompt) == 60
+    owner.serve(blocks(9000, 90))  # of the prompt, 30 blocks must leave
+    kept = [key in owner.kept() for key in prompt]
+    assert kept == [True] * 30 + [False] * 30

@@ -145,6 +145,27 @@ def test_what_the_other_member_brings_is_not_read_from_the_disk(tmp_path, config
     engine.connector.shutdown()
 
 
+def test_a_request_waits_for_the_disk_no_longer_than_the_other_member_takes(tmp_path):
+    disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
+    config = functools.partial(multi_config, first=False)
+    engine = PlayedEngine(transfer_config=config, plugin=disk)
+    ask(engine, "sends", PROMPT, do_remote_decode=True)
+    engine.run()
+    forget(engine)
+    engine.offload.manager.reset()
+    engine.ranks[0].tier.stuck = True
+    request = engine.add("late", PROMPT)
+    engine.step(2)
+    assert request.status == RequestStatus.WAITING
+    assert engine.offload.gauges()["promoting_slots"] == 5
+    request.kv_transfer_params = {"do_remote_prefill": True, "remote_id": "sends"}
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.ranks[0].tier.stuck = False
+    engine.rest()
+    engine.connector.shutdown()
+
+
 def test_what_the_other_member_brings_is_not_read_ahead(tmp_path):
     """While the engine has it queued it has not asked the other member yet."""
     disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}

@@ -180,6 +180,21 @@ def test_the_engine_does_not_look_its_own_blocks_up_for_requests_that_wait(
     assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
 
 
+def test_a_request_that_is_not_to_load_does_not_wait_for_the_lookups_of_others(make, monkeypatch):
+    engine = make("host")
+    budget = engine.offload._lookups.budget
+    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
+    budget.next_step()
+    for index, tail in enumerate(TAILS):
+        engine.add(f"{index}", [*tail, *SHARED], 2)
+    hints = {"kv_transfer_params": {"kv_offload": {"load": False}}}
+    request = engine.add("computes", TAILS[0], 1, extra_args=hints)
+    engine.step(1)
+    assert request.num_computed_tokens
+    monkeypatch.undo()
+    engine.run()
+
+
 def test_of_those_that_a_step_puts_off_the_next_one_looks_up_the_first(make, monkeypatch):
     engine = make("host")
     budget = engine.offload._lookups.budget
