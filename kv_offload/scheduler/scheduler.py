@@ -98,11 +98,11 @@ class OffloadScheduler:
         Without `num_computed_tokens`, whether it would for any number.
         """
         tracked = self._requests.get(request_id)
-        if tracked is None:
+        if tracked is None or not self._admissions.still_waits(tracked, num_computed_tokens):
             return False
         for tell in self._tell.lookup:
             tell(tracked)
-        return self._admissions.still_waits(tracked, num_computed_tokens)
+        return True
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.
