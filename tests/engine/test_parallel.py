@@ -53,8 +53,8 @@ def test_replicas_share_a_host_pool(model_folder, memory_folder):
 def test_replicas_share_a_store(model_folder):
     """Each loads what the other one has computed, also where the machine stands still meanwhile.
 
-    A run in which a request gave the store up, as on a machine that is busy with other tests, shows
-    nothing, and is repeated.
+    A run in which a request gave the store up, or a read failed, as on a machine that is busy with
+    other tests, shows nothing, and is repeated.
     """
     require_mooncake()
     for _ in range(3):
@@ -64,7 +64,8 @@ def test_replicas_share_a_store(model_folder):
                 forks=True,
                 **{**environment(), **PATIENT},
             )
-        if not any(sum(result["totals"][late]) for late in ("late_lookups", "late_promotions")):
+        given_up = ("late_lookups", "late_promotions", "lost_tier_slots")
+        if not any(sum(result["totals"][name]) for name in given_up):
             break
     replica_run.check_shared(result)
 
