@@ -6,6 +6,7 @@ import functools
 import random
 import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,18 +118,24 @@ def nested_last(plugin: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(
-    "config", [functools.partial(multi_config, first=False), nested_last], ids=["member", "nested"]
-)
-def test_what_the_other_member_brings_is_not_read_from_the_disk(tmp_path, config):
-    """vLLM takes it from the first member that has it. The request would wait for the disk."""
-    disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
+def with_disk_that_hangs(folder: Path, config: Callable[..., dict[str, Any]]) -> PlayedEngine:
+    """Return an engine whose prompt the disk and the other member have, and nobody else."""
+    disk = {"disk": {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}}
     engine = PlayedEngine(transfer_config=config, plugin=disk)
     ask(engine, "sends", PROMPT, do_remote_decode=True)
     engine.run()
     forget(engine)
     engine.offload.manager.reset()
     engine.ranks[0].tier.stuck = True
+    return engine
+
+
+@pytest.mark.parametrize(
+    "config", [functools.partial(multi_config, first=False), nested_last], ids=["member", "nested"]
+)
+def test_what_the_other_member_brings_is_not_read_from_the_disk(tmp_path, config):
+    """vLLM takes it from the first member that has it. The request would wait for the disk."""
+    engine = with_disk_that_hangs(tmp_path, config)
     ask(engine, "receives", PROMPT, do_remote_prefill=True, remote_id="sends")
     engine.step()
     (request,) = engine.scheduler.requests.values()
@@ -146,14 +153,7 @@ def test_what_the_other_member_brings_is_not_read_from_the_disk(tmp_path, config
 
 
 def test_a_request_waits_for_the_disk_no_longer_than_the_other_member_takes(tmp_path):
-    disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
-    config = functools.partial(multi_config, first=False)
-    engine = PlayedEngine(transfer_config=config, plugin=disk)
-    ask(engine, "sends", PROMPT, do_remote_decode=True)
-    engine.run()
-    forget(engine)
-    engine.offload.manager.reset()
-    engine.ranks[0].tier.stuck = True
+    engine = with_disk_that_hangs(tmp_path, functools.partial(multi_config, first=False))
     request = engine.add("late", PROMPT)
     engine.step(2)
     assert request.status == RequestStatus.WAITING
