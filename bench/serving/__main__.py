@@ -1,7 +1,8 @@
 """Compares a real engine without offloading, with this project, and with vLLM's own connector.
 
 usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FILE.json] [--rounds ROUNDS]
-                               [--columns off,vllm,kv-offload,kv-offload-lru,kv-offload-packed]
+                               [--columns off,vllm,kv-offload,kv-offload-lru,kv-offload-packed,
+                                         gpu-cache]
                                [--once COLUMNS]
                                [--sections throughput,ttft,decodes,first_seconds]
 
@@ -9,7 +10,9 @@ usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FILE.json] [--rou
 `"eviction_policy": "lru"`, `kv-offload-packed` adds `"pack_kv": true`, and `vllm` is vLLM's
 OffloadingConnector. In each round every column gets an engine in a new process, with the same shape
 and random weights, the same prompts, the same GPU cache and the same host memory. Columns named by
-`--once` run only in the first round. docs/benchmarks/serving.md explains every figure.
+`--once` run only in the first round. `gpu-cache` runs without offloading, with a GPU cache that
+keeps every prompt: no copy can be faster than this. docs/benchmarks/serving.md explains every
+figure.
 
     throughput  many prompts at once, of which host memory has nothing, all, or half, after other
                 prompts that came twice

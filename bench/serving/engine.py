@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.sampling_params import RequestOutputKind
 
 from bench.hook_clock import ConnectorClock
-from bench.serving.settings import OFF, EngineSettings
+from bench.serving.settings import IN_GPU, OFF, EngineSettings
 from bench.serving.shapes import Shape
 from kv_offload.metrics import KINDS
 
@@ -36,7 +36,8 @@ class ServingEngine:
     def __init__(self, settings: EngineSettings) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.settings, self.shape = settings, settings.shape
-        self.offloads = settings.column != OFF
+        self.keeps_prompts = settings.column != OFF
+        """True if a prompt that is sent again after `reset` need not be computed."""
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
         self.counted: Counter[str] = Counter()
@@ -164,9 +165,13 @@ class ServingEngine:
     def reset(self) -> None:
         """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
 
+        Does nothing if the GPU's prefix cache is what is measured.
+
         vLLM's own connectors need a few steps first, because they hold blocks until copies are
         reported.
         """
+        if self.settings.column == IN_GPU:
+            return
         self.rest()
         deadline = time.monotonic() + RESET_SECONDS
         while not self.llm.reset_prefix_cache():
@@ -204,14 +209,14 @@ class ServingEngine:
 def engine_arguments(settings: EngineSettings, *, on_gpu: bool) -> dict[str, Any]:
     """Return the arguments of every engine: a model with random weights, and cache sizes."""
     shape = settings.shape
-    cache_bytes = shape.gpu_blocks * shape.block_bytes(2 if on_gpu else 4)
+    cache_bytes = settings.gpu_blocks * shape.block_bytes(2 if on_gpu else 4)
     return {
         "model": settings.model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if on_gpu else "float32",
         "block_size": shape.block_tokens,
-        "num_gpu_blocks_override": shape.gpu_blocks,
+        "num_gpu_blocks_override": settings.gpu_blocks,
         "kv_cache_memory_bytes": cache_bytes,
         "gpu_memory_utilization": 0.4,
         "max_model_len": shape.max_model_len,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import write_result
-from bench.serving.settings import OFF, OURS, PEER, PLUGIN_COLUMNS
+from bench.serving.settings import OFF, OURS, PEER, PLUGIN_COLUMNS, WITHOUT_CONNECTOR
 from bench.serving.shapes import SHAPES, Shape
 from bench.serving.stats import spread
 
@@ -279,7 +279,7 @@ def _decodes(_document: Document, found: Rounds) -> str:
 
 
 def _hooks(_document: Document, found: Rounds) -> str:
-    found = {column: rounds for column, rounds in found.items() if column != OFF}
+    found = {column: rounds for column, rounds in found.items() if column not in WITHOUT_CONNECTOR}
     rows = []
     for phase, label in PHASE_NAMES.items():
         for key in ("mean", "p99"):

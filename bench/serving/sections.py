@@ -64,7 +64,7 @@ def warm_up(engine: ServingEngine) -> None:
 def ttft(engine: ServingEngine) -> Result:
     """Measure time to first token of computed prompts, and of the same prompts once stored.
 
-    Without a connector, a prompt is repeated without a reset, and thus served by the GPU cache.
+    For the column `off`, a prompt is repeated without a reset, and thus served by the GPU cache.
     """
     shape, results = engine.shape, {}
     warm_up(engine)
@@ -75,16 +75,16 @@ def ttft(engine: ServingEngine) -> Result:
         for seed in range(10, 10 + shape.repeats):
             batch = engine.prompts(seed, 1, length)
             computed.append(engine.seconds(batch))
-            if engine.offloads:
+            if engine.keeps_prompts:
                 engine.reset()
             before = engine.counted["loaded_bytes"]
             repeated.append(engine.seconds(batch))
-            if engine.offloads:
+            if engine.keeps_prompts:
                 loadable = shape.loadable_bytes(length, engine.item_bytes)
                 loads.append(loads_since(engine, before, loadable))
                 engine.reset()
         engine.reset()
-        name = "repeated" if engine.offloads else "in GPU cache"
+        name = "repeated" if engine.keeps_prompts else "in GPU cache"
         results[str(length)] = {"computed": computed, name: repeated, "loads": loads}
     return results
 
@@ -108,7 +108,7 @@ def throughput(engine: ServingEngine) -> Result:
     ]
     engine.reset()
     results: Result = {"0": [{"seconds": engine.seconds(batch)}]}
-    if engine.offloads:
+    if engine.keeps_prompts:
         results["100"] = [send_again(engine, batch) for _ in range(PASSES)]
         results["50"] = [send_again(engine, mixed)]
     engine.reset()
@@ -131,7 +131,7 @@ def decodes(engine: ServingEngine) -> Result:
         running = engine.prompts(31 + index, shape.decodes, shape.decode_prompt_tokens)
         before = engine.counted["loaded_bytes"]
         results[phase] = watch(engine, running, [] if phase == "alone" else others)
-        if engine.offloads:
+        if engine.keeps_prompts:
             prompts = len(others) if phase == "loading" else 0
             results[phase]["loads"] = [loads_since(engine, before, expected, prompts)]
     engine.reset()
@@ -185,7 +185,7 @@ def watch(engine: ServingEngine, running: list[Prompt], others: list[Prompt]) ->
         steps += 1
     engine.abort(names)
     result = {"between_tokens": percentiles(between), "steps": steps}
-    if engine.offloads:
+    if engine.keeps_prompts:
         result["connector_per_step"] = {"mean": statistics.mean(host), **percentiles(host)}
     return result
 

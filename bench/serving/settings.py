@@ -7,15 +7,17 @@ from typing import Any
 
 from bench.serving.shapes import Shape
 
-OFF, PEER, OURS = "off", "vllm", "kv-offload"
+OFF, PEER, OURS, IN_GPU = "off", "vllm", "kv-offload", "gpu-cache"
 PLUGIN_COLUMNS: dict[str, dict[str, Any]] = {
     OURS: {},
     f"{OURS}-lru": {"eviction_policy": "lru"},
     f"{OURS}-packed": {"pack_kv": True},
 }
 """Columns of this project, with their options besides `cpu_bytes`; none for the default."""
-COLUMNS = (OFF, PEER, *PLUGIN_COLUMNS)
-"""Without offloading, vLLM's OffloadingConnector, and this project."""
+COLUMNS = (OFF, PEER, *PLUGIN_COLUMNS, IN_GPU)
+"""Without offloading, vLLM's OffloadingConnector, this project, and a GPU cache that has room for
+every prompt, which shows what no copy can be faster than."""
+WITHOUT_CONNECTOR = OFF, IN_GPU
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,16 @@ class EngineSettings:
         return self.column in PLUGIN_COLUMNS
 
     @property
+    def gpu_blocks(self) -> int:
+        """The number of blocks of the GPU cache."""
+        blocks = self.shape.gpu_blocks
+        return blocks + self.shape.batch_blocks if self.column == IN_GPU else blocks
+
+    @property
     def transfer_config(self) -> dict[str, Any] | None:
         """vLLM's `kv_transfer_config`; every connector gets the same host memory."""
         host_bytes = self.shape.host_bytes
-        if self.column == OFF:
+        if self.column in WITHOUT_CONNECTOR:
             return None
         if self.column == PEER:
             return {

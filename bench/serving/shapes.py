@@ -52,6 +52,11 @@ class Shape:
         decoded = self.decode_prompt_tokens + 64 * self.other_prompts * self.steps_between
         return max(*self.prompt_tokens, self.batch_tokens, decoded) + self.block_tokens
 
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks of all prompts of the batch."""
+        return self.batch_prompts * -(-self.batch_tokens // self.block_tokens)
+
     def token_bytes(self, item_bytes: int) -> int:
         """Bytes of a token's KV over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_size * item_bytes
