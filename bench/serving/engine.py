@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,7 @@ class ServingEngine:
         self._time_new_connectors()
         if self.on_gpu:
             self._time_registrations()
-        model_config(self.shape).save_pretrained(settings.model)
+        write_model(self.shape, Path(settings.model))
         self.began = time.perf_counter()
         self.llm = LLM(
             **engine_arguments(settings, on_gpu=self.on_gpu),
@@ -230,6 +232,15 @@ def _faster_start() -> dict[str, Any]:
     if "enable_jit_warmup" in getattr(kernels, "__dataclass_fields__", ()):
         found["kernel_config"] = {"enable_jit_warmup": False}
     return found
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """Write the configuration of a model, which another engine may be reading at the same time."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as new:
+        model_config(shape).save_pretrained(new)
+        for file in Path(new).iterdir():
+            file.replace(folder / file.name)
 
 
 def model_config(shape: Shape) -> Any:

@@ -111,8 +111,11 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
     threading.Thread(target=_end_with_the_bench, daemon=True).start()
     os.dup2(2, 1)  # only tables may go to the benchmark's standard output
     os.environ.update({**_DEFAULTS, **os.environ})
+    if settings.device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.device
     try:
         # Imported only now, because OpenMP reads the environment on import.
+        from bench.pool.section import Turns, meet
         from bench.serving import sections
         from bench.serving.engine import ServingEngine
         from bench.serving.first_seconds import first_seconds
@@ -126,6 +129,8 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
             "decodes": sections.decodes,
             "link": sections.link,
             "tiers": tiers,
+            "meet": meet,
+            "turn": Turns(),
         }
         engine: ServingEngine | None = None
         while True:

@@ -370,10 +370,27 @@ def _bursts(document: Document) -> str:
     return markdown_rows(["requests", *columns], rows)
 
 
+def _replicas(document: Document) -> str:
+    """Format a result of `bench.pool`: one row per column."""
+    rows = []
+    for name, column in document["columns"].items():
+        if (found := column.get("summary")) is not None:
+            cells = [f"{100 * found['hit_share']:.1f}"]
+            cells += [f"{1e3 * found[key]:.0f}" for key in ("ttft_p50", "ttft_p90")]
+            cells += [f"{1e-3 * found['tokens_per_second']:.1f}"]
+            moved = ("loaded_bytes", "peers_read_bytes", "stored_bytes")
+            cells += [f"{1e-9 * found[key]:.1f}" for key in moved]
+            rows.append([name, f"{found['replicas']}", *cells])
+    head = ["host memory", "replicas", "hits, % of repeated tokens", "TTFT p50, ms", "p90, ms"]
+    head += ["thousand tokens/s", "loaded, GB", "read from the other, GB", "stored, GB"]
+    return markdown_rows(head, rows)
+
+
 WHOLE: dict[str, Callable[[Document], str]] = {
     "summary": _summary,
     "pinning": _pinning,
     "bursts": _bursts,
+    "replicas": _replicas,
 }
 """Tables made from whole results."""
 TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.pool.workload import Share
 from bench.serving.shapes import Shape
 
 OFF, PEER, OURS, IN_GPU = "off", "vllm", "kv-offload", "gpu-cache"
@@ -30,6 +31,10 @@ class EngineSettings:
     """The folder of the model's configuration; compiled code is found again by its path."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of this project in addition to those of the column."""
+    share: Share | None = None
+    """The conversations that it serves, where it is one of several replicas."""
+    device: str = ""
+    """Its GPU, as CUDA_VISIBLE_DEVICES names it; empty for what the environment says."""
 
     @property
     def is_ours(self) -> bool:

@@ -1,0 +1,244 @@
+"""Compares replicas that share host memory with replicas that do not: real engines.
+
+usage: python -m bench.pool [--shape small|gqa8] [--columns host_pool,separate,one]
+                            [--pool-path FOLDER] [--out FILE.json]
+
+    host_pool  two replicas, each with half of the host memory, in one pool
+    separate   two replicas, each with half of the host memory for itself
+    one        one replica with all of the host memory
+
+Conversations send one request per turn, each to a replica drawn at random; half of them go to each.
+A turn begins when the one before it has ended on all replicas. All columns have the same prompts,
+and a replica serves as many requests at a time.
+
+Each replica has a GPU of its own, by CUDA_VISIBLE_DEVICES; on a host with one GPU both use that
+one. Replicas start at the same time. `gqa8` takes 48 GiB of host memory, in FOLDER (a tmpfs with
+room for it, /dev/shm by default) for the pool. The whole run takes five to six minutes.
+
+Everything is written to FILE after each turn, so that a run which is stopped by a time limit keeps
+what it has measured. The exit status is 1 if an engine failed, if the replicas of the pool did not
+read each other's memory, or if separate ones did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.machine import machine, output_of, write_result
+from bench.pool.workload import WORKLOADS, Share, Workload
+from bench.serving.process import EngineError, EngineProcess, progress
+from bench.serving.report import table
+from bench.serving.settings import OURS, EngineSettings
+
+POOL, SEPARATE, ONE = "host_pool", "separate", "one"
+COLUMNS = {POOL: 2, SEPARATE: 2, ONE: 1}
+"""The number of replicas by column."""
+
+Document = dict[str, Any]
+Column = dict[str, Any]
+
+
+def find_gpus() -> list[str]:
+    """Return the names of this host's GPUs for CUDA_VISIBLE_DEVICES, of those that are visible."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return visible.split(",")
+    listed = output_of("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    return listed.split() if listed else []
+
+
+def settings_of(
+    column: str, shape: str, gpus: Sequence[str], pool_path: Path, model: str
+) -> list[EngineSettings]:
+    """Return the settings of a column's replicas."""
+    workload, replicas = WORKLOADS[shape], COLUMNS[column]
+    options: dict[str, Any] = {"cpu_bytes": workload.total_bytes // replicas}
+    if column == POOL:
+        options |= {"host_pool": "bench", "host_pool_path": str(pool_path)}
+    return [
+        EngineSettings(
+            replace(workload.shape(shape), gpu_blocks=workload.gpu_blocks),
+            OURS,
+            model,
+            options,
+            share=Share(workload, replica, replicas),
+            device=gpus[replica % len(gpus)] if gpus else "",
+        )
+        for replica in range(replicas)
+    ]
+
+
+class Replicas:
+    """The engines of a column, each in a process of its own, which imports vLLM at once."""
+
+    def __init__(self, column: str, settings: Sequence[EngineSettings]) -> None:
+        self.column = column
+        self._processes = [EngineProcess(one) for one in settings]
+
+    def ask(self, name: str) -> list[Any]:
+        """Ask all at the same time; return their answers. Raises `EngineError`."""
+        return self._all(lambda process: process.ask(name))
+
+    def kill(self) -> None:
+        """End them: everything that they measured has been answered."""
+        self._all(EngineProcess.kill)
+
+    def _all(self, call: Callable[[EngineProcess], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self._processes)) as threads:
+            return [*threads.map(call, self._processes)]
+
+
+def measure(
+    replicas: Replicas, workload: Workload, column: Column, keep: Callable[[], None]
+) -> None:
+    """Serve all turns on the replicas of a column, and fill in its results."""
+    progress(f"{replicas.column}: starting")
+    column["start_seconds"] = replicas.ask("start")
+    column["peers"] = replicas.ask("meet")
+    for _ in range(workload.turns):
+        column["turns"].append(replicas.ask("turn"))
+        keep()
+
+
+def summary(workload: Workload, column: Column) -> dict[str, float]:
+    """Return the figures of a column over the turns after the first, which no cache can serve."""
+    turns = column["turns"][1:]
+    requests = [one for turn in turns for replica in turn for one in replica["requests"]]
+    seconds = sum(max(replica["seconds"] for replica in turn) for turn in turns)
+    times = [one["ttft"] for one in requests]
+    # A prompt of a later turn repeats the conversation's last prompt.
+    repeated = sum(one["prompt_tokens"] - workload.added_tokens for one in requests)
+    everything = [*itertools.chain.from_iterable(column["turns"])]
+    return {
+        "replicas": len(turns[0]),
+        "hit_share": sum(one["cached_tokens"] for one in requests) / repeated,
+        "ttft_p50": float(np.percentile(times, 50)),
+        "ttft_p90": float(np.percentile(times, 90)),
+        "tokens_per_second": sum(one["prompt_tokens"] + workload.answer_tokens for one in requests)
+        / seconds,
+        "loaded_bytes": sum(replica["loaded_bytes"] for replica in everything),
+        "peers_read_bytes": sum(replica["peers_read_bytes"] for replica in everything),
+        "stored_bytes": sum(replica["stored_bytes"] for replica in everything),
+    }
+
+
+def unproven(document: Document) -> list[str]:
+    """Name the columns that failed, or in which the wrong memory was read."""
+    problems = []
+    for name, column in document["columns"].items():
+        if "error" in column:
+            problems.append(f"{name}: {column['error']}")
+        elif "summary" not in column:
+            problems.append(f"{name}: stopped before the end")
+        elif (column["summary"]["peers_read_bytes"] > 0) is not (name == POOL):
+            nbytes = column["summary"]["peers_read_bytes"]
+            problems.append(f"NOT PROVEN: {name}: {nbytes:.0f} bytes came from peers")
+    return problems
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
+    parser.add_argument("--shape", choices=WORKLOADS, default="small")
+    parser.add_argument("--columns", type=lambda text: text.split(","), default=[*COLUMNS])
+    parser.add_argument("--pool-path", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path, help="file for the result")
+    arguments = parser.parse_args(words)
+    if unknown := set(arguments.columns) - COLUMNS.keys():
+        parser.error(f"unknown columns {sorted(unknown)}; choose from {', '.join(COLUMNS)}")
+    return arguments
+
+
+def run(arguments: argparse.Namespace, document: Document, pool_path: Path) -> None:
+    """Measure all columns one after the other."""
+    shape, workload = arguments.shape, WORKLOADS[arguments.shape]
+    # vLLM finds its compiled code by the model's path, also in a later run.
+    model = str(Path(tempfile.gettempdir()) / f"bench-serving-{shape}")
+    started: list[Replicas] = []
+
+    def spawn(column: str) -> Replicas:
+        settings = settings_of(column, shape, document["gpus"], pool_path, model)
+        started.append(Replicas(column, settings))
+        return started[-1]
+
+    def keep() -> None:
+        if arguments.out:
+            write_result(arguments.out, document)
+
+    try:
+        replicas = spawn(arguments.columns[0])
+        for name, following in zip(arguments.columns, [*arguments.columns[1:], None], strict=True):
+            # Importing vLLM takes seconds.
+            ahead = spawn(following) if following else None
+            column = document["columns"][name] = {"turns": []}
+            try:
+                measure(replicas, workload, column, keep)
+                column["summary"] = summary(workload, column)
+            except EngineError as error:
+                column["error"] = str(error)
+                progress(str(error))
+            replicas.kill()
+            keep()
+            replicas = ahead or replicas
+    finally:
+        for one in started:
+            one.kill()
+
+
+@contextmanager
+def hashing_alike() -> Iterator[None]:
+    """Have the processes that start inside compute the same keys, as a pool requires."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONHASHSEED"]
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and return the exit status."""
+    arguments = parse(words)
+    document: Document = {
+        "machine": machine(),
+        "shape": arguments.shape,
+        "workload": asdict(WORKLOADS[arguments.shape]),
+        "gpus": find_gpus(),
+        "columns": {},
+    }
+    problems = []
+    with (
+        hashing_alike(),
+        tempfile.TemporaryDirectory(prefix="bench-pool-", dir=arguments.pool_path) as folder,
+    ):
+        try:
+            run(arguments, document, Path(folder))
+        except KeyboardInterrupt:
+            problems.append("stopped before the end")
+    print(table(document, "replicas"))
+    problems += unproven(document)
+    for problem in problems:
+        progress(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # sent by time limits
+    sys.exit(main())
