@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_replicas_share_the_conversations_of_a_turn_equally_and_exchange_them(na
         assert len(prompts[0]) == len(prompts[1]) == workload.conversations / 2
         assert sorted(prompts[0] + prompts[1]) == sorted(Share(workload, 0, 1).prompts(turn))
         seen.append({tuple(one[: workload.first_tokens]) for one in prompts[0]})
-    assert all(before != after for before, after in zip(seen, seen[1:], strict=False))
+    assert all(before != after for before, after in itertools.pairwise(seen))
     first, last = workload.prompt(3, 0), workload.prompt(3, workload.turns - 1)
     assert last[: len(first)] == first
     assert len(last) < SHAPES[name].max_model_len - workload.answer_tokens
