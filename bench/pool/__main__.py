@@ -185,7 +185,8 @@ def run(arguments: argparse.Namespace, document: Document, pool_path: Path) -> N
         for name, following in zip(arguments.columns, [*arguments.columns[1:], None], strict=True):
             # Importing vLLM takes seconds.
             ahead = spawn(following) if following else None
-            column = document["columns"][name] = {"turns": []}
+            column: Column = {"turns": []}
+            document["columns"][name] = column
             try:
                 measure(replicas, workload, column, keep)
                 column["summary"] = summary(workload, column)

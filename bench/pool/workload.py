@@ -15,7 +15,7 @@ SEED = 51
 class Workload:
     """The conversations of a run, and the host memory of all replicas together.
 
-    In each turn every conversation sends one request, to a replica that is drawn anew. A prompt
+    In each turn every conversation sends one request to a replica drawn at random. A prompt
     consists of the conversation's last prompt and `added_tokens` new ones.
     """
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
         from bench.serving.first_seconds import first_seconds
         from bench.tiers.section import tiers
 
-        answers = {
+        answers: dict[str, Callable[[ServingEngine], Any]] = {
             "first_seconds": first_seconds,
             "pool": ServingEngine.wait_for_pool,
             "ttft": sections.ttft,
