@@ -236,7 +236,7 @@ def test_reports_are_shown_as_they_are(capsys):
     main(["doctor", "--json", "--no-measure"])
     checks = {check["name"] for check in json.loads(capsys.readouterr().out)["checks"]}
     found = re.findall(r"^  (?:ok|problem|not checked) +(.*?):", shown, re.MULTILINE)
-    assert len(found) == 14
+    assert len(found) == 10
     assert set(found) <= checks
 
     (shown,) = (b.text for b in blocks(ROOT / "docs/use/metrics.md") if b.language == "text")

@@ -167,6 +167,6 @@ def full_store() -> Iterator[None]:
     """Make engines that are built in this context use a store that has everything."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
-        mock.patch("kv_offload.engines.vllm.start.remote.RemoteDirectory", FullDirectory),
+        mock.patch("kv_offload.engines.vllm.start.tiers.RemoteDirectory", FullDirectory),
     ):
         yield

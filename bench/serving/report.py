@@ -413,7 +413,11 @@ QUESTIONS = {
 def main(words: Sequence[str]) -> None:
     """Print the tables of a result, or update those in the pages."""
     if list(words) != ["--pages"]:
-        print(tables(json.loads(Path(words[0]).read_text())))
+        try:
+            document = json.loads(Path(words[0]).read_text())
+        except (IndexError, OSError, ValueError) as error:
+            sys.exit(f"give the file of a result, such as those in bench/results: {error}")
+        print(tables(document))
         return
     for page in PAGES:
         page.write_text(filled(page))

@@ -74,6 +74,12 @@ def test_every_connector_gets_the_same_host_memory_and_the_default_nothing_else(
 # -- the report --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words", [["nofile"], []])
+def test_a_result_that_is_not_there_is_named_without_a_traceback(words):
+    with pytest.raises(SystemExit, match="give the file of a result"):
+        report.main(words)
+
+
 def document(loaded: int = 100) -> dict[str, Any]:
     """Return a result of two rounds; of `off` of one."""
     shape = SHAPES["gqa8"]

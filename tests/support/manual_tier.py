@@ -205,7 +205,7 @@ def manual_remote() -> Iterator[None]:
     """Have engines that are built here share an empty `ManualRemote`, and ask it what it has."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
-        mock.patch("kv_offload.engines.vllm.start.remote.RemoteDirectory", ManualDirectory),
+        mock.patch("kv_offload.engines.vllm.start.tiers.RemoteDirectory", ManualDirectory),
         mock.patch.object(ManualRemote, "contents", {}),
     ):
         yield

@@ -1,7 +1,7 @@
 """The checks of `kv-offload doctor`. Each function checks one subject and returns report lines.
 
-Nothing here imports vLLM; torch and NVML are imported only where they are needed and present. A
-subject that cannot be inspected gets a line with the reason.
+Nothing here imports vLLM; torch is imported only to measure copies. A subject that cannot be
+inspected gets a line with the reason.
 """
 
 BLOCK_BYTES = 2 << 20

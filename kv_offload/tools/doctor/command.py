@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from kv_offload import __version__
-from kv_offload.config import RemoteConfig
+from kv_offload.config import RemoteConfig, checks, trace_config
 from kv_offload.config.schema import ADDRESS
 from kv_offload.tools.arguments import add_count, add_file, path
-from kv_offload.tools.doctor import devices, disk, installation, memory, nvml, remote, report
+from kv_offload.tools.doctor import disk, gpus, installation, memory, remote, report
 from kv_offload.tools.output import Report, shows_colour
 
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check this machine, the installed versions and a configuration. Every line says what was "
         "found, what is needed and what to do. The exit status is 1 if there is a problem, 2 if an "
-        "argument is wrong, else 0."
+        "argument or the file is wrong, else 0."
     )
     add_file(parser)
     add_count(parser, "--replicas", of="data-parallel replicas of the engine on this machine")
@@ -53,40 +54,29 @@ def _address(text: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    configuration, traced = memory.read_configuration(arguments.file, arguments.replicas)
-    kind = "auto" if traced is None else traced.config.transfer_engine
-    packs = traced is not None and traced.config.pack_kv
+    traced = trace_config({}, file=arguments.file, replicas=arguments.replicas)
+    checks.check_sizes(traced)
+    config, measures = traced.config, not arguments.no_measure
     torch = installation.read_torch()
-    rates = [report.not_checked("copy rate", "--no-measure was given")]
-    if not arguments.no_measure:
-        rates = [*devices.check_rates(nvml.read_machine(), torch, kind, packs=packs)]
-    machine = nvml.read_machine()  # once more: a link that has just copied is not idle
+    has_gpu = torch is not None and torch.cuda is not None
     sections: report.Sections = {
-        "Versions": [*installation.check_versions(torch, machine)],
-        "GPUs": [
-            *devices.check_links(machine),
-            *devices.check_asked_for(machine, torch, kind),
-            *rates,
-            *devices.check_nodes(machine),
-        ],
-        "Memory": [
-            configuration,
-            *memory.check_memory(traced, has_gpu=devices.may_have_gpu(machine, torch)),
-        ],
-        "Engine": [installation.check_plugin(os.environ), *memory.check_recording(traced)],
+        "Versions": [*installation.check_versions(torch)],
+        "GPUs": [*gpus.check_gpus(torch, config, measures=measures)],
+        "Memory": [*memory.check_memory(traced, has_gpu=has_gpu)],
+        "Engine": [installation.check_plugin(os.environ)],
     }
-    folder = arguments.disk
-    if folder is None and traced is not None and traced.config.disk is not None:
-        folder = Path(traced.config.disk.path)
+    if config.record_trace is not None:
+        recording = partial(checks.check_recording, Path(config.record_trace))
+        made = f"{config.record_trace} can be made"
+        sections["Engine"].append(report.accepted("recording", made, recording))
+    folder = arguments.disk or (config.disk and Path(config.disk.path))
     if folder is not None:
-        checks = disk.check_disk(folder, traced, measures=not arguments.no_measure)
-        sections = {**sections, "Disk": [*checks]}
-    store = None if traced is None else traced.config.remote
+        sections["Disk"] = [*disk.check_disk(folder, traced, measures=measures)]
+    store = config.remote
     if arguments.remote is not None:
         store = RemoteConfig(kind="mooncake", address=arguments.remote, bytes=0)
     if store is not None:
-        found = remote.check_remote(store, os.environ, measures=not arguments.no_measure)
-        sections = {**sections, "Remote": [*found]}
+        sections["Remote"] = [*remote.check_remote(store, os.environ, measures=measures)]
     title = f"kv-offload {__version__} doctor"
     page = report.as_text(title, sections, colour=shows_colour())
     status = int(report.counts(sections)["problem"] > 0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
-from kv_swap import Direction, EngineKind, KVLayout, SwapJob, TensorDescription, create_engine
+from kv_swap import Direction, KVLayout, SwapJob, TensorDescription, create_engine
 from kv_swap.engine import CopiesWith
 from kv_swap.layout import Packing
 
@@ -28,8 +28,6 @@ PATHS: dict[CopiesWith, str] = {
     "kernels": "the kernels",
     "gates": "the copy engine",
 }
-EngineChoice = EngineKind | Literal["auto"]
-"""The values of `transfer_engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,8 @@ class Rates:
     path: str
 
 
-def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) -> Rates:
-    """Store and load the blocks of a tensor on a GPU; this process copies nothing else meanwhile.
+def measure(device: torch.device, *, packs: bool = False) -> Rates:
+    """Store and load the blocks of a tensor; this process copies nothing else meanwhile.
 
     With `packs` the blocks hold bfloat16 numbers and are packed; rates count the tensor's bytes.
     Blocks for some seconds. Passes on the errors of torch and `kv_swap`: out of memory, no CuPy, a
@@ -54,7 +52,7 @@ def measure(device: torch.device, kind: EngineChoice, *, packs: bool = False) ->
     layout = KVLayout.from_tensors(BLOCKS, [TensorDescription.of("kv", kv, BLOCKS)])
     if packs:
         layout = layout.packed({"kv": Packing(period=BLOCK_BYTES // 16)})
-    with create_engine(kind, layout, BLOCKS, keep_alive=[kv]) as engine:
+    with create_engine("auto", layout, BLOCKS, keep_alive=[kv]) as engine:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while engine.ready_slots < BLOCKS:
             if time.monotonic() > deadline:

@@ -37,7 +37,7 @@ UNFIT = {
 """Unsuitable filesystem types, each with the reason and the remedy."""
 
 
-def check_disk(path: Path, traced: ResolvedConfig | None, *, measures: bool) -> Iterator[Check]:
+def check_disk(path: Path, traced: ResolvedConfig, *, measures: bool) -> Iterator[Check]:
     """Check the folder of a disk: its filesystem, room for `disk.bytes`, and its speed."""
     name = "disk"
     try:
@@ -71,7 +71,7 @@ def check_disk(path: Path, traced: ResolvedConfig | None, *, measures: bool) -> 
     )
 
 
-def _check_space(path: Path, traced: ResolvedConfig | None) -> Check:
+def _check_space(path: Path, traced: ResolvedConfig) -> Check:
     """Compare the space that all replicas need with free space plus the files they already have."""
     name = "disk space"
     try:
@@ -81,7 +81,7 @@ def _check_space(path: Path, traced: ResolvedConfig | None) -> Check:
     found = f"{format_size(room.free_bytes)} are free"
     if room.taken_bytes:
         found += f", and files of kv-offload have {format_size(room.taken_bytes)}"
-    if traced is None or traced.config.disk is None:
+    if traced.config.disk is None:
         return Check(name, "ok", found)
     needed_bytes = traced.config.disk.bytes * traced.replicas
     needed = f"{format_size(needed_bytes)} for disk.bytes"

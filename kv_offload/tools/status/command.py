@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import time
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import FrameType
 
 from rich.console import Console
@@ -12,13 +15,26 @@ from rich.live import Live
 
 from kv_offload.errors import ServerError
 from kv_offload.tools.output import Report, is_terminal, make_console
-from kv_offload.tools.status import check
 from kv_offload.tools.status.figures import Figures
 from kv_offload.tools.status.read import Reading, metrics_url, read
 from kv_offload.tools.status.view import page
 
 INTERVAL_SECONDS = 2.0
 LONGEST_INTERVAL_SECONDS = 86400.0
+
+LIMITS: dict[str, tuple[str, float | None, str]] = {
+    "--max-copy-seconds": ("oldest_copy_seconds", 60, "age of the oldest load or store"),
+    "--max-unread-tiers": ("tiers_left_alone", 0, "engines that leave a disk or remote store out"),
+    "--max-load-failures": ("load_failures", None, "loads that failed since the start"),
+    "--max-lost-requests": ("lost_requests", None, "requests that a failed load ended"),
+    "--max-errors": ("errors", None, "errors of every kind since the start"),
+    "--max-paused-stores": ("stores_paused", None, "engines that paused stores"),
+}
+"""For each option: the figure, its default limit (None if not judged), and a description."""
+
+HIT_RATIO = "--min-hit-ratio"
+ENOUGH_TOKENS = 100_000
+"""Minimum looked-up tokens before the hit ratio is judged: a new server has no hits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,26 +51,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--interval",
-        type=_seconds,
+        type=partial(_number, least=0.1, most=LONGEST_INTERVAL_SECONDS),
         default=INTERVAL_SECONDS,
         metavar="SECONDS",
         help="time between two readings (default: %(default)s)",
     )
     parser.add_argument("--once", action="store_true", help="print one page and end")
-    check.add_limits(parser)
+    limits = parser.add_argument_group("limits of --check, each of which implies it")
+    limits.add_argument("--check", action="store_true", help="exit with 1 if a limit is passed")
+    for option, (_, default, description) in LIMITS.items():
+        shown = "not judged" if default is None else f"{default:g}"
+        text = f"{description} (default: {shown})"
+        limits.add_argument(option, type=_number, metavar="N", help=text)
+    limits.add_argument(
+        HIT_RATIO,
+        type=partial(_number, most=1.0),
+        metavar="SHARE",
+        help=f"least share of looked-up tokens that are loaded, such as 0.2, once {ENOUGH_TOKENS:,}"
+        " were looked up (default: not judged)",
+    )
     parser.set_defaults(run=_run)
 
 
-def _seconds(text: str) -> float:
+def _number(text: str, least: float = 0.0, most: float = math.inf) -> float:
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= LONGEST_INTERVAL_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds between 0.1 and {LONGEST_INTERVAL_SECONDS:g}"
-        )
-    return seconds
+        number = math.nan
+    if not (least <= number <= most and math.isfinite(number)):
+        bound = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, {bound}")
+    return number
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -63,18 +90,37 @@ def _run(arguments: argparse.Namespace) -> Report:
     figures = Figures(reading)
     by_engine = {engine: Figures(reading, None, [engine]).as_json() for engine in reading.engines}
     data = {**figures.as_json(), "by_engine": by_engine}
-    if check.is_asked_for(arguments):
-        found = [*check.problems(figures, arguments)]
+    given = {option: _given(arguments, option) for option in (*LIMITS, HIT_RATIO)}
+    if arguments.check or any(limit is not None for limit in given.values()):
+        found = [*_problems(figures, given)]
         return Report({**data, "problems": found}, "\n".join(found or ["ok"]), int(bool(found)))
+    console = make_console()
     if arguments.once or arguments.json or not is_terminal():
-        return Report(data, page(url, reading))
-    _watch(make_console(), url, reading, arguments.interval)
+        return Report(data, page(url, reading, width=console.width))
+    _watch(console, url, reading, arguments.interval)
     return Report(data, None)
+
+
+def _given(arguments: argparse.Namespace, option: str) -> float | None:
+    given: float | None = getattr(arguments, option.removeprefix("--").replace("-", "_"))
+    return given
+
+
+def _problems(figures: Figures, given: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield a line for each limit that is exceeded."""
+    for option, (name, default, description) in LIMITS.items():
+        limit = default if given[option] is None else given[option]
+        value = figures.values[name]
+        if limit is not None and value > limit:
+            yield f"{description}: {value:,.10g}, more than {option} {limit:g}"
+    least, ratio = given[HIT_RATIO], figures.hit_ratio
+    if least is not None and figures.values["lookup_tokens"] >= ENOUGH_TOKENS and ratio < least:
+        yield f"share of looked-up tokens that are loaded: {ratio:.3f}, less than {least:g}"
 
 
 def _watch(console: Console, url: str, reading: Reading, interval: float) -> None:
     """Show a page every `interval` seconds until Ctrl-C or SIGTERM; the last one stays."""
-    shown = page(url, reading)
+    shown = page(url, reading, width=console.width)
     stopped_by: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -92,10 +138,10 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
                 time.sleep(interval)
                 try:
                     before, reading = reading, read(url)
-                    shown = page(url, reading, before)
+                    shown = page(url, reading, before, width=console.width)
                 except ServerError as error:
                     note = f"{error}. Shown is what was read before; trying again."
-                    shown = page(url, reading, note=note)
+                    shown = page(url, reading, note=note, width=console.width)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
         pass

@@ -10,12 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kv_offload.config.sizes import format_size
-from kv_offload.tools.output import make_table
+from kv_offload.tools.output import COLUMNS, make_table
 from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
 from kv_offload.tools.status.read import Reading
 
+NARROW = 60
+"""Below this width some columns are left out, such as rates, so that other figures stay whole."""
 
-def page(url: str, now: Reading, before: Reading | None = None, note: str = "") -> RenderableType:
+
+def page(
+    url: str, now: Reading, before: Reading | None = None, note: str = "", *, width: int = COLUMNS
+) -> RenderableType:
     """Return the page: a note, all engines together, and each engine if there are several.
 
     Problems come first, because a small terminal shows only the top.
@@ -25,9 +30,12 @@ def page(url: str, now: Reading, before: Reading | None = None, note: str = "") 
     title = Text.assemble(("kv-offload", "bold"), f" at {url}: {now.model}, {engines}")
     wrong = [Text(line, style="bold red") for line in ([note] if note else []) + [*_wrong(figures)]]
     shown = wrong or [Text("Errors: none since the start", style="green")]
-    parts: list[RenderableType] = [title, *shown, _table(figures), *map(Text, _lines(figures))]
+    is_narrow = width < NARROW
+    table = _table(figures, is_narrow=is_narrow)
+    parts: list[RenderableType] = [title, *shown, table, *map(Text, _lines(figures))]
     if count > 1:
-        parts.append(_engines([Figures(now, before, [engine]) for engine in now.engines]))
+        by_engine = [Figures(now, before, [engine]) for engine in now.engines]
+        parts.append(_engines(by_engine, is_narrow=is_narrow))
     return Group(*parts)
 
 
@@ -60,17 +68,21 @@ def _listed(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {_number(value)}" for name, value in values.items() if value)
 
 
-def _table(figures: Figures) -> Table:
+def _table(figures: Figures, *, is_narrow: bool) -> Table:
     table, seconds, values = make_table(), figures.seconds, figures.values
     table.add_column("")  # in a narrow terminal names wrap, and figures stay whole
-    for heading in ("since start", "share", "" if seconds is None else f"last {seconds:.1f} s"):
+    headings = ["since start", "share", "" if seconds is None else f"last {seconds:.1f} s"]
+    for heading in headings[:2] if is_narrow else headings:
         table.add_column(heading, justify="right", no_wrap=True)
+
+    def add(text: str, *cells: RenderableType, style: str = "") -> None:
+        table.add_row(text, *cells[: len(table.columns) - 1], style=style)
 
     def row(text: str, name: str, whole: str = "", style: str = "") -> None:
         share = _share(values[name], values[whole]) if whole else ""
         growth = figures.per_second(name)
         rate = "" if growth is None else f"{_number(growth)}/s"
-        table.add_row(text, _number(values[name]), share, rate, style=style)
+        add(text, _number(values[name]), share, rate, style=style)
 
     row("Prompt tokens", "prompt_tokens")
     row("  from the GPU's own cache", "gpu_tokens", "prompt_tokens")
@@ -81,50 +93,52 @@ def _table(figures: Figures) -> Table:
     row("  found, but faster to compute", "recomputed_tokens", "lookup_tokens")
     if any(figures.at_other_sizes.values()):
         sizes = (figures.at_other_sizes[name] for name in ("half", "twice", "four_times"))
-        shares = (_share(tokens, values["lookup_tokens"]) for tokens in sizes)
-        table.add_row("  at half, 2 x, 4 x the size", *shares)
-    table.add_row(*_traffic("Copies to host memory", figures, "stored"))
-    table.add_row(*_traffic("Copies from host memory", figures, "loaded"))
+        half, twice, four = (_share(tokens, values["lookup_tokens"]) for tokens in sizes)
+        add("  at half, 2 x, 4 x the size", half, twice, four)
+        if is_narrow:
+            add("", four)
+    add(*_traffic("Copies to host memory", figures, "stored"))
+    add(*_traffic("Copies from host memory", figures, "loaded"))
     median, slowest = figures.load_seconds(0.5), figures.load_seconds(0.99)
     if median is not None and slowest is not None:
-        table.add_row("  time of a load: median, 99 %", _time(median), "", _time(slowest))
-    _add_use(table, figures, "Host memory", values["slots_in_use"], values["pool_slots"])
+        gap = () if is_narrow else ("",)
+        add("  time of a load: median, 99 %", _time(median), *gap, _time(slowest))
+    add(*_use("Host memory", figures, "slots_in_use", "pool_slots"))
     if values["slots"] < values["pool_slots"]:
         ready = _share(values["slots"], values["pool_slots"])
-        table.add_row("  ready; more is page-locked", "", ready, style="yellow")
+        add("  ready; more is page-locked", "", ready, style="yellow")
     row("  slots stored", "stored_slots")
     row("  slots given to another block", "evictions")
-    if values["tier_slots"] or values["has_remote"]:
-        if values["tier_slots"]:
-            _add_use(table, figures, "Disk", values["tier_slots_in_use"], values["tier_slots"])
-        names = (("tier_slots", "Disk"), ("has_remote", "Remote store"))
-        found = [name for gauge, name in names if values[gauge]]
+    if values["tier_slots"]:
+        add(*_use("Disk", figures, "tier_slots_in_use", "tier_slots"))
+    below = {"Disk": values["tier_slots"], "Remote store": values["has_remote"]}
+    if found := [name for name, is_there in below.items() if is_there]:
         name = found[0] if len(found) == 1 else "Lower tiers"
-        table.add_row(*_traffic(f"{name}: read", figures, "promoted"))
-        table.add_row(*_traffic(f"{name}: written", figures, "demoted"))
+        add(*_traffic(f"{name}: read", figures, "promoted"))
+        add(*_traffic(f"{name}: written", figures, "demoted"))
     return table
 
 
-def _add_use(table: Table, figures: Figures, what: str, in_use: float, all_slots: float) -> None:
-    slot_bytes = figures.values["slot_bytes"]
-    used, slots = (format_size(int(n * slot_bytes)) for n in (in_use, all_slots))
-    table.add_row(
-        f"{what}, {slots} a rank",
-        used,
-        _share(in_use, all_slots),
-        ProgressBar(total=max(1.0, all_slots), completed=in_use, width=12),
+def _use(what: str, figures: Figures, in_use: str, slots: str) -> Sequence[RenderableType]:
+    used, total = figures.values[in_use], figures.values[slots]
+    used_size, size = (
+        format_size(int(number * figures.values["slot_bytes"])) for number in (used, total)
     )
+    bar = ProgressBar(total=max(1.0, total), completed=used, width=12)
+    return f"{what}, {size} a rank", used_size, _share(used, total), bar
 
 
-def _engines(by_engine: Sequence[Figures]) -> Table:
-    table = make_table("engine", "hit rate", "tokens loaded", "slots in use", "of", "errors")
+def _engines(by_engine: Sequence[Figures], *, is_narrow: bool) -> Table:
+    columns = {"tokens loaded": "host_tokens", "slots in use": "slots_in_use", "of": "pool_slots"}
+    if is_narrow:
+        columns = {"tokens loaded": "host_tokens"}
+    table = make_table("engine", "hit rate", *columns, "errors")
     for figures in by_engine:
         values = figures.values
         table.add_row(
             *map(Text, figures.engines),  # rich would parse plain strings as markup
             _share(values["host_tokens"], values["lookup_tokens"]),
-            *(_number(values[name]) for name in ("host_tokens", "slots_in_use", "pool_slots")),
-            _number(values["errors"]),
+            *(_number(values[name]) for name in (*columns.values(), "errors")),
             style="bold red" if values["errors"] else "",
         )
     return table

@@ -10,7 +10,7 @@ import pytest
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import DiskConfig, OffloadConfig
-from kv_offload.engines.vllm.start.disk import disk_tier, find_disk
+from kv_offload.engines.vllm.start.tiers import disk_tier, find_tiers
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.worker.disk import Disk
 from tests.support.configurations import make_kv_cache_config, make_vllm_config
@@ -29,14 +29,14 @@ def find(folder: Path, *, engine: dict[str, Any] | None = None, **options: Any) 
         setattr(getattr(vllm_config, part) if part else vllm_config, name, value)
     disk_config = DiskConfig(path=str(folder), bytes=1 << 20, **options)
     config = OffloadConfig(cpu_bytes=1, disk=disk_config)
-    disk = find_disk(config, vllm_config, KV_CACHE)
+    disk, _ = find_tiers(config, vllm_config, KV_CACHE)
     assert disk is not None
     return disk
 
 
 def test_without_a_path_there_is_no_disk():
     vllm_config = make_vllm_config({"cpu_bytes": "1MiB"})
-    assert find_disk(CONFIG, vllm_config, KV_CACHE) is None
+    assert find_tiers(CONFIG, vllm_config, KV_CACHE) == (None, None)
 
 
 def test_the_folder_is_made_for_its_user_alone(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,20 @@ def test_a_trace_that_is_not_there(command):
     done = command("simulate", "nowhere", "--cpu-bytes=1GiB", "--model-config=nowhere")
     assert done.status == 2
     assert "nowhere: cannot be read: No such file or directory. Give a file of JSON" in done.err
+
+
+def test_a_pipe_is_read_and_said_to_be_waited_for(tmp_path, simulate, command):
+    sizes = f"{6 * BLOCK_BYTES}B"
+    of_file = simulate(trace_of(TURNS), sizes)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(trace_of(TURNS),))
+    writer.start()
+    done = command("simulate", pipe, "--cpu-bytes", sizes, "--model-config", tmp_path)
+    writer.join()
+    assert (done.status, done.out) == (0, of_file.out)
+    assert done.err == f"kv-offload: {pipe} is a pipe: waiting for its writer to end\n"
+    assert of_file.err == ""
 
 
 def test_traces_of_two_block_sizes_are_refused(simulate):

@@ -4,7 +4,7 @@ A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter
 0.32 and later also its path). Everything else that determines the bytes is described here.
 
 An adapter's files are not read. So no other process uses blocks of an engine with LoRA
-(`start.contents`), and an adapter that is replaced under its name needs a reset of the prefix
+(`start.tiers`), and an adapter that is replaced under its name needs a reset of the prefix
 cache.
 """
 

@@ -16,7 +16,7 @@ from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
-from kv_offload.engines.vllm.start import disk, log, members, pool, ranks, remote, support, trace
+from kv_offload.engines.vllm.start import log, members, pool, ranks, support, tiers, trace
 from kv_offload.engines.vllm.start.pool import peer_tier
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
@@ -60,8 +60,7 @@ class Engine:
         self.gives_idle_blocks = gives_idle_blocks(vllm_config, self.cache_groups)
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
         config = self.traced.config
-        self.disk = disk.find_disk(config, vllm_config, kv_cache_config)
-        self.remote = remote.find_remote(config, vllm_config, kv_cache_config)
+        self.disk, self.remote = tiers.find_tiers(config, vllm_config, kv_cache_config)
         self.pool = pool.find_pool(config, vllm_config, kv_cache_config)
 
 
@@ -94,15 +93,15 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         is_to_rest: Callable[[], bool],
         wake: Callable[[], None] | None,
     ) -> OffloadScheduler:
-        tiers = [] if engine.pool is None else [peer_tier()]
+        specs = [] if engine.pool is None else [peer_tier()]
         if engine.disk is not None and config.disk is not None:
-            tiers.append(
-                disk.disk_tier(
+            specs.append(
+                tiers.disk_tier(
                     config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
                 )
             )
         if engine.remote is not None and config.remote is not None:
-            tiers.append(remote.remote_tier(config.remote, world_size))
+            specs.append(tiers.remote_tier(config.remote, world_size))
         facts = EngineFacts(
             engine.cache_groups,
             pool,
@@ -118,7 +117,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
             report_span=find_tracer(engine.vllm_config),
         )
         slots = SlotFacts(num_slots, slot_bytes, block_bytes)
-        return OffloadScheduler(config, facts, slots, tiers, observers)
+        return OffloadScheduler(config, facts, slots, specs, observers)
 
     rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
     least_bytes = packed_page_bytes(block_bytes) if config.pack_kv else block_bytes

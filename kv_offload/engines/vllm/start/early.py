@@ -17,7 +17,7 @@ from kv_swap.errors import DeviceError
 from kv_offload.config import trace_config
 from kv_offload.config.checks import check_disk, check_sizes
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import disk, members, pool, ranks, remote, support, trace
+from kv_offload.engines.vllm.start import members, pool, ranks, support, tiers, trace
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, Problems, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
@@ -66,9 +66,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         with problems:
             support.check_supported(own, version, enclosing)
         with problems:
-            disk.check_disk(config, own)
-        with problems:
-            remote.check_remote(config, own)
+            tiers.check_tiers(config, own)
         with problems:
             pool.check_pool(config, own)
         with problems:
@@ -80,7 +78,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
                     check_packing(current_platform.get_device_capability())
                 _check_cupy()
         problems.raise_all()
-        disk.make_folder(config, own)
+        if config.disk is not None:
+            tiers.make_folder(config.disk, own)
 
 
 def _check_cupy() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_offload.cache.peers import PeerDirectories
 from kv_offload.config import OffloadConfig
-from kv_offload.engines.vllm.start.contents import check_contents, describe_contents
+from kv_offload.engines.vllm.start.tiers import check_contents, describe_contents
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.peers import PeerTier
 from kv_offload.worker.pool import Pool, check_pool_folder, pool_folder

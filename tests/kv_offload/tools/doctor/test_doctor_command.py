@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from kv_offload.tools.doctor import installation, nvml
+from kv_offload.tools.doctor import installation
 from tests.kv_offload.tools.conftest import Command
 
 DOCS = Path(__file__).parents[4] / "docs/use/doctor.md"
 
 BARE = """
 import sys
-for name in ("torch", "vllm", "cupy", "pynvml", "transformers"):
+for name in ("torch", "vllm", "cupy", "transformers"):
     sys.modules[name] = None
 import importlib.util
 from importlib import metadata
@@ -57,12 +57,17 @@ def report(command: Command) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def test_a_wrong_file_is_a_problem(tmp_path, report):
-    for content, state in (("cpu_bytes: 1MiB", "ok"), ("cpu_byte: 1MiB", "problem")):
-        (tmp_path / "kv.yaml").write_text(content)
-        check = report("kv.yaml", "--replicas", "2")["configuration"]
-        assert check["state"] == state
-        assert check.keys() == {"section", "name", "state", "found", "needed", "remedy"}
+def test_a_wrong_file_ends_it_with_the_status_of_config(tmp_path, command, report):
+    (tmp_path / "kv.yaml").write_text("cpu_bytes: 1MiB")
+    check = report("kv.yaml", "--replicas", "2")["configuration"]
+    assert check["state"] == "ok"
+    assert check.keys() == {"section", "name", "state", "found", "needed", "remedy"}
+    (tmp_path / "wrong.yaml").write_text("cpu_byte: 1MiB")
+    for file in ("wrong.yaml", "missing.yaml"):
+        done, config = (command(name, file) for name in ("doctor", "config"))
+        assert (done.status, done.out) == (config.status, config.out) == (2, "")
+        assert done.err == config.err
+        assert file in done.err
 
 
 def test_arguments_that_name_nothing_are_refused(command):
@@ -73,16 +78,24 @@ def test_arguments_that_name_nothing_are_refused(command):
         assert "path is empty" in done.err or "'10.0.0.5' is not host:port" in done.err
 
 
-def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, report):
+def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, command, report):
     """By the same checks: an engine would say it minutes later."""
     disk = f"disk:\n  path: {tmp_path}/new\n  bytes"
+    for key, says in (
+        ("cpu_bytes: 8B", "asks for 8 bytes, less than 1 MiB"),
+        (f"{disk}: 8B", "asks for 8 bytes, less than 1 MiB"),
+        (f"{disk}: 900TiB", f"but the filesystem of {tmp_path} has "),
+    ):
+        (tmp_path / "kv.yaml").write_text(key)
+        done = command("doctor", "kv.yaml")
+        assert done.status == 2
+        assert says in done.err
     for key, line, says in (
-        ("cpu_bytes: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
-        (f"{disk}: 8B", "configuration", "asks for 8 bytes, less than 1 MiB"),
-        (f"{disk}: 900TiB", "configuration", f"but the filesystem of {tmp_path} has "),
         (f"record_trace: {tmp_path}", "recording", "it is not a regular file"),
+        ("transfer_engine: cuda", "transfer engine", "the KV cache of this engine is on cpu"),
         (f"{disk}: 1MiB", "disk", ""),
         ("record_trace: new", "recording", ""),
+        ("transfer_engine: host", "transfer engine", ""),
     ):
         (tmp_path / "kv.yaml").write_text(key)
         found = report("kv.yaml")[line]
@@ -91,8 +104,12 @@ def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, report):
     assert list(tmp_path.iterdir()) == [tmp_path / "kv.yaml"]
 
 
-def test_without_nvml_a_torch_for_cuda_has_its_lockable_memory_checked(report, monkeypatch):
-    monkeypatch.setattr(nvml, "read_machine", lambda: nvml.Machine(may_have_others=True))
+@pytest.fixture(autouse=True)
+def torch_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "read_torch", lambda: installation.Torch("2.11.0", None))
+
+
+def test_a_torch_for_cuda_has_its_lockable_memory_checked(report, monkeypatch):
     monkeypatch.setattr(installation, "read_torch", lambda: installation.Torch("2.11.0", "13.0"))
     monkeypatch.setattr(resource, "getrlimit", lambda _limit: (4096, 4096))
     assert report()["lockable memory"]["state"] == "warning"
@@ -106,7 +123,7 @@ def test_it_runs_where_nothing_is_installed():
     assert sys.executable in checks["vLLM"]["found"]
     assert "run doctor with that Python" in checks["vLLM"]["remedy"]
     assert checks["plugin"]["state"] != "ok"
-    for name in ("torch", "CuPy", "NVIDIA driver", "GPU", "copy rate"):
+    for name in ("torch", "CuPy", "GPU"):
         assert checks[name]["state"] == "not checked", checks[name]
         assert checks[name]["found"]
 
@@ -114,5 +131,4 @@ def test_it_runs_where_nothing_is_installed():
 def test_the_page_explains_every_line(report):
     names = report()
     explained = set(re.findall(r"^\| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE))
-    assert {name for name in names if not re.match(r"(GPU|copy rate) ?", name)} <= explained
-    assert {"GPU", "copy rate"} <= explained
+    assert {*names, "GPU", "packing", "copy rate", "copy engine"} <= explained

@@ -8,14 +8,7 @@ from kv_offload.config import ResolvedConfig, trace_config
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.errors import CapacityError
 from kv_offload.tools.doctor import memory
-from kv_offload.tools.doctor.memory import (
-    check_free,
-    check_huge_pages,
-    check_lockable,
-    check_memory,
-    check_pool,
-    read_configuration,
-)
+from kv_offload.tools.doctor.memory import check_free, check_lockable, check_memory
 
 GIB = 1 << 30
 HOST = HostMemory(64 * GIB, "/proc/meminfo")
@@ -75,42 +68,23 @@ def test_lockable_memory(limit_bytes, has_gpu, state, found):
     assert (check.state, check.found) == (state, found)
 
 
-@pytest.mark.parametrize(
-    ("setting", "state"), [("always [madvise] never", "ok"), ("[never]", "warning")]
-)
-def test_huge_pages(tmp_path, setting, state):
-    (tmp_path / "enabled").write_text(f"{setting}\n")
-    assert check_huge_pages(tmp_path / "enabled").state == state
-    assert check_huge_pages(tmp_path / "missing").state == "not checked"
-
-
-@pytest.mark.parametrize(
-    ("content", "state", "found"),
-    [
-        ("cpu_bytes: 1MiB", "ok", "cpu_bytes is 1 MiB for each replica"),
-        ("cpu_bytes: 100%", "problem", "asks for"),
-        ("eviction_polcy: lru", "problem", "Did you mean eviction_policy?"),
-    ],
-)
-def test_the_configuration_is_read_as_an_engine_does(tmp_path, monkeypatch, content, state, found):
-    (tmp_path / "kv.yaml").write_text(content)
-    file = str(tmp_path / "kv.yaml")
-    check, config = read_configuration(file, replicas=2)
-    assert check.state == state
-    assert found in check.found
-    names = [check.name for check in check_memory(config, has_gpu=False)]
-    if config is None:
-        assert names == ["free memory", "huge pages"]
-        return
-    assert names == ["memory", "free memory", "lockable memory", "huge pages"]
-    monkeypatch.setenv("KV_OFFLOAD_CONFIG", "kv.yaml")
-    check, _ = read_configuration(file, replicas=2)
-    assert check.state == "warning"
-    assert "KV_OFFLOAD_CONFIG is not read" in check.remedy
+def test_the_lines_of_a_configuration():
+    lines = {check.name: check for check in check_memory(traced("1MiB", 2), has_gpu=False)}
+    assert list(lines) == ["configuration", "memory", "free memory", "lockable memory"]
+    assert lines["configuration"].state == "ok"
+    assert "cpu_bytes is 1 MiB for each replica" in lines["configuration"].found
+    unread = trace_config({"cpu_bytes": "1MiB"}, {"KV_OFFLOAD_CONFIG": "kv.yaml"}, host=HOST)
+    first = next(check_memory(unread, has_gpu=False))
+    assert first.state == "warning"
+    assert "KV_OFFLOAD_CONFIG is not read" in first.remedy
 
 
 def test_the_place_of_a_host_pool_is_judged_as_by_an_engine(tmp_path, memory_folder):
-    assert check_pool(str(memory_folder)).state == "ok"
-    missing = check_pool(str(tmp_path / "missing"))
-    assert missing.state == "problem"
-    assert "there is no such folder" in missing.found
+    for folder, state, says in (
+        (memory_folder, "ok", "can have it"),
+        (tmp_path / "missing", "problem", "there is no such folder"),
+    ):
+        keys = {"cpu_bytes": "1MiB", "host_pool": "chat", "host_pool_path": str(folder)}
+        pool = [*check_memory(trace_config(keys, {}, host=HOST), has_gpu=False)][-1]
+        assert (pool.name, pool.state) == ("host pool", state)
+        assert says in pool.found

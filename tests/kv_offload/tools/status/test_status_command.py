@@ -112,7 +112,7 @@ def test_a_limit_that_judges_nothing_is_refused(option, allowed, command):
 def test_an_interval_that_is_none_is_refused(interval, command):
     done = command("status", "localhost:1", f"--interval={interval}")
     assert done.status == 2
-    assert "is not a number of seconds between 0.1 and 86400" in done.err
+    assert "is not a number, from 0.1 to 86400" in done.err
 
 
 PROGRAM = (sys.executable, "-X", "faulthandler")

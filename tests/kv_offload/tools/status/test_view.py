@@ -19,7 +19,7 @@ from tests.kv_offload.tools.status.server import HITS, START, having, hits_with
 def drawn(text: str, earlier: Reading | None = None, *, width: int = 110, note: str = "") -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(page("http://here/metrics", parse(text, "here"), earlier, note))
+        console.print(page("http://here/metrics", parse(text, "here"), earlier, note, width=width))
     return console.export_text()
 
 
@@ -110,6 +110,19 @@ def test_several_engines_stand_below_their_sum():
         ["0", "48.0", "%", "864", "27", "2,048", "0"],
         ["[/red]", "48.0", "%", "864", "27", "2,048", "1"],
     ], "a name is no markup"
+
+
+def test_a_narrow_terminal_loses_rates_and_bars_and_cuts_no_figure():
+    page = with_disk(tier_slots_in_use=512, promoted_bytes_total=3 << 20)
+    for name, value in {"hit_tokens_at_four_times_total": 900, "stored_bytes_total": 9e12}.items():
+        page = having(page, name, value)
+    other = having(HITS, "hit_tokens_total", 123_456_789).replace('engine="0"', 'engine="1"')
+    text = drawn(page + other, replace(parse(START, "here"), taken=time.monotonic() - 5), width=40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "…" not in text
+    assert "slots in use" not in text
+    for figure in ("8.19 TiB", "25.0 %", "3 MiB", "123,457,653", "123,456,789"):
+        assert figure in text, "whole, and on one line"
 
 
 def test_a_page_with_every_line_fits_the_lowest_terminal_and_loses_no_figure():
