@@ -115,11 +115,9 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
         # Imported only now, because OpenMP reads the environment on import.
         from bench.serving import sections
         from bench.serving.engine import ServingEngine
-        from bench.serving.first_seconds import first_seconds
         from bench.tiers.section import tiers
 
         answers = {
-            "first_seconds": first_seconds,
             "pool": ServingEngine.wait_for_pool,
             "ttft": sections.ttft,
             "throughput": sections.throughput,
