@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from kv_offload.messages import (
     OffloadWorkerMetadata,
     Outcome,
     RankReport,
-    TierCapacity,
     WorkerCapacity,
 )
 from tests.support.configurations import make_tensor, make_vllm_config
@@ -72,12 +72,16 @@ def make_scheduler(
     )
 
 
-def make_request(request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> Request:
-    """Return a request whose blocks are those of `prefix`."""
+def make_request(
+    request_id: str, name: Callable[[int], bytes], prompt_tokens: int, max_tokens: int
+) -> Request:
+    """Return a request whose blocks have these names, by their index."""
 
     def name_blocks(request: Request) -> list[Any]:
-        known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
-        return [block_name(prefix, index) for index in range(known, full)]
+        return [
+            name(index)
+            for index in range(len(request.block_hashes), request.num_tokens // BLOCK_TOKENS)
+        ]
 
     return Request(
         request_id,
@@ -85,6 +89,19 @@ def make_request(request_id: str, prefix: int, prompt_tokens: int, max_tokens: i
         SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
         block_hasher=name_blocks,
+    )
+
+
+def sampled(output: Any, requests: dict[str, Request], **more: Any) -> ModelRunnerOutput:
+    """Return the result of a step: a token for each request whose prompt is computed by now."""
+    ids = list(output.num_scheduled_tokens)
+    # `schedule` has counted this step's tokens as computed.
+    ended = [requests[one].num_computed_tokens >= requests[one].num_tokens for one in ids]
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+        sampled_token_ids=[[TOKEN] if done else [] for done in ended],
+        **more,
     )
 
 
@@ -96,8 +113,6 @@ class StepCost:
     scheduled_tokens: int
     stored_blocks: int
     loaded_blocks: int
-    moved_blocks: int
-    """Blocks moved to or from a disk."""
 
     @property
     def seconds(self) -> float:
@@ -107,8 +122,7 @@ class StepCost:
 class SchedulerBed:
     """`running` decoding requests of `prompt_tokens` each, next to a full host cache of `slots`.
 
-    `plugin` has further options; copies of a disk end like others. With `events`, vLLM's KV events
-    are on.
+    `plugin` has further options.
     """
 
     def __init__(
@@ -118,8 +132,6 @@ class SchedulerBed:
         slots: int,
         longest_prompt: int,
         plugin: dict[str, Any] | None = None,
-        *,
-        events: bool = False,
     ) -> None:
         self.decode_tokens = 64 + 16384 * running // 256
         """At least the number of tokens sampled per request in preparation and measurement."""
@@ -132,12 +144,8 @@ class SchedulerBed:
             {"cpu_bytes": f"{slots * BLOCK_BYTES}B", **(plugin or {})},
             max_num_batched_tokens=running * max(prompt_tokens, PROMPT_CHUNK_TOKENS),
             max_num_seqs=running + 1,
-            events=events,
         )
-        tiers = {"disk": TierCapacity(slots, "bench")} if plugin and "disk" in plugin else {}
-        self.connector.offload_scheduler.take_capacities(
-            [WorkerCapacity(0, slots, slots, tiers=tiers)]
-        )
+        self.connector.offload_scheduler.take_capacities([WorkerCapacity(0, slots, slots)])
         self.clock = ConnectorClock()
         self.clock.put_on(self.connector)
         self._prefixes = 0
@@ -199,7 +207,7 @@ class SchedulerBed:
 
     def add(self, request_id: str, prefix: int, prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request whose blocks are those of `prefix`."""
-        request = make_request(request_id, prefix, prompt_tokens, max_tokens)
+        request = make_request(request_id, partial(block_name, prefix), prompt_tokens, max_tokens)
         self._requests[request_id] = request
         self.scheduler.add_request(request)
 
@@ -243,13 +251,7 @@ class SchedulerBed:
         self.clock.take()
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
-        ids = list(output.num_scheduled_tokens)
-        result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=[self._sample(request_id) for request_id in ids],
-            kv_connector_output=self._copies_ended(),
-        )
+        result = sampled(output, self._requests, kv_connector_output=self._copies_ended())
         self._submitted = metadata
         self.scheduler.update_from_output(output, result)
         return StepCost(
@@ -257,21 +259,13 @@ class SchedulerBed:
             output.total_num_scheduled_tokens,
             sum(len(job.pairs) for job in metadata.stores),
             sum(len(job.pairs) for job in metadata.loads),
-            sum(len(job.pairs) for job in metadata.moves),
         )
-
-    def _sample(self, request_id: str) -> list[int]:
-        # `schedule` has counted this step's tokens as computed.
-        request = self._requests[request_id]
-        return [TOKEN] if request.num_computed_tokens >= request.num_tokens else []
 
     def _copies_ended(self) -> KVConnectorOutput:
         """Report the copies of the last step, as one rank would."""
         ended = KVConnectorOutput()
         if (metadata := self._submitted) is not None:
-            jobs = {job.job_id: Outcome.OK for job in metadata.stores}
-            jobs |= {job.job_id: Outcome.OK for job in metadata.loads}
-            jobs |= {job.job_id: Outcome.OK for job in metadata.moves}
+            jobs = {job.job_id: Outcome.OK for job in (*metadata.stores, *metadata.loads)}
             if jobs:
                 ended.kv_connector_worker_meta = OffloadWorkerMetadata({0: RankReport(jobs)})
         return ended

@@ -12,11 +12,9 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +23,8 @@ import pytest
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
-from kv_swap.tiers.record import PAGE_BYTES
-
 from bench.machine import keep_rows
-from bench.scheduler.bed import BLOCK_TOKENS, SchedulerBed, StepCost, make_request
-from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.policies import make_policy
-from kv_offload.cache.prefix import CacheGroup, PrefixMap
-from kv_offload.scheduler.events.announcer import Announcer
+from bench.scheduler.bed import BLOCK_TOKENS, SchedulerBed, StepCost
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
@@ -157,101 +149,26 @@ def test_step_of_decodes(
     assert stored == pytest.approx(expected, rel=1 / 16), "the prompts were not stored beforehand"
 
 
-def by_turns(
-    rows: list[Row], size: Size, beds: dict[str, SchedulerBed], served: Sequence[str] = ()
-) -> dict[str, list[StepCost]]:
-    """Step several beds in turn: decodes alone, and next to prompts that are hits or new.
-
-    Return the cost of the decode steps by bed.
-    """
-    decodes: dict[str, list[StepCost]] = {name: [] for name in beds}
-    beside: dict[str, list[StepCost]] = {}
-    for turn in range(size.steps // BLOCK_TOKENS):
-        for name, bed in beds.items():
-            decodes[name] += [bed.step() for _ in range(BLOCK_TOKENS)]
-            for what in served:
-                prefix = bed.take_stored_prefix() if what == "hit" else bed.new_prefix()
-                costs = bed.serve(f"{what}-{turn}", prefix, PROMPTS[1])
-                beside.setdefault(f"step beside a {what}, {name}", []).extend(costs)
-    for name, costs in decodes.items():
-        rows.append(row_of_steps(f"step of decodes, {name}", PROMPTS[0], costs))
-        beds[name].connector.shutdown()
-    rows += [row_of_steps(name, PROMPTS[1], costs) for name, costs in beside.items()]
-    return decodes
-
-
-def short_bed(size: Size, plugin: dict[str, Any] | None = None, **more: bool) -> SchedulerBed:
-    return SchedulerBed(size.running, PROMPTS[0], size.slots, size.longest, plugin, **more)
-
-
-def test_step_of_decodes_with_a_disk(rows: list[Row], size: Size, tmp_path: Path) -> None:
-    """Compare no disk, a disk that may not write, and one that writes."""
-    beds = {
-        "no disk": short_bed(size),
-        "disk idle": short_bed(size, disk_options(tmp_path / "idle", size, "1B")),
-        "disk busy": short_bed(size, disk_options(tmp_path / "busy", size, "1TiB")),
-    }
-    for name, costs in by_turns(rows, size, beds).items():
-        assert any(cost.moved_blocks for cost in costs) == (name == "disk busy")
-
-
 def test_step_by_policy(rows: list[Row], size: Size) -> None:
-    """Compare LRU with `auto` after it has learned."""
-    beds = {policy: short_bed(size, {"eviction_policy": policy}) for policy in ("lru", "auto")}
-    by_turns(rows, size, beds, ("hit", "new prompt"))
-
-
-def test_step_with_events(rows: list[Row], size: Size) -> None:
-    """Compare steps without and with KV events."""
-    beds = {"events off": short_bed(size), "events on": short_bed(size, events=True)}
-    by_turns(rows, size, beds, ("new prompt",))
-
-
-def test_events_of_a_full_host_memory(rows: list[Row], size: Size) -> None:
-    """Measure events after resets of the engine, which are announced again, and of host memory."""
-    prefixes = PrefixMap((CacheGroup(0, BLOCK_TOKENS),), BLOCK_TOKENS, lambda key, _: key)
-    manager = CacheManager(make_policy("lru", size.slots))
-    told = Announcer(manager, prefixes, lambda *_: None)
-    blocks = PROMPTS[1] // BLOCK_TOKENS
-    for prefix in range(size.slots // blocks):
-        request = make_request("told", prefix, PROMPTS[1], 1)
-        keys = list(request.block_hashes)
-        slots = manager.prepare_store(keys)
-        slot_of = dict(zip(keys, slots.tolist(), strict=True))
-        told.remember_prefix(request, 0, PROMPTS[1], slot_of)
-        manager.complete_store(slots)
-        told.take()
-    gc.collect()
-    gc.freeze()
-    timed: dict[str, list[float]] = {}
-
-    def measure(name: str, call: Callable[[], object]) -> None:
-        begun = time.thread_time()  # CPU time, because the machine has other work, too
-        call()
-        timed.setdefault(name, []).append((time.thread_time() - begun) * 1e6)
-
-    measure("reset of the engine's own cache", told.engine_was_reset)
-    while told.has_more:
-        measure("step that announces again", told.take)
-    manager.reset()
-    while told.has_more:
-        measure("step that announces removed blocks", told.take)
-    for name, times in timed.items():
-        row = {"name": f"events: {name}", "count": len(times)}
-        rows.append({**row, "p50_us": round(statistics.median(times)), "max_us": round(max(times))})
-    gc.unfreeze()
-
-
-def disk_options(folder: Path, size: Size, write_rate: str) -> dict[str, Any]:
-    """Return the options of a disk with as many slots as host memory has; nothing is written."""
-    return {
-        "disk": {
-            "path": str(folder),
-            "bytes": f"{(size.slots + 32) * 2 * PAGE_BYTES}B",
-            "write_rate": write_rate,
-            "keep_on_restart": False,
-        }
+    """Compare LRU with `auto` by turns: decodes alone, and next to prompts, repeated and new."""
+    beds = {
+        policy: SchedulerBed(
+            size.running, PROMPTS[0], size.slots, size.longest, {"eviction_policy": policy}
+        )
+        for policy in ("lru", "auto")
     }
+    costs: dict[str, list[StepCost]] = {}
+    for turn in range(size.steps // BLOCK_TOKENS):
+        for policy, bed in beds.items():
+            decodes = [bed.step() for _ in range(BLOCK_TOKENS)]
+            costs.setdefault(f"step of decodes, {policy}", []).extend(decodes)
+            for what in ("hit", "new prompt"):
+                prefix = bed.take_stored_prefix() if what == "hit" else bed.new_prefix()
+                served = bed.serve(f"{what}-{turn}", prefix, PROMPTS[1])
+                costs.setdefault(f"step beside a {what}, {policy}", []).extend(served)
+    rows += [row_of_steps(name, PROMPTS[0], of) for name, of in costs.items()]
+    for bed in beds.values():
+        bed.connector.shutdown()
 
 
 @pytest.mark.parametrize("prompt_tokens", PROMPTS[1:])

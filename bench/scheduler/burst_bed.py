@@ -11,12 +11,17 @@ from typing import Any, Literal
 from unittest import mock
 
 from kv_swap.tiers.record import PAGE_BYTES
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from bench.scheduler.bed import BLOCK_BYTES, BLOCK_TOKENS, TOKEN, block_name, make_scheduler
+from bench.scheduler.bed import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    block_name,
+    make_request,
+    make_scheduler,
+    sampled,
+)
 from kv_offload.messages import TierCapacity, WorkerCapacity
 from tests.support.loads import set_synchronous_loads
 
@@ -94,20 +99,12 @@ class BurstBed:
 
     def add(self, name: str, prefix: int, blocks: int, tail: int, max_tokens: int) -> Request:
         """Queue a request with `blocks` blocks of a prefix and a unique tail."""
-        own = TAILS + len(self._requests)
-        shared = self._names(prefix, blocks)
-
-        def name_blocks(request: Request) -> list[Any]:
-            known, full = len(request.block_hashes), request.num_tokens // BLOCK_TOKENS
-            tail = range(max(known, blocks), full)
-            return [*shared[known:full], *(block_name(own, index) for index in tail)]
-
-        request = Request(
+        own, shared = TAILS + len(self._requests), self._names(prefix, blocks)
+        request = make_request(
             name,
-            [TOKEN] * (blocks * BLOCK_TOKENS + tail),
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-            pooling_params=None,
-            block_hasher=name_blocks,
+            lambda index: shared[index] if index < blocks else block_name(own, index),
+            blocks * BLOCK_TOKENS + tail,
+            max_tokens,
         )
         self._requests[name] = request
         self.scheduler.add_request(request)
@@ -150,15 +147,7 @@ class BurstBed:
         began = time.process_time()
         output = self.scheduler.schedule()
         seconds = time.process_time() - began
-        ids = list(output.num_scheduled_tokens)
-        requests = [self._requests[name] for name in ids]
-        done = [r.num_computed_tokens >= r.num_tokens for r in requests]
-        result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={name: index for index, name in enumerate(ids)},
-            sampled_token_ids=[[TOKEN] if ended else [] for ended in done],
-        )
-        self.scheduler.update_from_output(output, result)
+        self.scheduler.update_from_output(output, sampled(output, self._requests))
         return seconds
 
 

@@ -4,7 +4,7 @@ usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FILE.json] [--rou
                                [--columns off,vllm,kv-offload,kv-offload-lru,kv-offload-packed,
                                          gpu-cache]
                                [--once COLUMNS]
-                               [--sections throughput,ttft,decodes,first_seconds]
+                               [--sections throughput,ttft,decodes]
 
 `kv-offload` is the default configuration: only `cpu_bytes` is set. `kv-offload-lru` adds
 `"eviction_policy": "lru"`, `kv-offload-packed` adds `"pack_kv": true`, and `vllm` is vLLM's
@@ -19,7 +19,6 @@ figure.
     ttft        time to first token of prompts that are computed, and of the same prompts repeated
     decodes     time from token to token of running decodes: alone, while others' prompts are
                 computed and stored, and while they are loaded
-    first_seconds  time from token to token from an engine's start on, while host memory is locked
 
 Every answer of an engine is written at once. A run that is stopped, by a time limit or Ctrl-C,
 shows its results so far and lists what is missing. The exit status is 1 if the run was stopped, if

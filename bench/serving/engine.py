@@ -46,20 +46,16 @@ class ServingEngine:
         """The counters of this project's connector."""
         self.gauges: dict[str, float] = {}
         self.clock = ConnectorClock()
-        self.registrations: list[tuple[float, float]] = []
-        """Time spans in which the plugin's threads page-locked host memory in the driver."""
         self._time_new_connectors()
-        if self.on_gpu:
-            self._time_registrations()
         write_model(self.shape, Path(settings.model))
-        self.began = time.perf_counter()
+        began = time.perf_counter()
         self.llm = LLM(
             **engine_arguments(settings, on_gpu=self.on_gpu),
             enforce_eager=not self.on_gpu,
             kv_transfer_config=settings.transfer_config,
             **(_faster_start() if self.on_gpu else {}),
         )
-        self.start_seconds = time.perf_counter() - self.began
+        self.start_seconds = time.perf_counter() - began
         self._filler_seed = 1_000_000
         if settings.is_ours:
             self._count_stats()
@@ -74,18 +70,6 @@ class ServingEngine:
             return connector
 
         KVConnectorFactory.create_connector = staticmethod(create_connector)
-
-    def _time_registrations(self) -> None:
-        from kv_swap.cuda.device import CudaRegistrar
-
-        original = CudaRegistrar.register
-
-        def register(registrar: CudaRegistrar, address: int, nbytes: int) -> None:
-            begin = time.perf_counter()
-            original(registrar, address, nbytes)
-            self.registrations.append((begin, time.perf_counter()))
-
-        CudaRegistrar.register = register  # type: ignore[assignment,method-assign]
 
     def _count_stats(self) -> None:
         """Add up the counters reported by this project's connector, worker and scheduler."""

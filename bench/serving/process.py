@@ -119,11 +119,9 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
         from bench.pool.section import Turns, meet
         from bench.serving import sections
         from bench.serving.engine import ServingEngine
-        from bench.serving.first_seconds import first_seconds
         from bench.tiers.section import tiers
 
         answers: dict[str, Callable[[ServingEngine], Any]] = {
-            "first_seconds": first_seconds,
             "pool": ServingEngine.wait_for_pool,
             "ttft": sections.ttft,
             "throughput": sections.throughput,

@@ -291,27 +291,6 @@ def _hooks(_document: Document, found: Rounds) -> str:
     return markdown_rows(["", *found], rows) if found else ""
 
 
-def _first_seconds(_document: Document, found: Rounds) -> str:
-    rows = []
-    for span in ("first 10 s", "while host memory grows", "later"):
-        for key in ("p50", "p99", "max"):
-            row = [f"{span}, {key}"]
-            for rounds in found.values():
-                row.append(_cell([one[span][key] for one in rounds if one[span]], 1e3))
-            rows.append(row)
-    by_seconds = ["all host memory is ready, s after the start began"]
-    longest = ["a registration takes, p50"]
-    met = ["long steps next to a registration, of all long ones"]
-    for rounds in found.values():
-        by_seconds.append(_cell([one["ready"] for one in rounds if one["ready"]]))
-        locked = [one["registrations"] for one in rounds if one["registrations"]["count"]]
-        longest.append(_cell([one["p50"] for one in locked], 1e3, 2))
-        long = [one["long_steps"] for one in rounds]
-        of_all = sum(one["count"] for one in long)
-        met.append(f"{sum(one['beside_registration'] for one in long)} of {of_all}")
-    return markdown_rows(["", *found], [*rows, by_seconds, longest, met])
-
-
 def _summary(document: Document) -> str:
     """Return the summary table of the README."""
     found: Rounds = document["results"]
@@ -398,7 +377,6 @@ TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
     "ttft": ("ttft", _ttft),
     "decodes": ("decodes", _decodes),
     "hooks": ("decodes", _hooks),
-    "first_seconds": ("first_seconds", _first_seconds),
 }
 """Tables by name, each with the section that it shows."""
 QUESTIONS = {
@@ -406,7 +384,6 @@ QUESTIONS = {
     "ttft": "TTFT of a repeated prompt, ms, median (range)",
     "decodes": "Inter-token latency of running decodes, ms, median (range) of the rounds",
     "hooks": "Time in the connector's hooks per step, us, median (range) of the rounds",
-    "first_seconds": "Steps of decodes after an engine's start, ms",
 }
 
 

@@ -12,7 +12,7 @@ from bench.serving.report import save
 from bench.serving.settings import EngineSettings
 from bench.serving.shapes import SHAPES
 
-SECTIONS = ("throughput", "ttft", "decodes", "first_seconds")
+SECTIONS = ("throughput", "ttft", "decodes")
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,7 @@ class Visit:
 
 def plan(arguments: argparse.Namespace, model: str) -> list[Visit]:
     """Return the visits; every other round has the opposite order of columns."""
-    chosen = arguments.sections
-    asked = [name for name in SECTIONS[:-1] if name in chosen]
-    first = ["first_seconds"] if "first_seconds" in chosen else []
-    asked = [*first, "pool", *asked, "link"]
+    asked = ["pool", *(name for name in SECTIONS if name in arguments.sections), "link"]
     visits = []
     for turn in range(arguments.rounds):
         columns = [one for one in arguments.columns if not turn or one not in arguments.once]

@@ -38,8 +38,6 @@ class Shape:
     other_tokens: int
     steps_between: int
     """Prompts that arrive meanwhile, and the number of steps between two of them."""
-    start_seconds: float
-    """Seconds for which decodes are measured after an engine's start."""
 
     @property
     def host_bytes(self) -> int:
@@ -97,7 +95,6 @@ _GQA8 = Shape(
     other_prompts=48,
     other_tokens=4096,
     steps_between=4,
-    start_seconds=20,
 )
 SHAPES = {
     "small": Shape(
@@ -121,7 +118,6 @@ SHAPES = {
         other_prompts=6,
         other_tokens=256,
         steps_between=4,
-        start_seconds=2,
     ),
     "gqa8": _GQA8,
     # A model of 2 billion parameters: steps are short, so the host's work weighs more.

@@ -91,14 +91,13 @@ def measure(
     page_bytes: int,
     path: str = "kernels",
     name: str = "one way",
-    rounds: int = ROUNDS,
 ) -> None:
     """Run a case round by round, and record the medians."""
     for _ in range(2 if benchmark.enabled else 0):
         case.run_others()
         case.run()
     case.seconds.clear()
-    benchmark.pedantic(case.run, setup=case.run_others, rounds=rounds if benchmark.enabled else 1)
+    benchmark.pedantic(case.run, setup=case.run_others, rounds=ROUNDS if benchmark.enabled else 1)
     gbps, roofline_gbps = case.gbps("engine"), case.gbps("roofline")
     assert gbps is not None
     assert roofline_gbps is not None
@@ -139,6 +138,37 @@ def skip_unless_it_packs() -> None:
 
 def blocks_of(total_bytes: int, page_bytes: int) -> int:
     return max(1, total_bytes // (LAYERS * page_bytes))
+
+
+def halves(count: int) -> list[SwapJob]:
+    """Return a store and a load of `count` scattered blocks each, without common blocks."""
+    order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
+    parts = zip(Direction, (order[:count], order[count:]), strict=True)
+    return [
+        SwapJob(index, way, np.stack([part, part[::-1]], 1))
+        for index, (way, part) in enumerate(parts)
+    ]
+
+
+def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
+    """Return the seconds that these jobs take when they run at once."""
+    started = time.perf_counter()
+    for job in jobs:
+        engine.submit(job)
+    ended = 0
+    while ended < len(jobs):
+        ended += len(engine.poll())
+    return time.perf_counter() - started
+
+
+def contiguous_seconds(bed: CudaBed, ways: list[Direction], nbytes: int) -> float:
+    """Return the seconds of one contiguous copy in each of these directions, all at once."""
+    started = time.perf_counter()
+    for place, way in enumerate(ways):
+        bed.copy(way, slice(place * nbytes, (place + 1) * nbytes))
+    for way in ways:
+        bed.streams[way].synchronize()
+    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize("page_bytes", [4 * KIB, 32 * KIB, 256 * KIB])
@@ -193,75 +223,21 @@ def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_b
 
 
 @on_gpu
-@both_ways
-def test_packed_zeros(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """As above, with pages of 64 KiB, and a zero in every group of values (each 8th channel)."""
-    skip_unless_it_packs()
-    count = blocks_of((256 if benchmark.enabled else 64) * MIB, 64 * KIB)
-    packed = CudaBed(64 * KIB, 2 * count, packing=NHD)
-    packed.memory.view(packed.torch.bfloat16)[3::8] = 0
-    packed.torch.cuda.synchronize()
-    packed.store_everything()
-    case = packed.case(scattered(direction, 2 * count, count))
-    case.others.pop("peer", None)
-    measure(case, benchmark, results, 64 * KIB, "packed engine", "packed, zeros")
-
-
-@on_gpu
-@both_ways
-def test_small_job(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """Copy 8 pairs of 32 regions of 64 KiB: 16 MiB from submission to completion."""
-    case = CudaBed(64 * KIB, 64, copies_with="kernels").case(scattered(direction, 64, 8))
-    measure(case, benchmark, results, 64 * KIB, name="small job", rounds=200)
-
-
-@on_gpu
-@pytest.mark.parametrize("layers", [4, 32, 128])
-@both_ways
-def test_submit(benchmark: Any, results: list[Row], direction: Direction, layers: int) -> None:
-    """Measure the host's time for 512 blocks with different numbers of layers."""
-    case = CudaBed(4 * KIB, 1024, layers).case(scattered(direction, 1024, 512))
-    case.others.pop("peer", None)
-    name = f"submit 512 blocks x {layers}"
-    measure(case, benchmark, results, 4 * KIB, name=name, rounds=50)
-
-
-@on_gpu
 @pytest.mark.parametrize("page_bytes", [16 * KIB, 64 * KIB, 2 * MIB])
 def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) -> None:
     """Run a store and a load at once; GB/s of both together, until the later one has ended."""
     count = blocks_of(256 * MIB, page_bytes)
     bed = CudaBed(page_bytes, 2 * count, copies_with="kernels")
-    order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
-    jobs = [
-        SwapJob(index, way, np.stack([part, part[::-1]], 1))
-        for index, (way, part) in enumerate(
-            zip(Direction, (order[:count], order[count:]), strict=True)
-        )
-    ]
+    jobs, ways = halves(count), list(Direction)
     nbytes = count * bed.layout.slot_bytes
-    seconds: dict[str, list[float]] = {"engine": [], "roofline": []}
-
-    def roofline() -> None:
-        started = time.perf_counter()
-        bed.copy(Direction.STORE, slice(nbytes))
-        bed.copy(Direction.LOAD, slice(nbytes, 2 * nbytes))
-        for stream in bed.streams.values():
-            stream.synchronize()
-        seconds["roofline"].append(time.perf_counter() - started)
-
-    def run() -> None:
-        started = time.perf_counter()
-        for job in jobs:
-            bed.engine.submit(job)
-        ended = 0
-        while ended < len(jobs):
-            ended += len(bed.engine.poll())
-        seconds["engine"].append(time.perf_counter() - started)
-
-    rounds = ROUNDS if benchmark.enabled else 1
-    benchmark.pedantic(run, setup=roofline, rounds=rounds)
-    gbps, roofline_gbps = (2 * nbytes / statistics.median(took) / 1e9 for took in seconds.values())
+    took: list[float] = []
+    roofline: list[float] = []
+    benchmark.pedantic(
+        lambda: took.append(seconds_of(bed.engine, jobs)),
+        setup=lambda: roofline.append(contiguous_seconds(bed, ways, nbytes)),
+        rounds=ROUNDS if benchmark.enabled else 1,
+    )
+    gbps, roofline_gbps = (2 * nbytes / statistics.median(of) / 1e9 for of in (took, roofline))
     rates = {"gbps": gbps, "roofline_gbps": roofline_gbps, "ratio": gbps / roofline_gbps}
     if benchmark.enabled:
         results.append(row_of("both directions", "both", page_bytes, "kernels", **rates))
@@ -357,38 +333,6 @@ def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
         bed.engine.close()
 
 
-def halves() -> list[SwapJob]:
-    """Return a store and a load of scattered blocks without common blocks."""
-    order = np.random.default_rng(0).permutation(2 * LONG_BLOCKS).astype(np.int32)
-    parts = zip(Direction, (order[:LONG_BLOCKS], order[LONG_BLOCKS:]), strict=True)
-    return [
-        SwapJob(index, way, np.stack([part, part[::-1]], 1))
-        for index, (way, part) in enumerate(parts)
-    ]
-
-
-def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
-    """Return the seconds that these jobs take when they run at once."""
-    started = time.perf_counter()
-    for job in jobs:
-        engine.submit(job)
-    ended = 0
-    while ended < len(jobs):
-        ended += len(engine.poll())
-    return time.perf_counter() - started
-
-
-def contiguous_seconds(bed: CudaBed, ways: list[Direction]) -> float:
-    """Return the seconds that one contiguous copy in each of these directions takes."""
-    nbytes = LONG_BLOCKS * bed.layout.block_bytes
-    started = time.perf_counter()
-    for place, way in enumerate(ways):
-        bed.copy(way, slice(place * nbytes, (place + 1) * nbytes))
-    for way in ways:
-        bed.streams[way].synchronize()
-    return time.perf_counter() - started
-
-
 @on_gpu
 @pytest.mark.parametrize("ways", [["store"], ["load"], ["store", "load"]], ids="+".join)
 def test_long_blocks(
@@ -396,14 +340,15 @@ def test_long_blocks(
 ) -> None:
     """Measure GB/s alone, in one direction or both at once, and next to decodes."""
     directions = [Direction(way) for way in ways]
-    jobs = [job for job in halves() if job.direction in directions]
+    jobs = [job for job in halves(LONG_BLOCKS) if job.direction in directions]
     first = next(iter(long_beds.values()))
-    nbytes = len(jobs) * LONG_BLOCKS * first.layout.block_bytes
+    each_bytes = LONG_BLOCKS * first.layout.block_bytes
+    nbytes = len(jobs) * each_bytes
     took: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for path, bed in long_beds.items():
             took.setdefault(path, []).append(seconds_of(bed.engine, jobs))
-        took.setdefault("contiguous", []).append(contiguous_seconds(first, directions))
+        took.setdefault("contiguous", []).append(contiguous_seconds(first, directions, each_bytes))
     contiguous = statistics.median(took["contiguous"][2:])
     decodes = Decodes(first.torch)
     work = Workload(first.torch, "decodes", decodes.step, 4)
@@ -439,63 +384,11 @@ def jobs_copies(bed: CudaBed, jobs: list[SwapJob]) -> Copies:
 
 @on_gpu
 @both_ways
-def test_product_beside_long_blocks(
-    benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
-) -> None:
-    jobs = [job for job in halves() if job.direction is direction]
-    first = next(iter(long_beds.values()))
-    (product,) = make_workloads(first.torch, ["product"])
-    for path, bed in long_beds.items():
-        copies = jobs_copies(bed, jobs)
-        slower, seconds = beside(first.torch, product, copies, 0.01, 7)
-        rates = {"gbps": copies.nbytes / seconds / 1e9, "ratio": slower}
-        results.append(row_of("slowdown of product", direction.value, 2 * MIB, path, **rates))
-    benchmark.pedantic(lambda: seconds_of(first.engine, jobs), rounds=1)
-
-
-@on_gpu
-@both_ways
-def test_small_copies_beside_long_blocks(
-    benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
-) -> None:
-    """Time three copies of 2 KiB in a row, similar to those of a step's inputs and tokens."""
-    first = next(iter(long_beds.values()))
-    torch, jobs = first.torch, halves()
-    host = torch.zeros(3, 2 * KIB, dtype=torch.uint8).pin_memory()
-    device = torch.zeros(3, 2 * KIB, dtype=torch.uint8, device=first.device)
-    target, source = (device, host) if direction is Direction.LOAD else (host, device)
-    stream = torch.cuda.Stream()
-
-    def small() -> float:
-        started = time.perf_counter()
-        with torch.cuda.stream(stream):
-            for row in range(3):
-                target[row].copy_(source[row], non_blocking=True)
-        stream.synchronize()
-        return (time.perf_counter() - started) * 1e6
-
-    ways = {path: jobs_copies(bed, jobs) for path, bed in long_beds.items()}
-    for path, copies in {"alone": NO_COPIES, **ways}.items():
-        times: list[float] = []
-        while len(times) < 10 * SMALL_COPIES:
-            copies.start()
-            times.append(small())
-            while not copies.ended():
-                times.append(small())
-        for name, value in (("median", 50), ("p99", 99)):
-            microseconds = float(np.percentile(times, value))
-            name = f"3 x 2 KiB beside both ways, {name}"
-            results.append(row_of(name, direction.value, 2 * MIB, path, microseconds=microseconds))
-    benchmark.pedantic(small, rounds=1)
-
-
-@on_gpu
-@both_ways
 def test_hooks_of_long_blocks(
     benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], direction: Direction
 ) -> None:
     """Measure host microseconds for a job of 512 MiB: `submit`, and polls every 5 ms."""
-    jobs = [job for job in halves() if job.direction is direction]
+    jobs = [job for job in halves(LONG_BLOCKS) if job.direction is direction]
     for path, bed in long_beds.items():
         took: dict[str, list[float]] = {"submit": [], "polls": []}
         for _ in range(ROUNDS):

@@ -1,16 +1,13 @@
-"""The speed of slots to and from a lower tier: GB/s from `submit` to the polled completion.
+"""The speed of slots to and from remote stores: GB/s from `submit` to the polled completion.
 
-Run with `pytest bench/tiers/bench_tiers.py -k disk --benchmark-enable --basetemp=FOLDER`, where
-`FOLDER` is a new folder on the disk to measure, with 2 GiB free; and with `-k remote` for the kinds
-of remote store: a real `mooncake_master`, a folder in `FOLDER`, and `rclone serve s3` of another
-one. With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `tiers.json` or `remote.json` is written
-there. Without the option everything runs once, at a small size.
+Run with `pytest bench/tiers/bench_tiers.py --benchmark-enable --basetemp=FOLDER`, where `FOLDER` is
+a new folder with 2 GiB free. The stores are a real `mooncake_master`, a folder in `FOLDER`, and
+`rclone serve s3` of another one. With `KV_OFFLOAD_BENCH_RESULTS` set to a folder, `remote.json` is
+written there. Without the option everything runs once, at a small size.
 
-A disk is compared with plain reads or writes of each slot, by the same number of threads; both take
-turns within each round, so that they meet the same conditions. Mooncake's memory is in this
-process, or in another one over TCP on loopback; folder and bucket are in the page cache of this
-machine. So these measure the work per object, without a network; `s3, 20 ms` adds the latency of a
-distant bucket. Figures are medians over the rounds.
+Mooncake's memory is in this process, or in another one over TCP on loopback; folder and bucket are
+in the page cache of this machine. So these measure the work per object, without a network; `s3, 20
+ms` adds the latency of a distant bucket. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ import numpy as np
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
-from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierDirection, TierEngine, TierJob
-from kv_swap.tiers.probe import PlainFile
 from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
 from kv_swap.tiers.remote.folder import FolderClient
 from kv_swap.tiers.remote.keys import object_keys
@@ -43,20 +38,12 @@ from tests.support.mooncake import Master, Peer, require_mooncake
 from tests.support.s3_server import BUCKET, S3Server, require_s3
 
 KIB, MIB = 1 << 10, 1 << 20
-ROUNDS, REMOTE_ROUNDS = 15, 5
+ROUNDS = 5
 POOL_BYTES = 1 << 30
 
 sizes = pytest.mark.parametrize("slot_bytes", [64 * KIB, 256 * KIB, 512 * KIB, 2 * MIB, 4 * MIB])
-both_ways = pytest.mark.parametrize("direction", list(TierDirection), ids=lambda way: way.value)
 
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def disk_rows() -> Iterator[Rows]:
-    rows: Rows = []
-    yield rows
-    keep_rows("tiers.json", rows)
 
 
 @pytest.fixture(scope="module")
@@ -146,87 +133,6 @@ def finish(tier: TierEngine, direction: TierDirection, pairs: NDArray[np.int32])
     return time.perf_counter() - started
 
 
-def median_and_p99(
-    benchmark: Any,
-    rows: Rows,
-    timed: Callable[[], float],
-    name: str,
-    unit: str,
-    rounds: int = 300,
-    **facts: Any,
-) -> None:
-    """Record the time of a call; `timed` makes one call and returns its seconds."""
-    took: list[float] = []
-    benchmark.pedantic(lambda: took.append(timed()), rounds=rounds if benchmark.enabled else 1)
-    scale = {"microseconds": 1e6, "milliseconds": 1e3}[unit]
-    for shown, figure in (("median", 50), ("p99", 99)) if benchmark.enabled else ():
-        value = float(np.percentile(took, figure)) * scale
-        rows.append({"name": f"{name}, {shown}", **facts, unit: value})
-
-
-@sizes
-@both_ways
-def test_rate_of_a_disk(
-    benchmark: Any, disk_rows: Rows, tmp_path: Path, direction: TierDirection, slot_bytes: int
-) -> None:
-    """Compare half of a file's slots, in random order, with the same bytes in sequence."""
-    count = (512 if benchmark.enabled else 8) * MIB // slot_bytes
-    arena = filled_arena(count, slot_bytes)
-    rng = np.random.default_rng(0)
-    chosen = [rng.permutation(count), rng.permutation(2 * count)[:count]]
-    pairs = np.stack(chosen, 1).astype(np.int32)
-    seconds: dict[str, list[float]] = {"tier": [], "plain": []}
-    with (
-        PlainFile(tmp_path, count, slot_bytes) as plain,
-        DiskTier(tmp_path / "tier", 2 * count, arena, {}) as tier,
-    ):
-        for way in TierDirection:  # first use, because space that was never written is slower
-            plain.move(way, arena)
-            finish(tier, TierDirection.DEMOTE, pairs)
-        benchmark.pedantic(
-            lambda: seconds["tier"].append(finish(tier, direction, pairs)),
-            setup=lambda: seconds["plain"].append(plain.move(direction, arena)),
-            rounds=ROUNDS if benchmark.enabled else 1,
-        )
-        gbps, plain_gbps = (
-            count * slot_bytes / statistics.median(took) / 1e9 for took in seconds.values()
-        )
-        rates = {"gbps": gbps, "plain_gbps": plain_gbps, "ratio": gbps / plain_gbps}
-        row = {"name": direction.value, "slot_bytes": slot_bytes, "direct": tier.direct, **rates}
-    benchmark.extra_info.update(row)
-    if benchmark.enabled:
-        disk_rows.append(row)
-    (tmp_path / "tier").unlink()
-
-
-@both_ways
-def test_caller_of_a_disk(
-    benchmark: Any, disk_rows: Rows, tmp_path: Path, direction: TierDirection
-) -> None:
-    """Measure the caller's time for submitting a job of 64 slots, and for a poll."""
-    slot_bytes, num_slots = 64 * KIB, 512
-    arena = filled_arena(num_slots, slot_bytes)
-    rng, everything = np.random.default_rng(0), same_slots(num_slots)
-    with DiskTier(tmp_path / "tier", num_slots, arena, {}) as tier:
-        finish(tier, TierDirection.DEMOTE, everything)
-
-        def submit_and_poll() -> float:
-            pairs = everything[rng.permutation(num_slots)[:64]]
-            job = TierJob(1, direction, pairs, names_of(pairs[:, 1]))
-            started = time.perf_counter()
-            tier.submit(job)
-            tier.poll()
-            took = time.perf_counter() - started
-            assert tier.wait(600)
-            tier.poll()
-            return took
-
-        name = f"submit and poll a {direction.value} of 64"
-        facts = {"slot_bytes": slot_bytes, "direct": tier.direct}
-        median_and_p99(benchmark, disk_rows, submit_and_poll, name, "microseconds", **facts)
-    (tmp_path / "tier").unlink()
-
-
 @sizes
 def test_rate_of_a_remote(
     benchmark: Any, remote_rows: Rows, remote: tuple[str, MakeClient], slot_bytes: int
@@ -250,7 +156,7 @@ def test_rate_of_a_remote(
         run()  # connects, and touches the memory of the pool
         for seconds in took.values():
             seconds.clear()
-        benchmark.pedantic(run, rounds=REMOTE_ROUNDS if benchmark.enabled else 1)
+        benchmark.pedantic(run, rounds=ROUNDS if benchmark.enabled else 1)
     asker.close()
     for way, seconds in took.items():
         gbps = count * slot_bytes / statistics.median(seconds) / 1e9
@@ -278,6 +184,10 @@ def test_asking_a_remote(
         assert not any(answer.found)
         return time.perf_counter() - started
 
-    name = f"ask for 256 {'chained ' * chained}blocks"
-    median_and_p99(benchmark, remote_rows, ask, name, "milliseconds", rounds=60, place=place)
+    took: list[float] = []
+    benchmark.pedantic(lambda: took.append(ask()), rounds=60 if benchmark.enabled else 1)
+    for shown, share in (("median", 50), ("p99", 99)) if benchmark.enabled else ():
+        name = f"ask for 256 {'chained ' * chained}blocks, {shown}"
+        milliseconds = 1e3 * float(np.percentile(took, share))
+        remote_rows.append({"name": name, "place": place, "milliseconds": milliseconds})
     directory.close(10)

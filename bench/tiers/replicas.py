@@ -104,7 +104,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
                 await forget()
                 took[PLACES[1]].append(await ask(0, prompt))
                 until = time.monotonic() + WRITTEN_SECONDS
-                while "store" in options and moved("demoted_slots", 0) < written + least:
+                while "remote" in options and moved("demoted_slots", 0) < written + least:
                     assert time.monotonic() < until, "the store does not take the prompt"
                     await settle()
                 took[PLACES[2]].append(await ask(1, prompt))
@@ -114,7 +114,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
             results[str(length)] = {
                 **{place: spread(times) for place, times in took.items()},
                 "blocks_read": read,
-                "blocks_needed": REPEATS * least if "store" in options else 0,
+                "blocks_needed": REPEATS * least if "remote" in options else 0,
             }
     finally:
         llm.shutdown()

@@ -2,8 +2,7 @@
 
 A trace has one request per line: timestamp in ms, input_length and output_length in tokens, and
 hash_ids, which prompts share as far as they share a prefix. Mooncake's traces of FAST'25 are such
-files: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. The name of a workload in
-`bench/trace/workloads.py` generates a trace instead.
+files: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from pathlib import Path
 from bench.machine import keep_rows
 from bench.trace.plot import as_svg
 from bench.trace.table import ROWS, as_markdown, measure
-from bench.trace.workloads import WORKLOADS, make_workload
-from kv_offload.simulation.trace import read_trace, split_blocks
+from kv_offload.simulation.trace import read_trace
 
 
 def main() -> None:
@@ -26,32 +24,23 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("trace", help="a file of JSON lines, or: " + "; ".join(WORKLOADS))
+    parser.add_argument("trace", type=Path, help="a file of JSON lines")
     parser.add_argument(
         "--capacities",
         default="1000,2500,5000,10000,20000,40000",
         help="in blocks of the trace, with commas",
     )
     parser.add_argument("--policies", help="of: " + "; ".join(ROWS) + ". With semicolons")
-    parser.add_argument(
-        "--split", type=int, default=1, help="cut each block into so many, and capacities too"
-    )
-    parser.add_argument("--part", help="of the requests, for instance 1/2 or 2/2")
     parser.add_argument("--plot", type=Path, help="an SVG file to write")
     parser.add_argument(
         "--keep", help="name of the results in the folder that KV_OFFLOAD_BENCH_RESULTS names"
     )
     arguments = parser.parse_args()
-    made_up = arguments.trace in WORKLOADS
-    trace = make_workload(arguments.trace) if made_up else list(read_trace(Path(arguments.trace)))
-    if arguments.part:
-        number, parts = map(int, arguments.part.split("/"))
-        trace = trace[(number - 1) * len(trace) // parts : number * len(trace) // parts]
-    requests = list(split_blocks(trace, arguments.split))
-    capacities = [arguments.split * int(number) for number in arguments.capacities.split(",")]
+    requests = list(read_trace(arguments.trace))
+    capacities = [int(number) for number in arguments.capacities.split(",")]
     names = arguments.policies.split(";") if arguments.policies else list(ROWS)
     rows = list(measure(requests, names, capacities))
-    name = arguments.trace if made_up else Path(arguments.trace).name
+    name = arguments.trace.name
     blocks = sum(len(request.hash_ids) for request in requests)
     what = f"{name}: {len(requests):,} requests, {blocks:,} blocks; hits in % of blocks"
     print(as_markdown(rows, what))

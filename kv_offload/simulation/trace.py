@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -68,13 +68,3 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
             f"{path}: cannot be read: {error.strerror}. Give a file of JSON lines, such as "
             "record_trace writes"
         ) from error
-
-
-def split_blocks(requests: Iterable[TraceRequest], parts: int) -> Iterator[TraceRequest]:
-    """Split each block into `parts`: with 32, a trace of blocks of 512 tokens becomes one of 16."""
-    for request in requests:
-        ids = tuple(block * parts + part for block in request.hash_ids for part in range(parts))
-        tokens = request.block_tokens // parts
-        yield TraceRequest(
-            request.timestamp, request.input_length, request.output_length, ids, tokens
-        )

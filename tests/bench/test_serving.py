@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.serving import __main__ as serving
-from bench.serving import first_seconds, report, runs
+from bench.serving import report, runs
 from bench.serving.process import EngineError
 from bench.serving.report import MARKED, PAGES, filled, table, tables, unproven
 from bench.serving.settings import COLUMNS, WITHOUT_CONNECTOR, EngineSettings
@@ -217,38 +217,6 @@ def test_kept_results_prove_their_loads_and_are_shown(path):
     assert path.stem in shown
 
 
-# -- the first seconds -------------------------------------------------------------------------
-
-
-def test_long_steps_are_those_beside_registrations_where_registrations_are_the_cause():
-    """Steps of 10 ms; every tenth one waits 10 ms more for a registration until memory is ready."""
-    steps, registrations, now = [], [], 100.0
-    for index in range(1500):
-        waits = index % 10 == 5 and index < 500
-        took = 0.02 if waits else 0.01
-        if waits:
-            registrations.append((now + 0.001, now + 0.011))
-        steps.append((now, now + took))
-        now += took
-    shares = [min(1.0, index / 500) for index in range(1500)]
-    found = first_seconds.describe(steps, shares, registrations, began=90.0)
-    assert found["while host memory grows"]["max"] == pytest.approx(0.02)
-    assert found["while host memory grows"]["count"] == 500
-    assert found["first 10 s"]["count"] == 950
-    assert found["later"]["max"] == pytest.approx(0.01)
-    assert found["first_step"] == pytest.approx(10)
-    assert found["ready"] == pytest.approx(10 + 5.5 + 0.01)
-    assert found["long_steps"] == {"count": 50, "beside_registration": 50}
-    assert found["steps_beside_registration"] == 50
-    assert found["registrations"]["count"] == 50
-    assert found["registrations"]["p50"] == pytest.approx(0.01)
-    assert [second["second"] for second in found["line"]] == list(range(10, 26))
-    alone = first_seconds.describe(steps, [1.0] * 1500, [], began=90.0)
-    assert alone["while host memory grows"] is None
-    assert alone["ready"] is None
-    assert alone["long_steps"] == {"count": 50, "beside_registration": 0}
-
-
 # -- which engine is asked for what ------------------------------------------------------------
 
 
@@ -304,11 +272,11 @@ def test_engines_are_started_by_turns_and_one_that_fails_leaves_the_others_their
 
 
 def test_every_other_round_goes_the_opposite_way():
-    words = ["--columns", "vllm,kv-offload", "--rounds", "3", "--sections", "first_seconds,ttft"]
+    words = ["--columns", "vllm,kv-offload", "--rounds", "3", "--sections", "decodes,ttft"]
     visits = runs.plan(serving.parse(words), "")
     columns = [visit.settings.column for visit in visits]
     assert columns == ["vllm", "kv-offload", "kv-offload", "vllm", "vllm", "kv-offload"]
-    assert {visit.asked for visit in visits} == {("first_seconds", "pool", "ttft", "link")}
+    assert {visit.asked for visit in visits} == {("pool", "ttft", "decodes", "link")}
 
 
 def test_a_run_that_is_stopped_has_written_every_answer_and_says_what_is_missing(
@@ -378,9 +346,6 @@ def test_a_small_run_measures_everything_and_proves_its_loads(tmp_path):
         for phase in ("alone", "storing", "loading"):
             watched = result["decodes"][phase]
             assert watched["between_tokens"]["count"] >= SMALL.decodes * (watched["steps"] - 1)
-        line = result["first_seconds"]["line"]
-        assert sum(second["count"] for second in line) > 10
-        assert line[-1]["ready"] == 1
     item_bytes = 2 if on_gpu else 4
     for result in ours:
         for length in SMALL.prompt_tokens:

@@ -1,8 +1,6 @@
 """No KV tensor outlives the engine, whoever still holds the plugin's objects.
 
-usage: python -m tests.engine.test_lifetime MODELS_FOLDER KIND ARGUMENTS_AS_JSON
-
-`main` is for a process of its own. It hands back how an engine core ended that missed its SIGTERM.
+`main` is for a process of its own. It returns how an engine core ended that could not end in order.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from kv_offload.errors import UnsupportedError
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import engine, engine_settings, greedy, offloading, plain_answers
 from tests.support.inputs import random_tokens, transfer_config
-from tests.support.processes import be_run, print_result, run_module, shut_down
+from tests.support.processes import be_run, run_module, shut_down
 
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
@@ -153,31 +151,16 @@ def test_after_an_engine_that_was_deleted_another_one_starts(model_folder, caplo
         assert ours.reload(prompts) == expected
 
 
-def test_a_core_that_has_missed_its_signal_ends_all_the_same(model_folder):
+@pytest.mark.parametrize("what", ["missed its signal", "has stores that do not end"])
+def test_a_core_that_cannot_end_in_order_ends_all_the_same(model_folder, what):
     """As the tests shut engines down: vLLM alone waits for it, and then kills it."""
-    (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", {}, forks=True)
+    (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", [what], forks=True)
     assert status == 0
 
 
-def test_a_core_whose_stores_have_not_ended_ends_all_the_same(model_folder):
-    """vLLM would kill it."""
-    plugin = {"kv_transfer_config": transfer_config({"cpu_bytes": "8MiB"})}
-    (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", plugin, forks=True)
-    assert status == 0
-
-
-def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
-    if "kv_transfer_config" in arguments:
-        transfers.copy_runs = lambda *_: time.sleep(
-            1000
-        )  # the core is forked, and has this from here
-        llm = LLM(**engine_settings(Path(models), kind, **arguments))
-        prompt = {"prompt_token_ids": random_tokens(300, seed=1)}
-        llm.generate([prompt], greedy(8), use_tqdm=False)
-        processes = llm.llm_engine.engine_core.resources.engine_manager.processes
-        shut_down(llm)
-        print_result([process.exitcode for process in processes])
-        return
+def main(models: str, kind: str, arguments: list[str]) -> list[int]:
+    (what,) = arguments
+    settings = engine_settings(Path(models), kind)
     run = EngineCoreProc.run_busy_loop
 
     def miss_the_signal(core: EngineCoreProc) -> None:
@@ -186,11 +169,19 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         run(core)
 
-    EngineCoreProc.run_busy_loop = miss_the_signal  # the core is forked, and has this from here
-    llm = LLM(**engine_settings(Path(models), kind, **arguments))
+    # The core is forked, and has this from here.
+    if what == "missed its signal":
+        EngineCoreProc.run_busy_loop = miss_the_signal
+    else:
+        transfers.copy_runs = lambda *_: time.sleep(1000)
+        settings["kv_transfer_config"] = transfer_config({"cpu_bytes": "8MiB"})
+    llm = LLM(**settings)
+    if what != "missed its signal":
+        prompt = {"prompt_token_ids": random_tokens(300, seed=1)}
+        llm.generate([prompt], greedy(8), use_tqdm=False)
     processes = llm.llm_engine.engine_core.resources.engine_manager.processes
     shut_down(llm)
-    print_result([process.exitcode for process in processes])
+    return [process.exitcode for process in processes]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines that share a folder or a bucket: what one has computed another one loads; faults."""
+"""Engines that share a store: what one has computed another one loads. Faults of a folder."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
 )
 from tests.support.inputs import Tokens
+from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.patience import be_patient
 from tests.support.processes import print_result, run_module
 from tests.support.s3_server import BUCKET, S3Server, require_s3
@@ -32,14 +33,14 @@ FULL_BLOCKS = full_blocks(PROMPTS)
 
 def sharing(remote: dict[str, Any]) -> dict[str, Any]:
     """Return the plugin's keys. What the store has is loaded, though computing may be sooner."""
-    return {"remote": {**remote, "bytes": "1GiB"}, "load_or_recompute": "always_load"}
+    return {"remote": {"bytes": "1GiB", **remote}, "load_or_recompute": "always_load"}
 
 
 def shared(folder: Path) -> dict[str, Any]:
     return sharing({"kind": "folder", "path": str(folder)})
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", "s3", "mooncake"])
 def remote(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
@@ -47,12 +48,18 @@ def remote(
     if request.param == "folder":
         (tmp_path / "shared").mkdir()
         yield {"kind": "folder", "path": str(tmp_path / "shared")}
-        return
-    require_s3()
-    with S3Server(tmp_path / "served") as server:
-        for name, value in server.variables.items():
+    elif request.param == "s3":
+        require_s3()
+        with S3Server(tmp_path / "served") as server:
+            for name, value in server.variables.items():
+                monkeypatch.setenv(name, value)
+            yield {"kind": "s3", "url": f"s3://{BUCKET}/engines"}
+    else:
+        require_mooncake()
+        for name, value in {**environment(), **PATIENT}.items():
             monkeypatch.setenv(name, value)
-        yield {"kind": "s3", "url": f"s3://{BUCKET}/engines"}
+        with Master() as master:
+            yield {"kind": "mooncake", "address": master.address, "bytes": "16MiB"}
 
 
 @pytest.fixture
@@ -70,7 +77,11 @@ def expected(model_folder: Path) -> list[Tokens]:
 def answer_and_tell(models: str, remote: str) -> None:
     """Answer the prompts with what the store has; then with other bytes in host memory."""
     be_patient(pytest.MonkeyPatch())
-    with offloading(Path(models), plugin=sharing(json.loads(remote))) as running:
+    keys = json.loads(remote)
+    if keys["kind"] == "mooncake":
+        require_mooncake()
+        keys["bytes"] = 0
+    with offloading(Path(models), plugin=sharing(keys)) as running:
         answers = running.generate(PROMPTS)
         cached, totals = running.cached_tokens, dict(running.totals)
         loaded = running.blocks_loaded()

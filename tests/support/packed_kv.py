@@ -100,3 +100,40 @@ def packed_cache(
         tensors.append(storage.describe(str(layer), num_blocks, shape, strides, offset=offset))
     wanted = {str(i): packing for i, packing in enumerate(packings) if packing is not None}
     return KVLayout.from_tensors(num_blocks, tensors).packed(wanted), storage
+
+
+class PackedCache:
+    """A packed layout over blocks that are all another, and fit; layers are apart."""
+
+    def __init__(
+        self, num_blocks: int, page_bytes: list[int], packings: list[Packing | None]
+    ) -> None:
+        layout, self.storage = packed_cache(num_blocks, page_bytes, packings, padding_bytes=64)
+        self.layout, data = layout, self.storage.data
+        data[:] = normal_tiles(-(-len(data) // TILE_BYTES)).reshape(-1)[: len(data)]
+        self.written = data.copy()
+
+    def pages(self, memory: NDArray[np.uint8] | None = None) -> list[NDArray[np.uint8]]:
+        """Return views `(num_blocks, page_bytes)` of all regions, or of memory like the storage."""
+        memory = self.storage.data if memory is None else memory
+        found = []
+        for region in self.layout.regions:
+            first = region.address - self.storage.address
+            whole = memory[first : first + self.layout.num_blocks * region.page_bytes]
+            found.append(whole.reshape(self.layout.num_blocks, region.page_bytes))
+        return found
+
+    def spoil(self, block: int, num_tiles: int = 2) -> None:
+        """Make tiles of a block random: more than one is more than the pool holds."""
+        assert self.layout.pool_entries == 1
+        tiles = random_tiles(num_tiles, block).reshape(-1)
+        self.pages()[2][block][: num_tiles * TILE_BYTES] = tiles
+        self.written = self.storage.data.copy()
+
+    def check(self, moved: list[tuple[int, int]]) -> None:
+        """Check that blocks are what others were, by (block, whose), and all else is as it was."""
+        expected = self.written.copy()
+        for page, was in zip(self.pages(expected), self.pages(self.written), strict=True):
+            for block, whose in moved:
+                page[block] = was[whose]
+        np.testing.assert_array_equal(self.storage.data, expected)

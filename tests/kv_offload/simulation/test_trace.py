@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_offload.simulation.trace import TraceError, TraceRequest, read_trace, split_blocks
+from kv_offload.simulation.trace import TraceError, TraceRequest, read_trace
 
 GOOD = {"timestamp": 12.5, "input_length": 1000, "output_length": 7, "hash_ids": [0, 4]}
 
@@ -76,11 +76,3 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(TraceError, match="binary"):
         next(read_trace(path))
-
-
-def test_split_blocks_keeps_prefixes_and_their_order():
-    (one, other) = split_blocks(
-        [TraceRequest(0, 1024, 1, (0, 4)), TraceRequest(1, 1024, 1, (0, 5))], 2
-    )
-    assert one.hash_ids == (0, 1, 8, 9)
-    assert other.hash_ids == (0, 1, 10, 11)

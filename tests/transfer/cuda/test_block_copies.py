@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,24 +49,16 @@ def parts_of(copies: Copies, direction: Direction) -> list[tuple[int, int, int]]
     return [(of, to, nbytes) for to, of, nbytes in listed]
 
 
-def expected_parts(layout: KVLayout, pairs: Any) -> dict[int, int]:
-    """The device address of every 16 bytes of the slots."""
-    return {
-        ARENA + int(slot) * layout.slot_bytes + region.slot_offset_bytes + at: region.address
-        + int(block) * region.block_stride_bytes
-        + at
-        for block, slot in pairs
-        for region in layout.regions
-        for at in range(0, region.page_bytes, 16)
-    }
-
-
-def in_sixteens(parts: list[tuple[int, int, int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for host, device, nbytes in parts:
-        for at in range(0, nbytes, 16):
-            assert host + at not in found, "copied twice"
-            found[host + at] = device + at
+def joined(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Host, device and bytes of runs, in order, where neighbours on both sides are one."""
+    found: list[tuple[int, int, int]] = []
+    for host, device, nbytes in sorted(parts):
+        first, place, size = found[-1] if found else (host, device, 0)
+        assert first + size <= host, "copied twice"
+        if (first + size, place + size) == (host, device):
+            found[-1:] = [(first, place, size + nbytes)]
+        else:
+            found.append((host, device, nbytes))
     return found
 
 
@@ -99,7 +92,15 @@ def test_copies_bring_every_byte_and_end_where_a_registration_does(layout, piece
     cutter = BlockCutter(layout.regions, arena_of(layout, piece_bytes))
     copies = cutter.cut(pairs, direction)
     parts = parts_of(copies, direction)
-    assert in_sixteens(parts) == expected_parts(layout, pairs)
+    assert joined(parts) == joined(
+        (
+            ARENA + slot * layout.slot_bytes + region.slot_offset_bytes,
+            region.address + block * region.block_stride_bytes,
+            region.page_bytes,
+        )
+        for block, slot in pairs.tolist()
+        for region in layout.regions
+    )
     places = copies.sources if direction is Direction.LOAD else copies.destinations
     for host, nbytes in zip(places.tolist(), copies.nbytes.tolist(), strict=True):
         assert (host - ARENA) // piece_bytes == (host - ARENA + nbytes - 1) // piece_bytes

@@ -23,11 +23,10 @@ from kv_swap.engine import Completion, Direction, SwapJob  # noqa: E402
 from kv_swap.errors import CopyError, DeviceError  # noqa: E402
 from kv_swap.layout import Packing  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
-from kv_swap.packing.format import TILE_BYTES  # noqa: E402
 from kv_swap.packing.slots import SlotPacker  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from tests.support.packed_kv import normal_tiles, packed_cache, random_tiles  # noqa: E402
+from tests.support.packed_kv import PackedCache, packed_cache  # noqa: E402
 
 KIB = 1 << 10
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -37,51 +36,23 @@ PAGES = [32 * KIB + 48, 8 * KIB, 64 * KIB, 512, 32 * KIB]
 PACKINGS = [Packing(24), Packing(16), Packing(8, 256), None, Packing(128)]
 
 
-class Bed:
-    """An engine whose blocks are all another, and fit."""
+class Bed(PackedCache):
+    """An engine over one layout."""
 
-    def __init__(
-        self,
-        pages: list[int] = PAGES,
-        packings: list[Packing | None] = PACKINGS,
-    ) -> None:
-        self.layout, self.storage = packed_cache(BLOCKS, pages, packings, padding_bytes=64)
-        data = normal_tiles(-(-len(self.storage.data) // TILE_BYTES)).reshape(-1)
-        self.storage.data[:] = data[: len(self.storage.data)]
+    def __init__(self, pages: list[int] = PAGES, packings: list[Packing | None] = PACKINGS) -> None:
+        super().__init__(BLOCKS, pages, packings)
         arena = HostArena(SLOTS, self.layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
         self.engine = CudaSwapEngine(self.layout, arena, DEVICE, [self.storage])
 
-    def pages(self, data: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """The pages of all blocks in memory like the storage's: views `(BLOCKS, page_bytes)`."""
-        found = []
-        for region in self.layout.regions:
-            first = region.address - self.storage.address
-            whole = data[first : first + BLOCKS * region.page_bytes]
-            found.append(whole.reshape(BLOCKS, region.page_bytes))
-        return found
-
     def packed(self, blocks: list[int]) -> NDArray[np.uint8]:
         slots = np.zeros((len(blocks), self.layout.slot_bytes), np.uint8)
-        pages = {i: page[blocks] for i, page in enumerate(self.pages(self.storage.data))}
+        pages = {i: page[blocks] for i, page in enumerate(self.pages())}
         SlotPacker(self.layout).pack(pages, slots)
         return slots
 
-    def spoil(self, block: int, num_tiles: int = 2) -> None:
-        """Make tiles of a block random: more than one is more than the pool holds."""
-        assert self.layout.pool_entries == 1
-        page = self.pages(self.storage.data)[2][block]
-        page[: num_tiles * TILE_BYTES] = random_tiles(num_tiles, block).reshape(-1)
-
     def submit(self, direction: Direction, pairs: list[tuple[int, int]], **how: bool) -> None:
         self.engine.submit(SwapJob(1, direction, np.array(pairs, np.int32), **how))
-
-    def check(self, before: NDArray[np.uint8], moved: list[tuple[int, int]]) -> None:
-        expected = before.copy()
-        for page, was in zip(self.pages(expected), self.pages(before), strict=True):
-            for block, whose in moved:
-                page[block] = was[whose]
-        np.testing.assert_array_equal(self.storage.data, expected)
 
 
 def one(completions: list[Completion]) -> Completion:
@@ -99,12 +70,11 @@ def test_slots_are_packed_and_blocks_come_back(cuda):
     assert (done.error, done.refused_rows) == (None, ())
     assert done.nbytes == 2 * bed.layout.block_bytes
     np.testing.assert_array_equal(bed.slots[[5, 2]], bed.packed([3, 0]))
-    before = bed.storage.data.copy()
     bed.submit(LOAD, [(9, 2), (10, 5)])
     bed.submit(LOAD, [(11, 5)], before_compute=True)
     cuda.run()
     assert [done.error for done in bed.engine.poll()] == [None, None]
-    bed.check(before, [(9, 0), (10, 3), (11, 3)])
+    bed.check([(9, 0), (10, 3), (11, 3)])
 
 
 def test_where_all_is_packed_one_kernel_runs(cuda):
@@ -141,7 +111,6 @@ def test_waves_move_what_is_packed_and_what_is_not(cuda, monkeypatch):
     one(bed.engine.poll())
     monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", 16)
     bed.engine.set_waves([[4], [3, 1], [2, 0]])
-    before = bed.storage.data.copy()
     cuda.calls.clear()
     bed.submit(LOAD, [(9, 2), (10, 5)], before_compute=True, in_waves=True)
     # Only what a wave has: packed tiles, raw pages, and both.
@@ -150,7 +119,7 @@ def test_waves_move_what_is_packed_and_what_is_not(cuda, monkeypatch):
     bed.engine.await_wave(2)
     done = one(bed.engine.poll())
     assert (done.error, done.nbytes) == (None, 2 * bed.layout.block_bytes)
-    bed.check(before, [(9, 0), (10, 3)])
+    bed.check([(9, 0), (10, 3)])
 
 
 def test_a_load_at_once_unpacks_on_the_host(cuda, monkeypatch):
@@ -158,11 +127,10 @@ def test_a_load_at_once_unpacks_on_the_host(cuda, monkeypatch):
     monkeypatch.setattr("kv_swap.cuda.engine._UNPACKED_BYTES", bed.layout.block_bytes)
     bed.submit(STORE, [(3, 5), (0, 2)])
     cuda.run()
-    before = bed.storage.data.copy()
     cuda.calls.clear()
     bed.engine.load_now(np.array([[9, 2], [10, 5]], np.int32))
     assert "launchKernel" not in [name for name, _ in cuda.calls]
-    bed.check(before, [(9, 0), (10, 3)])
+    bed.check([(9, 0), (10, 3)])
     with pytest.raises(CopyError, match="holds no packed KV"):
         bed.engine.load_now(np.array([[9, 1]], np.int32))
 

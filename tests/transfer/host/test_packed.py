@@ -12,11 +12,8 @@ from kv_swap.host import transfers
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import Packing
 from kv_swap.memory.arena import HostArena
-from kv_swap.packing.format import TILE_BYTES
-from numpy.typing import NDArray
 
-from tests.support.kv_memory import Storage
-from tests.support.packed_kv import normal_tiles, packed_cache, random_tiles
+from tests.support.packed_kv import PackedCache
 
 KIB = 1 << 10
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -25,36 +22,19 @@ PACKINGS = [Packing(16), Packing(16), Packing(8, 256), None]
 BLOCKS = 8
 
 
-class Bed:
-    """An engine over one layout; layers are apart, so that every block and page is another."""
+class Bed(PackedCache):
+    """The engine over one layout, whose slots hold nothing."""
 
-    def __init__(self, num_slots: int = 6) -> None:
-        self.layout, self.storage = packed_cache(BLOCKS, PAGES, PACKINGS, padding_bytes=64)
-        data = normal_tiles(-(-len(self.storage.data) // TILE_BYTES)).reshape(-1)
-        self.storage.data[:] = data[: len(self.storage.data)]
-        self.written = self.storage.data.copy()
-        self.arena = HostArena(num_slots, self.layout.slot_bytes, register=None)
-        self.engine = HostSwapEngine(self.layout, self.arena, [self.storage.data])
-
-    def page(self, region: int, block: int, data: Storage | NDArray[np.uint8]) -> NDArray[np.uint8]:
-        memory = data.data if isinstance(data, Storage) else data
-        place = self.layout.regions[region]
-        first = place.address - self.storage.address + block * place.block_stride_bytes
-        return memory[first : first + place.page_bytes]
+    def __init__(self) -> None:
+        super().__init__(BLOCKS, PAGES, PACKINGS)
+        arena = HostArena(6, self.layout.slot_bytes, register=None)
+        self.engine = HostSwapEngine(self.layout, arena, [self.storage.data])
 
     def run(self, direction: Direction, pairs: list[tuple[int, int]], **how: bool) -> Completion:
         self.engine.submit(SwapJob(1, direction, np.array(pairs, np.int32), **how))
         assert self.engine.wait(60)
         (done,) = self.engine.poll()
         return done
-
-    def check(self, moved: list[tuple[int, int]]) -> None:
-        """Blocks have what others had, by (block, whose); everything else is as it was."""
-        expected = self.written.copy()
-        for block, whose in moved:
-            for region in range(len(PAGES)):
-                self.page(region, block, expected)[:] = self.page(region, whose, self.written)
-        np.testing.assert_array_equal(self.storage.data, expected)
 
 
 @pytest.fixture
@@ -84,8 +64,8 @@ def test_slots_may_move(bed):
 
 
 def test_equal_blocks_have_equal_slots_whatever_was_there(bed):
-    for region in range(len(PAGES)):
-        bed.page(region, 1, bed.storage)[:] = bed.page(region, 0, bed.storage)
+    for page in bed.pages():
+        page[1] = page[0]
     bed.engine.slots()[4] = 0xFF
     bed.run(STORE, [(0, 3), (1, 4)])
     np.testing.assert_array_equal(bed.engine.slots()[3], bed.engine.slots()[4])
@@ -96,10 +76,10 @@ def test_a_load_before_compute_and_in_waves(bed):
     bed.engine.set_waves([[1, 0], [3], [2]])
     pairs = np.array([(6, 3), (7, 1)], np.int32)
     bed.engine.submit(SwapJob(2, LOAD, pairs, before_compute=True, in_waves=True))
-    page = bed.page(2, 6, bed.storage).copy()
-    np.testing.assert_array_equal(bed.page(0, 6, bed.storage), bed.page(0, 0, bed.written))
+    pages, written = bed.pages(), bed.pages(bed.written)
+    np.testing.assert_array_equal(pages[0][6], written[0][0])
     bed.engine.await_wave(1)
-    np.testing.assert_array_equal(bed.page(2, 6, bed.storage), page)  # its wave comes later
+    np.testing.assert_array_equal(pages[2][6], written[2][6])  # its wave comes later
     bed.engine.await_wave(2)
     bed.check([(6, 0), (7, 2)])
     (done,) = bed.engine.poll()
@@ -114,12 +94,9 @@ def test_load_now_unpacks(bed):
 
 def test_a_block_that_does_not_fit_is_refused_and_the_others_are_stored(bed, monkeypatch):
     monkeypatch.setattr(transfers, "SLICE_BYTES", 2 * bed.layout.block_bytes)
-    assert bed.layout.pool_entries == 1
-    # One random tile fits the pool, two do not.
-    bed.page(0, 1, bed.storage)[:TILE_BYTES] = random_tiles(1)[0]
+    bed.spoil(1, num_tiles=1)  # fits the pool
     for block in (2, 4):
-        bed.page(2, block, bed.storage)[: 2 * TILE_BYTES] = random_tiles(2).reshape(-1)
-    bed.written = bed.storage.data.copy()
+        bed.spoil(block)
     done = bed.run(STORE, [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)])
     assert (done.refused_rows, done.error) == ((2, 4), None)
     assert done.nbytes == 5 * bed.layout.block_bytes

@@ -459,12 +459,12 @@ def test_who_writes_keeps_the_bound_while_others_read(place):
             wait_until(lambda: taken_bytes(place) <= limit + limit // 64, "nobody sweeps")
 
 
-def test_a_file_that_goes_while_it_is_read_stays_readable(bed, monkeypatch):
+def test_a_file_that_goes_while_it_is_read_stays_readable(bed, place, monkeypatch):
     bed.put(NAMES)
     preadv = os.preadv
 
     def remove_first(fd: int, memory: list[memoryview], offset: int) -> int:
-        for path in files(bed.place):
+        for path in files(place):
             path.unlink(missing_ok=True)
         return preadv(fd, memory, offset)
 
