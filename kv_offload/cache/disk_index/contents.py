@@ -69,13 +69,6 @@ class DiskContents:
     used: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """The time of each slot's last use in microseconds since 1970, shape `(len(slots),)`."""
 
-    def names(self) -> dict[int, bytes]:
-        """Return by slot the name that its record on the disk must have."""
-        return {
-            slot: self.generation + key
-            for slot, key in zip(self.slots.tolist(), self.keys, strict=True)
-        }
-
 
 def row_sum(generation: bytes, slot: int, key: bytes) -> bytes:
     """Return the XXH3-64 checksum of a row, 8 bytes. It is not a signature."""

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from kv_swap.tiers import transfers
-from kv_swap.tiers.record import RecordFormat, Verdict
+from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
 from kv_swap.tiers.region import read_description
-from kv_swap.tiers.verify import verify
 
 from tests.support.processes import ROOT, run_code
 from tests.support.tier_bed import ALIGNED, ODD, SECTORS, TierBed, flip, named
@@ -42,7 +42,7 @@ def test_a_flipped_bit_is_a_mismatch_of_its_row_alone(tmp_path, slot_bytes):
 
 def test_control_without_verification_a_flipped_bit_arrives(tmp_path, monkeypatch):
     """So the comparison of the test above sees what verification prevents."""
-    monkeypatch.setattr(RecordFormat, "verify", lambda *_: (Verdict.MATCH, b""))
+    monkeypatch.setattr(RecordFormat, "verify", lambda *_: True)
     with TierBed(tmp_path / "file") as bed:
         bed.put(NAMES)
         flip(tmp_path / "file", read_description(tmp_path / "file").offset(3) + 4096 + 77)
@@ -164,6 +164,22 @@ with TierBed(Path(sys.argv[1]), 32, slot_bytes=int(sys.argv[2])) as bed:
 """
 
 
+def records_of(path: Path) -> tuple[dict[int, bytes], list[int]]:
+    """Return the names of the first 16 slots that have one, and the slots that are intact."""
+    content = read_description(path)
+    names, intact = {}, []
+    with path.open("rb") as file:
+        for slot in range(16):
+            file.seek(content.offset(slot))
+            header, data = file.read(PAGE_BYTES), file.read(content.slot_bytes)
+            name = header[56 : 56 + int.from_bytes(header[12:16], "little")]
+            if name:
+                names[slot] = name
+                if content.records.verify(header, data, name):
+                    intact.append(slot)
+    return names, intact
+
+
 @pytest.mark.parametrize("slot_bytes", [256 << 10, (256 << 10) + 16], ids=["direct", "buffered"])
 def test_a_writer_that_is_killed_leaves_whole_blocks_or_misses(tmp_path, slot_bytes):
     path = tmp_path / "file"
@@ -184,9 +200,7 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_or_misses(tmp_path, slot_by
         time.sleep(rng.uniform(0, 0.02))
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
-        found = list(verify(path, range(16)))
-        names = {state.slot: state.name for state in found if state.name}
-        intact = [state.slot for state in found if state.verdict is Verdict.MATCH]
+        names, intact = records_of(path)
         with TierBed(path, 32, slot_bytes=slot_bytes) as bed:
             assert bed.tier.continued
             done = bed.get(names)

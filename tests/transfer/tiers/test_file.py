@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(path, how
 @pytest.mark.parametrize(
     ("offset", "changes", "reason"),
     [
-        (0, {"format": 2}, "its format is 2, this version has 1"),
+        (0, {"format": 2}, "describes no file of this version: Expected `int` <= 1"),
         (40, {}, "its first region is damaged"),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(path, offset, chang
     with pytest.raises(TierError, match=reason):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:
-        assert bed.tier.reason == reason
+        assert reason in bed.tier.reason
         assert bed.get(NAMES).mismatches == 8
 
 
@@ -388,10 +388,10 @@ def test_a_first_region_that_describes_no_file_is_begun_afresh(path, document):
     with path.open("r+b") as file:
         file.seek(8)
         file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
-    with pytest.raises(TierError, match="describes no file; an engine would start it over"):
+    with pytest.raises(TierError, match="describes no file of .*; an engine would start it over"):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:
-        assert bed.tier.reason == "its first region describes no file"
+        assert bed.tier.reason.startswith("its first region describes no file of this version: ")
         assert bed.get(NAMES).mismatches == len(NAMES)
 
 

@@ -9,7 +9,6 @@ transfers.py  records between the file and the arena, on one thread
 store/        the engine for a store that many engines share
 mover.py      what the threads of either need: something that moves rows
 workers.py    the threads: jobs in, completions out
-verify.py     looks at records in place, without an engine
 probe.py      what a disk gives without an engine
 
 This package does not know which block is in which slot. A slot is found by its number, an object of

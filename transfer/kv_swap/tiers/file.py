@@ -16,16 +16,17 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.os_errors import explain
-from kv_swap.tiers.record import PAGE_BYTES
+from kv_swap.tiers.record import FORMAT, PAGE_BYTES
 from kv_swap.tiers.region import FIRST_REGION_BYTES, FileDescription, read_region
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,9 @@ def open_file(
     slot_bytes = arena.shape[1]
     if num_slots < 1:
         raise TierError(f"{path} needs at least 1 slot, got {num_slots}")
-    wanted = FileDescription(secrets.token_hex(16), slot_bytes, num_slots, dict(description))
+    wanted = FileDescription(
+        secrets.token_hex(16), slot_bytes, num_slots, dict(description), FORMAT
+    )
     fd = _open_locked(path)
     with _closed_on_error(fd, f"write {path}"):
         content, reason = _prepare(fd, path, wanted)
@@ -130,7 +133,7 @@ def revoke(fd: int, content: FileDescription) -> None:
     Blocks until that is durable. Raises `OSError`. A partly written region counts as damaged, so
     its file is started over, which has the same effect.
     """
-    region = replace(content, file_id=secrets.token_hex(16)).encode()
+    region = structs.replace(content, file_id=secrets.token_hex(16)).encode()
     page = HostArena(1, FIRST_REGION_BYTES, register=None).view()[0]  # for direct I/O
     page[:] = np.frombuffer(region, np.uint8)
     if os.pwrite(fd, page.data, 0) < FIRST_REGION_BYTES:

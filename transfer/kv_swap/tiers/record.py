@@ -22,7 +22,6 @@ zeros. The checksums involve no secret: anyone who can write the file can forge 
 
 from __future__ import annotations
 
-import enum
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -39,20 +38,6 @@ _MAGIC = b"KVRECORD"
 _FIELDS = struct.Struct("<8sIIQ16s16s")
 _SUM_BYTES = 16
 _SUMMED_BYTES = PAGE_BYTES - _SUM_BYTES
-
-
-class Verdict(enum.Enum):
-    """The state of a record for a reader that expects a name."""
-
-    MATCH = "match"
-    EMPTY = "empty"
-    """Never written."""
-    DAMAGED = "damaged"
-    """Header or data are damaged or only partly written."""
-    OTHER = "other"
-    """The header is intact, but has another name, file, format or slot size."""
-    UNREADABLE = "unreadable"
-    """The disk returned an error, or the file is too short."""
 
 
 def checksum(data: Any) -> bytes:
@@ -88,27 +73,14 @@ class RecordFormat:
         page = (fields + name).ljust(_SUMMED_BYTES, b"\0")
         return page + checksum(page)
 
-    def verify(self, header: Any, data: Any, name: bytes | None) -> tuple[Verdict, bytes]:
-        """Return the verdict on a header page and data for an expected name, or None for any name.
-
-        Also returns the name in the header; empty unless the header is intact.
-        """
-        verdict, found, data_sum = self.verify_header(header, name)
-        if verdict is Verdict.MATCH and checksum(data) != data_sum:
-            return Verdict.DAMAGED, found
-        return verdict, found
-
-    def verify_header(self, header: Any, name: bytes | None) -> tuple[Verdict, bytes, bytes]:
-        """Return the verdict on a header page: a match if the data have the returned checksum.
-
-        Returns the verdict, the name in the header, and the checksum that its data must have.
-        """
+    def verify(self, header: Any, data: Any, name: bytes) -> bool:
+        """Return whether a header page and its data are an intact record of this file and name."""
         page = bytes(header)
         if checksum(page[:_SUMMED_BYTES]) != page[_SUMMED_BYTES:]:
-            return (Verdict.DAMAGED if any(page) else Verdict.EMPTY), b"", b""
+            return False
         magic, format_, name_bytes, slot_bytes, file_id, data_sum = _FIELDS.unpack_from(page)
         found = page[_FIELDS.size : _FIELDS.size + name_bytes]
-        expected = (_MAGIC, FORMAT, self.slot_bytes, self.file_id)
-        if (magic, format_, slot_bytes, file_id) != expected or name not in (None, found):
-            return Verdict.OTHER, found, data_sum
-        return Verdict.MATCH, found, data_sum
+        expected = (_MAGIC, FORMAT, self.slot_bytes, self.file_id, name)
+        if (magic, format_, slot_bytes, file_id, found) != expected:
+            return False
+        return bool(checksum(data) == data_sum)

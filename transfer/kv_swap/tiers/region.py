@@ -12,15 +12,13 @@ I/O. Numbers are little-endian:
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.os_errors import explain
@@ -35,19 +33,18 @@ _LARGEST_FILE_BYTES = 1 << 62
 """File sizes have 63 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileDescription:
+class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The description in a file's header.
 
     `file_id` is 32 hexadecimal digits, random each time a file is started. The user provides
     `description`: everything that determines the meaning of a slot's bytes.
     """
 
-    file_id: str
-    slot_bytes: int
-    num_slots: int
+    file_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    slot_bytes: Annotated[int, Meta(gt=0)]
+    num_slots: Annotated[int, Meta(gt=0)]
     description: dict[str, str]
-    format: int = FORMAT
+    format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)]
 
     @property
     def records(self) -> RecordFormat:
@@ -65,7 +62,7 @@ class FileDescription:
 
     def encode(self) -> bytes:
         """Return the first region's bytes. Raises `TierError` if the description is too long."""
-        text = json.dumps(asdict(self)).encode()
+        text = msgspec.json.encode(self)
         if _FIELDS.size + len(text) > FIRST_REGION_BYTES:
             raise TierError(
                 f"the description of a tier takes {len(text)} bytes, at most "
@@ -112,30 +109,12 @@ def read_region(fd: int, path: Path) -> FileDescription | str:
 def _parse(text: bytes) -> FileDescription | str:
     """Return the description in an intact first region, or why this version cannot use it."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        return "its first region describes no file"
-    if document.get("format") != FORMAT:
-        return f"its format is {document.get('format')!r:.40}, this version has {FORMAT}"
-    if not _is_description(document):
-        return "its first region describes no file"
-    return FileDescription(**document)
-
-
-def _is_description(document: dict[str, Any]) -> bool:
-    """Return whether a document has the fields of a `FileDescription` with valid values."""
-    types = {name: type(value) for name, value in document.items()}
-    wanted = {"file_id": str, "slot_bytes": int, "num_slots": int, "description": dict}
-    if types != {**wanted, "format": int}:
-        return False
-    return (
-        re.fullmatch("[0-9a-f]{32}", document["file_id"]) is not None
-        and all(isinstance(value, str) for value in document["description"].values())
-        and min(document["slot_bytes"], document["num_slots"]) > 0
-        and FileDescription(**document).nbytes < _LARGEST_FILE_BYTES
-    )
+        found = msgspec.json.decode(text, type=FileDescription)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return f"its first region describes no file of this version: {error}"
+    if found.nbytes >= _LARGEST_FILE_BYTES:
+        return "its first region describes no file of this version: it would be too large"
+    return found
 
 
 def fitting_slots(nbytes: int, slot_bytes: int) -> int:
@@ -145,14 +124,7 @@ def fitting_slots(nbytes: int, slot_bytes: int) -> int:
 
 
 def read_description(path: Path) -> FileDescription:
-    """Return the description of a tier's file; errors as in `open_described`."""
-    with open_described(path) as (_, found):
-        return found
-
-
-@contextlib.contextmanager
-def open_described(path: Path) -> Iterator[tuple[int, FileDescription]]:
-    """Open a tier's file for reading, even while an engine uses it; yield it and its description.
+    """Return the description of a tier's file, even while an engine uses it.
 
     Raises `TierError` if it cannot be read, no tier created it, it is damaged, or has another
     format.
@@ -163,8 +135,8 @@ def open_described(path: Path) -> Iterator[tuple[int, FileDescription]]:
         raise TierError(f"cannot open {path}: {explain(error)}") from error
     try:
         found = read_region(fd, path)
-        if isinstance(found, str):
-            raise TierError(f"{path} cannot be used: {found}; an engine would start it over")
-        yield fd, found
     finally:
         os.close(fd)
+    if isinstance(found, str):
+        raise TierError(f"{path} cannot be used: {found}; an engine would start it over")
+    return found

@@ -16,7 +16,7 @@ from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import OpenFile
 from kv_swap.tiers.mover import Mover, Outcome, Row
 from kv_swap.tiers.os_errors import explain
-from kv_swap.tiers.record import PAGE_BYTES, Verdict
+from kv_swap.tiers.record import PAGE_BYTES
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}
 """Requests may wait for promotions, but not for demotions. With three writers, one can compute a
@@ -124,8 +124,7 @@ class Transfers(Mover):
     def _verify(self, rows: Sequence[Row], outcome: Outcome) -> None:
         for row, header in zip(rows, self._headers, strict=False):
             data = self._file.arena[row.arena_slot]
-            verdict, _ = self._records.verify(header, data, row.name)
-            if verdict is not Verdict.MATCH:
+            if not self._records.verify(header, data, row.name):
                 outcome.failed.append(row.number)
                 outcome.mismatches += 1
 

@@ -16,7 +16,7 @@ from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.mover import Mover, Outcome, Row
-from kv_swap.tiers.record import PAGE_BYTES, RecordFormat, Verdict
+from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
 from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
 from kv_swap.tiers.remote.keys import object_keys
 
@@ -97,7 +97,7 @@ class RemoteMover(Mover):
 
     def _matches(self, page: int, row: Row) -> bool:
         data = self._arena[row.arena_slot].data
-        return self._records.verify(self._headers[page], data, row.name)[0] is Verdict.MATCH
+        return self._records.verify(self._headers[page], data, row.name)
 
 
 def _reject(outcome: Outcome, row: Row, fate: Fate | TierError) -> None:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 from kv_swap.tiers.region import read_description
-from rich.progress import Progress
+from msgspec import structs
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config.disk_folder import INDEX_FILE, rank_file, replica_folder
-from kv_offload.errors import ConfigError
-from kv_offload.tools.tier.read import read_folder
 from tests.kv_offload.tools.conftest import Command
-from tests.support.commands import Terminal
-from tests.support.tier_bed import TierBed, flip
+from tests.support.tier_bed import TierBed
 
 Run: TypeAlias = Callable[..., Any]
 NUM_SLOTS, SLOT_BYTES = 8, 16384
@@ -99,69 +94,15 @@ def test_a_disk_is_shown(folder, shown, as_json):
     assert all(rank["file_bytes"] >= NUM_SLOTS * SLOT_BYTES for rank in found["ranks"])
 
 
-def test_verification_finds_what_a_disk_has_lost(folder, shown, as_json):
-    assert "verified: 5 as written\n" in shown(folder, "--verify")
-    offset = read_description(rank_file(folder, 1)).offset
-    flip(rank_file(folder, 1), offset(3) - 77)
-    with rank_file(folder, 1).open("r+b") as file:
-        file.seek(offset(5))
-        file.write(bytes(4096))
-        file.truncate(offset(7))
-    text = shown(folder, "--verify", status=1)
-    assert "verified: 2 as written, 1 empty, 1 damaged, 1 unreadable\n" in text
-    (found,) = as_json(folder, "--verify", status=1)
-    counts = {"match": 2, "empty": 1, "damaged": 1, "other": 0, "unreadable": 1}
-    assert [rank["verified"]["match"] for rank in found["ranks"]] == [5, 2]
-    assert found["ranks"][1]["verified"] == counts
-
-
 def test_an_engine_goes_on_meanwhile(tmp_path, shown, as_json):
     disk = Disk(tmp_path, ranks=1)
     disk.put(1, 2)
-    (found,) = as_json(tmp_path, "--verify")
+    (found,) = as_json(tmp_path)
     assert found["in_use"]
     assert "in use  by an engine\n" in shown(tmp_path)
     disk.close()
-    (found,) = as_json(tmp_path, "--verify")
-    assert (found["in_use"], found["ranks"][0]["verified"]["match"]) == (False, 2)
-
-
-class Meanwhile(Progress):
-    """Shows nothing, and calls something before each block that was verified."""
-
-    def __init__(self, happens: Callable[[], None]) -> None:
-        super().__init__(disable=True)
-        self._happens = happens
-
-    def track(self, *args: Any, **options: Any) -> Iterator[Any]:
-        for item in super().track(*args, **options):
-            self._happens()
-            yield item
-
-
-@pytest.mark.parametrize("gone", ["rank-1.kv", "replica-1"])
-def test_what_goes_while_the_rest_is_verified_is_said(folder, gone):
-    Disk(replica_folder(folder, 1)).close()
-
-    def remove() -> None:
-        if (folder / gone).exists():
-            (folder / gone).rename(folder.parent / "gone")
-
-    with Meanwhile(remove) as progress, pytest.raises(ConfigError, match="folder again"):
-        read_folder(folder, progress)
-
-
-def test_an_engine_that_starts_while_its_disk_is_verified_uses_it(folder):
-    engines: list[Disk] = []
-
-    def start() -> None:
-        if not engines:
-            engines.append(Disk(folder))
-
-    with Meanwhile(start) as progress:
-        (replica,) = read_folder(folder, progress)
-    engines[0].close()
-    assert replica.in_use, "what it writes meanwhile would be taken for damage"
+    (found,) = as_json(tmp_path)
+    assert not found["in_use"]
 
 
 def test_what_a_reset_leaves_is_said(tmp_path, shown):
@@ -191,15 +132,13 @@ def test_what_is_wrong_with_a_file_is_said(folder, shown):
     rank_file(folder, 1).unlink()
     with TierBed(rank_file(folder, 1), NUM_SLOTS - 3):
         pass  # begun afresh, as by an engine with another disk.bytes, which was killed then
-    text = shown(folder, "--verify", status=1)
+    text = shown(folder, status=1)
     assert "rank 0  " in text
     assert "no tier has made it" in text
     assert "not the file that the index is of: nothing in it is found" in text
-    assert text.count("verified: nothing to read") == 2
     (folder / INDEX_FILE).write_bytes(b"no database at all")
-    text = shown(folder, "--verify", status=1)
+    text = shown(folder, status=1)
     assert f"index   {folder / INDEX_FILE}: cannot be used: file is not a database." in text
-    assert "verified: nothing to read" in text
     (folder / INDEX_FILE).unlink()
     assert "index   none: a reset or new weights emptied the disk" in shown(folder, status=1)
 
@@ -223,22 +162,20 @@ def test_a_file_that_was_cut_while_an_engine_used_it_is_named(size, says, tmp_pa
     assert says in shown(tmp_path, status=1)
     disk.put(6)
     if not size:
-        assert says in shown(tmp_path, "--verify", status=1)
+        assert says in shown(tmp_path, status=1)
     disk.close()
 
 
-def test_a_slot_that_is_larger_than_its_file_is_not_read(tmp_path, shown):
-    """Forged, as nothing else is: memory for such a slot is nowhere."""
+def test_a_slot_that_is_larger_than_its_file_is_said(tmp_path, shown):
     disk = Disk(tmp_path, ranks=1)
     disk.put(1)
     disk.close()
     file = rank_file(tmp_path, 0)
-    forged = replace(read_description(file), slot_bytes=1 << 50)
+    forged = structs.replace(read_description(file), slot_bytes=1 << 50)
     with file.open("r+b") as opened:
         opened.write(forged.encode())
-    text = shown(tmp_path, "--verify", status=1)
+    text = shown(tmp_path, status=1)
     assert "has 244 KiB of the 9216 TiB that its first region describes" in text
-    assert "verified: 1 unreadable\n" in text
 
 
 def test_escapes_in_a_file_do_not_reach_the_terminal(tmp_path, shown):
@@ -254,11 +191,3 @@ def test_a_folder_that_is_none_of_ours_is_refused(name, problem, tmp_path, comma
     assert said.err.startswith("kv-offload: ")
     assert problem in said.err
     assert said.err.endswith("Give the folder that an engine has as its disk.path\n")
-
-
-def test_a_terminal_shows_progress_and_is_left_clean(folder):
-    command = [sys.executable, "-m", "kv_offload", "tier", str(folder), "--verify"]
-    with Terminal(command, PYTHONPATH=":".join(sys.path)) as terminal:
-        assert terminal.wait() == 0
-    assert "rank-0.kv" in terminal.output
-    assert "verified: 5 as written" in terminal.output

@@ -1,15 +1,17 @@
-"""Reads the folder of a disk: the index of each replica, and the file of each rank."""
+"""`kv-offload tier PATH`: show the contents of a disk's folder. Does not import vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import argparse
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.record import Verdict
 from kv_swap.tiers.region import FIRST_REGION_BYTES, read_description
-from kv_swap.tiers.verify import verify
-from rich.progress import Progress
 
 from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents, read_index
 from kv_offload.cache.disk_index.file import is_in_use
@@ -17,6 +19,19 @@ from kv_offload.config.checks import check_regular
 from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, find_replicas
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
+from kv_offload.tools.arguments import path
+from kv_offload.tools.output import UNWRAPPED, Report, as_fields, printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kv-offload tier PATH`."""
+    parser.description = (
+        "Show what the folder of a disk holds: model, slots, sizes, last use, and whether an "
+        "engine uses it. An engine may use it meanwhile. The exit status is 1 if an index or a "
+        "file cannot be used or was cut; 2 if there is nothing of kv-offload's; else 0."
+    )
+    parser.add_argument("path", metavar="PATH", type=path, help="the disk.path of an engine")
+    parser.set_defaults(run=_run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +46,6 @@ class RankFile:
     belongs_to_index: bool
     """True if the index belongs to this file in its current state."""
     problem: str
-    verified: dict[str, int] | None
-    """Number of records by the values of `Verdict`; None if nothing was verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +54,7 @@ class Replica:
 
     folder: Path
     in_use: bool | None
-    """True if an engine used the disk before or after verification; None if that is unknown."""
+    """True if an engine uses the disk; None if that is unknown."""
     problem: str
     description: dict[str, str] | None
     slots: int | None
@@ -57,8 +70,18 @@ class Replica:
     ranks: list[RankFile]
 
 
-def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
-    """Read each replica's files in a folder; with `progress`, verify every record as well.
+def _run(arguments: argparse.Namespace) -> Report:
+    replicas = read_folder(arguments.path)
+    page = "\n\n".join(
+        f"{printable(str(replica.folder))}\n{as_fields(_lines(replica), '  ', UNWRAPPED)}"
+        for replica in replicas
+    )
+    problems = [part.problem for replica in replicas for part in (replica, *replica.ranks)]
+    return Report([dataclasses.asdict(replica) for replica in replicas], page, int(any(problems)))
+
+
+def read_folder(path: Path) -> list[Replica]:
+    """Read each replica's files in a folder.
 
     Raises `ConfigError` if the folder has no files of kv-offload, or if a file disappears
     meanwhile.
@@ -76,23 +99,20 @@ def read_folder(path: Path, progress: Progress | None) -> list[Replica]:
             "it. Give the folder that an engine has as its disk.path"
         )
     try:
-        return [_read_replica(folder, progress) for folder in folders]
+        return [_read_replica(folder) for folder in folders]
     except (OSError, TierError) as error:
         raise ConfigError(f"{error}; look at the folder again") from error
 
 
-def _read_replica(folder: Path, progress: Progress | None) -> Replica:
-    path, index, problem = folder / INDEX_FILE, None, ""
-    in_use = _is_in_use(path)
+def _read_replica(folder: Path) -> Replica:
+    path, index, problem, in_use = folder / INDEX_FILE, None, "", None
+    with contextlib.suppress(OSError):
+        in_use = is_in_use(path)
     try:
         index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
         problem = error.message if path.exists() else ""  # a reset leaves no index
     ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
-    if progress is not None:
-        # Verification takes minutes, in which an engine may rewrite all records.
-        ranks = [replace(rank, verified=_verify(rank, index, progress)) for rank in ranks]
-        in_use = in_use or _is_in_use(path)
     used = [] if index is None else index.used.tolist()
     return Replica(
         folder=folder,
@@ -107,13 +127,6 @@ def _read_replica(folder: Path, progress: Progress | None) -> Replica:
         was_reset=not path.exists(),
         ranks=ranks,
     )
-
-
-def _is_in_use(index: Path) -> bool | None:
-    try:
-        return is_in_use(index)
-    except OSError:
-        return None
 
 
 def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
@@ -146,15 +159,11 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
         and content is not None
         and index.files.get(str(rank)) == content.file_id,
         problem=problem,
-        verified=None,
     )
 
 
 def _lacks_beginning(file: Path) -> bool:
-    """Return whether a file is empty or begins with zeros, as if cut while an engine wrote it.
-
-    An empty file may also belong to an engine that has just created it.
-    """
+    """Return whether a file is empty or begins with zeros, as if cut, or as if just created."""
     try:
         with file.open("rb") as opened:
             return not any(opened.read(FIRST_REGION_BYTES))
@@ -162,10 +171,41 @@ def _lacks_beginning(file: Path) -> bool:
         return False
 
 
-def _verify(rank: RankFile, index: DiskContents | None, progress: Progress) -> dict[str, int]:
-    verified = {verdict.value: 0 for verdict in Verdict}
-    names = index.names() if index is not None and rank.belongs_to_index else {}
-    states = verify(rank.file, sorted(names), names) if names else ()
-    for state in progress.track(states, len(names), description=rank.file.name):
-        verified[state.verdict.value] += 1
-    return verified
+def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
+    in_use = {True: "by an engine", False: "by no engine", None: "not known"}[replica.in_use]
+    yield "in use", in_use
+    if replica.was_reset:
+        yield (
+            "index",
+            "none: a reset or new weights emptied the disk, or it was removed by hand; a restart "
+            "begins empty",
+        )
+    elif replica.description is None or replica.slots is None:
+        yield "index", replica.problem
+    else:
+        yield "model", ", ".join(filter(None, map(replica.description.get, ("model", "dtype"))))
+        used, slots = replica.used_slots, replica.slots
+        yield "slots", f"{used:,} of {slots:,} hold a block, {100 * used / slots:.1f} %"
+        yield "data", f"{format_size(replica.used_bytes)} in {len(replica.ranks)} files"
+        if replica.last_use is not None and replica.first_use is not None:
+            last, first = _ago(replica.last_use), _ago(replica.first_use)
+            yield "last use", f"{last} ago; that of the next to go {first} ago"
+    for file in replica.ranks:
+        yield f"rank {file.rank}", file.problem or _describe(file, replica)
+
+
+def _describe(file: RankFile, replica: Replica) -> str:
+    size = f"{format_size(file.file_bytes)} in {file.file.name}"
+    slots = f"slots of {format_size(file.slot_bytes or 0)}"
+    if replica.slots is not None and not file.belongs_to_index:
+        return f"{size}, {slots}; not the file that the index is of: nothing in it is found"
+    return f"{size}, {slots}"
+
+
+def _ago(moment: float) -> str:
+    """Return the age of a moment, in the largest unit that fits."""
+    seconds = max(0.0, time.time() - moment)
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

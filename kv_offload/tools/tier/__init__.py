@@ -1,1 +1,0 @@
-"""Reads, verifies and shows the contents of a disk's folder. Does not import vLLM."""
