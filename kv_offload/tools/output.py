@@ -94,12 +94,12 @@ def make_console() -> Console:
     )
 
 
-def make_progress(*, shown: bool = True) -> Progress:
+def make_progress() -> Progress:
     """Return a progress bar on standard error, removed at the end; invisible without a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
-    hidden = not (shown and sys.stderr is not None and sys.stderr.isatty())
+    hidden = sys.stderr is None or not sys.stderr.isatty()
     return Progress(console=Console(file=sys.stderr), transient=True, disable=hidden)
 
 

@@ -76,8 +76,10 @@ def _run(arguments: argparse.Namespace) -> Report:
         f"{printable(str(replica.folder))}\n{as_fields(_lines(replica), '  ', UNWRAPPED)}"
         for replica in replicas
     )
-    problems = [part.problem for replica in replicas for part in (replica, *replica.ranks)]
-    return Report([dataclasses.asdict(replica) for replica in replicas], page, int(any(problems)))
+    is_harmed = any(
+        replica.problem or any(file.problem for file in replica.ranks) for replica in replicas
+    )
+    return Report([dataclasses.asdict(replica) for replica in replicas], page, int(is_harmed))
 
 
 def read_folder(path: Path) -> list[Replica]:

@@ -69,7 +69,9 @@ def _run(arguments: argparse.Namespace) -> Report:
         recording = partial(checks.check_recording, Path(config.record_trace))
         made = f"{config.record_trace} can be made"
         sections["Engine"].append(report.accepted("recording", made, recording))
-    folder = arguments.disk or (config.disk and Path(config.disk.path))
+    folder = arguments.disk
+    if folder is None and config.disk is not None:
+        folder = Path(config.disk.path)
     if folder is not None:
         sections["Disk"] = [*disk.check_disk(folder, traced, measures=measures)]
     store = config.remote

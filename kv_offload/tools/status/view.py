@@ -75,8 +75,8 @@ def _table(figures: Figures, *, is_narrow: bool) -> Table:
     for heading in headings[:2] if is_narrow else headings:
         table.add_column(heading, justify="right", no_wrap=True)
 
-    def add(text: str, *cells: RenderableType, style: str = "") -> None:
-        table.add_row(text, *cells[: len(table.columns) - 1], style=style)
+    def add(*cells: RenderableType, style: str = "") -> None:
+        table.add_row(*cells[: len(table.columns)], style=style)
 
     def row(text: str, name: str, whole: str = "", style: str = "") -> None:
         share = _share(values[name], values[whole]) if whole else ""

@@ -388,7 +388,7 @@ def test_a_first_region_that_describes_no_file_is_begun_afresh(path, document):
     with path.open("r+b") as file:
         file.seek(8)
         file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
-    with pytest.raises(TierError, match="describes no file of .*; an engine would start it over"):
+    with pytest.raises(TierError, match=r"describes no file of .*; an engine would start it over"):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:
         assert bed.tier.reason.startswith("its first region describes no file of this version: ")
