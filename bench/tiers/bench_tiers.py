@@ -23,9 +23,8 @@ import pytest
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection, TierEngine, TierJob
-from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
+from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient, object_keys
 from kv_swap.tiers.remote.folder import FolderClient
-from kv_swap.tiers.remote.keys import object_keys
 from kv_swap.tiers.remote.mooncake import MooncakeClient
 from kv_swap.tiers.remote.s3 import S3Client
 from kv_swap.tiers.remote.sweep import REMOVED_AT_ONCE

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_swap.engine import SwapEngine
-from kv_swap.tiers.remote import mooncake_session, s3
+from kv_swap.tiers.remote import mooncake, s3
 
 from kv_offload.config import RemoteConfig
 from kv_offload.config.checks import check_shared_folder
@@ -54,8 +54,8 @@ def check_usable(remote: RemoteConfig | None) -> None:
         return
     if remote.path is not None:
         check_shared_folder(Path(remote.path))
-    if remote.kind == "mooncake" and not mooncake_session.is_installed():
-        raise UnsupportedError(f"remote.kind: {remote.kind}: {mooncake_session.NOT_INSTALLED}")
+    if remote.kind == "mooncake" and not mooncake.is_installed():
+        raise UnsupportedError(f"remote.kind: {remote.kind}: {mooncake.NOT_INSTALLED}")
     if remote.kind == "s3" and not s3.is_installed():
         raise UnsupportedError(f"remote.kind: {remote.kind}: {s3.NOT_INSTALLED}")
 

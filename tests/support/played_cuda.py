@@ -20,17 +20,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from kv_swap.cuda import zero
+from kv_swap.cuda import plain
 from kv_swap.cuda.gate_test import GateReport
 from kv_swap.cuda.swap import LIST_HEADER_BYTES, STATUS_OFFSET_BYTES
 from kv_swap.layout import Region
-from kv_swap.packing.columns import TileColumns, describe_columns
 from kv_swap.packing.format import (
     KIND_RAW,
     PACKED_TILE_BYTES,
     POOL_ENTRY_BYTES,
     TILE_BYTES,
     TILE_GROUPS,
+    TileColumns,
+    describe_columns,
 )
 from kv_swap.packing.tiles import make_raw, pack_tiles, read_headers, read_raw, unpack_tiles
 
@@ -175,10 +176,10 @@ class PlayedCuda:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(torch.cuda, "get_device_capability", lambda index: self.capability)
-        zeroing = zero.BlockZeroer.zero
-        patch.setattr(zero, "pages_of", _pages_of)
-        patch.setattr(zero, "send", lambda blocks, device: torch.tensor(blocks))
-        patch.setattr(zero.BlockZeroer, "zero", lambda *what: self._zero(partial(zeroing, *what)))
+        zeroing = plain.BlockZeroer.zero
+        patch.setattr(plain, "pages_of", _pages_of)
+        patch.setattr(plain, "send", lambda blocks, device: torch.tensor(blocks))
+        patch.setattr(plain.BlockZeroer, "zero", lambda *what: self._zero(partial(zeroing, *what)))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: COMPUTE, raising=False)
 
     # -- what a test does --------------------------------------------------------------------------

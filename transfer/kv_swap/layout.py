@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kv_swap.errors import LayoutError
-from kv_swap.packing.columns import Packing as Packing
 from kv_swap.packing.format import PACKED_TILE_BYTES, TILE_BYTES, align, pool_entries
+from kv_swap.packing.format import Packing as Packing
 from kv_swap.packing.format import packed_page_bytes as packed_page_bytes
 from kv_swap.packing.format import packed_slot_bytes as packed_slot_bytes
 

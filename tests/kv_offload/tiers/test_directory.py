@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.remote.client import RemoteClient
-from kv_swap.tiers.remote.keys import PREFIX, object_keys
+from kv_swap.tiers.remote.client import PREFIX, RemoteClient, object_keys
 
 from kv_offload.tiers import directory as remote_directory
 from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory

@@ -15,8 +15,7 @@ from kv_swap.errors import JobError
 from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import Packing
 from kv_swap.packing import samples
-from kv_swap.packing.columns import tile_columns
-from kv_swap.packing.format import TILE_BYTES
+from kv_swap.packing.format import TILE_BYTES, tile_columns
 from kv_swap.packing.tiles import count_escapes
 
 from kv_offload.messages import Outcome

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kv_swap.errors import LayoutError
-from kv_swap.packing.columns import Packing, tile_columns
+from kv_swap.packing.format import Packing, tile_columns
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv_swap.packing.columns import Packing, TileColumns, tile_columns
 from kv_swap.packing.format import (
     FORMAT_VERSION,
     PACKED_TILE_BYTES,
     POOL_ENTRY_BYTES,
     TILE_BYTES,
     TILE_GROUPS,
+    Packing,
+    TileColumns,
     escape_capacity,
+    tile_columns,
 )
 from kv_swap.packing.tiles import (
     count_escapes,

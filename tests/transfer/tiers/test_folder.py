@@ -18,9 +18,8 @@ import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.remote import folder
-from kv_swap.tiers.remote.client import Fate
+from kv_swap.tiers.remote.client import Fate, object_keys
 from kv_swap.tiers.remote.folder import FolderClient
-from kv_swap.tiers.remote.keys import object_keys
 from kv_swap.tiers.remote.sweep import AGE_SECONDS, Entry, sweep
 
 from tests.support.processes import ROOT

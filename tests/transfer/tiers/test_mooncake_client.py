@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.remote.keys import namespace, object_keys
+from kv_swap.tiers.remote.client import namespace, object_keys
 from kv_swap.tiers.remote.mooncake import MooncakeClient
 
 from tests.support.mooncake import LIBRARIES, free_port, require_mooncake

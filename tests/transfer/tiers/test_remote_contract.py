@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
-from kv_swap.tiers.remote.client import Fate
+from kv_swap.tiers.remote.client import Fate, object_keys
 from kv_swap.tiers.remote.folder import FolderClient
-from kv_swap.tiers.remote.keys import object_keys
 from kv_swap.tiers.remote.mooncake import MooncakeClient
 from kv_swap.tiers.remote.s3 import S3Client
 

@@ -13,7 +13,7 @@ import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.remote import s3
-from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.client import object_keys
 from kv_swap.tiers.remote.sweep import sweep
 
 from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, require_s3

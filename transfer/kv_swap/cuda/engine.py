@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index
-from kv_swap.cuda.plain import PlainCopier
+from kv_swap.cuda.plain import BlockZeroer, PlainCopier
 from kv_swap.cuda.state import State, make_state, release
-from kv_swap.cuda.zero import BlockZeroer
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, DeviceError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout

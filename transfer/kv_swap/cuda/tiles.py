@@ -16,8 +16,7 @@ from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import PinnedRegistrar
-from kv_swap.packing.columns import TileColumns
-from kv_swap.packing.format import TILE_GROUPS
+from kv_swap.packing.format import TILE_GROUPS, TileColumns
 from kv_swap.packing.slots import place_tiles
 
 if TYPE_CHECKING:

@@ -23,8 +23,16 @@ from numpy.typing import NDArray
 
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, TransferError
-from kv_swap.host.packed import copy_packed
-from kv_swap.host.transfers import Transfer, WorkerState, copy_slices, cut_runs, run, stop, work
+from kv_swap.host.transfers import (
+    Transfer,
+    WorkerState,
+    copy_packed,
+    copy_slices,
+    cut_runs,
+    run,
+    stop,
+    work,
+)
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.packing.slots import SlotPacker

@@ -1,7 +1,7 @@
 """Lossless packing of bf16 KV: the format of a packed slot, and a NumPy implementation.
 
-`format` defines sizes and the header, `columns` the values that share a base. `tiles` packs tiles,
-`slots` packs whole slots, and `samples` counts escapes in packed slots. The kernels of
+`format` defines sizes, the header, and the values that share a base. `tiles` packs tiles, `slots`
+packs whole slots, and `samples` counts escapes in packed slots. The kernels of
 `csrc/swap_packed.cu` write the same bytes. Nothing here knows about devices; the host engine uses
 it to copy.
 """

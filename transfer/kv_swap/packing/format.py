@@ -5,7 +5,7 @@ A tile is 8,192 bf16 values in 1,024 groups of 8. Packed it is
     0      8192  sign and mantissa of each value, one byte each
     8192   4096  4-bit codes of the exponents, 4 bytes a group: value j and value j + 4 in byte j
     12288    16  header: see `HEADER`
-    12304     c  a base for each of c columns, c a multiple of 8; `columns.py` says what a column is
+    12304     c  a base for each of c columns, c a multiple of 8; see `Packing`
     12304+c      escapes, 8 bytes each, by strips; zeros after the last
 
 Each pair of values is a 32-bit word. After rotation to the left by one bit, its odd bytes are
@@ -32,8 +32,13 @@ Every byte is determined by the values: equal KV has equal slots.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import LayoutError
 
 FORMAT_VERSION = 2
 """Changes with every change of the format; a slot of another version cannot be read."""
@@ -122,3 +127,63 @@ def packed_slot_bytes(packed_pages: Iterable[int], raw_bytes: int) -> int:
         return sum(pages) + raw_bytes
     tiles_bytes = sum(align(packed_page_bytes(page_bytes)) for page_bytes in pages)
     return align(tiles_bytes + raw_bytes) + pool_entries(num_tiles) * POOL_ENTRY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The arrangement of rows in a packed page of bf16 values, counted in groups of 8 values.
+
+    Group g belongs to column `g // run * period + g % period`. For a page of tokens, each with all
+    heads, the period is one token, and run is 0: the whole page. For a page of heads, each with all
+    tokens, the period is one head of one token, and the run is one head. Raises `LayoutError`.
+    """
+
+    period: int
+    run: int = 0
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or self.run < 0:
+            raise LayoutError(
+                f"a packing has period {self.period} and run {self.run}; the period must be at "
+                f"least 1, and the run 0 (the whole page) or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileColumns:
+    """The column of each group of a tile: uint8 of shape `(1024,)`, below `count`.
+
+    `count` is a multiple of 8. `order` sorts the groups by column; in it, the `used` columns begin
+    at `firsts`.
+    """
+
+    of_group: NDArray[np.uint8]
+    count: int
+    order: NDArray[np.intp]
+    firsts: NDArray[np.intp]
+    used: NDArray[np.uint8]
+
+
+def tile_columns(packing: Packing, first_group: int) -> TileColumns:
+    """Return the columns of the tile that begins at group `first_group` of its page.
+
+    Neighbouring columns are merged until there are at most `MAX_COLUMNS`. Tiles with equal columns
+    share one object.
+    """
+    groups = first_group + np.arange(TILE_GROUPS)
+    columns = groups % packing.period
+    if packing.run:
+        columns += groups // packing.run * packing.period
+    columns -= columns.min()
+    while columns.max() >= MAX_COLUMNS:
+        columns //= 2
+    return describe_columns(columns.astype(np.uint8).tobytes())
+
+
+@lru_cache(maxsize=1024)
+def describe_columns(columns: bytes) -> TileColumns:
+    """Return the columns of a tile, given as one byte per group; equal ones share one object."""
+    of_group = np.frombuffer(columns, np.uint8)
+    used, firsts = np.unique(np.sort(of_group), return_index=True)
+    count = (int(used[-1]) // 8 + 1) * 8
+    return TileColumns(of_group, count, np.argsort(of_group, kind="stable"), firsts, used)

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.layout import KVLayout
-from kv_swap.packing.columns import TileColumns, tile_columns
 from kv_swap.packing.format import (
     GROUP_VALUES,
     KIND_RAW,
     PACKED_TILE_BYTES,
     POOL_ENTRY_BYTES,
     TILE_BYTES,
+    TileColumns,
+    tile_columns,
 )
 from kv_swap.packing.tiles import make_raw, pack_tiles, read_headers, read_raw, unpack_tiles
 

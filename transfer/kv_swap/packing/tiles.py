@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.packing.columns import TileColumns
 from kv_swap.packing.format import (
     ESCAPE_BYTES,
     ESCAPE_CODES,
@@ -23,6 +22,7 @@ from kv_swap.packing.format import (
     STRIPS,
     TILE_BYTES,
     TILE_GROUPS,
+    TileColumns,
     escape_capacity,
 )
 

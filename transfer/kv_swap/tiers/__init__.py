@@ -6,7 +6,7 @@ file.py       opens that file: its lock, its space, direct I/O
 region.py     what that file says of itself, and its format
 record.py     a slot in that file, and its format
 transfers.py  records between the file and the arena, on one thread
-store/        the engine for a store that many engines share
+remote/       the engine for a store that many engines share
 mover.py      what the threads of either need: something that moves rows
 workers.py    the threads: jobs in, completions out
 probe.py      what a disk gives without an engine

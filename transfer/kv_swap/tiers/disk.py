@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_swap.errors import explain
 from kv_swap.tiers.engine import TierEngine
 from kv_swap.tiers.file import open_file, revoke
-from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.region import FileDescription
 from kv_swap.tiers.transfers import NUM_THREADS, Transfers, chunk_slots
 

@@ -23,9 +23,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from kv_swap.errors import TierError
+from kv_swap.errors import TierError, explain
 from kv_swap.memory.arena import HostArena
-from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import FORMAT, PAGE_BYTES
 from kv_swap.tiers.region import FIRST_REGION_BYTES, FileDescription, read_region
 

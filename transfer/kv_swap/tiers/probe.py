@@ -13,11 +13,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.errors import TierError
+from kv_swap.errors import TierError, explain
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import turn_direct
-from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.transfers import NUM_THREADS
 
 _MEMORY_BLOCKS = 8

@@ -20,8 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kv_swap.errors import TierError
-from kv_swap.tiers.os_errors import explain
+from kv_swap.errors import TierError, explain
 from kv_swap.tiers.record import FORMAT, RecordFormat, checksum
 
 FIRST_REGION_BYTES = 64 << 10

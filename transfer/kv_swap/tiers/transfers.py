@@ -10,12 +10,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from kv_swap.errors import TierError
+from kv_swap.errors import TierError, explain
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import OpenFile
 from kv_swap.tiers.mover import Mover, Outcome, Row
-from kv_swap.tiers.os_errors import explain
 from kv_swap.tiers.record import PAGE_BYTES
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}

@@ -146,7 +146,7 @@ def remote_tier(config: RemoteConfig, num_ranks: int) -> TierSpec:
     """Return the specification of the remote tier."""
 
     def open_directory(prefixes: Sequence[str]) -> RemoteDirectory:
-        from kv_swap.tiers.remote.keys import object_keys
+        from kv_swap.tiers.remote.client import object_keys
 
         return RemoteDirectory(make_client(config, 0), prefixes, object_keys)
 

@@ -1,9 +1,8 @@
 """A tier shared by many engines: objects in a store, found by name.
 
-client.py    what a store must offer
-mooncake.py  Mooncake Store: its calls, and what its codes mean
-mooncake_session.py  a connection to it; Mooncake is imported by the first
-keys.py      names of objects
+client.py    what a store must offer, and the names of objects
+mooncake.py  Mooncake Store; s3.py: S3; folder.py: a shared folder
+sweep.py     keeps a folder or a bucket within its limit
 tier.py      the engine: slots of the arena to objects and back
-mover.py     what one of its threads does with some rows of a job
+probe.py     measures a store
 """

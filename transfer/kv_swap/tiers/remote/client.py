@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import hashlib
+import json
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import xxhash
 
 from kv_swap.errors import TierError
+from kv_swap.tiers.record import FORMAT
 
 Parts = Sequence[tuple[int, int]]
 """Memory of one object, in order: address and bytes of each part."""
+
+
+def memory_of(parts: Parts) -> list[memoryview]:
+    """Return the memory of an object's parts, which the caller keeps mapped."""
+    return [
+        memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        for address, size in parts
+    ]
 
 
 class Fate(enum.Enum):
@@ -76,3 +91,64 @@ class RemoteClient(ABC):
 
         The memory that this process gave to the store is withdrawn.
         """
+
+
+PREFIX = "kv-offload/"
+"""Prefix of every object's key, in a store that may hold other objects."""
+
+
+def namespace(description: Mapping[str, str], slot_bytes: int) -> str:
+    """Return 32 hexadecimal digits that identify everything that determines the bytes' meaning."""
+    text = json.dumps([FORMAT, slot_bytes, sorted(description.items())])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def object_keys(file_id: str, names: Sequence[bytes]) -> list[str]:
+    """Return the key of each block's object: 76 characters.
+
+    A name is shortened to a digest. Should two names share one, the second is a mismatch, because
+    the object has the whole name.
+    """
+    prefix = f"{PREFIX}{file_id}/"
+    return [prefix + xxhash.xxh3_128_hexdigest(name) for name in names]
+
+
+ASKED_ALONE = 16
+"""Up to this many keys are looked up one after the other in stores without wide-area latency."""
+
+
+def in_parallel(
+    ask: Callable[[str], bool], keys: Sequence[str], threads: int, alone: int = ASKED_ALONE
+) -> list[bool]:
+    """Call once per key, on several threads if there are more than `alone` keys.
+
+    Raises the error of one of the calls after all of them have ended.
+    """
+    found = [False] * len(keys)
+    rows = iter(range(len(keys)))
+    turn = threading.Lock()
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while not errors:
+            with turn:
+                row = next(rows, None)
+            if row is None:
+                return
+            try:
+                found[row] = ask(keys[row])
+            except Exception as error:  # noqa: BLE001 - it is raised below
+                errors.append(error)
+
+    if len(keys) <= alone:
+        work()
+    else:
+        count = min(threads, len(keys))
+        asking = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return found

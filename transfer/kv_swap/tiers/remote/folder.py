@@ -14,7 +14,6 @@ Only paths are kept between calls, so a folder that is mounted again is used as 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -24,12 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kv_swap.errors import TierError
-from kv_swap.tiers.os_errors import explain
+from kv_swap.errors import TierError, explain
 from kv_swap.tiers.record import PAGE_BYTES
-from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
-from kv_swap.tiers.remote.keys import PREFIX
-from kv_swap.tiers.remote.parallel import in_parallel
+from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_parallel, memory_of
 from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 TOUCH_SECONDS = 600.0
@@ -233,11 +229,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
 
 def _move(call: Callable[..., int], fd: int, parts: Parts) -> bool:
     """Read or write all parts from the start of a file; return False if the file is too short."""
-    # The addresses are of memory that the caller keeps mapped.
-    memory = [
-        memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        for address, size in parts
-    ]
+    memory = memory_of(parts)
     offset = 0
     while memory:
         moved = call(fd, memory, offset)

@@ -11,8 +11,7 @@ import numpy as np
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
-from kv_swap.tiers.remote.client import RemoteClient
-from kv_swap.tiers.remote.keys import object_keys
+from kv_swap.tiers.remote.client import RemoteClient, object_keys
 from kv_swap.tiers.remote.tier import RemoteTier
 
 TIMEOUT_SECONDS = 90.0

@@ -11,7 +11,6 @@ both write the same content. The age of an object counts from its writing: reads
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import re
@@ -21,9 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient
-from kv_swap.tiers.remote.keys import PREFIX
-from kv_swap.tiers.remote.parallel import in_parallel
+from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_parallel, memory_of
 from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
 
 CONNECT_SECONDS = 2
@@ -124,7 +121,7 @@ class S3Client(RemoteClient, Sweepable):
     def _write(self, key: str, parts: Parts) -> Fate | TierError:
         import obstore
 
-        body = b"".join(_memory(parts))
+        body = b"".join(memory_of(parts))
         try:
             with self._asking("write objects"):
                 obstore.put(self._store(), key, body, use_multipart=False)
@@ -149,7 +146,7 @@ class S3Client(RemoteClient, Sweepable):
         except _RefusedError as error:
             return TierError(str(error))
         offset = 0
-        for memory in _memory(parts):
+        for memory in memory_of(parts):
             memory[:] = body[offset : offset + len(memory)]
             offset += len(memory)
         return Fate.DONE
@@ -204,11 +201,3 @@ class S3Client(RemoteClient, Sweepable):
 
 class _RefusedError(TierError):
     """The server answered with a refusal of this object; other objects may succeed."""
-
-
-def _memory(parts: Parts) -> list[memoryview]:
-    """Return the memory of an object's parts, which the caller keeps mapped."""
-    return [
-        memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        for address, size in parts
-    ]
