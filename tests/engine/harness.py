@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_offload.tools.tier.read import read_folder
+from kv_offload.tools.tier import read_folder
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
@@ -272,7 +272,7 @@ class Engine:
 
 def noted_blocks(folder: Path) -> int:
     """Return how many blocks the index of a disk has: what an engine that is killed leaves."""
-    return sum(replica.used_slots for replica in read_folder(folder, None))
+    return sum(replica.used_slots for replica in read_folder(folder))
 
 
 def wait_until_noted(running: Engine, folder: str | Path) -> None:
