@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_offload.tools.tier import read_folder
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from kv_offload.engines.vllm.locate import connectors_in, worker_of_process
+from kv_offload.tools.tier import read_folder
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.loads import set_synchronous_loads
 from tests.support.processes import shut_down
