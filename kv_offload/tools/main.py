@@ -21,7 +21,7 @@ COMMANDS = {
     "simulate": ("simulate", "estimate hits of host memory from a recorded trace"),
     "size": ("sizing.command", "show how much host memory a model's tokens take"),
     "status": ("status.command", "show or check the metrics of a running server"),
-    "tier": ("tier", "show what the folder of a disk holds"),
+    "tier": ("tier.command", "show what the folder of a disk holds"),
 }
 """Subcommands by name: the module in `kv_offload.tools`, and the line in the list of commands."""
 

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from kv_offload.engines.vllm.locate import connectors_in, worker_of_process
-from kv_offload.tools.tier import read_folder
+from kv_offload.tools.tier.read import read_folder
 from tests.support.inputs import BLOCK_TOKENS, Tokens, random_tokens, transfer_config
 from tests.support.loads import set_synchronous_loads
 from tests.support.processes import shut_down

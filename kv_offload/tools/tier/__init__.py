@@ -1,0 +1,1 @@
+"""Reads and shows the contents of a disk's folder. Does not import vLLM."""
