@@ -315,7 +315,7 @@ def test_a_forked_child_leaves_windows_alone(folder):
     [
         (1 << 10, 1 << 20, 64),
         (1 << 20, 1 << 20, 31),  # TiB
-        (1 << 26, 16, 31),  # numbers have 31 bits
+        (1 << 26, 16, 30),  # numbers have 31 bits, and the last one is for no slot
         (1 << 20, 64 << 20, 0),
     ],
 )

@@ -77,8 +77,8 @@ class Windows:
         self._piece_bytes = choose_piece_bytes(slot_bytes)
         self._register = None if register is None else register.for_reading()
         self._window_bytes = self.window_slots * slot_bytes
-        # Slots are numbered in int32.
-        most = min(2**31 // self.window_slots, MAX_RESERVED_BYTES // self._window_bytes) - 1
+        # Slots are numbered in int32, and the last number is no slot's.
+        most = min((2**31 - 1) // self.window_slots, MAX_RESERVED_BYTES // self._window_bytes) - 1
         wanted, count = count, min(count, most)
         self.arena_address = 0
         while count > 0 and not self.arena_address:
