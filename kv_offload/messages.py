@@ -11,7 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pairs = NDArray[np.int32]
-"""Shape `(n, 2)`: block in the engine's KV cache, slot in host memory."""
+"""Shape `(n, 2)`: block in the engine's KV cache, slot in host memory.
+
+In loads, a slot may be a peer's (`peer_slots`)."""
+
+WINDOW_BITS = 24
+"""Bits of a slot's number in a peer's arena. Larger arenas are not shared."""
+
+
+def peer_slots(seat: int, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the numbers by which loads name slots of the engine that has a seat.
+
+    They are the same on all ranks, whose arenas may have different numbers of slots.
+    """
+    return slots | np.int32((seat + 1) << WINDOW_BITS)
 
 
 class Outcome(enum.IntEnum):
@@ -70,6 +83,21 @@ class MoveJob:
     names: Sequence[bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Map the arenas of the engine that has a seat, or unmap them.
+
+    Ranks ignore a file that they have mapped. Another file, or none, first ends what they map: no
+    load may read it any more. It may be sent again until all ranks report it.
+    """
+
+    seat: int
+    files: dict[int, str]
+    """Path of the arena by rank; empty to unmap."""
+    num_slots: int = 0
+    """The slots from 0 on that the owner has allocated: the others are not touched."""
+
+
 @dataclass(frozen=True)
 class OffloadMetadata:
     """One step's plan, from the scheduler to every worker."""
@@ -83,6 +111,8 @@ class OffloadMetadata:
     admissions: int = 0
     """Number of times that requests had been given blocks when the step was planned."""
     moves: tuple[MoveJob, ...] = ()
+    windows: tuple[Window, ...] = ()
+    """Changes since the last plan, taken in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +139,9 @@ class RankReport:
     """The number of slots from 0 on whose memory is ready."""
     weight_loads: int | None = None
     """How often the model has received weights since the start."""
+    windows: dict[int, tuple[str, int]] | None = None
+    """By seat: the path of the mapped arena, and the number of its slots from 0 on that loads may
+    name. That is 0 at first, and stays so if the arena cannot be mapped."""
 
 
 @dataclass(frozen=True)

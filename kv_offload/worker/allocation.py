@@ -19,6 +19,7 @@ from kv_offload.config.host_memory import headroom_bytes, read_available_memory,
 from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
 from kv_offload.worker.sharing import ALONE, Memfds, SharingRanks, arena_bytes, open_shared_memory
+from kv_offload.worker.windows import count_windows
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +112,7 @@ def allocate(
                 keep_alive=caches.tensors,
                 output_copy_stream=output_copy_stream,
                 shared=shared,
+                num_windows=0 if find_files is None else count_windows(num_slots),
                 room=MemoryRoom(read_available_memory, headroom_bytes(read_host_memory())),
             )
     except PinnedMemoryError as error:

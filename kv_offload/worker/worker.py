@@ -33,6 +33,7 @@ from kv_offload.worker.pool import Seat
 from kv_offload.worker.remote import Remote
 from kv_offload.worker.sharing import ALONE, SharingRanks
 from kv_offload.worker.waves import LayerWaves
+from kv_offload.worker.windows import PeerArenas
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class OffloadWorker:
         self._loads = Loads(self._jobs)
         self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
         self._moves = Moves(self._jobs)
+        self._peers = PeerArenas(rank)
         self._tiers = tiers
         self._seat = seat
         self._arena = ""
@@ -114,6 +116,7 @@ class OffloadWorker:
         if self._seat is not None:
             self._arena = str(self._seat.folder / name)
         self._jobs.transfer = transfer
+        self._peers.windows = transfer.windows
         self._stores.sampler = TileSampler(layout) if layout.num_tiles else None
         self.num_slots = transfer.num_slots
         sharing = self._stores.sharing
@@ -167,7 +170,7 @@ class OffloadWorker:
         self._moves.close(DRAIN_SECONDS)
         if self.transfer is not None:
             self.transfer.close(DRAIN_SECONDS)
-            self._jobs.transfer = None
+            self._jobs.transfer = self._peers.windows = None
         if self._seat is not None:
             self._seat.leave()
 
@@ -207,9 +210,11 @@ class OffloadWorker:
         self._end_aborted_step()
         self._started_for = metadata
         self._jobs.take_plan(metadata)
+        self._peers.take(metadata.windows)
+        loads = self._peers.number(metadata.loads)
         # First, because a forward would read blocks that are not loaded.
-        self._forward_loads.take([job for job in metadata.loads if job.synchronous])
-        self._loads.take(job for job in metadata.loads if not job.synchronous)
+        self._forward_loads.take([job for job in loads if job.synchronous])
+        self._loads.take(job for job in loads if not job.synchronous)
         self._moves.start(metadata.moves)
 
     def _end_aborted_step(self) -> None:
@@ -321,6 +326,7 @@ class OffloadWorker:
             self._moves.take_speeds(),
             ready if ready > self._reported_ready_slots else None,
             weights if weights > self._reported_weight_loads else None,
+            self._peers.take_report(),
         )
         if not jobs.ended and news.count(None) == len(news):
             return None  # the case in most steps
@@ -364,6 +370,7 @@ class OffloadWorker:
         that ends later announces no block that has been emptied.
         """
         self._jobs.take_plan(plan)
+        self._peers.take(plan.windows)
         self._moves.start(plan.moves)
         self._stores.queue(plan.stores)
         try:

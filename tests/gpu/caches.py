@@ -96,9 +96,15 @@ def make_cache(
     return Cache(storage, tensors, layout.packed(wanted))
 
 
-def make_arena(cache: Cache, num_slots: int, slot_bytes: int | None = None) -> HostArena:
-    registrar = CudaRegistrar(cache.storage.device)
-    return HostArena(num_slots, slot_bytes or cache.layout.slot_bytes, register=registrar)
+def make_arena(
+    cache: Cache, num_slots: int, slot_bytes: int | None = None, num_windows: int = 0
+) -> HostArena:
+    return HostArena(
+        num_slots,
+        slot_bytes or cache.layout.slot_bytes,
+        register=CudaRegistrar(cache.storage.device),
+        num_windows=num_windows,
+    )
 
 
 def make_engine(

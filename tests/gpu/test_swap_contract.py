@@ -14,7 +14,7 @@ from kv_swap.memory.arena import HostArena
 from numpy.typing import NDArray
 
 from tests.gpu.caches import KIB, make_arena, make_cache, torch
-from tests.support.swap_contract import BLOCKS, Bed, Beds, SwapContract
+from tests.support.swap_contract import BLOCKS, WINDOWS, Bed, Beds, SwapContract
 
 PAGES = [(8 * KIB, 8 * KIB), (1040, 2048), (16, 32), (96 * KIB, 96 * KIB)]
 
@@ -29,7 +29,7 @@ class DeviceBed(Bed):
         return self._cache.layout
 
     def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
-        return make_arena(self._cache, num_slots, slot_bytes)
+        return make_arena(self._cache, num_slots, slot_bytes, WINDOWS)
 
     def make_engine(self, layout: KVLayout, arena: HostArena) -> SwapEngine:
         storage = self._cache.storage

@@ -28,6 +28,8 @@ class ManualSwapEngine(SwapEngine):
     Copies that fail leave garbage behind, and so do stores of `unpackable` blocks.
     """
 
+    windows = None
+
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         super().__init__(layout, num_slots)
         self.locked_slots = num_slots

@@ -17,7 +17,15 @@ from kv_swap.layout import KVLayout, Packing, TensorDescription
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import KVCaches
 from kv_offload.errors import UnsupportedError
-from kv_offload.messages import LoadJob, OffloadMetadata, Outcome, RankReport, StoreJob
+from kv_offload.messages import (
+    LoadJob,
+    OffloadMetadata,
+    Outcome,
+    RankReport,
+    StoreJob,
+    Window,
+)
+from kv_offload.worker.pool import Seat
 from kv_offload.worker.sharing import ALONE, SharingRanks
 from kv_offload.worker.worker import OffloadWorker
 
@@ -97,12 +105,15 @@ class Rank:
         sharing: SharingRanks = ALONE,
         slots: int = 8,
         layers: int = 1,
+        seat: Seat | None = None,
         **config: Any,
     ) -> None:
         names = [f"layer.{index}" for index in range(layers)]
         config.setdefault("cpu_bytes", slots * num_ranks * layers * BLOCK_BYTES)
         self.engine = PlainRank()
-        self.half = OffloadWorker(OffloadConfig(**config), self.engine, rank, num_ranks, sharing)
+        self.half = OffloadWorker(
+            OffloadConfig(**config), self.engine, rank, num_ranks, sharing, seat=seat
+        )
         words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
         self.first = [layer.clone() for layer in self.layers.values()]
@@ -136,12 +147,20 @@ class Rank:
         loads: Sequence[LoadJob] = (),
         known: Sequence[int] | None = None,
         admissions: int = 0,
+        windows: Sequence[Window] = (),
     ) -> OffloadMetadata:
         """Return the plan of the next step; the scheduler knows what the last report told."""
         ids = [job.job_id for job in (*stores, *loads)]
         self.next_job_id = max([self.next_job_id, *(job_id + 1 for job_id in ids)])
         told = self._told if known is None else known
-        return OffloadMetadata(stores, tuple(loads), self.next_job_id, tuple(told), admissions)
+        return OffloadMetadata(
+            stores,
+            tuple(loads),
+            self.next_job_id,
+            tuple(told),
+            admissions,
+            windows=tuple(windows),
+        )
 
     def begin(self, *stores: StoreJob, **plan: Any) -> OffloadMetadata:
         """Run the hooks at the start of a step; return its plan."""

@@ -69,6 +69,11 @@ class Registrar:
         self.unmapped_too_early = False
         self._lock = threading.Lock()
 
+    writes = False
+
+    def for_reading(self) -> Registrar:
+        return self
+
     def register(self, address: int, nbytes: int) -> None:
         with self._lock:
             if self.base is None:

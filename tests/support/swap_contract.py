@@ -10,6 +10,8 @@ import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,17 @@ from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import JobError, LayoutError
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
+from kv_swap.memory.mapping import whole_pages
 from numpy.typing import NDArray
 
 from tests.support.kv_memory import Storage
+from tests.support.waiting import wait_until
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 BLOCKS, SLOTS = 12, 8
 WAVES = [[1, 3], [0], [2]]
 """Waves over four regions."""
+WINDOWS = 3
 
 
 class Token:
@@ -52,7 +57,7 @@ class Bed(ABC):
 
     @abstractmethod
     def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
-        """Make host memory that the engine can use."""
+        """Make host memory that the engine can use, with `WINDOWS` windows."""
 
     @abstractmethod
     def make_engine(self, layout: KVLayout, arena: HostArena) -> SwapEngine:
@@ -80,6 +85,22 @@ class Bed(ABC):
 
     def submit(self, job_id: int, direction: Direction, *pairs: Any, **how: bool) -> None:
         self.engine.submit(SwapJob(job_id, direction, np.array(pairs, np.int32), **how))
+
+    def attach(self, window: int, path: Path) -> NDArray[np.uint8]:
+        """Attach an arena of random slots in a file, and return them once they are ready."""
+        slot_bytes = self.engine.layout.slot_bytes
+        slots = np.random.default_rng(window).integers(0, 256, (SLOTS, slot_bytes), np.uint8)
+        path.write_bytes(slots.tobytes().ljust(whole_pages(slots.nbytes), b"\0"))
+        windows = self.engine.windows
+        assert windows is not None
+        windows.attach(window, str(path), SLOTS)
+        wait_until(lambda: windows.ready_slots[window] == SLOTS)
+        return slots
+
+    def in_window(self, window: int, slot: int) -> int:
+        """Return the number by which a load names a slot of a window."""
+        assert self.engine.windows is not None
+        return (window + 1) * self.engine.windows.window_slots + slot
 
     def load_in_waves(self, job_id: int, *pairs: Any) -> None:
         self.submit(job_id, LOAD, *pairs, before_compute=True, in_waves=True)
@@ -132,6 +153,11 @@ class SwapContract:
         made = beds()
         yield made
         vars(made).clear()  # pytest holds the bed for longer than the device is there
+
+    @pytest.fixture
+    def folder_in_memory(self) -> Iterator[Path]:
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            yield Path(folder)
 
     @pytest.mark.parametrize("direction", [STORE, LOAD])
     def test_moves_exactly_the_bytes_of_the_pairs(self, bed: Bed, direction: Direction) -> None:
@@ -240,6 +266,59 @@ class SwapContract:
         bed.engine.load_now(np.array([(3, 5), (4, 0)], np.int32))
         blocks[[3, 4]] = slots[[5, 0]]
         np.testing.assert_array_equal(bed.read(), blocks)
+
+    @pytest.mark.parametrize("how", ["async", "before compute", "waves", "at once"])
+    def test_loads_read_windows_and_own_slots(
+        self, bed: Bed, folder_in_memory: Path, how: str
+    ) -> None:
+        blocks, slots = bed.randomize()
+        first = bed.attach(0, folder_in_memory / "first")
+        last = bed.attach(WINDOWS - 1, folder_in_memory / "last")
+        named = [bed.in_window(WINDOWS - 1, 5), 2, bed.in_window(0, 7), bed.in_window(0, 2)]
+        pairs = list(zip([4, 0, 9, 5], named, strict=True))
+        if how == "at once":
+            bed.engine.load_now(np.array(pairs, np.int32))
+        elif how == "waves":
+            bed.engine.set_waves(WAVES)
+            bed.load_in_waves(7, *pairs)
+            bed.engine.await_wave(len(WAVES) - 1)
+        else:
+            bed.submit(7, LOAD, *pairs, before_compute=how == "before compute")
+        assert [done.error for done in bed.finish()] == [None] * (how != "at once")
+        blocks[[4, 0, 9, 5]] = last[5], slots[2], first[7], first[2]
+        np.testing.assert_array_equal(bed.read(), blocks)
+        np.testing.assert_array_equal(bed.arena.view(), slots)
+
+    def test_only_loads_name_slots_of_windows_and_only_ready_ones(
+        self, bed: Bed, folder_in_memory: Path
+    ) -> None:
+        bed.attach(1, folder_in_memory / "peer")
+        good = bed.in_window(1, 3)
+        bed.submit(6, LOAD, (2, good))
+        assert [done.error for done in bed.finish()] == [None]
+        loaded = bed.read()
+        wrong = [
+            bed.in_window(1, SLOTS),  # beyond its slots
+            bed.in_window(0, 0),  # not attached
+            bed.in_window(WINDOWS, 0),  # no window
+            bed.in_window(0, 0) - 1,  # between the arena and the first window
+        ]
+        jobs = [SwapJob(77, LOAD, np.array([(0, good), (1, slot)], np.int32)) for slot in wrong]
+        jobs.append(SwapJob(77, STORE, np.array([(0, 0), (1, good)], np.int32)))
+        for job in jobs:
+            with pytest.raises(JobError, match=f"pair 1 names slot {job.pairs[1, 1]}, valid are"):
+                bed.engine.submit(job)
+        with pytest.raises(JobError, match="writes one block twice"):
+            bed.submit(77, LOAD, (0, good), (0, good))
+        with pytest.raises(JobError, match="pair 1 names block 12"):
+            bed.submit(77, LOAD, (0, good), (BLOCKS, good))
+        assert bed.engine.windows is not None
+        bed.engine.windows.detach(1)
+        with pytest.raises(JobError, match=f"pair 0 names slot {good}"):
+            bed.submit(77, LOAD, (0, good))
+        assert bed.finish() == []
+        np.testing.assert_array_equal(bed.read(), loaded)
+        assert not bed.arena.view().any()
 
     def test_close_drops_references_and_keeps_completions(self, bed: Bed) -> None:
         owner, kept = weakref.ref(bed.arena._owner), weakref.ref(bed.token)

@@ -17,12 +17,12 @@ from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from numpy.typing import NDArray
 
-from tests.support.swap_contract import Beds, NumPyBed, SwapContract
+from tests.support.swap_contract import WINDOWS, Beds, NumPyBed, SwapContract
 
 
 class HostBed(NumPyBed):
     def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
-        return HostArena(num_slots, slot_bytes, register=None)
+        return HostArena(num_slots, slot_bytes, register=None, num_windows=WINDOWS)
 
     def make_engine(self, layout: KVLayout, arena: HostArena) -> SwapEngine:
         return HostSwapEngine(layout, arena, [self.storage.data, self.token])
@@ -38,7 +38,8 @@ class PlayedBed(NumPyBed):
     def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
         from kv_swap.cuda.device import CudaRegistrar
 
-        return HostArena(num_slots, slot_bytes, register=CudaRegistrar(self._device))
+        register = CudaRegistrar(self._device)
+        return HostArena(num_slots, slot_bytes, register=register, num_windows=WINDOWS)
 
     def make_engine(self, layout: KVLayout, arena: HostArena) -> SwapEngine:
         from kv_swap.cuda.engine import CudaSwapEngine

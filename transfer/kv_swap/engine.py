@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kv_swap.errors import JobError, LayoutError, TransferError
 from kv_swap.layout import KVLayout
+from kv_swap.memory.windows import Windows, readable
 
 if TYPE_CHECKING:
     from kv_swap.memory.arena import HostArena
@@ -36,7 +37,8 @@ class Direction(enum.Enum):
 class SwapJob:
     """A job that copies whole blocks in one direction.
 
-    `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena.
+    `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena,
+    or for loads in one of its windows.
     The engine does not keep it after `submit`. The flags are for loads only. With `before_compute`,
     the copies do not queue after other loads, and compute waits for them in
     `SwapEngine.await_loads` or, with `in_waves`, wave by wave in `await_wave`. Without
@@ -207,6 +209,11 @@ class SwapEngine(ABC):
         return self._state.arena.view()
 
     @property
+    def windows(self) -> Windows | None:
+        """The windows of the arena, whose slots loads may name, too; None once closed."""
+        return None if self._state.arena is None else self._state.arena.windows
+
+    @property
     def in_flight(self) -> int:
         """Number of submitted jobs whose completion `poll` has not returned yet."""
         return self._undelivered
@@ -274,7 +281,11 @@ class SwapEngine(ABC):
         rows = self._rows[: len(pairs)]
         row_of = self._row_of[: limits[written]]
         try:
-            self._row_of[: limits[1 - written]].take(others)
+            try:
+                self._row_of[: limits[1 - written]].take(others)
+            except IndexError:
+                if written or not self._readable(others).all():
+                    raise
             # Faster than sorting: a destination named twice keeps only the last row that named it.
             row_of[places] = rows
             refused = row_of.take(places).tobytes() != rows.tobytes()
@@ -283,10 +294,16 @@ class SwapEngine(ABC):
         if refused:
             raise self._refusal(job, limits)
 
+    def _readable(self, slots: NDArray[np.signedinteger]) -> NDArray[np.bool_]:
+        return readable(slots, self.ready_slots, self.windows)
+
     def _refusal(self, job: SwapJob, limits: tuple[int, int]) -> JobError:
         """Return the error that describes the invalid pairs of a job."""
         pairs = job.pairs
-        outside = np.argwhere((pairs < 0) | (pairs >= limits))
+        inside = (pairs >= 0) & (pairs < limits)
+        if job.direction is Direction.LOAD:
+            inside[:, 1] = self._readable(pairs[:, 1])
+        outside = np.argwhere(~inside)
         if len(outside):
             row, column = outside[0].tolist()
             locking = f" until more of {self.num_slots} are page-locked"

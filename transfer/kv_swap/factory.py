@@ -36,6 +36,7 @@ def create_engine(
     output_copy_stream: torch.cuda.Stream | None = None,
     shared: SharedMemory | None = None,
     room: MemoryRoom | None = None,
+    num_windows: int = 0,
 ) -> SwapEngine:
     """Allocate an arena of `num_slots` slots and return the engine that copies to and from it.
 
@@ -43,13 +44,16 @@ def create_engine(
     else `host`. `cuda` page-locks the arena, mostly in the background (`SwapEngine.ready_slots`)
     and only while `room` has memory; its stores also wait for `output_copy_stream`. A `shared`
     arena is the same memory in every process that passes a handle to it; the handle may be closed
-    afterwards.
+    afterwards. With `num_windows`, arenas of so many other processes can be read, too
+    (`SwapEngine.windows`).
     """
     device = device or keep_alive[0].device
     if kind == "auto":
         kind = "cuda" if device.type == "cuda" else "host"
     if kind == "host":
-        arena = HostArena(num_slots, layout.slot_bytes, register=None, shared=shared)
+        arena = HostArena(
+            num_slots, layout.slot_bytes, register=None, shared=shared, num_windows=num_windows
+        )
         return HostSwapEngine(layout, arena, keep_alive)
     from kv_swap.cuda.engine import CudaSwapEngine
 
@@ -63,5 +67,6 @@ def create_engine(
         numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
         shared=shared,
         room=room,
+        num_windows=num_windows,
     )
     return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

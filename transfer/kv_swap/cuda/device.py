@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from kv_swap.errors import DeviceError, PinnedMemoryError
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 _HOST_REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for all contexts, seen by kernels."""
+
+_HOST_REGISTER_READ_ONLY = 0x8
+_READ_ONLY_SUPPORTED = 113
+"""cudaHostRegisterReadOnly, and cudaDevAttrHostRegisterReadOnlySupported."""
 
 _CAPTURE_MODE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
@@ -93,6 +98,8 @@ class CudaRegistrar:
     def __init__(self, device: torch.device) -> None:
         self._cupy: Any = import_cupy()
         self._index = device_index(device)
+        self._flags = _HOST_REGISTER_PORTABLE_MAPPED
+        self.writes = True
         runtime = self._cupy.cuda.runtime
         attribute = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
         if not runtime.deviceGetAttribute(attribute, self._index):
@@ -101,6 +108,17 @@ class CudaRegistrar:
                 f"address (cudaDevAttrCanUseHostPointerForRegisteredMem is 0, as under WSL); run "
                 f"on Linux with a driver that supports it"
             )
+
+    def for_reading(self) -> CudaRegistrar:
+        """Return a registrar for memory that the device only reads.
+
+        On devices that cannot lock memory that is only read, the process must be able to write it.
+        """
+        found = copy(self)
+        if self._cupy.cuda.runtime.deviceGetAttribute(_READ_ONLY_SUPPORTED, self._index):
+            found._flags |= _HOST_REGISTER_READ_ONLY
+            found.writes = False
+        return found
 
     @property
     def pci_bus_id(self) -> str:
@@ -111,7 +129,7 @@ class CudaRegistrar:
         """Page-lock `nbytes` bytes at `address`. Blocks, with the GIL released."""
         with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
             runtime = self._cupy.cuda.runtime
-            runtime.hostRegister(address, nbytes, _HOST_REGISTER_PORTABLE_MAPPED)
+            runtime.hostRegister(address, nbytes, self._flags)
 
     def unregister(self, address: int) -> None:
         """Undo `register`. No copy may be running, which the arena's owner ensures."""

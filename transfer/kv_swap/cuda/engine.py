@@ -150,7 +150,7 @@ class CudaSwapEngine(SwapEngine):
                 index: np.empty((len(blocks), region.page_bytes), np.uint8)
                 for index, region in enumerate(regions)
             }
-            packer.unpack(arena.view()[slots], pages)
+            packer.unpack(arena.read(slots), pages)
             copies = (
                 (
                     regions[index].address + block * regions[index].block_stride_bytes,

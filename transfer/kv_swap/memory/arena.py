@@ -6,6 +6,7 @@ hold. When the last of them is gone, the memory is unregistered and then unmappe
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 
@@ -16,9 +17,7 @@ from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.mapping import Mapping, PinnedRegistrar
 from kv_swap.memory.registration import MemoryRoom, Registration, choose_piece_bytes
 from kv_swap.memory.shared import SharedMemory
-
-_INHERITED: list[Mapping] = []
-"""Arenas of a parent process, kept because Python would unmap them when it drops them."""
+from kv_swap.memory.windows import Windows
 
 
 class HostArena:
@@ -30,6 +29,8 @@ class HostArena:
     With `register`, every byte is page-locked. With `background` as well, the constructor returns
     once the first pieces are locked, and threads lock the rest, pausing while `room` has too little
     memory; `ready_slots` shows their progress.
+
+    With `num_windows`, arenas of so many other processes can be mapped after it (`windows`).
 
     Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
     """
@@ -44,6 +45,7 @@ class HostArena:
         numa_node: int | None = None,
         shared: SharedMemory | None = None,
         room: MemoryRoom | None = None,
+        num_windows: int = 0,
     ) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise PinnedMemoryError(
@@ -59,11 +61,15 @@ class HostArena:
                 f"{shared.nbytes} bytes: make it of {self.nbytes}"
             )
         fd = None if shared is None else shared.fileno()
-        mapping = Mapping(self.nbytes, fd=fd, numa_node=numa_node)
+        self.windows: Windows | None = None
+        if num_windows:
+            self.windows = Windows(num_windows, num_slots, slot_bytes, register)
+        address = 0 if self.windows is None else self.windows.arena_address
+        mapping = Mapping(self.nbytes, fd=fd, numa_node=numa_node, address=address)
         self._registration: Registration | None = None
         if register is not None:
             self._registration = Registration(mapping, register, self.piece_bytes, room=room)
-        self._owner = _Owner(mapping, self.nbytes, self._registration)
+        self._owner = _Owner(mapping, self.nbytes, self._registration, self.windows)
         if self._registration is not None:
             try:
                 self._registration.start(background=background)
@@ -98,6 +104,12 @@ class HostArena:
             self._registration.wait(timeout_seconds)
         return self.ready_slots == self.num_slots
 
+    def read(self, slots: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Return copies of readable slots, `(len(slots), slot_bytes)`."""
+        memory = ctypes.c_uint8 * self.slot_bytes
+        addresses = (self.address + slot * self.slot_bytes for slot in slots.tolist())
+        return np.stack([np.ctypeslib.as_array(memory.from_address(one)) for one in addresses])
+
     def view(self) -> NDArray[np.uint8]:
         """Return the slots, uint8 of `(num_slots, slot_bytes)`. Views keep the memory alive."""
         return np.asarray(self._owner).reshape(self.num_slots, self.slot_bytes)
@@ -106,7 +118,13 @@ class HostArena:
 class _Owner:
     """Owns one mapping. Arrays made from `__array_interface__` hold this object as their base."""
 
-    def __init__(self, mapping: Mapping, nbytes: int, registration: Registration | None) -> None:
+    def __init__(
+        self,
+        mapping: Mapping,
+        nbytes: int,
+        registration: Registration | None,
+        windows: Windows | None,
+    ) -> None:
         self.address = mapping.address
         self.__array_interface__ = {
             "version": 3,
@@ -114,16 +132,20 @@ class _Owner:
             "typestr": "|u1",
             "data": (self.address, False),
         }
-        self.release = weakref.finalize(self, _release, mapping, registration, os.getpid())
+        self.release = weakref.finalize(self, _release, mapping, registration, windows, os.getpid())
         # At interpreter exit, views and copies may still be alive; the system reclaims the memory.
         self.release.atexit = False
 
 
-def _release(mapping: Mapping, registration: Registration | None, process: int) -> None:
+def _release(
+    mapping: Mapping, registration: Registration | None, windows: Windows | None, process: int
+) -> None:
     """Free the memory, except in a forked child, which has neither the memory nor the threads."""
     if os.getpid() != process:
-        _INHERITED.append(mapping)
-    elif registration is None:
+        return
+    if windows is not None:
+        windows.release()
+    if registration is None:
         mapping.close()
     else:
         registration.release()

@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -22,9 +23,19 @@ logger = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23
 """From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name it."""
 
+_PROT_NONE = 0
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+"""From linux/mman.h."""
+
 _CALL_BYTES = 2 << 20
 
+_HUGE_PAGE_BYTES = 2 << 20
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -50,36 +61,75 @@ def describe_limits() -> str:
     return ", ".join(parts)
 
 
+def _map(nbytes: int, protection: int, fd: int | None, address: int = 0) -> int:
+    """Map a file from its start, or anonymous memory, and return its address. Raises `OSError`.
+
+    An `address` must be reserved; it is replaced.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
+    flags |= 0 if protection else _MAP_NORESERVE
+    flags |= _MAP_FIXED if address else 0
+    if nbytes > sys.maxsize:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    found = _libc.mmap(address, nbytes, protection, flags, -1 if fd is None else fd, 0)
+    if found in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)
+
+
+def reserve_addresses(nbytes: int) -> int:
+    """Return the first of reserved addresses, at which a huge page may begin. They take no memory.
+
+    Raises `OSError` if the process has too few.
+    """
+    found = _map(nbytes + _HUGE_PAGE_BYTES, _PROT_NONE, None)
+    address = -(-found // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    release_addresses(found, address - found)
+    release_addresses(address + nbytes, found + _HUGE_PAGE_BYTES - address)
+    return address
+
+
+def release_addresses(address: int, nbytes: int) -> None:
+    """Unmap a range of whole pages, at which nothing is registered."""
+    if nbytes:
+        _libc.munmap(address, nbytes)
+
+
 class Mapping:
     """At least `nbytes` of zeroed memory, rounded up to whole system pages.
 
-    It is private and anonymous, or shared with the other mappings of `fd`. Pages exist only once
-    they are populated or touched; they come from `numa_node` if the system allows it. Raises
-    `PinnedMemoryError` if the mapping cannot be created.
+    It is private and anonymous, or shared with the other mappings of `fd`, at any address or at a
+    reserved one. Pages exist only once they are populated or touched; they come from `numa_node` if
+    the system allows it. It stays mapped until `close`. Raises `PinnedMemoryError` if the mapping
+    cannot be created.
     """
 
-    def __init__(self, nbytes: int, *, fd: int | None = None, numa_node: int | None = None) -> None:
+    _protection = mmap.PROT_READ | mmap.PROT_WRITE
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        fd: int | None = None,
+        numa_node: int | None = None,
+        address: int = 0,
+    ) -> None:
         self.nbytes = whole_pages(nbytes)
         self.shared = fd is not None
         try:
-            if fd is None:
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                self._memory = mmap.mmap(-1, self.nbytes, flags=flags)
-            else:
-                self._memory = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED)
-        except (OSError, OverflowError, ValueError) as error:
+            self.address = _map(self.nbytes, self._protection, fd, address)
+        except OSError as error:
             raise PinnedMemoryError(
                 f"cannot map {self.nbytes} bytes of host memory: {error}; {describe_limits()}; "
                 f"use a smaller pool or free memory"
             ) from error
         # Children must not inherit it, because the kernel copies page-locked memory at fork.
-        self._memory.madvise(mmap.MADV_DONTFORK)
+        self._advise(mmap.MADV_DONTFORK)
         # A core dump would be as large as the pool, and reveal users' prompts.
-        self._memory.madvise(mmap.MADV_DONTDUMP)
+        self._advise(mmap.MADV_DONTDUMP)
         # With huge pages there are fewer pages to lock. Kernels without them refuse this advice.
-        with contextlib.suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._advise(mmap.MADV_HUGEPAGE)
         self._node = numa_node
         if numa_node is not None and not prefer_node(self.address, self.nbytes, numa_node):
             self._node = None
@@ -97,7 +147,8 @@ class Mapping:
         populated with system calls, which raise `OSError`, and do nothing before Linux 5.14.
         """
         if not self.shared:
-            pages = np.frombuffer(self._memory, np.uint8, nbytes, offset)[:: mmap.PAGESIZE]
+            memory = (ctypes.c_uint8 * nbytes).from_address(self.address + offset)
+            pages = np.ctypeslib.as_array(memory)[:: mmap.PAGESIZE]
             pages[:] = 0
             return
         end = offset + nbytes
@@ -119,7 +170,10 @@ class Mapping:
     def discard(self, offset: int) -> None:
         """Return the pages at and after `offset` to the system, unless others may use them."""
         if not self.shared:
-            self._memory.madvise(mmap.MADV_DONTNEED, offset, self.nbytes - offset)
+            self._advise(mmap.MADV_DONTNEED, offset)
+
+    def _advise(self, advice: int, offset: int = 0) -> None:
+        _libc.madvise(self.address + offset, self.nbytes - offset, advice)
 
     def describe(self) -> str:
         """Describe where the pages come from, for the log."""
@@ -129,18 +183,47 @@ class Mapping:
 
     def close(self) -> None:
         """Unmap the memory. Nothing may be registered, and no access may follow."""
-        self._memory.close()
+        release_addresses(self.address, self.nbytes)
 
 
-_LEAKED: list[Mapping] = []
-"""Memory that could not be unregistered. It is never unmapped: the device might still write it."""
+class ReadMapping(Mapping):
+    """The first `nbytes` of a file that another process writes, mapped in reserved addresses.
+
+    With `writable`, the kernel would let this process write. Raises `PinnedMemoryError`.
+    """
+
+    def __init__(self, address: int, nbytes: int, fd: int, *, writable: bool) -> None:
+        if not writable:
+            self._protection = mmap.PROT_READ
+        super().__init__(nbytes, fd=fd, address=address)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Raise `OSError` if the file lacks pages of a range, which an access would allocate."""
+        if missing_bytes := self.missing_bytes(offset, nbytes):
+            raise OSError(
+                errno.ENODATA, f"its owner has not allocated {missing_bytes} of {nbytes} bytes"
+            )
+
+    def describe(self) -> str:
+        """Describe whose pages they are, for the log."""
+        return "of another process"
+
+    def close(self) -> None:
+        """Unmap the file; the addresses stay reserved. See `Mapping.close`."""
+        _map(self.nbytes, _PROT_NONE, None, self.address)
 
 
 class PinnedRegistrar(Protocol):
     """Page-locks memory for a device. Several threads call it, one at a time per arena.
 
-    Both calls raise `RuntimeError` if they fail.
+    `register` and `unregister` raise `RuntimeError` if they fail.
     """
+
+    writes: bool
+    """True if it only locks memory that the process may write."""
+
+    def for_reading(self) -> PinnedRegistrar:
+        """Return a registrar for memory that the device only reads."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock `nbytes` bytes at `address`; may take seconds."""
@@ -176,18 +259,27 @@ class Pieces:
             self.ready_bytes = self.range(ready)[1]
             ready += 1
 
+    def unlock(self, piece: int) -> None:
+        """Unregister a piece if it is registered; log a failure."""
+        if piece in self._registered:
+            self._unregister([piece])
+
     def unlock_after_gap(self) -> None:
         """Unregister the pieces after `ready_bytes`, and return their pages to the system."""
         ready = -(-self.ready_bytes // self._piece_bytes)
         if self._unregister([piece for piece in self._registered if piece >= ready]):
             self._mapping.discard(self.ready_bytes)
 
-    def close(self) -> None:
-        """Unregister everything and unmap. What cannot be unregistered stays mapped for good."""
-        if self._unregister(sorted(self._registered)):
+    def close(self) -> bool:
+        """Unregister everything and unmap.
+
+        If something cannot be unregistered, the device might still write it: the memory stays
+        mapped for good, and False is returned.
+        """
+        done = self._unregister(sorted(self._registered))
+        if done:
             self._mapping.close()
-        else:
-            _LEAKED.append(self._mapping)
+        return done
 
     def _unregister(self, pieces: list[int]) -> bool:
         """Undo the registration of pieces; return False if that fails for any."""

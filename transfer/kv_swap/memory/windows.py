@@ -1,0 +1,281 @@
+"""Windows: addresses after an arena where arenas of other processes are mapped, to be read.
+
+All windows have the same length, at least that of the arena. So slot `s` of window `w` is
+`(w + 1) * window_slots + s` slots after slot 0 of the arena, and a copy needs only this number to
+read it. Windows begin where a piece of page-locked memory may begin.
+
+A thread maps files, and page-locks and unlocks them piece by piece. It leaves the driver alone for
+`REST` times as long as each call took, because launches wait for the call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory.mapping import (
+    Pieces,
+    PinnedRegistrar,
+    ReadMapping,
+    release_addresses,
+    reserve_addresses,
+    whole_pages,
+)
+from kv_swap.memory.registration import REST, choose_piece_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_RESERVED_BYTES = 32 << 40
+"""A process has 128 TiB of addresses, and CUDA reserves some for all memory that it could map."""
+
+_EXIT_SECONDS = 10.0
+"""Maximum seconds to wait at process exit for a call of the driver."""
+
+
+def window_slots(num_slots: int, slot_bytes: int) -> int:
+    """Return the length in slots of the windows of an arena."""
+    unit = math.lcm(choose_piece_bytes(slot_bytes), slot_bytes) // slot_bytes
+    return -(-num_slots // unit) * unit
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A file, or a part of it, in a window."""
+
+    path: str
+    num_slots: int
+    mapping: ReadMapping | None = None
+    pieces: Pieces | None = None
+    """None without page-locking."""
+    next_piece: int = 0
+    is_done: bool = False
+    """True if nothing more of it will be mapped or locked."""
+
+
+class Windows:
+    """At most `count` windows; fewer, or none, if the process has too few addresses.
+
+    `arena_address` is for the arena. `ready_slots` has the number of slots, from 0 on, that copies
+    may read, by window. Owned by the arena, whose copies have ended when `release` is called.
+    """
+
+    def __init__(
+        self, count: int, num_slots: int, slot_bytes: int, register: PinnedRegistrar | None
+    ) -> None:
+        self.window_slots = window_slots(num_slots, slot_bytes)
+        self._slot_bytes = slot_bytes
+        self._piece_bytes = choose_piece_bytes(slot_bytes)
+        self._register = None if register is None else register.for_reading()
+        self._window_bytes = self.window_slots * slot_bytes
+        # Slots are numbered in int32, and the last number is no slot's.
+        most = min((2**31 - 1) // self.window_slots, MAX_RESERVED_BYTES // self._window_bytes) - 1
+        wanted, count = count, min(count, most)
+        self.arena_address = 0
+        while count > 0 and not self.arena_address:
+            try:
+                self.arena_address = reserve_addresses((count + 1) * self._window_bytes)
+            except OSError:
+                count //= 2
+        self.ready_slots = [0] * max(0, count)
+        if count < wanted:
+            logger.info(
+                "this process has addresses for %d windows of %d bytes, not for %d: it reads the "
+                "slots of fewer others",
+                len(self.ready_slots),
+                self._window_bytes,
+                wanted,
+            )
+        self._unused = self.arena_address + whole_pages(num_slots * slot_bytes)
+        # Only the thread uses these two. The memory of stuck windows could not be unmapped.
+        self._mapped: dict[int, _Peer] = {}
+        self._stuck: set[int] = set()
+        # Guards what follows. Its lock is reentrant, because `release` may run as a finaliser.
+        self._changed = threading.Condition()
+        self._wanted: dict[int, _Peer] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = self._released = False
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.ready_slots)
+
+    def attach(self, window: int, path: str, num_slots: int) -> None:
+        """Map the first `num_slots` slots of the arena in a file, in the background.
+
+        Replaces another file as `detach` does. The owner must have allocated these slots: no page
+        is. The file must not become shorter. Errors are logged; slots before them become ready.
+        """
+        with self._changed:
+            wanted = self._wanted.get(window)
+            if wanted is None or wanted.path != path:
+                self.ready_slots[window] = 0
+                self._wanted[window] = _Peer(path, num_slots)
+                self._changed.notify_all()
+                if self._thread is None:
+                    self._start()
+
+    def detach(self, window: int) -> None:
+        """Unmap a window in the background. No copy may read it any more."""
+        with self._changed:
+            self.ready_slots[window] = 0
+            self._wanted.pop(window, None)
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """Unmap everything, on the thread if something was ever mapped."""
+        with self._changed:
+            self._released = True
+            self._wanted.clear()
+            self.ready_slots = [0] * len(self)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._release_addresses()
+
+    def _start(self) -> None:
+        # A thread that is in the driver when the interpreter exits could crash.
+        atexit.register(self._stop)
+        self._thread = threading.Thread(target=self._work, name="kv-swap-window", daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has no thread
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_EXIT_SECONDS)
+
+    def _release_addresses(self) -> None:
+        if self.arena_address and not self._mapped:
+            end = self.arena_address + (len(self) + 1) * self._window_bytes
+            release_addresses(self._unused, end - self._unused)
+
+    def _work(self) -> None:
+        while (found := self._wait()) is not None:
+            act, window, peer = found
+            began = time.monotonic()
+            try:
+                act(window, peer)
+            except Exception as error:  # noqa: BLE001 - other windows must still be served
+                if act == self._unmap_more:
+                    self._stuck.add(window)
+                self._failed(window, peer, error)
+            if self._register is not None:
+                with self._changed:
+                    if not self._released and not self._stopping:
+                        self._changed.wait(REST * (time.monotonic() - began))
+        atexit.unregister(self._stop)
+
+    def _wait(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:
+        """Block until there is something to do, and return it; None at the end of the thread."""
+        with self._changed:
+            while not self._stopping:
+                if (found := self._next()) is not None:
+                    return found
+                if self._released:
+                    self._release_addresses()
+                    return None
+                self._changed.wait()
+            return None
+
+    def _next(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:
+        """Return what to do next: first to free memory, which its owner may have removed."""
+        for window, peer in self._mapped.items():
+            if self._wanted.get(window) is not peer and window not in self._stuck:
+                return self._unmap_more, window, peer
+        for window, peer in self._wanted.items():
+            if not peer.is_done and window not in self._stuck:
+                return self._map_more, window, peer
+        return None
+
+    def _map_more(self, window: int, peer: _Peer) -> None:
+        if peer.mapping is None:
+            peer.mapping = mapping = self._map(window, peer)
+            self._mapped[window] = peer
+            if self._register is None:
+                self._publish(window, peer, peer.num_slots)
+            else:
+                peer.pieces = Pieces(mapping, self._register, self._piece_bytes)
+            return
+        assert peer.pieces is not None, "a window without page-locking is mapped at once"
+        start, end = peer.pieces.range(peer.next_piece)
+        peer.mapping.populate(start, end - start)
+        peer.pieces.lock(peer.next_piece)
+        peer.next_piece += 1
+        self._publish(window, peer, peer.pieces.ready_bytes // self._slot_bytes)
+
+    def _map(self, window: int, peer: _Peer) -> ReadMapping:
+        nbytes = peer.num_slots * self._slot_bytes
+        writable = self._register is not None and self._register.writes
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        fd = os.open(peer.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(fd).st_size
+            if not 0 < whole_pages(nbytes) <= min(size, self._window_bytes):
+                raise PinnedMemoryError(
+                    f"it has {size} bytes, and {peer.num_slots} slots of {self._slot_bytes} bytes "
+                    f"are wanted, of at most {self.window_slots}"
+                )
+            address = self.arena_address + (window + 1) * self._window_bytes
+            return ReadMapping(address, nbytes, fd, writable=writable)
+        finally:
+            os.close(fd)
+
+    def _publish(self, window: int, peer: _Peer, ready_slots: int) -> None:
+        ready_slots = min(peer.num_slots, ready_slots)
+        with self._changed:
+            if self._wanted.get(window) is peer:
+                self.ready_slots[window] = ready_slots
+                peer.is_done = ready_slots == peer.num_slots
+        if peer.is_done:
+            logger.info("copies can read all %d slots of %s", ready_slots, peer.path)
+
+    def _unmap_more(self, window: int, peer: _Peer) -> None:
+        if peer.pieces is not None and peer.next_piece:
+            peer.next_piece -= 1
+            peer.pieces.unlock(peer.next_piece)
+            return
+        assert peer.mapping is not None, "only mapped windows are unmapped"
+        is_unmapped = True
+        if peer.pieces is not None:
+            is_unmapped = peer.pieces.close()
+        else:
+            peer.mapping.close()
+        if is_unmapped:
+            del self._mapped[window]
+        else:
+            self._stuck.add(window)
+
+    def _failed(self, window: int, peer: _Peer, error: Exception) -> None:
+        peer.is_done = True
+        logger.warning(
+            "copies can read %d of %d slots of %s: %s",
+            self.ready_slots[window],
+            peer.num_slots,
+            peer.path,
+            error,
+        )
+
+
+def readable(
+    slots: NDArray[np.signedinteger], ready_slots: int, windows: Windows | None
+) -> NDArray[np.bool_]:
+    """Return which numbers are ready slots of an arena or of its windows."""
+    if windows is None or not len(windows):
+        return (slots >= 0) & (slots < ready_slots)
+    limits = np.array([ready_slots, *windows.ready_slots])
+    window, slot = np.divmod(slots, windows.window_slots)
+    exists = (window >= 0) & (window < len(limits))
+    found: NDArray[np.bool_] = exists & (slot < limits[np.where(exists, window, 0)])
+    return found
