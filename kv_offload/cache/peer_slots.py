@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from kv_offload.cache.key_index import Names, hash_keys, may_have
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
 from kv_offload.cache.slots import MissingKeyError, Slots
 from kv_offload.messages import WINDOW_BITS, peer_slots
-
 
 LOST_SECONDS = 30.0
 """A key whose slot was written before it could be leased is not found for up to this long."""
@@ -118,18 +118,15 @@ class PeerSlots:
                 self._leased[opened.peer.number] = opened.peer
                 own = Names(names.words[rows], names.hashes[rows])
                 good[rows] = opened.peer.lease(_own(slots[rows]), own)
-        for key, slot, ok in zip(wanted, slots.tolist(), good.tolist(), strict=True):
-            if ok:
-                reserved[key] = slot
-            else:
-                del found[key]
-                self._lose(key)
-        return bool(good.all())
-
-    def _lose(self, key: bytes) -> None:
+        reserved.update(zip(compress(wanted, good.tolist()), slots[good].tolist(), strict=True))
+        if good.all():
+            return True
         if not self._lost:
             self._lost_until = time.monotonic() + LOST_SECONDS
-        self._lost.add(key)
+        for key in compress(wanted, (~good).tolist()):
+            del found[key]
+            self._lost.add(key)
+        return False
 
     def hold(self, keys: Sequence[bytes]) -> Slots:
         """Return the slots of reserved keys, and hold them until `release`.
@@ -137,7 +134,7 @@ class PeerSlots:
         They count as used. Raises `MissingKeyError`; then nothing is held.
         """
         try:
-            slots = np.array([self._reserved[key] for key in keys], np.int32)
+            slots = np.fromiter(map(self._reserved.__getitem__, keys), np.int32, len(keys))
         except KeyError as error:
             raise MissingKeyError(f"{error} is not reserved: look it up in the same step") from None
         for peer, own in self._by_peer(slots):

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.lookups import Lookups

@@ -136,7 +136,9 @@ def remove(directory: Directory, words: np.ndarray, folder: Path) -> None:
 
 @pytest.mark.parametrize("act", [withdraw, rewrite, adopt_and_rewrite, replace, retire, remove])
 def test_what_its_owner_does_before_the_lease_has_it_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Directory, np.ndarray, Path], None]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Directory, np.ndarray, Path], None],
 ) -> None:
     """The reader has read the sums and keys, and sets its leases next."""
     directory, words = make_seat(tmp_path)
