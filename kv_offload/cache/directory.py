@@ -161,7 +161,7 @@ class Contents:
 
     def are_leased(self, slots: Slots) -> NDArray[np.bool_]:
         """Return for each slot whether some reader may read it; takes a cache line per slot."""
-        leased: NDArray[np.bool_] = self.leases.view("<u8")[slots].any(axis=1)
+        leased: NDArray[np.bool_] = (self.leases.view("<u8")[slots] != 0).any(axis=1)
         return leased
 
     @property

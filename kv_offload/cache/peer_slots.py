@@ -171,7 +171,7 @@ class PeerSlots:
 
     def has_leases(self, peer: PeerDirectory) -> bool:
         """Return whether loads may read slots of a peer."""
-        return peer.num_leases > 0
+        return self._leased.get(peer.number) is peer and peer.num_leases > 0
 
     def cut_off(self) -> None:
         """Find nothing from now on. Loads under way go on."""

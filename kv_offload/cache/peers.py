@@ -141,7 +141,7 @@ class PeerDirectory:
         order_memory()
         sums = entries["sum"][slots]
         order_memory()
-        good = (sums != 0) & (entries["name"][slots] == names.words).all(axis=1)
+        good: NDArray[np.bool_] = (sums != 0) & (entries["name"][slots] == names.words).all(axis=1)
         self._leases[slots] = 1
         order_memory()
         good &= entries["sum"][slots] == sums

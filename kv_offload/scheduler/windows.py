@@ -66,14 +66,14 @@ class Windows:
         wanted = () if peers.is_cut_off else peers.directories.all
         usable = {peer: slots for peer in wanted if (slots := peer.usable_slots)}
         for seat, mapped in [*self._mapped.items()]:
-            if not mapped.ends and mapped.peer not in usable:
-                peers.open(mapped.peer, 0)
-                if peers.has_leases(mapped.peer):
-                    continue
-                mapped.ends, mapped.window, mapped.sent = True, Window(seat, {}), 0.0
-            if mapped.ends and mapped.sent and not mapped.ranks:
+            is_due = now - mapped.sent >= PATIENCE_SECONDS and self._is_pending(mapped)
+            if mapped.ends and not mapped.ranks:
                 del self._mapped[seat]
-            elif now - mapped.sent >= PATIENCE_SECONDS and self._is_pending(mapped):
+            elif not mapped.ends and mapped.peer not in usable:
+                peers.open(mapped.peer, 0)
+                if not peers.has_leases(mapped.peer):
+                    mapped.ends, mapped.window, is_due = True, Window(seat, {}), True
+            if is_due:
                 mapped.sent = now
                 changes.append(mapped.window)
         for peer, slots in usable.items():
@@ -114,10 +114,11 @@ class Windows:
                 if not path:
                     mapped.ranks.pop(rank, None)
                 continue
+            mapped.ranks.pop(rank, None)
             if path == mapped.window.files.get(rank):
                 mapped.ranks[rank] = slots
-            if len(mapped.ranks) == self._num_ranks and not peers.is_cut_off:
-                peers.open(mapped.peer, min(mapped.ranks.values()))
+            is_open = len(mapped.ranks) == self._num_ranks and not peers.is_cut_off
+            peers.open(mapped.peer, min(mapped.ranks.values()) if is_open else 0)
 
     def _count(self, load: Transfer) -> None:
         """Count what was read from peers, over all ranks."""
