@@ -159,7 +159,7 @@ class Contents:
         """True if no entry is valid, whatever it says."""
         return bool(self.header["is_retired"])
 
-    def are_leased(self, slots: Slots) -> NDArray[np.bool_]:
+    def has_leases(self, slots: Slots) -> NDArray[np.bool_]:
         """Return for each slot whether some reader may read it; takes a cache line per slot."""
         leased: NDArray[np.bool_] = (self.leases.view("<u8")[slots] != 0).any(axis=1)
         return leased
@@ -269,10 +269,10 @@ class Directory:
 
     def are_leased(self, slots: Slots) -> NDArray[np.bool_]:
         """Return for each withdrawn slot whether some reader may still read it."""
-        leased = self._contents.are_leased(slots)
+        leased = self._contents.has_leases(slots)
         for former in self._former:
             known = slots < former.num_slots
-            leased[known] |= former.are_leased(slots[known])
+            leased[known] |= former.has_leases(slots[known])
         return leased
 
     def end_leases(self, slots: Slots, reader: int) -> None:
