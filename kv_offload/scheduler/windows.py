@@ -27,6 +27,8 @@ class Mapped:
 
     peer: PeerDirectory
     window: Window
+    since: float
+    """When it was sent first."""
     sent: float
     ends: bool = False
     ranks: dict[int, int] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Windows:
                 peers.open(mapped.peer, 0)
                 if not peers.has_leases(mapped.peer):
                     mapped.ends, mapped.window, is_due = True, Window(seat, {}), True
+                    mapped.since = now
             if is_due:
                 mapped.sent = now
                 changes.append(mapped.window)
@@ -80,7 +83,7 @@ class Windows:
             if peer.number not in self._mapped and self._is_complete(peer, slots, now):
                 files = {rank: str(peer.seat / name) for rank, name in peer.files.items()}
                 window = Window(peer.number, files, slots)
-                self._mapped[peer.number] = Mapped(peer, window, now)
+                self._mapped[peer.number] = Mapped(peer, window, now, now)
                 changes.append(window)
         return changes
 
@@ -137,7 +140,7 @@ class Windows:
         if any(
             self._is_pending(mapped) or not min(mapped.ranks.values(), default=1)
             for mapped in self._mapped.values()
-            if now - mapped.sent < PATIENCE_SECONDS
+            if now - mapped.since < PATIENCE_SECONDS
         ):
             return True
         return any(

@@ -104,6 +104,7 @@ def test_a_window_that_no_rank_reports_is_sent_again(memory_folder, monkeypatch)
     bed.now += windows.PATIENCE_SECONDS
     assert not bed.engine.offload._windows.has_work
     assert bed.plan() == sent
+    assert not bed.engine.offload._windows.has_work  # an idle engine rests meanwhile
     bed.map_all()
     bed.now += windows.PATIENCE_SECONDS
     assert bed.plan() == ()
