@@ -81,6 +81,8 @@ METRICS = (
         sampled_raw_tiles="Raw tiles among sampled_tiles: with more escapes than fit.",
         loaded_bytes="Bytes of blocks copied from host memory, over all ranks.",
         loaded_seconds="Time from when loads could start to their end, over all ranks.",
+        peers_read_bytes="The part of loaded_bytes that came from host memory of peers in the "
+        "host_pool.",
         synchronous_loads="Loads that the forward of their step waited for.",
         failed_loads="Requests whose load failed and that were recomputed.",
         repaired_loads="Loads that failed just before a forward and were copied at once, over all "
@@ -108,7 +110,6 @@ METRICS = (
         demoted_seconds="Time from the start of writes to their end, over all ranks.",
         promoted_bytes="Bytes read from lower tiers, over all ranks.",
         promoted_seconds="Time from the start of reads to their end, over all ranks.",
-        peers_read_bytes="The part of promoted_bytes that came from peers in the host_pool.",
         disk_read_bytes="The part of promoted_bytes that came from the disk.",
         disk_written_bytes="The part of demoted_bytes that went to the disk.",
         remote_read_bytes="The part of promoted_bytes that came from the remote store.",
@@ -141,8 +142,8 @@ METRICS = (
         tier_slots_in_use="Slots of the disk that hold KV or are being written.",
         tier_slots_set_aside="Slots of the disk left out until the next start, after an error.",
         has_remote="1 with a remote store, 0 without.",
-        peers="Other engines of the host_pool, running or not, whose host memory is read.",
-        peers_usable="1 while peers may be read; 0 without any, after an error and after a reset.",
+        peers="Other engines of the host_pool, running or not, from whose host memory loads read.",
+        leased_slots="Slots of peers that loads of this engine hold; one counts once per load.",
         disk_usable="1 while the disk may be read; 0 after an error, and without one.",
         remote_usable="1 while the remote store may be read; 0 after an error or a late answer, "
         "and without one.",
@@ -150,7 +151,6 @@ METRICS = (
         demoting_slots="Slots that are being written to lower tiers.",
         oldest_move_seconds="Age of the oldest read or write of a lower tier that some rank has "
         "not ended; 0 if there is none.",
-        peers_read_bytes_per_second="Read speed of peers, of the slowest rank; 0 until measured.",
         disk_read_bytes_per_second="Read speed of the disk, of the slowest rank; 0 until measured.",
         remote_read_bytes_per_second="Read speed of the remote store, of the slowest rank; 0 until "
         "measured.",

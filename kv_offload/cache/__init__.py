@@ -3,7 +3,8 @@
 - `manager`: stores, loads, evictions and resets; the rest of the package talks to it.
 - `lasting`: a manager whose slots outlive the process, with `directory`, the file that lists them.
 - `key_index`: the part of a directory that finds keys.
-- `peers`: reads the directories of other engines.
+- `peers`: reads the directories of other engines and leases their slots; `peer_slots`: from lookup
+  to load.
 - `index`: maps keys to slots, on a `key_map`.
 - `policies`: pick the slot to reuse next.
 - `prefix`: turns the tokens of a request into keys and finds the longest prefix that can be loaded.

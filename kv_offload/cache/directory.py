@@ -1,19 +1,23 @@
 """A file that maps the slots of an arena to their keys; it outlives the process and peers read it.
 
-FOLDER/directory        a header of `HEADER_BYTES`; the marks, one byte per slot and one more,
-                        which peers write; the entries, `ENTRY_BYTES` per slot; the index of keys
+FOLDER/directory        a header of `HEADER_BYTES`; the marks, one byte per slot and one more; the
+                        leases, `MAX_PEERS` bytes per slot; the entries, `ENTRY_BYTES` per slot; the
+                        index of keys
 
-Only the scheduler of the engine that owns the arena writes the file, except for the marks. A
-process may end at any instruction and still leaves a true directory, because an entry names a key
-only while the slot holds all bytes of that key:
+Only the scheduler of the engine that owns the arena writes the file, except for marks and leases,
+which peers write. A process may end at any instruction and still leaves a true directory, because
+an entry names a key only while the slot holds all bytes of that key:
 
 - `withdraw` runs before any byte of the slot is written, and `publish` after every rank has
   reported the last byte.
 - A single aligned write of 8 bytes makes an entry valid or invalid: its sum over generation, slot,
   version and key. The sum is cleared first and written last, so a torn entry passes with a chance
   of 1 in 2^64.
-- No two publications share a version. If a peer finds the same sum before and after it copies a
-  slot, its copy is the block that the entry names (`kv_offload.cache.peers`).
+- No two publications share a version, so an entry with the same sum is still the same entry.
+
+A byte of the leases is not 0 while the engine with that seat may read the slot. `withdraw` clears
+the sum and then looks at the leases; a reader sets its byte and then looks at the sum
+(`kv_offload.cache.peers`). So one of them sees the other.
 
 The index (`kv_offload.cache.key_index`) is only a hint to where a key may be; the entry decides. A
 mark records that a peer has used a slot; the last mark records that some other mark is set. Any
@@ -23,6 +27,7 @@ docs/design/host_pool.md has the argument.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -51,15 +56,17 @@ from kv_offload.cache.key_index import (
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
 DIRECTORY = "directory"
-MAGIC = b"kvpool-3"
+MAGIC = b"kvpool-4"
 """Changes with the format."""
 HEADER_BYTES = 64 << 10
 GENERATION_BYTES = 16
 MARKS_AT_ONCE = 4096
 """Uses by peers that the owner counts in one step: 1 ms."""
-MARKS_STEP = 64 << 10
-"""The marks fill whole pages on any CPU, so that peers can map them, and nothing else, for
+PAGES_BYTES = 64 << 10
+"""Marks and leases fill whole pages on any CPU, so that peers can map them, and nothing else, for
 writing."""
+MAX_PEERS = 64
+"""Engines with seats below this read slots of peers: each has a byte in the leases of a slot."""
 
 TOUCH_SECONDS = 60.0
 """The file's modification time tells when the arena was last used; it lags by at most this much."""
@@ -72,6 +79,8 @@ HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("num_slots", "<u8"),
+        ("usable_slots", "<u8"),
+        ("is_retired", "<u8"),
         ("generation", f"V{GENERATION_BYTES}"),
         ("files_bytes", "<u8"),
         ("files", f"V{NAMES_BYTES}"),
@@ -81,7 +90,7 @@ ENTRY = np.dtype(
     [("sum", "<u8"), ("used", "<u8"), ("version", "<u8"), ("name", "<u8", (NAME_WORDS,))]
 )
 ENTRY_BYTES = ENTRY.itemsize
-SLOT_BYTES = ENTRY_BYTES + TAG_BYTES + CELL_BYTES + 1
+SLOT_BYTES = ENTRY_BYTES + TAG_BYTES + CELL_BYTES + MAX_PEERS + 1
 """Bytes of the file per slot."""
 
 _PLACE = struct.Struct("<QQ")
@@ -99,10 +108,10 @@ def order_memory() -> None:
 
 
 class Contents:
-    """The mapped file of a directory. `header`, `marks`, `entries` and `index` are views of it."""
+    """The mapped file of a directory. The attributes are views of it."""
 
     def __init__(self, fd: int, num_slots: int, *, writes: bool = False) -> None:
-        """Map a file of `num_slots` slots; without `writes`, only its marks are writable.
+        """Map a file of `num_slots` slots; without `writes`, only marks and leases are writable.
 
         Raises `OSError`.
         """
@@ -110,10 +119,15 @@ class Contents:
         prot = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
         memory = mmap.mmap(fd, file_bytes(num_slots), prot=prot)
         self.header = np.frombuffer(memory, HEADER, 1).reshape(())
-        self.marks = np.frombuffer(mmap.mmap(fd, num_slots + 1, offset=HEADER_BYTES), np.uint8)
+        marks, leases = _pages(num_slots + 1), _pages(num_slots * MAX_PEERS)
+        shared = mmap.mmap(fd, marks + leases, offset=HEADER_BYTES)
+        self.marks = np.frombuffer(shared, np.uint8, num_slots + 1)
         """Per slot, and a last one for all slots: not 0 if a peer has used it since the owner last
         looked."""
-        at = HEADER_BYTES + _marks_bytes(num_slots)
+        self.leases = np.frombuffer(shared, np.uint8, num_slots * MAX_PEERS, marks)
+        """Per slot and seat of a reader, `(num_slots, MAX_PEERS)`: not 0 while it may read."""
+        self.leases = self.leases.reshape(num_slots, MAX_PEERS)
+        at = HEADER_BYTES + marks + leases
         self.entries = np.frombuffer(memory, ENTRY, num_slots, at)
         at += num_slots * ENTRY_BYTES
         tags = np.frombuffer(memory, "<u2", num_slots * WAYS, at)
@@ -141,12 +155,24 @@ class Contents:
         return self.header["generation"].tobytes()
 
     @property
+    def is_retired(self) -> bool:
+        """True if no entry is valid, whatever it says."""
+        return bool(self.header["is_retired"])
+
+    def has_leases(self, slots: Slots) -> NDArray[np.bool_]:
+        """Return for each slot whether some reader may read it; takes a cache line per slot."""
+        leased: NDArray[np.bool_] = (self.leases.view("<u8")[slots] != 0).any(axis=1)
+        return leased
+
+    @property
     def files(self) -> bytes:
         """The names of the ranks' arenas, in the format of `file_names`."""
         return self.header["files"].tobytes()[: int(self.header["files_bytes"])]
 
     def read(self, first: int, end: int, generation: bytes) -> tuple[Slots, list[bytes]]:
         """Return the slots in `[first, end)` with a key, and their keys, last use last."""
+        if self.is_retired:
+            return NO_SLOTS, []
         part = self.entries[first:end]
         named = np.flatnonzero(part["sum"] != 0)
         named = named[np.argsort(part["used"][named], kind="stable")]
@@ -195,6 +221,10 @@ class Directory:
         opened = _take_over(path, files, num_slots)
         self.is_continued = opened is not None
         self._fd, self._contents = opened or _make(path, files, num_slots)
+        self._former = _find_former(folder, self._contents)
+        """Directories that this one has replaced and in which readers have leases."""
+        if self._contents.is_retired:
+            self._revive()
         self._generation = self._contents.generation
         self._is_retired = False
         self._touch_due = 0.0
@@ -203,19 +233,68 @@ class Directory:
         self._clock = int(entries["used"].max(initial=0))
         self._version = int(entries["version"].max(initial=0))
 
+    def _revive(self) -> None:
+        """Empty a directory that was retired, and make it valid for entries to come.
+
+        This process has it alone, but for readers of slots that they leased before.
+        """
+        contents = self._contents
+        contents.entries["sum"][:] = 0
+        contents.index.clear()
+        order_memory()
+        contents.header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
+        order_memory()
+        contents.header["is_retired"] = 0
+        self.is_continued = False
+
     def read(self, first: int, end: int) -> tuple[Slots, list[bytes]]:
         """Return the slots in `[first, end)` with a key, and their keys, last use last."""
         return self._contents.read(first, end, self._generation)
 
+    def allow(self, usable_slots: int) -> None:
+        """Record that the slots below this have memory on all ranks."""
+        header = self._contents.header
+        if usable_slots > header["usable_slots"]:
+            header["usable_slots"] = usable_slots
+
     def withdraw(self, slots: Slots) -> None:
-        """Mark slots as empty. Must run before any byte is written into them."""
+        """Mark slots as empty. Must run before any byte is written into them.
+
+        After it, those that `are_leased` may not be written until they are not leased any more.
+        """
         entries = self._contents.entries
         entries["sum"][slots] = 0
         order_memory()
         self._contents.index.remove(slots, Names.of_words(entries["name"][slots]).hashes)
 
+    def are_leased(self, slots: Slots) -> NDArray[np.bool_]:
+        """Return for each withdrawn slot whether some reader may still read it."""
+        leased = self._contents.has_leases(slots)
+        for former in self._former:
+            known = slots < former.num_slots
+            leased[known] |= former.has_leases(slots[known])
+        return leased
+
+    def end_leases(self, slots: Slots, reader: int) -> None:
+        """End the leases that a reader has on slots; it has ended, and its seat is locked."""
+        for contents in (self._contents, *self._former):
+            contents.leases[slots[slots < contents.num_slots], reader] = 0
+
+    def readers_of(self, slots: Slots) -> list[int]:
+        """Return the seats of the readers that have leases on slots."""
+        leased = np.zeros(MAX_PEERS, bool)
+        for contents in (self._contents, *self._former):
+            leased |= contents.leases[slots[slots < contents.num_slots]].any(axis=0)
+        found: list[int] = np.flatnonzero(leased).tolist()
+        return found
+
     def publish(self, slots: Slots, keys: Sequence[bytes]) -> None:
-        """Record the keys of withdrawn slots, which must hold all bytes of these keys."""
+        """Record the keys of withdrawn slots, which must hold all bytes of these keys.
+
+        Does nothing once the directory is retired.
+        """
+        if self._is_retired:
+            return
         names = Names.of(keys)
         text, step = names.words.tobytes(), 8 * NAME_WORDS
         self._version += 1
@@ -229,8 +308,7 @@ class Directory:
         entries["version"][slots] = self._version
         order_memory()
         entries["sum"][slots] = sums
-        if not self._is_retired:
-            self._contents.index.add(slots, names.hashes)
+        self._contents.index.add(slots, names.hashes)
 
     def take_marks(self) -> Slots:
         """Return slots that peers have used since they were last returned, in no order of use.
@@ -262,17 +340,14 @@ class Directory:
         self._clock += len(slots)
 
     def retire(self) -> None:
-        """Hide all blocks from other processes, also those that this process publishes later.
+        """Hide all blocks from other processes, and publish none any more.
 
-        The header gets a generation that no sum includes, and this process continues with a
-        different one, so the entries that it has not read yet are invalid for it too. Changing a
-        single byte is enough, so this takes effect on return, however the process ends.
+        A single aligned write does this, so it takes effect on return, however the process ends.
         """
-        self._contents.index.clear()  # first: peers must not believe blocks that none can claim
+        self._contents.index.clear()  # first: peers must not believe blocks that none can lease
         order_memory()
-        self._contents.header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
+        self._contents.header["is_retired"] = 1
         order_memory()
-        self._generation = secrets.token_bytes(GENERATION_BYTES)
         self._is_retired = True
 
     def close(self) -> None:
@@ -295,11 +370,11 @@ def read_directory(folder: Path) -> tuple[Slots, list[bytes], int] | None:
     return *contents.read(0, contents.num_slots, contents.generation), contents.num_slots
 
 
-def open_directory(folder: Path) -> Contents | None:
+def open_directory(folder: Path, name: str = DIRECTORY) -> Contents | None:
     """Map the directory in `folder` for reading, without a lock; None if there is none."""
     try:
         # Not O_RDONLY alone, which would wait if it were a pipe.
-        fd = os.open(folder / DIRECTORY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
@@ -350,9 +425,11 @@ def _lock(fd: int) -> None:
 
 def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Contents]:
     """Replace any directory by an empty one. Raises `OSError`."""
-    for left in path.parent.glob(f"{DIRECTORY}.*"):
+    for left in path.parent.glob(f"{DIRECTORY}-new.*"):
         left.unlink(missing_ok=True)
-    new = path.with_name(f"{DIRECTORY}.{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):  # there is none
+        os.link(path, path.with_name(f"{DIRECTORY}-former.{secrets.token_hex(8)}"))
+    new = path.with_name(f"{DIRECTORY}-new.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -372,17 +449,45 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
     return fd, contents
 
 
+def _find_former(folder: Path, own: Contents) -> list[Contents]:
+    """Return the replaced directories whose readers still have leases on slots of our arenas.
+
+    Called once the new directory has the name: from then on no reader leases a slot in them.
+    Those without a lease, or of other arenas, are removed.
+    """
+    order_memory()
+    former, arenas = [], {*read_names(own.files).values()}
+    for path in folder.glob(f"{DIRECTORY}-former.*"):
+        contents = open_directory(folder, path.name)
+        shares = contents is not None and not arenas.isdisjoint(read_names(contents.files).values())
+        if contents is not None and shares and contents.leases.any():
+            former.append(contents)
+        else:
+            path.unlink(missing_ok=True)
+    return former
+
+
 def file_bytes(num_slots: int) -> int:
     """Return the size of a directory in bytes."""
     others = ENTRY_BYTES + TAG_BYTES + CELL_BYTES
-    return HEADER_BYTES + _marks_bytes(num_slots) + num_slots * others
+    shared = _pages(num_slots + 1) + _pages(num_slots * MAX_PEERS)
+    return HEADER_BYTES + shared + num_slots * others
 
 
-def _marks_bytes(num_slots: int) -> int:
-    """Return the size of the marks in bytes, padded to whole pages."""
-    return -(-(num_slots + 1) // MARKS_STEP) * MARKS_STEP
+def _pages(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages of any CPU."""
+    return -(-nbytes // PAGES_BYTES) * PAGES_BYTES
 
 
 def file_names(files: Mapping[int, str]) -> bytes:
     """Return the header's encoding of the names of the ranks' arenas."""
     return json.dumps(sorted(files.items())).encode()
+
+
+def read_names(text: bytes) -> dict[int, str]:
+    """Return the files that a header names; none if it has another format."""
+    try:
+        files = {int(rank): str(name) for rank, name in json.loads(text)}
+    except (ValueError, TypeError):
+        return {}
+    return files if file_names(files) == text else {}

@@ -3,53 +3,59 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress, islice
+from itertools import compress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.directory import SLOT_BYTES, Directory
 from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.peer_slots import PeerSlots
+from kv_offload.cache.peers import lock_reader
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, Run, Runs, Slots
 from kv_offload.errors import CapacityError
+from kv_offload.messages import WINDOW_BITS
 
 logger = logging.getLogger(__name__)
 
-PeersHave: TypeAlias = Callable[[Sequence[Any]], NDArray[np.bool_]]
-"""Returns for each key whether a peer has it; the peer counts this as a use."""
+READERS_SECONDS = 1.0
+"""Interval at which an owner looks whether readers have ended that have leases on slots it wants.
+"""
 
 
 class LastingManager(CacheManager):
-    """Keeps a directory, and takes over the blocks that an earlier process left in it.
+    """Keeps a directory, takes over the blocks that an earlier process left, and loads from peers.
 
     `prepare_store` withdraws a slot from the directory before the plan that writes the slot is
     sent. `complete_store` publishes it after every rank has written all of it. So the directory is
     true whenever the process ends. No slot is usable before `open`.
 
-    A pool keeps each block once. A block that a peer has is not stored, unless it must be. A copy
-    from a peer is dropped first, once it has been loaded, if a peer still has the block. The copy
-    is withdrawn before peers are asked, so two engines never drop the same block because the other
-    one has it.
+    A key that only a peer has is readable too: once it is reserved, a load reads it from the peer's
+    slot, whose number is above all slots of this engine. A pool keeps each block once: a block that
+    a peer has is not stored, unless it must be.
+
+    A slot that is to be written while a peer has a lease on it is set aside until the lease ends.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)
         self._directory: Directory | None = None
-        self._peers_have: PeersHave = lambda keys: np.zeros(len(keys), bool)
-        self._arrived: set[int] = set()
-        """Slots copied from peers and not loaded since: a request is waiting for them."""
-        self._copies: OrderedDict[int, None] = OrderedDict()
-        """Slots copied from peers and loaded since; the first ones are dropped first."""
+        self.peers: PeerSlots | None = None
+        self._leased: Slots = NO_SLOTS
+        """Slots without a key on which peers have leases."""
+        self._readers_due = 0.0
 
-    def share(self, peers_have: PeersHave) -> None:
-        """Store a block only if `peers_have` does not report that a peer has it."""
-        self._peers_have = peers_have
+    def share(self, changed: Callable[[], None] | None = None) -> None:
+        """Load from peers, of which `changed` is called on another thread when there are others."""
+        if self.num_slots <= 1 << WINDOW_BITS:
+            self.peers = PeerSlots(self._arenas, changed)
 
     def open(self, arenas: Mapping[int, Path]) -> None:
         """Open the directory of the ranks' arenas, which are in one folder; called once.
@@ -59,6 +65,7 @@ class LastingManager(CacheManager):
         assert not self.is_open, "slots may be written already"
         assert not self.usable_slots, "slots may be written already"
         (folder,) = {arena.parent for arena in arenas.values()}
+        self._folder, self._arenas = folder, arenas
         files = {rank: arena.name for rank, arena in arenas.items()}
         try:
             self._directory = Directory(folder, files, self.num_slots)
@@ -88,6 +95,7 @@ class LastingManager(CacheManager):
         super().limit_slots(usable_slots)
         if usable_slots <= first:
             return
+        self.directory.allow(usable_slots)
         slots, keys = self.directory.read(first, usable_slots)
         # A key that was stored again before its old slot became usable has two slots; the more
         # recently used one counts.
@@ -96,15 +104,68 @@ class LastingManager(CacheManager):
         self.restore([keys[row] for row in rows], slots[rows], usable_slots)
         self.adopted_slots += len(rows)
 
-    def prepare_load(self, keys: Sequence[Key]) -> Slots:
+    def _of_peers(self, keys: Sequence[Any], own: NDArray[np.bool_]) -> list[int]:
+        """Return the rows of the keys that are not readable here, if there are peers."""
+        if self.peers is None or not self.peers.opened or own.all():
+            return []
+        rows: list[int] = np.flatnonzero(~own).tolist()
+        return rows
+
+    def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+        """See `CacheManager`. A key that a peer seems to have must be reserved before its load."""
+        found = super().readable(keys)
+        if (rows := self._of_peers(keys, found)) and self.peers is not None:
+            others: Sequence[Any] = keys if len(rows) == len(keys) else [keys[row] for row in rows]
+            found[rows] = self.peers.look_up(others)
+        return found
+
+    def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+        """See `CacheManager`. A key that a peer seems to have is not lacking."""
+        lacking = super().lacks(keys)
+        if (rows := self._of_peers(keys, ~lacking)) and self.peers is not None:
+            others: Sequence[Any] = [keys[row] for row in rows]
+            lacking[rows] = self.peers.find(others) < 0
+        return lacking
+
+    def reserve(self, keys: Sequence[Key]) -> bool:
         """See `CacheManager`."""
-        slots = super().prepare_load(keys)
-        if self._arrived and (loaded := self._arrived.intersection(slots.tolist())):
-            self._arrived -= loaded
-            # The end of a prompt is dropped first.
-            self._copies.update((slot, None) for slot in slots.tolist()[::-1] if slot in loaded)
-        self.directory.use(distinct(slots)[::-1])
+        wanted: Sequence[Any] = keys
+        return self.peers is None or self.peers.reserve(wanted)
+
+    def end_step(self) -> None:
+        """Give back what was reserved in this step and not loaded."""
+        if self.peers is not None and self.peers.drop():
+            self.forgotten += 1
+
+    def prepare_load(self, keys: Sequence[Key]) -> Slots:
+        """See `CacheManager`. What has no slot here must be reserved at a peer."""
+        own = super().readable(keys)
+        if not (rows := self._of_peers(keys, own)) or self.peers is None:
+            slots = super().prepare_load(keys)
+            self.directory.use(distinct(slots)[::-1])
+            return slots
+        others: Sequence[Any] = [keys[row] for row in rows]
+        slots = np.empty(len(keys), np.int32)
+        slots[rows] = self.peers.hold(others)
+        slots[own] = local = super().prepare_load([*compress(keys, own.tolist())])
+        self.directory.use(distinct(local)[::-1])
         return slots
+
+    def owned(self, slots: Slots) -> Slots:
+        """See `CacheManager`."""
+        own: Slots = slots[slots < self.num_slots]
+        return own
+
+    def complete_load(self, slots: Slots) -> None:
+        """See `CacheManager`."""
+        own = self.owned(slots)
+        super().complete_load(own)
+        if len(own) < len(slots) and self.peers is not None:
+            self.peers.release(slots[slots >= self.num_slots])
+
+    def keep_their_keys(self, slots: Slots, since: int) -> bool:
+        """See `CacheManager`. A key of a peer, whose slot here is -1, may be gone at any time."""
+        return bool((slots >= 0).all()) and super().keep_their_keys(slots, since)
 
     @property
     def reads_runs(self) -> bool:
@@ -115,40 +176,77 @@ class LastingManager(CacheManager):
         self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
     ) -> tuple[Slots, NDArray[np.bool_]]:
         """See `CacheManager`. A key that a peer has is not worth a slot."""
-        wanted = ~self._peers_have(keys) if len(keys) else np.ones(0, bool)
+        wanted = np.ones(len(keys), bool)
+        if self.peers is not None:
+            offered: Sequence[Any] = keys
+            wanted = self.peers.find(offered, uses=True) < 0
         if not wanted.all():
             must = np.repeat([run.must for run in runs], [run.keys for run in runs])
             wanted |= must
             self.left_to_peers += len(keys) - int(wanted.sum())
             keys, runs = [*compress(keys, wanted.tolist())], _runs_of(runs, wanted)
-        self._make_room(len(keys), along)
+        self._make_room(len(keys))
         slots, worth = super().offer(keys, runs, along)
         wanted[wanted] = worth
         return slots, wanted
 
     def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
         """See `CacheManager`."""
-        self._make_room(len(keys), along)
+        self._make_room(len(keys))
         return super().prepare_store(keys, along)
 
     def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
         """See `CacheManager`."""
+        self._take_back()
         slots = super()._give_slots(keys, along)
         if len(slots):
-            self._no_copies(slots)
             self.directory.withdraw(slots)
+            leased = self.directory.are_leased(slots)
+            if leased.any():
+                slots = self._set_apart(slots, leased)
             self.directory.use(slots[::-1])
         if len(along):
             self.directory.use(distinct(along)[::-1])
         return slots
 
-    def _make_room(self, wanted: int, along: Slots) -> None:
-        """Drop copies if too few slots are free, except those in `along`.
+    def _set_apart(self, slots: Slots, leased: NDArray[np.bool_]) -> Slots:
+        """Keep leased slots, which were just given to keys, until no peer reads them.
 
-        Before that, the policy counts the peers' uses of slots that no store is writing.
+        Returns the slots before the first of them; the keys of the others get none.
         """
-        lacking = wanted - (self.usable_slots - self.slots_in_use)
-        if lacking <= 0:
+        first = int(leased.argmax())
+        leased, others = leased[first:], slots[first:]
+        super().complete_store(others[~leased], ok=False)
+        apart = others[leased]
+        self._running.end_stores(apart)
+        self._running.start_loads(apart)
+        self._policy.discard(apart)
+        self._index.disown(apart)
+        self._leased = np.concatenate((self._leased, apart))
+        return slots[:first]
+
+    def _take_back(self) -> None:
+        """Free the slots whose leases have ended, or whose readers have."""
+        if not len(self._leased):
+            return
+        leased, now = self.directory.are_leased(self._leased), time.monotonic()
+        if leased.any() and now >= self._readers_due:
+            self._readers_due = now + READERS_SECONDS
+            for reader in self.directory.readers_of(self._leased):
+                lock = lock_reader(self._folder.with_name(f"seat-{reader}"))
+                if lock is not None:  # while it is locked, no other process begins to read
+                    self.directory.end_leases(self._leased, reader)
+                    os.close(lock)
+            leased = self.directory.are_leased(self._leased)
+        free, self._leased = self._leased[~leased], self._leased[leased]
+        super().complete_load(free)
+
+    def _make_room(self, wanted: int) -> None:
+        """If too few slots are free, have the policy count what peers have used.
+
+        Slots that a store writes, or that have no key, do not count.
+        """
+        if wanted <= self.usable_slots - self.slots_in_use:
             return
         used = self.directory.take_marks()
         if len(used):
@@ -156,30 +254,6 @@ class LastingManager(CacheManager):
             named = [key is not None for key in self.readable_keys(used)]
             # The beginnings of prompts, which mostly have lower slots, count as used last.
             self._policy.use(used[np.array(named, bool)][::-1])
-        if not self._copies:
-            return
-        slots = np.fromiter(islice(self._copies, lacking), np.int32)
-        idle = self._running.are_idle(slots) & ~np.isin(slots, along)
-        self._no_copies(slots)
-        self._copies.update(dict.fromkeys(slots[~idle].tolist()))
-        slots = slots[idle]
-        keys: Sequence[Any] = self.keys_of(slots)
-        self.directory.withdraw(slots)
-        kept = self._peers_have(keys)
-        super().forget(slots[kept])
-        if not kept.all():  # no peer has these blocks any more
-            self.directory.publish(slots[~kept], [*compress(keys, (~kept).tolist())])
-
-    def are_copies(self, slots: Slots) -> None:
-        """Record that slots, as far as they have a key, were just filled from peers."""
-        named = [key is not None for key in self.keys_of(slots)]
-        self._arrived.update(compress(slots.tolist(), named))
-
-    def _no_copies(self, slots: Slots) -> None:
-        if self._arrived or self._copies:
-            self._arrived.difference_update(slots.tolist())
-            for slot in slots.tolist():
-                self._copies.pop(slot, None)
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """See `CacheManager`."""
@@ -193,24 +267,27 @@ class LastingManager(CacheManager):
 
     def forget(self, slots: Slots) -> None:
         """See `CacheManager`."""
-        self._no_copies(slots)
         self.directory.withdraw(slots)
         super().forget(slots)
 
     def reset(self) -> None:
-        """Drop all keys; no later process finds them, or any that this process stores from now on.
+        """Drop all keys; no other process finds them, or any that this process stores from now on.
+
+        Nothing is loaded from peers any more, which may have KV that was computed before.
 
         After a reset the model's weights may differ, and another process could not tell which
         weights the later keys belong to.
         """
         if self._directory is not None:
             self._directory.retire()
-        self._arrived.clear()
-        self._copies.clear()
+        if self.peers is not None:
+            self.peers.cut_off()
         super().reset()
 
     def close(self) -> None:
         """Let another process take over the blocks."""
+        if self.peers is not None:
+            self.peers.close()
         if self._directory is not None:
             self._directory.close()
 

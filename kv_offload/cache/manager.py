@@ -104,6 +104,19 @@ class CacheManager:
         """Return for each key whether it can be loaded now. Changes nothing, not even recency."""
         return self._readable(self._index.find(keys))
 
+    def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+        """Return for each key whether it must be read from a lower tier. Changes nothing."""
+        lacking: NDArray[np.bool_] = self._index.find(keys) < 0
+        return lacking
+
+    def reserve(self, keys: Sequence[Key]) -> bool:
+        """Return whether keys that this step found readable are so until its end."""
+        return True
+
+    def owned(self, slots: Slots) -> Slots:
+        """Return those of a load's slots that are in this engine's memory."""
+        return slots
+
     def _readable(self, slots: Slots) -> NDArray[np.bool_]:
         # A missing key has slot -1, which indexes the last slot; the second term excludes it.
         return self._running.not_written(slots) & (slots >= 0)

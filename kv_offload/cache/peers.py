@@ -1,76 +1,102 @@
-"""Finds the other engines of a host pool and reads their directories.
+"""Finds the other engines of a host pool, reads their directories and leases their slots.
 
-Nothing here waits for another engine. The only bytes of another engine that are written are the
-marks of used slots. The bytes of another engine's slot are copied between `PeerDirectory.claim` and
-`PeerDirectory.still_holds`:
+Nothing here waits for another engine. The only bytes of another engine that are written are marks
+of used slots, and the leases of this one. A slot of another engine is read between
+`PeerDirectory.lease` and `PeerDirectory.release`:
 
-    claim = peer.claim(keys)         the entries with valid sums
-    ... copy the slots ...
-    good = peer.still_holds(claim)   the entries whose sums have not changed
+    owner, before it writes a slot      reader, before it reads a slot
+    clears the sum of its entry         reads the sum, and then the key
+    orders memory                       sets its byte in the leases of the slot
+    reads the leases of the slot        orders memory
+    and does not write if it is leased  and does not read if the sum has changed
 
-The owner clears an entry before any byte of its slot is written, and no two publications have the
-same sum. So if the sum is unchanged, the copied bytes are those of the key. This holds at whatever
-instruction the owner stops or ends, and also after its end.
+So one of both sees the other. No two publications have the same sum, so an unchanged sum means that
+the slot had the key all the time, and has it until the lease ends. This holds at whatever
+instruction owner or reader stop or end. A reader that has ended is known by the lock of its seat
+(`lock_reader`): then the owner ends its leases.
 
 docs/design/host_pool.md has the argument.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
+import fcntl
 import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.directory import (
     DIRECTORY,
+    MAX_PEERS,
     Contents,
-    file_names,
     open_directory,
     order_memory,
+    read_names,
 )
-from kv_offload.cache.key_index import Names, hash_keys, may_have
+from kv_offload.cache.key_index import Names
+from kv_offload.cache.slot_refcounts import SlotRefcounts
 from kv_offload.cache.slots import Slots
 
 REFRESH_SECONDS = 1.0
 """Interval at which the seats of a pool are listed. It delays the first read from a new engine, and
 the unmapping of an arena that was removed."""
 
-MAX_PEERS = 64
-"""At most so many peers are read, those with the lowest seat numbers."""
+READER = "reader"
+"""Locked by the process that sets and clears the leases of a seat's engine."""
 
 SEAT = re.compile(r"seat-(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The entries found for a list of keys: their `rows` in that list, slots and sums."""
+def lock_reader(seat: Path, *, makes: bool = False) -> int | None:
+    """Lock the leases of a seat's engine; None if a process has them.
 
-    rows: NDArray[np.intp]
-    slots: Slots
-    sums: NDArray[np.uint64]
-    generation: bytes
+    The kernel ends the lock with the process, whose tokens and stores then reach nobody: what its
+    ranks may still read does not matter. Returns a descriptor, which ends the lock when closed.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if makes else 0)
+    try:
+        fd = os.open(seat / READER, flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 class PeerDirectory:
-    """The directory of another seat, which an engine writes, or has left. Any thread reads it."""
+    """The directory of another seat, which an engine writes, or has left.
 
-    def __init__(self, seat: Path, contents: Contents, inode: int, files: Mapping[int, str]):
+    The scheduler looks keys up in it and leases slots. Any thread may read the properties.
+    """
+
+    def __init__(
+        self, seat: Path, contents: Contents, inode: int, files: Mapping[int, str], reader: int
+    ) -> None:
         self.seat, self.files = seat, files
-        self.contents, self._inode = contents, inode
-        self._arenas: dict[str, NDArray[np.uint8]] = {}
+        self.number = _number(seat)
+        self.contents, self.inode = contents, inode
+        self._leases = contents.leases[:, reader]
+        self._held = SlotRefcounts(contents.num_slots)
+        self.num_leases = 0
+        """Leases that were not released."""
 
     @classmethod
-    def open(cls, seat: Path, kinds: Mapping[int, str]) -> PeerDirectory | None:
-        """Open the directory of a seat; None where there is none of arenas of these kinds."""
+    def open(cls, seat: Path, kinds: Mapping[int, str], reader: int) -> PeerDirectory | None:
+        """Open the directory of a seat; None where there is none of arenas of these kinds.
+
+        `reader` is the seat of this engine, whose leases this process alone may set. Those that an
+        earlier process left are ended.
+        """
         try:
             inode = os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
         except OSError:
@@ -80,15 +106,18 @@ class PeerDirectory:
             return None
         files = read_names(contents.files)
         is_alike = all(files.get(rank, "").startswith(f"{kind}.") for rank, kind in kinds.items())
-        peer = cls(seat, contents, inode, files)
+        peer = cls(seat, contents, inode, files, reader)
         # Between the two it may have been replaced.
-        return peer if is_alike and peer.is_current and peer.has_arenas else None
+        if not is_alike or not peer.is_current or not peer.has_arenas:
+            return None
+        peer._leases[np.flatnonzero(peer._leases)] = 0
+        return peer
 
     @property
     def is_current(self) -> bool:
         """True while it is the directory of the seat: another engine may have replaced it."""
         try:
-            return os.stat(self.seat / DIRECTORY, follow_symlinks=False).st_ino == self._inode
+            return os.stat(self.seat / DIRECTORY, follow_symlinks=False).st_ino == self.inode
         except OSError:
             return False
 
@@ -97,65 +126,70 @@ class PeerDirectory:
         """True while the arenas are there: an engine that starts may have removed one."""
         return all((self.seat / name).exists() for name in self.files.values())
 
-    def claim(self, keys: Sequence[bytes]) -> Claim:
-        """Return the valid entries of some keys; called before their slots are read."""
-        contents, names = self.contents, Names.of(keys)
-        generation = contents.generation
-        slots = contents.find(names)
-        rows = np.flatnonzero(slots >= 0)
-        read = contents.entries[slots[rows]]
-        fits = (read["name"] == names.words[rows]).all(axis=1)
-        fits &= contents.fits(slots[rows], read, generation)
-        rows = rows[fits]
-        order_memory()
-        return Claim(rows, slots[rows], read["sum"][fits], generation)
+    @property
+    def usable_slots(self) -> int:
+        """The slots below this have memory on all ranks; 0 once the directory is retired."""
+        contents = self.contents
+        return 0 if contents.is_retired else int(contents.header["usable_slots"])
 
-    def still_holds(self, claim: Claim) -> NDArray[np.bool_]:
-        """Return for each slot of a claim whether its bytes, read since then, are those claimed."""
-        order_memory()
-        same: NDArray[np.bool_] = self.contents.entries["sum"][claim.slots] == claim.sums
-        if self.contents.generation != claim.generation or not self.is_current:
-            same[:] = False
-        return same
-
-    def arena(self, rank: int, num_slots: int, slot_bytes: int) -> NDArray[np.uint8] | None:
-        """Return the slots of a rank, uint8 of `(num_slots, slot_bytes)`; None if they are gone.
-
-        Mapped read-only on the first call. A file that became shorter is not touched: reading past
-        its end would kill the process.
+    def lease(self, slots: Slots, names: Names) -> NDArray[np.bool_]:
+        """Lease distinct slots in which keys were found; return those that have them, and do so
+        until `release`.
         """
-        path = self.seat / self.files[rank]
-        nbytes = num_slots * slot_bytes
-        try:
-            if os.stat(path, follow_symlinks=False).st_size < nbytes:
-                return None
-            if (known := self._arenas.get(path.name)) is None:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
-                finally:
-                    os.close(fd)
-                known = np.frombuffer(memory, np.uint8).reshape(num_slots, slot_bytes)
-                self._arenas[path.name] = known
-        except (OSError, ValueError):
-            return None
-        return known
+        contents = self.contents
+        entries, generation = contents.entries, contents.generation
+        order_memory()
+        sums = entries["sum"][slots]
+        order_memory()
+        good: NDArray[np.bool_] = (sums != 0) & (entries["name"][slots] == names.words).all(axis=1)
+        self._leases[slots] = 1
+        order_memory()
+        good &= entries["sum"][slots] == sums
+        order_memory()
+        if contents.is_retired or contents.generation != generation or not self.is_current:
+            good[:] = False
+        self.hold(slots[good])
+        self._leases[self._held.idle(slots[~good])] = 0
+        return good
+
+    def hold(self, slots: Slots) -> None:
+        """Hold leased slots once more, until another `release`."""
+        self._held.start_loads(slots)
+        self.num_leases += len(slots)
+
+    def release(self, slots: Slots) -> None:
+        """End one lease of each slot. Nothing reads them for it any more."""
+        idle = self._held.end_loads(slots)
+        self.num_leases -= len(slots)
+        order_memory()
+        self._leases[idle] = 0
 
 
 class PeerDirectories:
     """The directories of the other seats of a pool whose arenas match `arenas`, given by rank.
 
-    A thread adds new ones and drops removed ones, until `close` or the end of this object.
+    A thread adds new ones and drops removed ones, until `close` or the end of this object, and
+    calls `changed`. There are none while another process has the leases of this seat, which is one
+    that lost its ranks and is ending.
     """
 
-    def __init__(self, arenas: Mapping[int, Path]) -> None:
+    def __init__(
+        self, arenas: Mapping[int, Path], changed: Callable[[], None] | None = None
+    ) -> None:
         (self._seat,) = {arena.parent for arena in arenas.values()}
         self._kinds = {rank: _kind(arena.name) for rank, arena in arenas.items()}
+        self._changed: Callable[[], None] | None = None
         self.all: tuple[PeerDirectory, ...] = ()
         """Replaced as a whole, so any thread may read it."""
+        # By seat and inode; kept by whoever holds leases.
+        self._opened: WeakValueDictionary[tuple[Path, int], PeerDirectory] = WeakValueDictionary()
+        self._reader: Callable[[], object] | None = None
+        """Ends the lock of this seat's leases."""
+        self._refreshing = threading.Lock()
         self._ended = threading.Event()
         self._finalizer = weakref.finalize(self, self._ended.set)
         self.refresh()
+        self._changed = changed
         threading.Thread(
             target=_refresh,
             args=(weakref.ref(self), self._ended),
@@ -165,39 +199,45 @@ class PeerDirectories:
 
     def refresh(self) -> None:
         """List the seats of the pool."""
-        known = {peer.seat: peer for peer in self.all if peer.is_current and peer.has_arenas}
-        found = []
-        for seat in _seats(self._seat):
-            peer = known.get(seat) or PeerDirectory.open(seat, self._kinds)
-            if peer is not None:
-                found.append(peer)
-        if found != [*self.all]:
-            self.all = tuple(found)
+        with self._refreshing:
+            if self._ended.is_set() or _number(self._seat) >= MAX_PEERS:
+                return
+            if self._reader is None:
+                lock = lock_reader(self._seat, makes=True)
+                if lock is None:
+                    return
+                self._reader = weakref.finalize(self, os.close, lock)
+            found = tuple(filter(None, map(self._find, _seats(self._seat))))
+            if found == self.all:
+                return
+            self.all = found
+        if self._changed is not None:
+            self._changed()
 
-    def have(self, keys: Sequence[bytes], *, uses: bool = False) -> NDArray[np.bool_]:
-        """Return for each key whether a peer seems to have it; sums are not verified.
+    def _find(self, seat: Path) -> PeerDirectory | None:
+        """Return the directory of a seat, if its arenas are alike and there.
 
-        Takes 0.3 ms for 2,048 keys that none of seven peers has. With `uses`, each key found counts
-        as a use for its owner. See `hash_keys` for the keys.
+        None is opened twice, which would end the leases of the first time.
         """
-        peers, found = self.all, np.zeros(len(keys), bool)
-        maybe = may_have([peer.contents.index for peer in peers], hash_keys(keys))
-        if not maybe.any():
-            return found
-        for peer, its in zip(peers, maybe, strict=True):
-            rows = np.flatnonzero(its & ~found)
-            if not len(rows):
-                continue
-            slots = peer.contents.find(Names.of([keys[row] for row in rows.tolist()]))
-            found[rows] = has = slots >= 0
-            if uses and has.any():
-                peer.contents.mark(slots[has])
-        return found
+        try:
+            inode = os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
+        except OSError:
+            return None
+        peer = self._opened.get((seat, inode))
+        if peer is None:
+            peer = PeerDirectory.open(seat, self._kinds, _number(self._seat))
+            if peer is None:
+                return None
+            self._opened[seat, peer.inode] = peer
+        return peer if peer.is_current and peer.has_arenas else None
 
     def close(self) -> None:
-        """Drop all of them and end the thread."""
+        """Drop all of them, and end the thread and all leases."""
         self._ended.set()
-        self.all = ()
+        with self._refreshing:
+            self.all = ()
+            if self._reader is not None:
+                self._reader()
 
 
 def arena_kinds(seat: Path) -> dict[int, str]:
@@ -212,24 +252,19 @@ def _kind(arena: str) -> str:
     return arena.rpartition(".")[0]
 
 
-def read_names(text: bytes) -> dict[int, str]:
-    """Return the files that a header names; none if it has another format."""
-    try:
-        files = {int(rank): str(name) for rank, name in json.loads(text)}
-    except (ValueError, TypeError):
-        return {}
-    return files if file_names(files) == text else {}
+def _number(seat: Path) -> int:
+    """Return the number of a seat; `MAX_PEERS` for another folder."""
+    found = SEAT.fullmatch(seat.name)
+    return MAX_PEERS if found is None else int(found[1])
 
 
 def _seats(own: Path) -> list[Path]:
+    """Return the other seats of a pool whose slots can be named, by number."""
     try:
-        with os.scandir(own.parent) as entries:
-            found = {entry.name: SEAT.fullmatch(entry.name) for entry in entries}
+        seats = [own.parent / name for name in os.listdir(own.parent)]
     except OSError:
         return []
-    numbers = sorted((int(seat[1]), name) for name, seat in found.items() if seat)
-    seats = [own.parent / name for _, name in numbers]
-    return [seat for seat in seats if seat != own][:MAX_PEERS]
+    return sorted((one for one in seats if one != own and _number(one) < MAX_PEERS), key=_number)
 
 
 def _refresh(peers: weakref.ref[PeerDirectories], ended: threading.Event) -> None:

@@ -14,6 +14,7 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
 from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
@@ -60,6 +61,7 @@ class Subscribers:
     - `emptied`: host memory is empty. `engine_reset`: so is the engine's own cache.
     - `work`: the step ends; True if the engine is idle. `has_work`: returns whether it must step.
     - `announcements`: returns the announcements for routers.
+    - `plans`: takes the plan of a step, and returns it with additions. `reports`: ranks report.
     - `close`: the engine shuts down.
     """
 
@@ -76,6 +78,8 @@ class Subscribers:
         self.work: list[Callable[[bool], None]] = []
         self.has_work: list[Callable[[bool], bool]] = []
         self.announcements: list[Callable[[], list[Announcement]]] = []
+        self.plans: list[Callable[[OffloadMetadata], OffloadMetadata]] = []
+        self.reports: list[Callable[[OffloadWorkerMetadata], None]] = []
         self.close: list[Callable[[], None]] = []
 
     def add_announcer(self, announcer: Announcer) -> None:

@@ -30,8 +30,8 @@ from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.resets import Resets
 from kv_offload.scheduler.stores.planner import StorePlanner
 from kv_offload.scheduler.transfers import Kind, Transfer
+from kv_offload.scheduler.windows import Windows
 from kv_offload.tiers.lower import LowerTiers, TierSpec
-from kv_offload.tiers.peers import PeerTier
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ class OffloadScheduler:
         overlaps, queue = engine.loads_overlap, self._transfers.load_queue
         self._costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)
         self.tiers = LowerTiers(core, self._lookups, self._costs, tiers)
-        peers = self.tiers.tiers.get("peers")
-        if isinstance(peers, PeerTier) and isinstance(core.manager, LastingManager):
-            peers.share_with(core.manager)
         self._admissions = Admissions(core, self._lookups, self._costs, self.tiers)
         self._stores = StorePlanner(core)
         self.resets = Resets(core, self._stores, self.tiers)
         self._effects = PendingEffects(core)
         self.in_flight = InFlight(core, self._effects)
+        self._windows: Windows | None = None
+        if isinstance(core.manager, LastingManager):
+            self._windows = Windows(core, core.manager)
         self._ready_slots: dict[int, int] = {}
         self.manager.limit_slots(0)
 
@@ -185,7 +185,10 @@ class OffloadScheduler:
         self._costs.next_step()
         loads, waits = transfers.num_loads > 0, transfers.plans_synchronous_load
         self.watch.begin(output, loads=loads, waits=waits)
-        return transfers.seal(self._requests.admissions)
+        plan = transfers.seal(self._requests.admissions)
+        for add in self._tell.plans:
+            plan = add(plan)
+        return plan
 
     @property
     def _is_still(self) -> bool:
@@ -232,7 +235,7 @@ class OffloadScheduler:
             self.tiers.slots_used(transfer.slots)
         elif transfer.kind is Kind.LOAD:
             self._end_load(transfer)
-            self.tiers.slots_used(transfer.slots)
+            self.tiers.slots_used(self.manager.owned(transfer.slots))
         else:
             self.tiers.end(transfer)
 
@@ -266,6 +269,8 @@ class OffloadScheduler:
         told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
         self.watch.load_rate.hear(told)
         self.tiers.learn(report)
+        for take in self._tell.reports:
+            take(report)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)
@@ -336,6 +341,7 @@ class OffloadScheduler:
                     "which memory they have, and blocks are kept by all of them: remove the key"
                 )
             manager.open(arenas)
+            manager.share(self._engine.wake)
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
         self.tiers.take_capacities(capacities)
 
@@ -398,6 +404,7 @@ class OffloadScheduler:
             "stores_paused": float(self._stores.paused),
             **self.watch.gauges(),
             **self.tiers.gauges(),
+            **(self._windows.gauges() if self._windows is not None else {}),
         }
 
     def check_integrity(self) -> None:

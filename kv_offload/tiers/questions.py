@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.lookups import Lookups
@@ -83,7 +81,7 @@ class Questions:
             # One slot more may be the proof of a draft head's hit.
             keys += prefixes.slot_keys(hashes, group, slots.start, slots.stop + 1)
         self._budget.spend(len(keys))
-        missing = self._host.find(keys) < 0 if keys else np.zeros(0, bool)
+        missing = self._host.lacks(keys)
         for other in tiers:
             if not other.is_shared and missing.any():
                 missing &= ~other.readable(keys)

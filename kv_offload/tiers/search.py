@@ -98,7 +98,7 @@ class Search:
         end, full = prefixes.longest_hits(hashes, readable, start, limit)
         keys = prefixes.needed_keys(hashes, start, end) if end > start else []
         host_slots = self._host.find(keys)
-        absent = host_slots < 0
+        absent = self._host.lacks(keys)
         missing = [key for key, gone in zip(keys, absent.tolist(), strict=True) if gone]
         first_tokens = prefixes.needed_tokens(start, end)
         parts = {transfer: first for first, transfer in known.parts}
@@ -112,10 +112,12 @@ class Search:
             host_end = prefixes.longest_hit(hashes, self._lookups.readable, start, limit)
         read = Read(known.start_tokens, end, full, host_end, [])
         sources = self._locate(missing, tiers)
+        if len(sources) < len(missing):
+            return None  # a peer has lost a key since
         read.parts = [(first, transfer) for transfer, first in parts.items()]
         if not self._is_worth_it(read, Counter(sources)):
             return None
-        parents = distinct(host_slots[self._host.readable(keys)])
+        parents = distinct(host_slots[(host_slots >= 0) & self._host.readable(keys)])
         begun = self._reads.begin(missing, sources, parents)
         self._host.prepare_copy(parents)  # a quota evicts none of what this reads the rest of
         try:
@@ -150,14 +152,12 @@ class Search:
 
     @staticmethod
     def _locate(keys: list[SlotKey], tiers: Sequence[Tier]) -> list[Tier]:
-        """Return the first tier that has each of these keys, which one of them had just now."""
-        # A key that peers have forgotten meanwhile is read where that may fail: no disk has it.
-        last = next((tier for tier in reversed(tiers) if tier.manager is None), tiers[-1])
-        sources = [last] * len(keys)
+        """Return the first tier that has each of these keys; shorter if none has one any more."""
+        sources: dict[int, Tier] = {}
         for tier in reversed(tiers):
             for row in np.flatnonzero(tier.readable(keys)).tolist():
                 sources[row] = tier
-        return sources
+        return [sources[row] for row in sorted(sources)]
 
     def compute_seconds(self, read: Read) -> float | None:
         """Return how long it takes to compute what host memory lacks; None without evidence."""

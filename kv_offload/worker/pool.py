@@ -223,7 +223,8 @@ def free_seat(seat: Path) -> int | None:
     if lock is None:
         return None
     # The empty seat stays, because an engine may be about to lock it.
-    (seat / DIRECTORY).unlink(missing_ok=True)
+    for directory in seat.glob(f"{DIRECTORY}*"):
+        directory.unlink(missing_ok=True)
     arenas = find_arenas(seat)
     for name in arenas:
         (seat / name).unlink(missing_ok=True)

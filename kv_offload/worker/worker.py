@@ -28,7 +28,6 @@ from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
 from kv_offload.worker.jobs import RankJobs, RankLog
 from kv_offload.worker.moves import Moves
-from kv_offload.worker.peers import HostPeers
 from kv_offload.worker.pool import Seat
 from kv_offload.worker.remote import Remote
 from kv_offload.worker.sharing import ALONE, SharingRanks
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 10.0
 """Maximum seconds to wait for running copies before a reset, a sleep or shutdown."""
 
-LowerTier = Disk | Remote | HostPeers
+LowerTier = Disk | Remote
 
 NO_TIERS: Mapping[str, LowerTier] = {}
 

@@ -59,12 +59,22 @@ def peer(models: Path, folder: Path, name: str, seed: int = 0) -> Iterator[Proce
 def serve_from_peers(ours: Engine, prompts: list[Any], expected: list[Any]) -> None:
     """Serve prompts of which this engine has nothing, all blocks of which a peer has."""
     blocks = full_blocks(prompts)
+    stored = len(ours.offload.manager.readable_slots())
     before = ours.totals["peers_read_bytes"], ours.totals["loaded_bytes"]
     assert ours.generate(prompts) == expected
     ours.settle()
     assert ours.totals["peers_read_bytes"] - before[0] >= blocks * ours.block_bytes
     assert ours.totals["loaded_bytes"] - before[1] >= blocks * ours.block_bytes
+    assert len(ours.offload.manager.readable_slots()) == stored  # straight from the peer's memory
+    assert ours.totals["promoted_bytes"] == 0
+    assert ours.offload.gauges()["leased_slots"] == 0
     ours.offload.check_integrity()
+
+
+def meet(ours: Engine, peers: int) -> None:
+    """Have the ranks map the arenas of so many peers."""
+    ours.settle()
+    assert ours.offload.gauges()["peers"] == peers
 
 
 def corrupt(folder: Path) -> None:
@@ -88,7 +98,7 @@ def test_two_engines_serve_what_a_third_computed(
         offloading(model_folder, plugin=plugin(memory_folder)) as ours,
     ):
         assert ours.offload.gauges()["adopted_slots"] == 0
-        assert ours.offload.gauges()["peers"] == 2
+        meet(ours, 2)
         if state != "runs":
             os.killpg(first.pid, signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
         serve_from_peers(ours, PROMPTS, expected)
@@ -104,6 +114,7 @@ def test_other_bytes_of_a_peer_change_the_answers(model_folder: Path, memory_fol
         peer(model_folder, memory_folder, "first"),
         offloading(model_folder, plugin=plugin(memory_folder)) as ours,
     ):
+        meet(ours, 1)
         corrupt(memory_folder)
         assert all_differ(ours.generate(PROMPTS), expected)
 
@@ -114,11 +125,11 @@ def test_after_a_reset_nothing_is_read_from_peers(model_folder: Path, memory_fol
         peer(model_folder, memory_folder, "first"),
         offloading(model_folder, plugin=plugin(memory_folder)) as ours,
     ):
-        assert ours.offload.gauges()["peers_usable"] == 1
+        meet(ours, 1)
         assert ours.llm.reset_prefix_cache(reset_connector=True)
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["peers_read_bytes"] == 0
-        assert ours.offload.gauges()["peers_usable"] == 0
+        assert ours.offload.gauges()["peers"] == 0
 
 
 if __name__ == "__main__":

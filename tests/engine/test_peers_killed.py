@@ -1,6 +1,6 @@
 """An engine answers right while its peer is killed at drawn moments, and starts again.
 
-Host memory is too small for all prompts: both engines evict what the other one copies.
+Host memory is too small for all prompts: both engines evict what the other one loads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_an_engine_answers_right_whenever_its_peer_is_killed(
             own.mkdir()
             words = ("tests.engine.test_peers_killed", model_folder, memory_folder, life)
             with staying(*words, folder=own, forks=True) as (process, adopted):
-                wait_until(lambda: ours.offload.gauges()["peers"] == 1)
+                wait_until(lambda: ours.settle() or ours.offload.gauges()["peers"] == 1)
                 assert (int(adopted) > 0) is (life > 0)
                 os.killpg(process.pid, signal.SIGSTOP)
                 serve([*range(len(SETS))])

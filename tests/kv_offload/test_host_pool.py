@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,17 +24,22 @@ from kv_offload.engines.vllm.start import ranks
 from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker import capacity
+from tests.support.manual_copies import ManualWindows
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_rank import PlayedExecutor
 
 PREFIXES = [[seed * 7 + token for token in range(20)] for seed in range(1, 6)]
 
 
+ARENAS: dict[str, np.ndarray] = {}
+"""The slots of all pooled engines, by the paths of their arenas."""
+
+
 class PooledEngine(PlayedEngine):
     """A played engine in a pool. Its arenas are not in the pool's files: `copies.arena` is read."""
 
-    def __init__(self, folder: Path, **arguments: Any) -> None:
-        plugin = {"host_pool": "chat", "host_pool_path": str(folder)}
+    def __init__(self, folder: Path, *, more: Mapping[str, Any] = {}, **arguments: Any) -> None:
+        plugin = {"host_pool": "chat", "host_pool_path": str(folder), **more}
         given: dict[int, list[Any]] = {}
 
         def gather(value: Any) -> list[Any]:
@@ -44,7 +50,11 @@ class PooledEngine(PlayedEngine):
         folder.mkdir(exist_ok=True)
         with mock.patch.object(ranks, "gather_over_ranks", gather):
             super().__init__(plugin=plugin, **arguments)
-        (self.seat,) = folder.glob("kv-offload-*/chat/seat-0")
+        workers = [rank.connector.offload_worker for rank in self.ranks]
+        self.seat = Path(workers[0]._arena).parent
+        for rank, worker in zip(self.ranks, workers, strict=True):
+            ARENAS[worker._arena] = rank.copies.arena
+            rank.copies.windows = worker._peers.windows = ManualWindows(ARENAS)
         self.of_first_weights: dict[bytes, Any] = {}
         self.seen = 0
 
@@ -194,3 +204,70 @@ def test_what_was_adopted_is_announced_and_with_its_tokens_once_it_is_loaded(mem
     assert left <= router.in_memory == engine.blocks_in_memory()
     assert len(left - router.without_tokens) == 5
     engine.rest()
+
+
+def meet(*engines: PooledEngine) -> None:
+    """Have engines find each other, and map what the others have."""
+    for engine in engines:
+        engine.offload.manager.peers.directories.refresh()
+        for _ in range(4):
+            engine.schedule()
+            engine.finish_steps()
+
+
+def pooled(folder: Path, count: int, **arguments: Any) -> list[PooledEngine]:
+    engines = [PooledEngine(folder, **arguments) for _ in range(count)]
+    meet(*engines)
+    return engines
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_engine_loads_straight_from_the_slots_of_another(
+    memory_folder: Path, num_ranks: int
+) -> None:
+    owner, engine = pooled(memory_folder, 2, slots=30, ranks=num_ranks)
+    for number, prefix in enumerate(PREFIXES[:3]):
+        owner.serve(f"r{number}", prefix)
+    for number, prefix in enumerate(PREFIXES[:3]):
+        engine.serve(f"r{number}", prefix)
+    assert engine.totals["hit_tokens"] == 3 * 20
+    assert engine.totals["peers_read_bytes"] == engine.totals["loaded_bytes"] > 0
+    assert engine.totals["promoted_bytes"] == engine.totals["stored_slots"] == 0
+    assert engine.offload.manager.slots_in_use == 0
+    assert engine.offload.manager.peers.num_leases == 0
+    engine.rest()
+    for rank in owner.ranks:
+        rank.copies.arena[:] ^= 0x40
+    with pytest.raises(AssertionError):
+        engine.serve("again", PREFIXES[0])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_engines_that_load_from_each_other_answer_right(
+    memory_folder: Path, seed: int, asynchronous: bool
+) -> None:
+    """Whatever they evict meanwhile; copies fail at random, and one is reset and read no more."""
+    chance = random.Random(seed)
+    engines = pooled(memory_folder, 3, slots=12, blocks=30, async_scheduling=asynchronous)
+    for engine in engines:
+        engine.may_fail = True
+    for number in range(1500):
+        engine = chance.choice(engines)
+        act(engine, chance, number)
+        engine.offload.check_integrity()
+        if number == 1000:
+            engines[0].finish_steps()
+            assert engines[0].reset(reset_running_requests=True, reset_connector=True)
+        if number % 100 == 0:
+            for engine in engines:
+                engine.offload.manager.peers.directories.refresh()
+    for engine in engines:
+        engine.run()
+        assert engine.offload.manager.peers.num_leases == 0
+        assert engine.totals["peers_read_bytes"] > 0
+        assert engine.offload.manager.evictions > 0
+        assert not engine.totals["hook_errors"]
+    for engine in engines:
+        directory = engine.offload.manager.directory
+        assert not directory.are_leased(np.arange(12, dtype=np.int32)).any()

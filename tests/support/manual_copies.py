@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,28 @@ from numpy.typing import NDArray
 GARBAGE = 0xA5
 
 
+class ManualWindows:
+    """Windows on the arenas of other manual engines, which `arenas` has by the paths of files."""
+
+    window_slots = 1 << 12
+
+    def __init__(self, arenas: Mapping[str, NDArray[np.uint8]]) -> None:
+        self.arenas = arenas
+        self.mapped: dict[int, NDArray[np.uint8]] = {}
+        self.ready_slots = [0] * 64
+
+    def __len__(self) -> int:
+        return len(self.ready_slots)
+
+    def attach(self, window: int, path: str, num_slots: int) -> None:
+        self.mapped[window] = self.arenas[path]
+        self.ready_slots[window] = num_slots
+
+    def detach(self, window: int) -> None:
+        del self.mapped[window]
+        self.ready_slots[window] = 0
+
+
 class ManualSwapEngine(SwapEngine):
     """Keeps submitted jobs until `run`; copies as `kv_swap.host` does.
 
@@ -28,7 +50,8 @@ class ManualSwapEngine(SwapEngine):
     Copies that fail leave garbage behind, and so do stores of `unpackable` blocks.
     """
 
-    windows = None
+    windows: Any = None
+    """`ManualWindows` of an engine in a pool."""
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         super().__init__(layout, num_slots)
@@ -114,11 +137,15 @@ class ManualSwapEngine(SwapEngine):
     def _pages(
         self, block: int, slot: int
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        arena = self.arena
+        if self.windows is not None and slot >= self.windows.window_slots:
+            window, slot = divmod(slot, self.windows.window_slots)
+            arena = self.windows.mapped[window - 1]
         for region in self.layout.regions:
             start = region.slot_offset_bytes
             yield (
                 bytes_at(region.address + block * region.block_stride_bytes, region.page_bytes),
-                self.arena[slot, start : start + region.page_bytes],
+                arena[slot, start : start + region.page_bytes],
             )
 
     def poll(self) -> list[Completion]:

@@ -194,7 +194,7 @@ class Admissions:
         except MissingKeyError:
             slots = NO_SLOTS
         if tracked.hints.keep is not None:
-            self._retention.keep(slots, tracked.hints.keep)
+            self._retention.keep(self._manager.owned(slots), tracked.hints.keep)
         tracked.load_planned(start_tokens, end_tokens, synchronous=synchronous)
         self._transfers.plan_load(
             tracked,

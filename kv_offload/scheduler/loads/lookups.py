@@ -32,6 +32,10 @@ In blocks of 16 tokens these are 32,768 tokens, more than a step computes or loa
 0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
 
 
+MAX_LOOKUPS = 2
+"""Lookups of a request in a step: a peer may lose a block between its lookup and its lease."""
+
+
 class LookupBudget:
     """Bounds the keys that one step looks up.
 
@@ -101,9 +105,30 @@ class Lookups:
         if is_spent:
             tracked.still_waits = self.budget.is_spent
             return None
+        for _ in range(MAX_LOOKUPS):
+            end, keys = self._look_up(tracked, start_tokens, patient=patient)
+            owner = self._owner(keys) if patient else None
+            if owner is not None:
+                self._wait(tracked, owner)
+                return None
+            if self._manager.reserve(keys):
+                break
+        else:
+            end, keys = start_tokens, []
+        tracked.load_deadline = math.inf
+        tracked.hit = self._hit(start_tokens, num_tokens, end, keys)
+        return tracked.hit
+
+    def _look_up(
+        self, tracked: TrackedRequest, start_tokens: int, *, patient: bool
+    ) -> tuple[int, list[SlotKey]]:
+        """Return the end of what is readable, and the keys to load."""
+        prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
         hashes = tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
-        known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
+        known = start_tokens
+        if patient:
+            known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
         if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
             known = start_tokens  # host memory was emptied
         end, shared = prefixes.longest_hits(hashes, self.readable, start_tokens, limit, known)
@@ -116,13 +141,7 @@ class Lookups:
             keys = prefixes.needed_keys(hashes, start_tokens, end)
             if not keys:
                 end = start_tokens  # groups that read no earlier token have no slots
-            owner = self._owner(keys) if patient else None
-            if owner is not None:
-                self._wait(tracked, owner)
-                return None
-        tracked.load_deadline = math.inf
-        tracked.hit = self._hit(start_tokens, num_tokens, end, keys)
-        return tracked.hit
+        return end, keys
 
     def _hit(self, start: int, num_tokens: int, end: int, keys: list[SlotKey]) -> Hit:
         now = time.monotonic()
@@ -220,7 +239,7 @@ class Lookups:
         if any(group.sees_next_token for group in self._prefixes.groups):
             return False  # the proof after the end may be gone
         if hit.slots is None:
-            if not manager.readable(hit.keys).all():
+            if not manager.readable(hit.keys).all() or not manager.reserve(hit.keys):
                 return False
             hit.slots = manager.find(hit.keys)
         elif not manager.keep_their_keys(hit.slots, hit.forgotten):

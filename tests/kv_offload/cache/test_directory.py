@@ -14,7 +14,7 @@ from kv_offload.cache.directory import (
     DIRECTORY,
     ENTRY_BYTES,
     HEADER_BYTES,
-    MARKS_STEP,
+    PAGES_BYTES,
     Directory,
     file_bytes,
 )
@@ -33,13 +33,13 @@ def found(directory: Directory) -> dict[int, bytes]:
 
 
 def entry(folder: Path) -> bytes:
-    start = HEADER_BYTES + MARKS_STEP + 2 * ENTRY_BYTES
+    start = HEADER_BYTES + 2 * PAGES_BYTES + 2 * ENTRY_BYTES
     return (folder / DIRECTORY).read_bytes()[start : start + ENTRY_BYTES]
 
 
 def put_entry(folder: Path, content: bytes) -> None:
     with (folder / DIRECTORY).open("r+b") as file:
-        file.seek(HEADER_BYTES + MARKS_STEP + 2 * ENTRY_BYTES)
+        file.seek(HEADER_BYTES + 2 * PAGES_BYTES + 2 * ENTRY_BYTES)
         file.write(content)
 
 
@@ -174,7 +174,7 @@ def test_a_directory_that_is_about_to_be_closed_is_waited_for(
 @pytest.mark.parametrize("damage", [b"", b"?" * 7, b"\0" * file_bytes(4)])
 def test_a_file_that_is_no_directory_is_replaced(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / DIRECTORY).write_bytes(damage)
-    (tmp_path / f"{DIRECTORY}.left").write_bytes(b"of a process that ended while it made one")
+    (tmp_path / f"{DIRECTORY}-new.left").write_bytes(b"of a process that ended while it made one")
     assert not Directory(tmp_path, FILES, 4).is_continued
     assert os.listdir(tmp_path) == [DIRECTORY]
 

@@ -1,4 +1,4 @@
-"""What an engine reads of another one's slots: all bytes of the key that it asked for, or nothing.
+"""What an engine reads of another one's slots: all bytes of the key that it leased, or nothing.
 
 Owners are real processes where one is killed or stopped, and real directories everywhere.
 """
@@ -14,13 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_directory
+from kv_offload.cache.key_index import Names
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
-from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, content_of, live
+from kv_offload.cache.slots import Slots
+from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, Life, content_of, live
 
 KEYS = [b"key %d" % number for number in range(46)]
 OWN = Path("seat-7", "rank-0.kind.own")
@@ -44,6 +48,7 @@ def make_seat(pool: Path, name: str = "seat-0", kind: str = "kind") -> tuple[Dir
 
 
 def find(pool: Path) -> PeerDirectories:
+    (pool / OWN.parent).mkdir(exist_ok=True)
     return PeerDirectories({0: pool / OWN})
 
 
@@ -52,22 +57,28 @@ def only(peers: PeerDirectories) -> PeerDirectory:
     return peer
 
 
+def lease(peer: PeerDirectory, keys: list[bytes]) -> tuple[list[bytes], Slots]:
+    """Lease what a peer has of some keys; return these and their slots."""
+    names = Names.of(keys)
+    slots = peer.contents.find(names)
+    rows = np.flatnonzero(slots >= 0)
+    good = peer.lease(slots[rows], Names(names.words[rows], names.hashes[rows]))
+    return [keys[row] for row in rows[good].tolist()], slots[rows[good]]
+
+
 def read(peer: PeerDirectory, keys: list[bytes]) -> int:
-    """Copy what a peer has of some keys, as a rank does, and compare it; return how many there are.
+    """Read what a peer has of some keys, as a rank does, and compare it; return how many there are.
 
     Word by word, so that its owner may do anything meanwhile.
     """
-    arena = peer.arena(0, NUM_SLOTS, WORDS * 8)
-    claim = peer.claim(keys)
-    if arena is None:
-        return 0
-    words = arena.view(np.uint64)
-    copies = [[int(words[slot, word]) for word in range(WORDS)] for slot in claim.slots.tolist()]
-    good = peer.still_holds(claim)
-    for row, copied, ok in zip(claim.rows.tolist(), copies, good.tolist(), strict=True):
-        if ok:
-            assert copied == content_of(keys[row]).tolist()
-    return int(good.sum())
+    leased, slots = lease(peer, keys)
+    with (peer.seat / peer.files[0]).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    words = np.frombuffer(memory, np.uint64, NUM_SLOTS * WORDS).reshape(NUM_SLOTS, WORDS)
+    for key, slot in zip(leased, slots.tolist(), strict=True):
+        assert [int(words[slot, word]) for word in range(WORDS)] == content_of(key).tolist()
+    peer.release(slots)
+    return len(leased)
 
 
 def test_peers_are_the_other_seats_whose_arenas_are_alike(tmp_path: Path) -> None:
@@ -98,12 +109,15 @@ def rewrite(directory: Directory, words: np.ndarray, folder: Path) -> None:
         directory.publish(SLOTS, keys)
 
 
+following: list[Directory] = []
+
+
 def adopt_and_rewrite(directory: Directory, words: np.ndarray, folder: Path) -> None:
     """Do it by the next engine, after this one has ended."""
     directory.close()
-    following = Directory(folder, FILES, NUM_SLOTS)
-    assert following.is_continued
-    rewrite(following, words, folder)
+    following[:] = [Directory(folder, FILES, NUM_SLOTS)]
+    assert following[0].is_continued
+    rewrite(following[0], words, folder)
 
 
 def replace(directory: Directory, words: np.ndarray, folder: Path) -> None:
@@ -121,26 +135,55 @@ def remove(directory: Directory, words: np.ndarray, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [withdraw, rewrite, adopt_and_rewrite, replace, retire, remove])
-def test_what_its_owner_does_during_a_copy_has_it_refused(
+def test_what_its_owner_does_before_the_lease_has_it_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Directory, np.ndarray, Path], None],
+) -> None:
+    """The reader has read the sums and keys, and sets its leases next."""
+    directory, words = make_seat(tmp_path)
+    peer = only(find(tmp_path))
+    leased = lease(peer, KEYS)
+    assert leased[1].tolist() == [0, 1, 2]
+    peer.release(leased[1])
+    names, orders = Names.of(KEYS[:3]), []
+
+    def order() -> None:
+        orders.append(0)
+        if len(orders) == 2:  # after the sums
+            act(directory, words, tmp_path / "seat-0")
+
+    monkeypatch.setattr("kv_offload.cache.peers.order_memory", order)
+    good = peer.lease(SLOTS, names)
+    assert len(orders) >= 4
+    assert not good.any()
+    assert peer.num_leases == 0
+    assert not peer.contents.leases.any()
+
+
+@pytest.mark.parametrize("act", [withdraw, adopt_and_rewrite, retire])
+def test_what_its_owner_does_after_the_lease_leaves_the_slots_alone(
     tmp_path: Path, act: Callable[[Directory, np.ndarray, Path], None]
 ) -> None:
     directory, words = make_seat(tmp_path)
     peer = only(find(tmp_path))
-    claim = peer.claim(KEYS)
-    assert claim.rows.tolist() == [0, 1, 2]
-    assert peer.still_holds(claim).all()
+    _, slots = lease(peer, KEYS)
     act(directory, words, tmp_path / "seat-0")
-    assert not peer.still_holds(claim).any()
+    if act is adopt_and_rewrite:
+        directory = following[-1]
+    assert directory.are_leased(np.arange(5, dtype=np.int32)).tolist() == [True] * 3 + [False] * 2
+    assert directory.readers_of(slots) == [7]
+    peer.release(slots)
+    assert not directory.are_leased(slots).any()
 
 
 def test_what_its_owner_does_to_other_slots_refuses_nothing(tmp_path: Path) -> None:
     directory, _ = make_seat(tmp_path)
     peer = only(find(tmp_path))
-    claim = peer.claim(KEYS)
     directory.withdraw(SLOTS[:1])
     directory.use(SLOTS)
     directory.publish(SLOTS[:1] + 9, KEYS[9:10])
-    assert peer.still_holds(claim).tolist() == [False, True, True]
+    assert lease(peer, KEYS)[1].tolist() == [1, 2, 9]
 
 
 def test_after_a_reset_no_peer_finds_what_an_engine_had_or_gets(tmp_path: Path) -> None:
@@ -149,24 +192,15 @@ def test_after_a_reset_no_peer_finds_what_an_engine_had_or_gets(tmp_path: Path) 
     directory.retire()
     directory.publish(SLOTS + 5, KEYS[5:8])
     assert read(peer, KEYS) == 0
+    assert peer.usable_slots == 0
     directory.close()
-    following = Directory(tmp_path / "seat-0", FILES, NUM_SLOTS)
-    following.publish(SLOTS + 5, KEYS[5:8])
-    assert [len(peer.claim(KEYS).rows), peer.claim(KEYS).slots.tolist()] == [3, [5, 6, 7]]
-
-
-@pytest.mark.parametrize("damage", ["removed", "cut off"])
-def test_an_arena_that_is_gone_brings_nothing(tmp_path: Path, damage: str) -> None:
-    """The kernel would end a process that touches what was cut off."""
-    make_seat(tmp_path)
-    peer = only(find(tmp_path))
-    assert read(peer, KEYS) == 3
-    arena = tmp_path / "seat-0" / FILES[0]
-    if damage == "removed":
-        arena.unlink()
-    else:
-        os.truncate(arena, 8)
-    assert read(peer, KEYS) == 0
+    next_one = Directory(tmp_path / "seat-0", FILES, NUM_SLOTS)
+    assert not next_one.is_continued
+    assert next_one.read(0, NUM_SLOTS)[1] == []
+    next_one.allow(NUM_SLOTS)
+    next_one.publish(SLOTS + 5, KEYS[5:8])
+    assert lease(peer, KEYS)[1].tolist() == [5, 6, 7]
+    assert peer.usable_slots == NUM_SLOTS
 
 
 def test_what_was_removed_is_let_go_of(tmp_path: Path) -> None:
@@ -189,25 +223,29 @@ def test_every_key_is_found_where_many_have_one_bucket(tmp_path: Path) -> None:
     slots = np.array(chance.sample(range(num_slots), num_slots), np.int32)
     directory.publish(slots, keys)
     peer = only(find(tmp_path))
-    claim = peer.claim(keys)
-    assert claim.slots.tolist() == slots[claim.rows].tolist()
-    assert len(claim.rows) >= num_slots - 1
+    leased, found = lease(peer, keys)
+    slot_of = dict(zip(keys, slots.tolist(), strict=True))
+    assert found.tolist() == [slot_of[key] for key in leased]
+    assert len(found) >= num_slots - 1
+    peer.release(found)
     gone = slots[:2500]
     directory.withdraw(gone)
-    assert {*peer.claim(keys).slots.tolist()} == {*claim.slots.tolist()} - {*gone.tolist()}
+    _, found_then = lease(peer, keys)
+    assert {*found_then.tolist()} == {*found.tolist()} - {*gone.tolist()}
     directory.publish(gone, keys[:2500])
-    assert len(peer.claim(keys).rows) >= num_slots - 1
+    assert len(lease(peer, keys)[0]) >= num_slots - 1
 
 
 def test_a_directory_whose_arena_was_removed_is_not_believed(tmp_path: Path) -> None:
     """The next engine of a seat removes arenas of another kind long before it has a directory."""
     make_seat(tmp_path)
     peers = find(tmp_path)
-    assert peers.have(KEYS[:3]).all()
+    assert len(peers.all) == 1
     (tmp_path / "seat-0" / FILES[0]).unlink()
     peers.refresh()
-    assert not peers.have(KEYS[:3]).any()
-    assert not find(tmp_path).all
+    assert peers.all == ()
+    peers.close()
+    assert find(tmp_path).all == ()
 
 
 MARKS = """
@@ -284,12 +322,75 @@ def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
     assert accepted > 100
 
 
+def read_and_end(pool: Path, lines: int) -> None:
+    """Be a reader until so many lines have run; ends with SIGKILL, or with 1 after an error."""
+    left = lines
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("cache/peers.py", os.path.basename(__file__))):
+            return None
+        left -= event == "line"
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    try:
+        sys.settrace(trace)
+        peers = find(pool)
+        while True:
+            for peer in peers.all:
+                read(peer, KEYS)
+    except BaseException as error:  # noqa: BLE001 - this is a copy of the process that runs tests
+        sys.settrace(None)
+        os.write(2, repr(error).encode())
+        os._exit(1)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """Readers follow one another in a seat, each killed at a line that a fixed seed draws."""
+    monkeypatch.setattr("kv_offload.cache.lasting.READERS_SECONDS", 0.0)
+    seat = tmp_path / "seat-0"
+    seat.mkdir()
+    owner = Life(seat, 5, mmap.mmap(-1, mmap.PAGESIZE))
+    chance, was_leased = random.Random(8), 0
+    all_slots = np.arange(NUM_SLOTS, dtype=np.int32)
+    for number in range(30):
+        process = os.fork()
+        if not process:
+            read_and_end(tmp_path, chance.randrange(20, 3000) + number)
+        chance.random()
+        ended = 0
+        while not ended:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if stops and not ended:
+                os.kill(process, signal.SIGSTOP)
+            for _ in range(5):
+                owner.step()
+            if stops and not ended:
+                os.kill(process, signal.SIGCONT)
+        assert os.WIFSIGNALED(status), f"reader {number} ended with an error"
+        was_leased += bool(owner.manager.directory.are_leased(all_slots).any())
+    assert was_leased > 3
+    for _ in range(200):
+        owner.step()
+    for slots, _ in owner.planned:
+        owner.manager.complete_store(slots, ok=False)
+    owner.manager.reset()
+    given = [owner.manager.prepare_store([b"%d" % n for n in range(at, at + 24)]) for at in (0, 50)]
+    assert sum(map(len, given)) == NUM_SLOTS
+    owner.manager.check_integrity()
+
+
 def test_what_an_owner_that_was_killed_in_a_reset_had_is_not_read(tmp_path: Path) -> None:
     """It may not have come to empty the index."""
     make_seat(tmp_path)
     peer = only(find(tmp_path))
     assert read(peer, KEYS) == 3
     with (tmp_path / "seat-0" / DIRECTORY).open("r+b") as file:
-        file.seek(HEADER.fields["generation"][1])
-        file.write(b"another")
+        file.seek(HEADER.fields["is_retired"][1])
+        file.write(b"\1")
     assert read(peer, KEYS) == 0

@@ -1,12 +1,12 @@
 """A pool keeps a block once, and what any of its engines uses stays in it.
 
-Managers and directories are real, in one process. A look-up takes what is in the engine's own
-slots, then what peers have, and computes the rest, as the scheduler does.
+Managers and directories are real, in one process. A lookup finds what is in the engine's own slots
+and what peers have, and computes the rest, as the scheduler does.
 """
 
 from __future__ import annotations
 
-import itertools
+import os
 import random
 from pathlib import Path
 
@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from kv_offload.cache import lasting
-from kv_offload.cache.key_index import Names
 from kv_offload.cache.lasting import LastingManager
-from kv_offload.cache.peers import PeerDirectories
+from kv_offload.cache.peers import lock_reader
 from kv_offload.cache.policies import make_policy
-from kv_offload.cache.slots import Run
+from kv_offload.cache.slots import MissingKeyError, Run, Slots
 
 NUM_SLOTS = 120
 
@@ -35,34 +34,41 @@ class Member:
         self.manager.limit_slots(0)
         self.manager.open(arenas)
         self.manager.limit_slots(NUM_SLOTS)
-        self.peers = PeerDirectories(arenas)
+        self.manager.share()
+        assert self.manager.peers is not None
+        self.peers = self.manager.peers
         self.once = once
-        if once:
-            self.manager.share(lambda keys: self.peers.have(keys, uses=True))
-        self.hits = self.copied = 0
+        self.hits = self.loaded = 0
+
+    def meet(self) -> None:
+        """Map the arenas of all others."""
+        self.peers.directories.refresh()
+        for peer in self.peers.directories.all:
+            self.peers.open(peer, NUM_SLOTS)
+
+    def begin(self, keys: list[bytes]) -> Slots:
+        """Begin to load what a prompt hits."""
+        host = self.manager
+        readable = host.readable(keys)
+        hits = len(keys) if readable.all() else int(readable.argmin())
+        assert host.reserve(keys[:hits])
+        slots = host.prepare_load(keys[:hits])
+        host.end_step()
+        return slots
 
     def serve(self, keys: list[bytes]) -> int:
         """Serve a prompt; return how many of its blocks were hits."""
         host = self.manager
-        local = host.readable(keys)
-        either = local | self.peers.have(keys)
-        hits = len(keys) if either.all() else int(either.argmin())
-        missing = [key for key, has in zip(keys[:hits], local.tolist(), strict=False) if not has]
-        if missing:
-            slots = host.prepare_store(missing, host.find(keys[:hits])[local[:hits]])
-            host.complete_store(slots)
-            self.peers.have(missing[: len(slots)], uses=True)  # as ranks do
-            if self.once:
-                host.are_copies(slots)
-            hits = len(keys[:hits]) if len(slots) == len(missing) else 0
-        if hits:
-            host.complete_load(host.prepare_load(keys[:hits]))
-        self.copied += len(missing)
+        slots = self.begin(keys)
+        hits = len(slots)
+        self.loaded += hits - len(host.owned(slots))
+        host.complete_load(slots)
         new = [key for key in keys if key not in host]
         along = host.find([key for key in keys if key in host])
-        slots, _ = host.offer(new, [Run(len(new), len(keys))], along)
+        slots, _ = host.offer(new, [Run(len(new), len(keys), must=not self.once)], along)
         host.complete_store(slots)
         host.check_integrity()
+        assert not self.peers.num_leases
         self.hits += hits
         return hits
 
@@ -74,7 +80,7 @@ def make_pool(folder: Path, count: int, *arguments: str, once: bool = True) -> l
     folder.mkdir(exist_ok=True)
     members = [Member(folder, number, *arguments, once=once) for number in range(count)]
     for member in members:
-        member.peers.refresh()
+        member.meet()
     return members
 
 
@@ -125,7 +131,7 @@ def test_any_bytes_in_the_marks_change_only_the_order(tmp_path: Path, policy: st
     chance = np.random.default_rng(5)
     for turn in range(60):
         for member in members:
-            (peer,) = member.peers.all
+            (peer,) = member.peers.directories.all
             peer.contents.marks[:] = chance.integers(0, 256, NUM_SLOTS + 1)
             member.serve(blocks(int(chance.integers(0, 30)) * 10, 20))
         if turn == 30:
@@ -158,118 +164,186 @@ def test_parts_of_a_run_know_what_is_before_them(tmp_path: Path) -> None:
     assert parts == [Run(2, 30, False, b"a"), Run(1, 20, False, b"b"), Run(1, 10, True)]
 
 
-def fill(own: Member, copied: list[bytes], count: int = NUM_SLOTS) -> None:
-    """Have all slots used, the latest by what was copied from a peer."""
-    own.serve(blocks(5000, count - len(copied)))
-    assert own.serve(copied) == len(copied)
-    assert len(own.kept()) == count
+def test_a_slot_that_a_peer_reads_is_not_written_before_it_has_read_it(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 8)
+    owner.serve(keys)
+    slots = reader.begin(keys)
+    assert len(slots) == 8
+    assert len(reader.manager.owned(slots)) == 0
+    read = set(owner.manager.find(keys).tolist())
+    for first in range(1000, 1000 + 4 * NUM_SLOTS, 30):
+        given = owner.manager.prepare_store(blocks(first, 30))
+        assert read.isdisjoint(given.tolist())
+        owner.manager.complete_store(given)
+        owner.manager.check_integrity()
+    assert not owner.manager.readable(keys).any()
+    assert owner.manager.slots_in_use == NUM_SLOTS
+    reader.manager.complete_load(slots)
+    for first in range(9000, 9000 + 2 * NUM_SLOTS, 30):
+        owner.serve(blocks(first, 30))
+    assert len(owner.kept()) == NUM_SLOTS
 
 
-def test_a_copy_leaves_first_but_not_the_last_one(tmp_path: Path) -> None:
-    peer, own = make_pool(tmp_path, 2)
-    copied = blocks(0, 8)
-    peer.serve(copied)
-    fill(own, copied)
-    own.serve(blocks(6000, 4))
-    assert own.kept() == {*blocks(5000, NUM_SLOTS - 8), *copied[:4], *blocks(6000, 4)}
-    peer.manager.reset()
-    own.serve(blocks(7000, 2))
-    assert {*copied[:4]} <= own.kept()
-    evicted = {*blocks(5000, NUM_SLOTS - 8)} - own.kept()
-    assert len(evicted) == 2
-    (seen,) = peer.peers.all
-    assert (seen.contents.find(Names.of(copied)) >= 0).tolist() == [True] * 4 + [False] * 4
+def test_keys_whose_slots_are_leased_are_stored_once_they_have_others(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    owner.serve(blocks(0, NUM_SLOTS))
+    slots = reader.begin(blocks(0, NUM_SLOTS))
+    new = blocks(1000, 10)
+    assert len(owner.manager.prepare_store(new)) == 0
+    assert not [key for key in new if key in owner.manager]
+    reader.manager.complete_load(slots)
+    owner.manager.complete_store(owner.manager.prepare_store(new))
+    assert owner.manager.readable(new).all()
+    owner.manager.check_integrity()
 
 
-def test_a_copy_that_leaves_for_its_child_is_not_taken_for_its_parent(tmp_path: Path) -> None:
-    """The child gets its slot. As its own parent it could never be evicted."""
-    owner, other = make_pool(tmp_path / "pool", 2, "auto")
-    prefix = blocks(0, 6)
-    owner.serve(prefix)
-    other.serve(prefix)
-    host = other.manager
-    other.serve(blocks(100, NUM_SLOTS - len(prefix)))
-    end, before = host.find(prefix)[::-1][:2]
-    host.prepare_copy(np.array([end], np.int32))  # that a request retains it, for instance
-    child = blocks(6, 1)
-    slots, _ = host.offer(child, [Run(1, 7, parent=prefix[4])])
-    host.complete_store(slots)
-    assert slots.tolist() == [before]
-    for first in range(1000, 3000, NUM_SLOTS):
-        slots, _ = host.offer(new := blocks(first, NUM_SLOTS), [Run(len(new), len(new))])
-        host.complete_store(slots)
-    assert child[0] not in host
+def test_of_two_loads_of_a_slot_the_last_one_ends_the_lease(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    own = owner.manager.find(keys)
+    loads = [reader.begin(keys), reader.begin(keys)]
+    for load in loads:
+        assert owner.manager.directory.are_leased(own).all()
+        reader.manager.complete_load(load)
+    assert not owner.manager.directory.are_leased(own).any()
 
 
-def test_a_copy_that_is_in_use_does_not_leave(tmp_path: Path) -> None:
-    peer, own = make_pool(tmp_path, 2)
-    peer.serve(blocks(0, 8))
-    fill(own, blocks(0, 8))
-    loading = own.manager.prepare_load(blocks(0, 2))
-    along = own.manager.find(blocks(2, 2))
-    slots = own.manager.prepare_store(blocks(6000, 4), along)
-    assert {*blocks(0, 4)} <= own.kept()
-    own.manager.complete_store(slots)
-    own.manager.complete_load(loading)
-    own.manager.check_integrity()
+def test_what_is_reserved_and_not_loaded_is_given_back(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    host, own = reader.manager, owner.manager.find(keys)
+    assert host.readable(keys).all()
+    assert not owner.manager.directory.are_leased(own).any()
+    assert host.reserve(keys)
+    assert owner.manager.directory.are_leased(own).all()
+    seen = host.forgotten
+    host.end_step()
+    assert not owner.manager.directory.are_leased(own).any()
+    assert host.forgotten > seen
+    with pytest.raises(MissingKeyError):
+        host.prepare_load(keys)
+    host.check_integrity()
 
 
-def test_a_copy_that_a_request_waits_for_does_not_leave(tmp_path: Path) -> None:
-    """What two requests wait for would displace each other until both are computed."""
-    peer, own = make_pool(tmp_path, 2)
-    peer.serve(blocks(0, 8))
-    own.serve(blocks(5000, NUM_SLOTS))
-    for first in (0, 4):
-        slots = own.manager.prepare_store(blocks(first, 4))
-        own.manager.complete_store(slots)
-        own.manager.are_copies(slots)
-    assert {*blocks(0, 8)} <= own.kept()
-    own.manager.complete_load(own.manager.prepare_load(blocks(0, 8)))
-    own.serve(blocks(6000, 2))
-    assert len({*blocks(0, 8)} & own.kept()) == 6
+def test_a_key_that_leaves_before_it_is_leased_is_not_found_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    host = reader.manager
+    assert host.readable(keys).all()
+    owner.manager.forget(owner.manager.find(keys[2:]))
+    assert not host.reserve(keys)
+    assert host.readable(keys).tolist() == [True, True, False, False]
+    assert host.reserve(keys[:2])
+    host.end_step()
+    owner.serve(keys)
+    assert host.readable(keys).tolist() == [True, True, False, False]
+    monkeypatch.setattr("kv_offload.cache.peer_slots.time.monotonic", lambda: 1e9)
+    assert host.readable(keys).all()
 
 
-def test_two_engines_do_not_both_drop_a_block_because_the_other_has_it(tmp_path: Path) -> None:
-    """Each has a copy of it that was made from the other's."""
-    first, second = make_pool(tmp_path, 2)
-    key = blocks(0, 1)
-    first.serve(key)
-    fill(second, key)
-    first.serve(blocks(3000, NUM_SLOTS - 1))
-    first.manager.are_copies(first.manager.find(key))
-    first.serve(key)
-    others = iter([second])
-
-    def have(keys: list[bytes]) -> np.ndarray:
-        for other in others:  # it wants room just before the first one gets an answer
-            other.manager.complete_store(other.manager.prepare_store(blocks(8000, 1)))
-        return first.peers.have(keys)
-
-    first.manager.share(have)
-    first.manager.complete_store(first.manager.prepare_store(blocks(9000, 1)))
-    assert (key[0] in first.kept(), key[0] in second.kept()) == (False, True)
-    (seen,) = first.peers.all
-    assert seen.claim(key).rows.tolist() == [0]
+@pytest.mark.parametrize("lives", [False, True])
+def test_only_a_reader_that_has_ended_loses_its_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    reader.begin(keys)
+    if not lives:
+        reader.peers.directories._reader()  # the kernel ends its lock
+    now = [0.0]
+    monkeypatch.setattr("kv_offload.cache.lasting.time.monotonic", lambda: now[0])
+    for first in range(1000, 1000 + 4 * NUM_SLOTS, 30):
+        now[0] += 10
+        owner.serve(blocks(first, 30))
+    assert len(owner.kept()) == NUM_SLOTS - 4 * lives
+    assert (lock_reader(tmp_path / "seat-1") is None) is lives
 
 
-@pytest.mark.parametrize(("order", "lost"), [("withdraw, ask", False), ("ask, withdraw", True)])
-def test_all_orders_of_two_engines_that_drop_a_copy(order: str, lost: bool) -> None:
-    """Each has one. The control is the order in which both find the other's."""
-    finals = set()
-    for turns in itertools.permutations([0, 0, 0, 1, 1, 1]):
-        kept, listed, found = [True, True], [True, True], [False, False]
-        steps = [iter([*order.split(", "), "end"]) for _ in range(2)]
-        for own in turns:
-            match next(steps[own]):
-                case "withdraw":
-                    listed[own] = False
-                case "ask":
-                    found[own] = listed[1 - own]
-                case "end":
-                    kept[own] = listed[own] = not found[own]
-        finals.add(any(kept))
-    assert (False in finals) is lost
-    assert True in finals
+def test_the_next_reader_of_a_seat_has_no_leases(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    reader.begin(keys)
+    own = owner.manager.find(keys)
+    following = LastingManager(make_policy("lru", NUM_SLOTS))
+    following.limit_slots(0)
+    following.open({0: tmp_path / "seat-1" / "rank-0.kind.1"})
+    following.share()
+    assert following.peers is not None
+    assert following.peers.directories.all == ()  # the one before still has the leases
+    assert owner.manager.directory.are_leased(own).all()
+    reader.peers.directories._reader()
+    following.peers.directories.refresh()
+    assert len(following.peers.directories.all) == 1
+    assert not owner.manager.directory.are_leased(own).any()
+    following.close()
+
+
+def test_the_next_owner_keeps_to_the_leases_that_it_finds(tmp_path: Path) -> None:
+    """With the directory, and with a new one while the process of the old one lives."""
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    read = owner.manager.find(keys)
+    slots = reader.begin(keys)
+    arenas = {0: tmp_path / "seat-0" / "rank-0.kind.0"}
+    for closes in (False, True, True):
+        following = LastingManager(make_policy("lru", NUM_SLOTS))
+        following.limit_slots(0)
+        following.open(arenas)
+        following.limit_slots(NUM_SLOTS)
+        assert following.directory.is_continued is (closes and owner.manager is not following)
+        for first in range(1000, 1000 + 4 * NUM_SLOTS, 30):
+            given = following.prepare_store(blocks(first, 30))
+            assert not set(given.tolist()) & set(read.tolist())
+            following.complete_store(given)
+        following.close()
+    reader.manager.complete_load(slots)
+    following = LastingManager(make_policy("lru", NUM_SLOTS))
+    following.limit_slots(0)
+    following.open(arenas)
+    following.limit_slots(NUM_SLOTS)
+    given = following.prepare_store(blocks(0, NUM_SLOTS))
+    assert len(given) == NUM_SLOTS
+    assert len(os.listdir(tmp_path / "seat-0")) == 3  # arena, directory, reader
+
+
+def test_after_a_reset_nothing_is_read_from_peers_but_loads_end(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    slots = reader.begin(keys)
+    reader.manager.reset()
+    assert not reader.manager.readable(keys).any()
+    assert owner.manager.directory.are_leased(owner.manager.find(keys)).all()
+    reader.manager.complete_load(slots)
+    assert not owner.manager.directory.are_leased(owner.manager.find(keys)).any()
+    assert reader.begin(keys).tolist() == []
+
+
+def test_after_a_reset_of_its_owner_nothing_is_leased_and_what_is_read_stays(
+    tmp_path: Path,
+) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    owner.serve(keys)
+    read = owner.manager.find(keys)
+    slots = reader.begin(keys[:2])
+    assert reader.manager.readable(keys).all()
+    owner.manager.reset()
+    assert not reader.manager.reserve(keys)
+    assert len(owner.manager.prepare_store(blocks(1000, 4))) == 0  # two of the slots are leased
+    given = owner.manager.prepare_store(blocks(1000, NUM_SLOTS))
+    assert {*given.tolist()} == {*range(NUM_SLOTS)} - {*read[:2].tolist()}
+    reader.manager.complete_load(slots)
+    reader.manager.end_step()
 
 
 @pytest.mark.parametrize("policy", ["lru", "auto"])

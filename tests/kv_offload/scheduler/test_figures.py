@@ -28,8 +28,7 @@ def engine() -> PlayedEngine:
 
 OF_DISKS = {
     "peers",
-    "peers_usable",
-    "peers_read_bytes_per_second",
+    "leased_slots",
     "has_remote",
     "tier_slots",
     "tier_slots_in_use",

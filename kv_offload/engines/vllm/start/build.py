@@ -17,13 +17,11 @@ from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.spans import find_tracer
 from kv_offload.engines.vllm.start import log, members, pool, ranks, support, tiers, trace
-from kv_offload.engines.vllm.start.pool import peer_tier
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.capacity import check_available
-from kv_offload.worker.peers import HostPeers
 from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
 
@@ -93,7 +91,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         is_to_rest: Callable[[], bool],
         wake: Callable[[], None] | None,
     ) -> OffloadScheduler:
-        specs = [] if engine.pool is None else [peer_tier()]
+        specs = []
         if engine.disk is not None and config.disk is not None:
             specs.append(
                 tiers.disk_tier(
@@ -153,7 +151,6 @@ def build_worker(engine: Engine) -> OffloadWorker:
         {
             name: tier
             for name, tier in (
-                ("peers", None if seat is None else HostPeers(seat)),
                 ("disk", engine.disk),
                 ("remote", engine.remote),
             )

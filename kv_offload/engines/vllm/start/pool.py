@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_offload.cache.peers import PeerDirectories
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.start.tiers import check_contents, describe_contents
-from kv_offload.tiers.lower import TierSpec
-from kv_offload.tiers.peers import PeerTier
 from kv_offload.worker.pool import Pool, check_pool_folder, pool_folder
 
 if TYPE_CHECKING:
@@ -40,12 +35,3 @@ def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
         return
     check_contents(vllm_config, "host_pool", keep_on_reset=False)
     check_pool_folder(config.host_pool_path)
-
-
-def peer_tier() -> TierSpec:
-    """Return the specification of the read-only tier of the pool's other engines."""
-
-    def open_peers(file_ids: Mapping[int, str]) -> PeerDirectories:
-        return PeerDirectories({rank: Path(arena) for rank, arena in file_ids.items()})
-
-    return TierSpec(lambda: PeerTier(open_peers), write_rate=None, keep_on_reset=False)
