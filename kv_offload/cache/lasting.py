@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,10 +113,11 @@ class LastingManager(CacheManager):
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """See `CacheManager`. A key that a peer seems to have must be reserved before its load."""
-        found = super().readable(keys)
+        found, others = super().readable(keys), cast(Sequence[Any], keys)
+        if self.peers is not None and self.peers.opened and not found.any():
+            return self.peers.look_up(others)  # true of most prompts
         if (rows := self._of_peers(keys, found)) and self.peers is not None:
-            others: Sequence[Any] = keys if len(rows) == len(keys) else [keys[row] for row in rows]
-            found[rows] = self.peers.look_up(others)
+            found[rows] = self.peers.look_up([others[row] for row in rows])
         return found
 
     def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:

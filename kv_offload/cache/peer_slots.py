@@ -95,6 +95,8 @@ class PeerSlots:
         """Return for each key whether a peer seems to have it; `reserve` may be called for it."""
         slots = self.find(keys)
         has: NDArray[np.bool_] = slots >= 0
+        if not has.any():
+            return has
         rows = np.flatnonzero(has).tolist()
         self._found.update(zip([keys[row] for row in rows], slots[has].tolist(), strict=True))
         return has
