@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.trace.belady import belady
 from kv_offload.cache.policies import POLICIES
 from kv_offload.errors import CapacityError
-from kv_offload.simulation.bounds import belady, infinite
-from kv_offload.simulation.replay import Replay, ReplayResult, replay
+from kv_offload.simulation.replay import Replay, ReplayResult, infinite, replay
 from kv_offload.simulation.trace import TraceRequest
 
 
