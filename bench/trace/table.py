@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.serving.report import markdown_table
+from bench.trace.belady import belady
 from kv_offload.cache.policies import POLICIES
-from kv_offload.simulation.bounds import belady, infinite
-from kv_offload.simulation.replay import ReplayResult, replay
+from kv_offload.simulation.replay import ReplayResult, infinite, replay
 from kv_offload.simulation.trace import TraceRequest
 
 BELADY = "belady"

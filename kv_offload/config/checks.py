@@ -31,7 +31,6 @@ def check_sizes(traced: ResolvedConfig) -> None:
     Ignores how much is free now. A disk that does not exist yet is accepted. Raises
     `CapacityError`.
     """
-    _check_pool_size(traced)
     disk = traced.config.disk
     sizes = {"cpu_bytes": traced.config.cpu_bytes}
     if disk is not None:
@@ -46,37 +45,32 @@ def check_sizes(traced: ResolvedConfig) -> None:
                 f"{given.source}: {name}: {given.shown}: asks for {describe_bytes(size_bytes)}, "
                 f"{TOO_LITTLE}. Give gigabytes, for example 48GiB"
             )
-    if disk is None:
-        return
-    try:
-        place = find_place(Path(disk.path))
-        filesystem_bytes = shutil.disk_usage(place).total
-    except (ConfigError, OSError):
-        return  # `check_disk` reports it
-    if disk.bytes * traced.replicas > filesystem_bytes:
-        raise CapacityError(
-            f"{_describe_request(traced, disk)}, but the filesystem of {place} has "
-            f"{describe_bytes(filesystem_bytes)} in all. Ask for less, or name a folder on "
-            "another disk"
-        )
+    if disk is not None:
+        with contextlib.suppress(ConfigError, OSError):  # `check_disk` reports it
+            _check_total(
+                find_place(Path(disk.path)),
+                disk.bytes * traced.replicas,
+                _describe_request(traced, disk),
+                "Ask for less, or name a folder on another disk",
+            )
+    if traced.config.host_pool is not None:
+        with contextlib.suppress(OSError):  # `check_pool_folder` reports it
+            _check_total(
+                Path(traced.config.host_pool_path),
+                traced.config.cpu_bytes * traced.replicas,
+                f"{traced.describe_request()} in the host pool",
+                "Mount it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
+                "Memory), name another as host_pool_path, or lower cpu_bytes",
+            )
 
 
-def _check_pool_size(traced: ResolvedConfig) -> None:
-    """Refuse host memory that the filesystem of its pool could never hold."""
-    config = traced.config
-    if config.host_pool is None:
-        return
-    path = Path(config.host_pool_path)
-    try:
-        filesystem_bytes = shutil.disk_usage(path).total
-    except OSError:
-        return  # `check_pool_folder` reports it
-    if config.cpu_bytes * traced.replicas > filesystem_bytes:
+def _check_total(place: Path, needed_bytes: int, request: str, remedy: str) -> None:
+    """Refuse a request for more than a filesystem could ever hold."""
+    filesystem_bytes = shutil.disk_usage(place).total
+    if needed_bytes > filesystem_bytes:
         raise CapacityError(
-            f"{traced.describe_request()} in the host pool, but the filesystem of {path} has "
-            f"{describe_bytes(filesystem_bytes)} in all. Mount it larger (in a container "
-            "--shm-size, in Kubernetes an emptyDir with medium Memory), name another as "
-            "host_pool_path, or lower cpu_bytes"
+            f"{request}, but the filesystem of {place} has {describe_bytes(filesystem_bytes)} in "
+            f"all. {remedy}"
         )
 
 
@@ -88,13 +82,18 @@ def find_place(path: Path) -> Path:
     """
     try:
         place = path if os.path.lexists(path) else path.parent
-        if not stat.S_ISDIR(place.stat().st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "this user may not write there", str(place))
+        _check_writable(place)
     except OSError as error:
         raise unusable_folder(path, error) from error
     return place
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise `OSError` unless this is a folder in which this user may create files."""
+    if not stat.S_ISDIR(folder.stat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "this user may not write there", str(folder))
 
 
 def unusable_folder(path: Path, error: OSError) -> ConfigError:
@@ -115,10 +114,7 @@ def check_shared_folder(path: Path) -> None:
 
     def look() -> None:
         try:
-            if not stat.S_ISDIR(path.stat().st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "this user may not write there", str(path))
+            _check_writable(path)
         except OSError as error:
             problems.append(error)
 

@@ -56,3 +56,22 @@ def replay(requests: Iterable[TraceRequest], policy: str, capacity: int) -> Repl
     for request in requests:
         cache.serve(request)
     return cache.result
+
+
+def infinite(requests: Iterable[TraceRequest]) -> ReplayResult:
+    """Return the result of a cache that keeps everything."""
+    result, seen = ReplayResult(), set[int]()
+    for request in requests:
+        result.blocks += len(request.hash_ids)
+        result.hits += kept_prefix(request, seen)
+        seen.update(request.hash_ids)
+    result.stored = len(seen)
+    return result
+
+
+def kept_prefix(request: TraceRequest, kept: set[int]) -> int:
+    """Return the length of the request's longest kept prefix, in blocks."""
+    for count, block in enumerate(request.hash_ids):
+        if block not in kept:
+            return count
+    return len(request.hash_ids)

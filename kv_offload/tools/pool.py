@@ -9,17 +9,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from kv_swap.memory.arena_file import find_arenas, lock_file
 
+from kv_offload.cache.directory import read_directory
+from kv_offload.cache.peers import arena_kinds
 from kv_offload.config.schema import SCHEMA
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.output import Report, make_table, printable
-
-if TYPE_CHECKING:
-    from kv_offload.worker.pool import About
+from kv_offload.worker.pool import (
+    ABOUT,
+    LOCK,
+    About,
+    find_seats,
+    free_seat,
+    seat_number,
+    user_folder,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +70,6 @@ class SeatState:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    from kv_offload.worker.pool import user_folder
 
     folder = user_folder(arguments.path)
     try:
@@ -91,11 +98,6 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def _read(folder: Path) -> Iterator[SeatState]:
-    from kv_swap.memory.arena_file import find_arenas
-
-    from kv_offload.cache.directory import read_directory
-    from kv_offload.cache.peers import arena_kinds
-    from kv_offload.worker.pool import find_seats, seat_number
 
     kinds = {seat: arena_kinds(seat) for pool in _pools(folder) for seat in find_seats(pool)}
     for seat, kind in kinds.items():
@@ -123,7 +125,6 @@ def _pools(folder: Path) -> list[Path]:
 
 
 def _about(seat: Path) -> About:
-    from kv_offload.worker.pool import ABOUT, About
 
     try:
         return msgspec.json.decode((seat / ABOUT).read_bytes(), type=About)
@@ -133,9 +134,6 @@ def _about(seat: Path) -> About:
 
 def _runs(seat: Path) -> bool:
     """Return whether an engine holds a seat. No engine can take the seat during the check."""
-    from kv_swap.memory.arena_file import lock_file
-
-    from kv_offload.worker.pool import LOCK
 
     lock = lock_file(seat / LOCK)
     if lock is None:
@@ -146,7 +144,6 @@ def _runs(seat: Path) -> bool:
 
 def _remove(folder: Path, name: str) -> tuple[int, str]:
     """Free the memory of all seats that no engine holds; return the bytes freed and a sentence."""
-    from kv_offload.worker.pool import find_seats, free_seat
 
     pools = {pool.name: pool for pool in _pools(folder)}
     if name not in pools:

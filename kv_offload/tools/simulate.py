@@ -15,8 +15,7 @@ from kv_offload.cache.policies import POLICIES
 from kv_offload.config.file import show
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.simulation.bounds import infinite
-from kv_offload.simulation.replay import replay
+from kv_offload.simulation.replay import infinite, replay
 from kv_offload.simulation.trace import TraceRequest, read_trace
 from kv_offload.tools.output import Report, make_progress, make_table
 from kv_offload.tools.sizing.command import add_shape, parse_cpu_bytes, read_size

@@ -1,4 +1,4 @@
-"""vLLM's KV events about host memory and a disk."""
+"""vLLM's KV events about host memory and a disk, and spans for its OpenTelemetry tracer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
 
 from kv_offload.scheduler.events.announcer import Announcement, BlocksRemoved, BlocksStored
+from kv_offload.scheduler.spans import ReportSpan, Span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,3 +112,26 @@ def _external(hashes: Sequence[bytes]) -> list[Any]:
     """Return hashes as vLLM publishes them: bytes, or integers if its environment says so."""
     convert = kv_cache_utils.maybe_convert_block_hash
     return [convert(block_hash) for block_hash in hashes]
+
+
+def find_tracer(vllm_config: VllmConfig) -> ReportSpan | None:
+    """Return a function that reports spans; None without `--otlp-traces-endpoint`."""
+    if vllm_config.observability_config.otlp_traces_endpoint is None:
+        return None
+    from opentelemetry import trace
+    from vllm.tracing import extract_trace_context
+
+    tracer = trace.get_tracer("kv_offload")
+
+    def report(span: Span) -> None:
+        # Without headers from the client this starts a new trace, as vLLM's own span does.
+        context = extract_trace_context(span.request.trace_headers)
+        attributes = {**span.attributes, "gen_ai.request.id": span.request.request_id}
+        copied = tracer.start_span(
+            span.name, context, start_time=span.start_ns, attributes=attributes
+        )
+        if not span.ok:
+            copied.set_status(trace.StatusCode.ERROR)
+        copied.end(span.end_ns)
+
+    return report

@@ -13,7 +13,7 @@ import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 import kv_offload.engines.vllm.connector  # noqa: F401 - of an engine with the plugin
-from kv_offload.engines.vllm.start.stale_connector import end_stale_connector
+from kv_offload.engines.vllm.start.command_line import end_stale_connector
 
 
 class Worker:

@@ -9,13 +9,12 @@ from kv_swap.layout import packed_page_bytes
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kv_offload.config import trace_config
-from kv_offload.engines.vllm.events import describe_blocks, events_are_on
+from kv_offload.engines.vllm.events import describe_blocks, events_are_on, find_tracer
 from kv_offload.engines.vllm.model import groups
 from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.spans import find_tracer
 from kv_offload.engines.vllm.start import log, members, pool, ranks, support, tiers, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts

@@ -1,4 +1,4 @@
-"""Reads vLLM's argument on this process's command line, and logs why the plugin is not in use.
+"""Checks vLLM's arguments before an engine starts, and logs why the plugin is not in use.
 
 vLLM does not record that the argument was given empty, or that a key was given twice. Imports no
 vLLM, because most engines that start without the plugin do not want it.
@@ -6,6 +6,7 @@ vLLM, because most engines that start without the plugin do not want it.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -15,7 +16,6 @@ from typing import Any
 
 from kv_offload.config.file import show
 from kv_offload.config.trace import FILE_VARIABLE
-from kv_offload.engines.vllm.start.stale_connector import end_stale_connector
 from kv_offload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -122,3 +122,38 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             )
         found[key] = value
     return found
+
+
+def end_stale_connector() -> None:
+    """Shut down the connector that a former engine left; does nothing while that engine exists.
+
+    vLLM has one connector per process, and keeps that of an engine that failed to start. The next
+    engine would get it, with the settings, the KV cache and the host memory of the failed one.
+    """
+    if "kv_offload.engines.vllm.connector" not in sys.modules:
+        return
+    from vllm.distributed import kv_transfer
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    from kv_offload.engines.vllm.locate import connectors_in
+
+    if not kv_transfer.has_kv_transfer_group():
+        return
+    group = kv_transfer.get_kv_transfer_group()
+    ours = next(connectors_in(group, "offload_worker"), None)
+    if ours is None:
+        return
+    if not ours.engine_is_gone:
+        _collect()
+    if ours.engine_is_gone:
+        logger.info("kv-offload: the previous engine is gone: releasing its host memory")
+        ensure_kv_transfer_shutdown()
+
+
+def _collect() -> None:
+    """Collect garbage, including objects that vLLM froze at start: an engine contains cycles."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()

@@ -26,7 +26,7 @@ from typing import TypeVar
 from kv_swap.errors import TierError, explain
 from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_parallel, memory_of
-from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
+from kv_swap.tiers.remote.sweep import Entry, Sweeper
 
 TOUCH_SECONDS = 600.0
 """A read marks a file as used only if its mark is older: one server operation for many reads."""
@@ -50,7 +50,7 @@ _OBJECT = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.[0-9a-f]{16}")
 Result = TypeVar("Result")
 
 
-class FolderClient(RemoteClient, Sweepable):
+class FolderClient(RemoteClient):
     """Objects are files below `path`, which must exist, and take at most `max_bytes` together.
 
     Direct I/O is used if the folder supports it and pages are whole. Files are private to this

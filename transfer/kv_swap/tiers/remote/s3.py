@@ -21,7 +21,7 @@ from typing import Any
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_parallel, memory_of
-from kv_swap.tiers.remote.sweep import Entry, Sweepable, Sweeper
+from kv_swap.tiers.remote.sweep import Entry, Sweeper
 
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 10
@@ -54,7 +54,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("obstore") is not None
 
 
-class S3Client(RemoteClient, Sweepable):
+class S3Client(RemoteClient):
     """Objects below a URL, `s3://BUCKET/PREFIX`. All of them together take at most `max_bytes`.
 
     With 0 there is no limit: a rule of the bucket must remove objects.

@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kv_swap.errors import TierError
 
@@ -48,14 +47,12 @@ class Entry(NamedTuple):
     used: float
 
 
-class Sweepable(ABC):
+class Sweepable(Protocol):
     """The store operations that a sweep needs."""
 
-    @abstractmethod
     def entries(self) -> Iterator[Entry]:
         """Yield all objects of all engines, in any order. May take minutes. Raises `TierError`."""
 
-    @abstractmethod
     def remove(self, keys: list[str]) -> None:
         """Remove those of the objects that exist. Raises `TierError`."""
 

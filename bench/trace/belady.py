@@ -1,26 +1,15 @@
-"""Upper bounds for every policy: unlimited memory, and eviction with knowledge of the future."""
+"""An upper bound for every policy: eviction with knowledge of the future."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kv_offload.simulation.replay import ReplayResult
+from kv_offload.simulation.replay import ReplayResult, kept_prefix
 from kv_offload.simulation.trace import TraceRequest
 
 NEVER = 1 << 62
 """The next use of a block that is not used again."""
-
-
-def infinite(requests: Iterable[TraceRequest]) -> ReplayResult:
-    """Return the result of a cache that keeps everything."""
-    result, seen = ReplayResult(), set[int]()
-    for request in requests:
-        result.blocks += len(request.hash_ids)
-        result.hits += _prefix(request, seen)
-        seen.update(request.hash_ids)
-    result.stored = len(seen)
-    return result
 
 
 def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
@@ -35,7 +24,7 @@ def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
     latest: list[tuple[int, int]] = []  # (-next use, block), including stale entries
     for request, uses in zip(requests, coming, strict=True):
         result.blocks += len(request.hash_ids)
-        result.hits += _prefix(request, kept)
+        result.hits += kept_prefix(request, kept)
         for block, use in zip(request.hash_ids, uses, strict=True):
             next_use[block] = use
             if block not in kept:
@@ -50,14 +39,6 @@ def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
                 kept.remove(block)
                 result.evicted += 1
     return result
-
-
-def _prefix(request: TraceRequest, kept: set[int]) -> int:
-    """Return the length of the request's longest kept prefix, in blocks."""
-    for count, block in enumerate(request.hash_ids):
-        if block not in kept:
-            return count
-    return len(request.hash_ids)
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
