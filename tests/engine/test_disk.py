@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,26 +13,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kv_swap.errors import TierError
 from kv_swap.tiers.disk import DiskTier
+from kv_swap.tiers.engine import TierDirection
+from kv_swap.tiers.mover import Outcome
 from kv_swap.tiers.region import FIRST_REGION_BYTES
+from kv_swap.tiers.transfers import Transfers
 from safetensors.torch import load_file, save_file
+from vllm import LLM
 
+from kv_offload.cache.disk_index import index
 from kv_offload.errors import ConfigError
 from kv_offload.tiers import promoter
 from tests.engine.harness import (
     BLOCK_TOKENS,
     all_differ,
+    engine_settings,
     full_blocks,
+    greedy,
+    noted_blocks,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
     refusal,
     wait_until_noted,
 )
+from tests.engine.multiprocess_run import ask
 from tests.engine.test_new_weights import CHANGED
+from tests.support.inputs import random_tokens, transfer_config
 from tests.support.patience import be_patient
-from tests.support.processes import run_module, stay, staying
+from tests.support.processes import print_result, run_function, shut_down, stay, staying
 from tests.support.small_models import write_model
+from tests.support.waiting import wait_until
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
@@ -135,11 +148,48 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(model_folder, tmp_path, mo
         monkeypatch.setattr(os, "preadv", read)
 
 
+def fail_first_write(failed: Path) -> None:
+    """Have the first write of a process that is forked later fail, and make a file then."""
+    move = Transfers.move
+
+    def fail_or_move(mover: Transfers, direction: TierDirection, rows: Any) -> Outcome:
+        if direction is TierDirection.PROMOTE or failed.exists():
+            return move(mover, direction, rows)
+        failed.touch()
+        outcome = Outcome()
+        for row in rows:
+            outcome.fail(row, TierError("injected fault"))
+        return outcome
+
+    Transfers.move = fail_or_move  # type: ignore[method-assign]
+
+
+def store_beside_a_failed_write(models: str, folder: str) -> list[int]:
+    """Have nobody ask an engine after its first write has failed.
+
+    Returns how many blocks were stored while nothing was written, and how many are written later.
+    """
+    failed = Path(folder).with_name("failed")
+    fail_first_write(failed)
+    settings = engine_settings(Path(models), "qwen3")
+    llm = LLM(**settings, kv_transfer_config=transfer_config(disk(Path(folder))))
+    first, second = (random_tokens(257, seed) for seed in (1, 2))
+    ask(llm, [first], greedy(1))
+    wait_until(failed.exists)
+    time.sleep(0.5)  # the engine hears of it
+    ask(llm, [second], greedy(1))
+    blocks = (len(second) - 1) // settings["block_size"]
+    wait_until(lambda: noted_blocks(Path(folder)) >= blocks)
+    written = noted_blocks(Path(folder))
+    shut_down(llm)
+    return [blocks, written]
+
+
 def test_an_idle_engine_writes_after_a_pause_what_came_in_it(model_folder, tmp_path):
     """The engine core sleeps in a process of its own; no request wakes it."""
-    arguments = {"folder": str(tmp_path / "disk")}
-    run = run_module("tests.engine.idle_run", model_folder, "qwen3", arguments, forks=True)
-    assert run["written"] >= run["blocks"] > 0
+    arguments = store_beside_a_failed_write, model_folder, tmp_path / "disk"
+    blocks, written = run_function(*arguments, processes=True)
+    assert written >= blocks > 0
 
 
 def test_a_reset_and_new_weights_empty_the_disk(model_folder, tmp_path):
@@ -174,6 +224,29 @@ def write_new_weights(folder: Path, weights: Path) -> None:
     os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
+FAULTS: dict[str, Any] = {
+    "the index hangs": lambda: setattr(index, "end_index", lambda *_: time.sleep(3600)),
+    "the rank fails": lambda: setattr(DiskTier, "revoke", lambda *_: "injected fault"),
+}
+
+
+def reset_and_die(models: str, folder: str, faults: list[str], weights: str) -> None:
+    """Give an engine new weights, reset it, and end by SIGKILL as soon as that is answered."""
+    with offloading(Path(models), plugin=disk(Path(folder))) as running:
+        running.generate(PROMPTS)
+        running.settle()
+        assert running.offload.gauges()["demoting_slots"] == 0
+        wait_until_noted(running, folder)
+        for fault in faults:
+            FAULTS[fault]()
+        model = running.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        # As a broadcast into the model's tensors, which nobody can notice.
+        tensors = load_file(weights)
+        type(model).load_weights(model, ((name, tensors[name]) for name in CHANGED))
+        print_result(running.llm.reset_prefix_cache(reset_connector=True))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     "faults", [["the index hangs"], ["the rank fails"], ["the index hangs", "the rank fails"]]
 )
@@ -190,9 +263,7 @@ def test_a_reset_that_was_answered_with_true_holds_though_the_engine_is_killed_a
     place, weights = tmp_path / "disk", tmp_path / "new.safetensors"
     place.mkdir()
     write_new_weights(models / "qwen3", weights)
-    arguments = {"folder": str(place), "faults": faults, "weights": str(weights)}
-    arguments["prompts"] = PROMPTS
-    answered = run_module("tests.engine.reset_run", models, "qwen3", arguments, forks=True)
+    answered = run_function(reset_and_die, models, place, faults, weights)
     weights.rename(models / "qwen3" / "model.safetensors")
     expected = plain_answers(models, PROMPTS)
     with offloading(models, plugin=disk(place)) as ours:

@@ -1,7 +1,4 @@
-"""No KV tensor outlives the engine, whoever still holds the plugin's objects.
-
-`main` is for a process of its own. It returns how an engine core ended that could not end in order.
-"""
+"""No KV tensor outlives the engine, whoever still holds the plugin's objects."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from kv_offload.errors import UnsupportedError
 from kv_offload.worker.worker import OffloadWorker
 from tests.engine.harness import engine, engine_settings, greedy, offloading, plain_answers
 from tests.support.inputs import random_tokens, transfer_config
-from tests.support.processes import be_run, run_module, shut_down
+from tests.support.processes import run_function, shut_down
 
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
@@ -151,16 +148,9 @@ def test_after_an_engine_that_was_deleted_another_one_starts(model_folder, caplo
         assert ours.reload(prompts) == expected
 
 
-@pytest.mark.parametrize("what", ["missed its signal", "has stores that do not end"])
-def test_a_core_that_cannot_end_in_order_ends_all_the_same(model_folder, what):
-    """As the tests shut engines down: vLLM alone waits for it, and then kills it."""
-    (status,) = run_module("tests.engine.test_lifetime", model_folder, "qwen3", [what], forks=True)
-    assert status == 0
-
-
-def main(models: str, kind: str, arguments: list[str]) -> list[int]:
-    (what,) = arguments
-    settings = engine_settings(Path(models), kind)
+def end_out_of_order(models: str, what: str) -> list[int]:
+    """Return how the core of an engine ended."""
+    settings = engine_settings(Path(models), "qwen3")
     run = EngineCoreProc.run_busy_loop
 
     def miss_the_signal(core: EngineCoreProc) -> None:
@@ -184,5 +174,8 @@ def main(models: str, kind: str, arguments: list[str]) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-if __name__ == "__main__":
-    be_run(main)
+@pytest.mark.parametrize("what", ["missed its signal", "has stores that do not end"])
+def test_a_core_that_cannot_end_in_order_ends_all_the_same(model_folder, what):
+    """As the tests shut engines down: vLLM alone waits for it, and then kills it."""
+    (status,) = run_function(end_out_of_order, model_folder, what, processes=True)
+    assert status == 0

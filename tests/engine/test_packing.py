@@ -10,22 +10,29 @@ import pytest
 from kv_swap.packing import samples
 from kv_swap.packing.format import MANTISSA_BYTES, PACKED_TILE_BYTES
 from kv_swap.packing.slots import SlotPacker
+from vllm import LLM
 
 from kv_offload.worker.copies import Stores
-from tests.engine import multiprocess_run, restart_run
+from tests.engine import multiprocess_run, rank_calls
 from tests.engine.harness import (
     Engine,
     Tokens,
     all_differ,
     engine,
+    engine_settings,
+    greedy,
     offloading,
     plain_answers,
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.engine.multiprocess_run import PIPELINE
+from tests.engine.multiprocess_run import PIPELINE, ask
+from tests.support.inputs import transfer_config
 from tests.support.latents import LATENT
-from tests.support.processes import run_module
+from tests.support.patience import be_patient
+from tests.support.processes import run_function, run_module, shut_down
+from tests.support.totals import figures
+from tests.support.waiting import wait_until
 
 BLOCK_TOKENS = 128
 """Pages of 16 KiB of keys and as many of values."""
@@ -177,15 +184,68 @@ def test_ranks_in_processes_of_their_own(model_folder, split):
     multiprocess_run.check(run, ranks=2, packs=True)
 
 
+def check_restarted(result: dict[str, Any], ranks: int) -> None:
+    """Check that every rank loaded packed blocks from its disk; ends with the control."""
+    computed, cached = result["expected"]
+    multiprocess_run.assert_same(result["computed"], computed)
+    multiprocess_run.assert_same(result["restarted"], cached)
+    assert [rank["rank"] for rank in result["ranks"]] == list(range(ranks))
+    for rank in result["ranks"]:
+        assert rank["slot_bytes"] < 0.9 * rank["block_bytes"]
+    assert len({len(rank["blocks"]) for rank in result["loaded"]}) == 1
+    blocks = len(result["loaded"][0]["blocks"])
+    assert blocks >= 8
+    assert result["figures"]["promoted_slots"] == result["written"] >= blocks
+    assert result["figures"]["tier_mismatches"] == 0
+    assert all_differ(result["corrupted"]["tokens"], computed["tokens"])
+
+
+def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
+    """Have the engine step until its disk has so many blocks; return how many it has."""
+
+    def is_written() -> bool:
+        ask(llm, [random_tokens(3, seed=0)], sampling)
+        told = figures(llm)
+        return told.get("tier_slots_in_use", 0) >= blocks and not told.get("demoting_slots")
+
+    wait_until(is_written, lambda: figures(llm))
+    return int(figures(llm)["tier_slots_in_use"])
+
+
+def start_twice(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run ranks with a disk, and again: the disk alone tells the second engine of the first."""
+    # However busy the machine is. The engines' processes, which are forked, have it from here.
+    be_patient(pytest.MonkeyPatch())
+    plugin, prompt_tokens = arguments.pop("plugin"), arguments.pop("prompt_tokens")
+    settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
+    prompts = [random_tokens(count, seed=count) for count in prompt_tokens]
+    blocks = sum((count - 1) // settings["block_size"] for count in prompt_tokens)
+    sampling = greedy(8)
+    (expected,) = multiprocess_run.plain_answers(settings, [prompts], sampling)
+    settings["kv_transfer_config"] = transfer_config(plugin)
+    result: dict[str, Any] = {"expected": expected}
+    llm = LLM(**settings)
+    result["computed"] = ask(llm, prompts, sampling)
+    result["written"] = wait_until_written(llm, sampling, blocks)
+    shut_down(llm)
+    llm = LLM(**settings)
+    result["ranks"] = llm.collective_rpc(rank_calls.watch)
+    result["restarted"] = ask(llm, prompts, sampling)
+    result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
+    result["figures"] = figures(llm)
+    llm.reset_prefix_cache()
+    ranks = [rank["rank"] for rank in result["ranks"]]
+    llm.collective_rpc(rank_calls.roll, args=(ranks, "loaded"))
+    result["corrupted"] = ask(llm, prompts, sampling)
+    shut_down(llm)
+    return result
+
+
 def test_ranks_find_packed_slots_on_their_disks_after_a_restart(model_folder, tmp_path):
     """Ends with the control: blocks that change places in host memory are noticed."""
     disk = {"disk": {"path": str(tmp_path), "bytes": "64MiB"}, "load_or_recompute": "always_load"}
     arguments = {**RANKS, "plugin": {**RANKS["plugin"], **disk}, "tensor_parallel_size": 2}
-    run = run_module(
-        *("tests.engine.restart_run", model_folder, "qwen3", arguments),
-        forks=True,
-    )
-    restart_run.check(run, ranks=2)
+    check_restarted(run_function(start_twice, model_folder, arguments, processes=True), ranks=2)
 
 
 def test_what_nothing_can_be_packed_of_is_said_and_served(model_folder, caplog):

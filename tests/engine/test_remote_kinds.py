@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from tests.engine.harness import (
 from tests.support.inputs import Tokens
 from tests.support.mooncake import PATIENT, Master, environment, require_mooncake
 from tests.support.patience import be_patient
-from tests.support.processes import print_result, run_module
+from tests.support.processes import run_function
 from tests.support.s3_server import BUCKET, S3Server, require_s3
 
 PROMPTS = prompts_with_shared_prefix()
@@ -74,10 +72,9 @@ def expected(model_folder: Path) -> list[Tokens]:
     return plain_answers(model_folder, PROMPTS)
 
 
-def answer_and_tell(models: str, remote: str) -> None:
+def answer_and_tell(models: str, keys: dict[str, Any]) -> list[Any]:
     """Answer the prompts with what the store has; then with other bytes in host memory."""
     be_patient(pytest.MonkeyPatch())
-    keys = json.loads(remote)
     if keys["kind"] == "mooncake":
         require_mooncake()
         keys["bytes"] = 0
@@ -87,7 +84,7 @@ def answer_and_tell(models: str, remote: str) -> None:
         loaded = running.blocks_loaded()
         running.settle()
         corrupted = running.reload(PROMPTS, corrupted=True)
-    print_result([answers, cached, loaded, totals, corrupted])
+    return [answers, cached, loaded, totals, corrupted]
 
 
 def test_what_one_engine_has_computed_another_one_loads(
@@ -100,8 +97,8 @@ def test_what_one_engine_has_computed_another_one_loads(
         ours.settle()
         assert ours.totals["demoted_slots"] >= FULL_BLOCKS
         assert ours.totals["tier_errors"] == 0
-        answers, cached, loaded, totals, corrupted = run_module(
-            "tests.engine.test_remote_kinds", model_folder, remote, forks=True
+        answers, cached, loaded, totals, corrupted = run_function(
+            answer_and_tell, model_folder, remote
         )
     assert answers == expected
     assert totals["promoted_slots"] == FULL_BLOCKS, totals
@@ -180,7 +177,3 @@ def test_a_disk_and_a_folder_serve_together(model_folder, folder, tmp_path, expe
         assert (from_disk > 0, from_folder) == (True, 0)
         assert ours.blocks_loaded() > 0
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
-
-
-if __name__ == "__main__":
-    answer_and_tell(*sys.argv[1:])

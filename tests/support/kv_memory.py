@@ -62,6 +62,22 @@ class Storage:
         )
 
 
+def layered_cache(
+    num_layers: int, num_blocks: int, page_bytes: int
+) -> tuple[KVLayout, Storage, NDArray[np.uint8]]:
+    """Layers one after the other, each a region; also the pages `(layers, blocks, bytes)`."""
+    layer_bytes = num_blocks * page_bytes
+    storage = Storage(num_layers * layer_bytes)
+    shape, strides = (num_blocks, page_bytes), (page_bytes, 1)
+    tensors = [
+        storage.describe(f"layer.{i}", num_blocks, shape, strides, offset=i * layer_bytes)
+        for i in range(num_layers)
+    ]
+    layout = KVLayout.from_tensors(num_blocks, tensors)
+    assert len(layout.regions) == num_layers
+    return layout, storage, storage.data.reshape(num_layers, num_blocks, page_bytes)
+
+
 def dense_strides(sizes: Sequence[int], order: Sequence[int], itemsize: int) -> list[int]:
     """Strides in bytes of axes with `sizes`, laid out in memory `order`, outermost first."""
     strides = [0] * len(sizes)

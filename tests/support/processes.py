@@ -145,6 +145,22 @@ def run_module(
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
+def run_function(
+    function: Callable[..., object], *arguments: object, processes: bool = False, **more: Any
+) -> Any:
+    """Call a function of a test's module as `run_module` does; return what it returns.
+
+    With `processes` its engines have a core in a process of its own.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
+    given = [str(a) if isinstance(a, Path) else a for a in arguments]
+    words = ("tests.support.called", function.__module__, function.__name__, given)
+    return run_module(*words, **{"forks": True, **environment, **more})
+
+
 def kill_group(process: Process) -> None:
     """End what is left of a process group: an engine core in a process of its own, too."""
     with contextlib.suppress(ProcessLookupError):

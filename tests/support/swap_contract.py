@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from kv_swap.engine import Completion, Direction, SwapEngine, SwapJob
 from kv_swap.errors import JobError, LayoutError
+from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.mapping import whole_pages
@@ -140,6 +141,14 @@ class NumPyBed(Bed):
 
     def read(self) -> NDArray[np.uint8]:
         return self._pages.swapaxes(0, 1).reshape(BLOCKS, -1).copy()
+
+
+class HostBed(NumPyBed):
+    def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
+        return HostArena(num_slots, slot_bytes, register=None, num_windows=WINDOWS)
+
+    def make_engine(self, layout: KVLayout, arena: HostArena) -> SwapEngine:
+        return HostSwapEngine(layout, arena, [self.storage.data, self.token])
 
 
 Beds = Callable[..., Bed]

@@ -12,20 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.engine import CopiesWith, SwapEngine
-from kv_swap.host.engine import HostSwapEngine
 from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 from numpy.typing import NDArray
 
-from tests.support.swap_contract import WINDOWS, Beds, NumPyBed, SwapContract
-
-
-class HostBed(NumPyBed):
-    def make_arena(self, num_slots: int, slot_bytes: int) -> HostArena:
-        return HostArena(num_slots, slot_bytes, register=None, num_windows=WINDOWS)
-
-    def make_engine(self, layout: KVLayout, arena: HostArena) -> SwapEngine:
-        return HostSwapEngine(layout, arena, [self.storage.data, self.token])
+from tests.support.swap_contract import WINDOWS, Beds, HostBed, NumPyBed, SwapContract
 
 
 class PlayedBed(NumPyBed):

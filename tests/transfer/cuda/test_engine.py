@@ -32,10 +32,9 @@ from kv_swap.cuda.kernel_families import (
 from kv_swap.cuda.state import State
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapJob
 from kv_swap.errors import CopyError, DeviceError, JobError, PinnedMemoryError
-from kv_swap.layout import KVLayout
 from kv_swap.memory.arena import HostArena
 
-from tests.support.kv_memory import Storage
+from tests.support.kv_memory import layered_cache
 from tests.support.played_cuda import COMPUTE, Stream
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -50,20 +49,9 @@ class Engine:
     """
 
     def __init__(self, *, output: Any = None, copies_with: CopiesWith | None = None) -> None:
-        layer_bytes = BLOCKS * PAGE_BYTES
-        self.storage = Storage(LAYERS * layer_bytes)
-        tensors = [
-            self.storage.describe(
-                f"layer.{i}", BLOCKS, (BLOCKS, PAGE_BYTES), (PAGE_BYTES, 1), offset=i * layer_bytes
-            )
-            for i in range(LAYERS)
-        ]
-        # Each layer is a region of its own: layers do not fit into one block stride.
-        layout = KVLayout.from_tensors(BLOCKS, tensors)
-        assert len(layout.regions) == LAYERS
+        layout, self.storage, self.pages = layered_cache(LAYERS, BLOCKS, PAGE_BYTES)
         arena = HostArena(SLOTS, layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
-        self.pages = self.storage.data.reshape(LAYERS, BLOCKS, PAGE_BYTES)
         self.pages[:] = 1
         self.slots[:] = 7
         self.copies = CudaSwapEngine(

@@ -17,10 +17,9 @@ from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.gate_test import MOST_PIECES, TURNS, GateReport, Turn, judge  # noqa: E402
 from kv_swap.cuda.gated import PIECE_BYTES, SLICE_PIECES  # noqa: E402
 from kv_swap.engine import CopiesWith, Direction, SwapJob  # noqa: E402
-from kv_swap.layout import KVLayout  # noqa: E402
 from kv_swap.memory.arena import HostArena  # noqa: E402
 
-from tests.support.kv_memory import Storage  # noqa: E402
+from tests.support.kv_memory import layered_cache  # noqa: E402
 from tests.support.played_cuda import PlayedCuda  # noqa: E402
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -38,20 +37,9 @@ class Bed:
         blocks: int,
         copies_with: CopiesWith | None = "gates",
     ) -> None:
-        self.storage = Storage(num_layers * blocks * page_bytes)
-        self.pages = self.storage.data.reshape(num_layers, blocks, page_bytes)
+        layout, self.storage, self.pages = layered_cache(num_layers, blocks, page_bytes)
         layer, block = np.ogrid[:num_layers, :blocks]
         self.pages[:] = ((7 * layer + block) % 251)[:, :, None]
-        layout = KVLayout.from_tensors(
-            blocks,
-            [
-                self.storage.describe(
-                    f"layer.{i}", blocks, (blocks, page_bytes), (page_bytes, 1),
-                    offset=i * blocks * page_bytes,
-                )
-                for i in range(num_layers)
-            ],
-        )  # fmt: skip
         arena = HostArena(blocks, layout.slot_bytes, register=CudaRegistrar(DEVICE))
         self.slots = arena.view()
         self.engine = CudaSwapEngine(layout, arena, DEVICE, [self.storage], copies_with=copies_with)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -131,73 +132,66 @@ def test_a_job_waits_for_its_own_compute_not_for_that_of_a_later_one(cuda):
     assert written == [1]
 
 
-@pytest.mark.parametrize("call", [RuntimeError, ValueError])
-def test_whatever_fails_in_a_slice_fails_its_job_and_no_other(cuda, call):
-    bed = Bed(cuda)
-    bed.submit(1, 4)
-    bed.path.failing, bed.path.failure = 2, call("refused")
-    bed.submit(2, 8)
-    bed.submit(3, 4)
-    cuda.run()
-    one, two, three = bed.lane.advance()
-    assert (one.error, three.error) == (None, None)
-    assert "swap_store failed with refused: store job 2" in str(two.error)
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bed], list[float]]:
+    """Have a slice of a bed end whenever its host waits; gives the list of waits."""
+
+    def watch(bed: Bed) -> list[float]:
+        waits: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            bed.complete(1)
+
+        monkeypatch.setattr(lane_module.time, "sleep", sleep)
+        return waits
+
+    return watch
 
 
-def test_compute_waits_for_slices_that_do_not_fit_yet(cuda, monkeypatch):
+def test_compute_waits_for_slices_that_do_not_fit_yet(cuda, slept):
     """The host waits, until as many have ended as make room for the last."""
     bed = Bed(cuda, max_in_flight=2)
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        bed.complete(1)
-
-    monkeypatch.setattr(lane_module.time, "sleep", sleep)
+    waits = slept(bed)
     bed.submit(1, 20)
     bed.lane.await_all()
     bed.look()
-    assert len(slept) == 3
+    assert len(waits) == 3
     cuda.run(COMPUTE)
     assert bed.read == []
     bed.complete(2)
     assert bed.read == [5]
 
 
-def test_a_wave_waits_for_room_and_later_waves_do_not(cuda, monkeypatch):
+def test_a_wave_waits_for_room_and_later_waves_do_not(cuda, slept):
     bed = Bed(cuda, max_in_flight=2)
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        bed.complete(1)
-
-    monkeypatch.setattr(lane_module.time, "sleep", sleep)
+    waits = slept(bed)
     bed.submit(1, 4, in_waves=True)  # three slices
     for wave, sleeps in ((0, 0), (2, 0), (3, 1)):
         bed.lane.await_wave(wave)
-        assert len(slept) == sleeps
+        assert len(waits) == sleeps
 
 
-def test_compute_does_not_wait_for_ever(cuda, monkeypatch):
-    monkeypatch.setattr(lane_module, "_ROOM_SECONDS", 0.0)
+@pytest.mark.parametrize(
+    ("failing", "room_seconds", "message"),
+    [
+        ({"eventQuery"}, 60.0, "the CUDA context is lost"),
+        (set[str](), 0.0, "2 slices have not ended for 0 s: store job 1"),
+    ],
+)
+def test_compute_does_not_wait_for_ever(cuda, monkeypatch, failing, room_seconds, message):
+    monkeypatch.setattr(lane_module, "_ROOM_SECONDS", room_seconds)
     bed = Bed(cuda, max_in_flight=2)
     bed.submit(1, 20)
-    with pytest.raises(CopyError, match="2 slices have not ended for 0 s: store job 1"):
+    cuda.failing = failing
+    with pytest.raises(CopyError, match=message):
         bed.lane.await_all()
 
 
-def test_a_lost_context_ends_the_wait_for_room(cuda):
-    bed = Bed(cuda, max_in_flight=2)
-    bed.submit(1, 20)
-    cuda.failing = {"eventQuery"}
-    with pytest.raises(CopyError, match="the CUDA context is lost"):
-        bed.lane.await_all()
-
-
-def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(cuda):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_failed_slice_fails_its_job_alone_and_only_when_its_slices_have_ended(cuda, kind):
     bed = Bed(cuda)
-    bed.path.failing = 2
+    bed.path.failing, bed.path.failure = 2, kind("CUDA_ERROR_INVALID_VALUE")
     bed.submit(7, 12)
     expected = bed.submit(8, 1)
     assert bed.path.queued == 3
@@ -237,12 +231,9 @@ def test_a_job_that_cannot_be_ordered_or_followed_by_an_event_fails(cuda, call, 
 
 
 def test_a_job_whose_place_after_compute_is_not_known_is_not_copied(cuda, monkeypatch):
-    def refuse() -> None:
-        raise RuntimeError("no event")
-
     bed = Bed(cuda)
     with monkeypatch.context() as patch:
-        patch.setattr(bed.lane.stream, "mark", refuse)
+        patch.setattr(bed.lane.stream, "mark", mock.Mock(side_effect=RuntimeError("no event")))
         bed.submit(1, 4)
     expected = bed.submit(2, 4)
     cuda.run()
@@ -268,13 +259,10 @@ def test_a_lost_context_fails_every_job(cuda):
 
 def test_a_slice_for_which_there_is_no_event_is_not_queued(cuda, monkeypatch):
     """It would run on after its job has ended, and write blocks that are another's by then."""
-
-    def refuse() -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
     bed = Bed(cuda, max_in_flight=1)
     bed.submit(7, 8)
-    monkeypatch.setattr(bed.lane.stream, "take", refuse)
+    refusing = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
+    monkeypatch.setattr(bed.lane.stream, "take", refusing)
     bed.complete(1)
     (failed,) = bed.lane.advance()
     assert bed.path.queued == 1

@@ -6,11 +6,13 @@ import gc
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.tier_bed import TierBed, named
 
 
 def tier_threads() -> list[threading.Thread]:
@@ -93,3 +95,31 @@ def failing(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     _mount(folder, "-o", "loop", str(disk))
     yield folder, disk
     subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def bad_sectors(failing: tuple[Path, Path]) -> tuple[TierBed, Callable[[], None]]:
+    """A tier of 256 blocks on such a disk, and what takes away the half of its sectors."""
+    folder, disk = failing
+    bed = TierBed(folder / "file", 256, slot_bytes=65536 - 4096)
+    assert bed.put(named(256)).failed == ()
+
+    def lose() -> None:
+        os.sync()
+        os.truncate(disk, 16 << 20)
+
+    return bed, lose
+
+
+@pytest.fixture
+def read_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that each read of records asked for, since the list was cleared."""
+    calls: list[int] = []
+    preadv = os.preadv
+
+    def read(fd: int, buffers: Sequence[memoryview], *rest: int) -> int:
+        calls.append(sum(map(len, buffers)))
+        return preadv(fd, buffers, *rest)
+
+    monkeypatch.setattr(os, "preadv", read)
+    return calls

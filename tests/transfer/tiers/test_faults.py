@@ -107,13 +107,10 @@ def test_a_write_that_is_refused_fails_its_rows(tmp_path, slot_bytes, retry_seco
     assert unreadable == [5, 6, 7]
 
 
-def test_bad_sectors_fail_their_rows(failing):
-    folder, disk = failing
-    names = named(256)
-    with TierBed(folder / "file", 256, slot_bytes=65536 - 4096) as bed:
-        assert bed.put(names).failed == ()
-        os.sync()
-        os.truncate(disk, 16 << 20)
+def test_bad_sectors_fail_their_rows(bad_sectors):
+    names, (bed, lose) = named(256), bad_sectors
+    with bed:
+        lose()
         done = bed.get(names)
         assert 20 < len(done.failed) < 236
         assert done.mismatches == 0
@@ -124,27 +121,17 @@ def test_bad_sectors_fail_their_rows(failing):
         assert bed.get(names).failed == ()
 
 
-def test_a_disk_that_takes_long_to_fail_is_not_asked_for_every_record(failing, monkeypatch):
-    folder, disk = failing
-    names = named(256)
-    asked = 0
-    preadv = os.preadv
-
-    def read(*arguments: object) -> int:
-        nonlocal asked
-        asked += 1
-        return preadv(*arguments)  # type: ignore[arg-type]
-
-    with TierBed(folder / "file", 256, slot_bytes=65536 - 4096) as bed:
-        bed.put(names)
-        os.sync()
-        os.truncate(disk, 16 << 20)
-        monkeypatch.setattr(os, "preadv", read)
+def test_a_disk_that_takes_long_to_fail_is_not_asked_for_every_record(
+    bad_sectors, read_calls, monkeypatch
+):
+    names, (bed, lose) = named(256), bad_sectors
+    with bed:
+        lose()
         once = bed.get(names)
-        each, asked = asked, 0
+        each = len(read_calls)
         monkeypatch.setattr(transfers, "RETRY_SECONDS", 0)
         soon = bed.get(names)
-        assert asked < each
+        assert len(read_calls) - each < each
         assert set(soon.failed) >= set(once.failed)
         assert set(bed.right(names)) >= set(names) - set(soon.failed)
 

@@ -38,15 +38,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-def rewrite_region(path: Path, **changes: Any) -> None:
-    """Change what a file says of itself, as `region.py` specifies it."""
+def write_region(path: Path, text: bytes) -> None:
+    """Have a file say this of itself, where `region.py` specifies it."""
     with path.open("r+b") as file:
-        head = file.read(1 << 16)
-        nbytes = int.from_bytes(head[8:16], "little")
-        document = json.loads(head[32 : 32 + nbytes]) | changes
-        text = json.dumps(document).encode()
         file.seek(8)
         file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
+
+
+def region(path: Path) -> dict[str, Any]:
+    head = path.read_bytes()[: 1 << 16]
+    found: dict[str, Any] = json.loads(head[32 : 32 + int.from_bytes(head[8:16], "little")])
+    return found
 
 
 def test_a_file_goes_on(path):
@@ -89,7 +91,7 @@ def test_what_does_not_fit_is_begun_afresh_and_nothing_of_it_is_served(path, how
     ],
 )
 def test_a_file_that_does_not_say_what_it_is_is_begun_afresh(path, offset, changes, reason):
-    rewrite_region(path, **changes)
+    write_region(path, json.dumps(region(path) | changes).encode())
     if offset:
         flip(path, offset)
     with pytest.raises(TierError, match=reason):
@@ -166,25 +168,24 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path):
     assert path.read_bytes() == bytes(100_000)
 
 
-def test_what_is_no_regular_file_is_refused_and_left(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipe", "not a regular file"),
+        ("", "Is a directory; name a file in that folder"),
+        ("socket", "cannot open"),
+        ("gone/file", "No such file or directory; make the folder"),
+        ("text/file", "Not a directory; name a folder that exists"),
+    ],
+)
+def test_what_cannot_be_a_file_is_refused_and_left(tmp_path, name, message):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TierError, match="not a regular file"):
-        TierBed(tmp_path / "pipe")
-    assert (tmp_path / "pipe").is_fifo()
-    with pytest.raises(TierError, match="Is a directory; name a file in that folder"):
-        TierBed(tmp_path)
+    (tmp_path / "text").touch()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
-        with pytest.raises(TierError, match="cannot open"):
-            TierBed(tmp_path / "socket")
-
-
-def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path):
-    with pytest.raises(TierError, match="No such file or directory; make the folder"):
-        TierBed(tmp_path / "gone" / "file")
-    (tmp_path / "text").touch()
-    with pytest.raises(TierError, match="Not a directory; name a folder that exists"):
-        TierBed(tmp_path / "text" / "file")
+        with pytest.raises(TierError, match=message):
+            TierBed(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_folder_that_may_not_be_written_is_named(tmp_path):
@@ -385,9 +386,7 @@ ODD_REGIONS = {
 @pytest.mark.parametrize("document", ODD_REGIONS.values(), ids=ODD_REGIONS)
 def test_a_first_region_that_describes_no_file_is_begun_afresh(path, document):
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
-    with path.open("r+b") as file:
-        file.seek(8)
-        file.write(len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text)
+    write_region(path, text)
     with pytest.raises(TierError, match=r"describes no file of .*; an engine would start it over"):
         read_description(path)
     with TierBed(path, model="a", rank="0") as bed:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_swap.errors import TierError
+from kv_swap.errors import JobError, TierError
 from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.remote import folder
 from kv_swap.tiers.remote.client import Fate, object_keys
 from kv_swap.tiers.remote.folder import FolderClient
 from kv_swap.tiers.remote.sweep import AGE_SECONDS, Entry, sweep
+from kv_swap.tiers.remote.tier import NUM_SLOTS
 
 from tests.support.processes import ROOT
 from tests.support.tier_bed import ALIGNED, DEMOTE, PROMOTE, Bed, FolderBed, block, job, named
@@ -67,6 +68,12 @@ def test_files_are_for_this_user_alone(bed, place):
     assert len(files(place)) == 8
     for path in place.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_tier_without_slots_takes_rows_by_their_numbers(bed):
+    assert bed.tier.num_slots == NUM_SLOTS
+    with pytest.raises(JobError, match="slots 8 to 8 of the arena"):
+        bed.tier.submit(job(1, DEMOTE, [(8, 0)], [b"a"]))
 
 
 def test_keys_are_found_in_order_by_few_and_by_many_questions(place):

@@ -18,7 +18,17 @@ from kv_swap.tiers.remote.s3 import S3Client
 
 from tests.support.mooncake import Master, patient, require_mooncake
 from tests.support.s3_server import BUCKET, S3Server, require_s3
-from tests.support.tier_bed import ALIGNED, ODD, FolderBed, MooncakeBed, S3Bed, named
+from tests.support.tier_bed import (
+    ALIGNED,
+    DEMOTE,
+    ODD,
+    PROMOTE,
+    FolderBed,
+    MooncakeBed,
+    S3Bed,
+    block,
+    named,
+)
 from tests.transfer.tiers.conftest import tier_threads
 
 RECORD_BYTES = PAGE_BYTES + ALIGNED
@@ -140,6 +150,24 @@ def test_what_is_there_is_not_written_again(bed, names):
     assert bed.put({slot: names[slot] for slot in (0, 1, 2)}).nbytes == 3 * ALIGNED
     done = bed.put(names)
     assert (done.failed, done.nbytes) == ((), 5 * ALIGNED)
+
+
+def test_rows_go_to_any_slots_and_one_block_to_several(bed, names):
+    bed.put(names)
+    bed.view[:] = 0
+    into = [5, 2, 7, 0]
+    wanted = [names[0], names[0], names[3], names[0]]
+    done = bed.run(PROMOTE, [(slot, row) for row, slot in enumerate(into)], wanted)
+    assert (done.failed, done.nbytes) == ((), 4 * ALIGNED)
+    assert bed.right(dict(zip(into, wanted, strict=True))) == into
+    assert not bed.view[[1, 3, 4, 6]].any()
+
+
+def test_one_block_of_several_slots_is_stored_once(bed, names):
+    bed.view[:2] = block(names[0], ALIGNED)
+    assert bed.run(DEMOTE, [(0, 0), (1, 1)], [names[0]] * 2).failed == ()
+    assert bed.get({4: names[0]}).failed == ()
+    assert bed.right({4: names[0]}) == [4]
 
 
 @pytest.mark.parametrize(
