@@ -326,6 +326,15 @@ def test_writes_that_go_well_leave_the_pauses_of_reads_as_they_are(now, engine):
     assert not engine.offload.tiers.tiers["disk"].may_read
 
 
+def test_errors_that_were_under_way_together_are_one_pause(now, engine):
+    below = engine.offload.tiers.tiers["disk"]
+    for fail, may in ((below.read_failed, "may_read"), (below.write_failed, "may_write")):
+        fail()
+        fail()
+        now[0] += base.FIRST_PAUSE_SECONDS
+        assert getattr(below, may)
+
+
 def test_that_nothing_is_written_is_not_told_while_nothing_is_read(now, engine, caplog):
     """It is one outage then. Once the disk may be read again, a write that fails says something."""
     below = engine.offload.tiers.tiers["disk"]

@@ -17,11 +17,12 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 import torch
-from kv_swap.errors import PinnedMemoryError
+from kv_swap.errors import DeviceError, PinnedMemoryError
 from kv_swap.host.transfers import copy_runs
 from kv_swap.layout import Packing
 from kv_swap.memory.shared import SharedMemory
 
+from kv_offload.errors import UnsupportedError
 from kv_offload.messages import Outcome, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import SharingRanks, arena_bytes
 from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, refuse_blocks, store
@@ -201,6 +202,15 @@ def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(ranks, monkeypatch):
             rank.step()
             rows.append(rank.report().failed_rows[job_id])
         assert rows == [[(1,), (3,)], [(3,), (1,)]][job_id]
+
+
+def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(monkeypatch):
+    """The device is asked for its NUMA node before an engine is made for it."""
+    error = DeviceError("CuPy cannot be imported")
+    monkeypatch.setattr("kv_offload.worker.allocation.numa_node", mock.Mock(side_effect=error))
+    with pytest.raises(UnsupportedError) as caught:
+        Ranks().start()
+    assert str(caught.value) == "kv-offload: CuPy cannot be imported"
 
 
 def test_engines_side_by_side_share_nothing(monkeypatch):
