@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
-@pytest.fixture(params=[False, True], ids=["reports", "beside"])
-def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether an only rank of a played engine is asked what has ended, besides reporting it."""
-    monkeypatch.setattr("tests.support.played_engine.PlayedEngine.beside", request.param)
-    return bool(request.param)
+def _both(name: str, *ids: str) -> Callable[..., bool]:
+    """Return a fixture that builds all played engines of a test without a setting, and with it."""
+
+    @pytest.fixture(params=[False, True], ids=ids, name=name)
+    def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+        monkeypatch.setattr(f"tests.support.played_engine.PlayedEngine.{name}", request.param)
+        return bool(request.param)
+
+    return both
+
+
+beside = _both("beside", "reports", "beside")
+async_scheduling = _both("async_scheduling", "sync", "async")
+replaces_resumed = _both("replaces_resumed", "V1", "V2")
 
 
 @pytest.fixture

@@ -5,36 +5,41 @@ from __future__ import annotations
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
-from tests.support.played_cases import OTHER, PROMPT, both_ways, store
+from tests.support.played_cases import FULL, OTHER, PROMPT, both_ways, store
 from tests.support.played_engine import PlayedEngine
 
 TEXT = [*PROMPT, *OTHER]
 
 
-def serve_again(engine: PlayedEngine) -> None:
+def serve_again(engine: PlayedEngine, hit_tokens: int = 40) -> None:
     """Store a text, serve it again, and check every rank's bytes and every token."""
     store(engine, TEXT)
     engine.check_host_memory()
     engine.serve("again", TEXT)
-    assert engine.totals["hit_tokens"] == 40
+    assert engine.totals["hit_tokens"] == hit_tokens
     engine.check_rest()
 
 
 @both_ways
 @pytest.mark.parametrize("interleave", [1, 2, 4])
-def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(async_scheduling, interleave):
+@pytest.mark.parametrize(
+    ("groups", "hit_tokens"),
+    [((FULL,), 40), ((FULL, CacheGroup(1, 8)), 32)],
+    ids=["one group", "blocks of two sizes"],
+)
+def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(interleave, groups, hit_tokens):
     """Which rank has a token is the same in every block, so it need not be in the key."""
     engine = PlayedEngine(
-        ranks=2, context_ranks=2, interleave=interleave, async_scheduling=async_scheduling
+        groups, ranks=2, context_ranks=2, interleave=interleave, plugin={"max_pinned_share": 1.0}
     )
     assert engine.hash_block_tokens == 8
-    serve_again(engine)
+    serve_again(engine, hit_tokens)
 
 
 @both_ways
 @pytest.mark.parametrize(("prefill_ranks", "context_ranks"), [(2, 1), (2, 2), (2, 4), (4, 1)])
 def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
-    async_scheduling, prefill_ranks, context_ranks
+    prefill_ranks, context_ranks
 ):
     """Every rank of a shared prefill gathers the KV of all, so blocks do not grow with them."""
     engine = PlayedEngine(
@@ -42,7 +47,6 @@ def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
         ranks=4,
         prefill_ranks=prefill_ranks,
         context_ranks=context_ranks,
-        async_scheduling=async_scheduling,
     )
     assert engine.hash_block_tokens == 8, "vLLM's own answer"
     serve_again(engine)
@@ -50,15 +54,8 @@ def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
 
 @both_ways
 @pytest.mark.parametrize("ranks", [{"context_ranks": 2}, {"prefill_ranks": 2}], ids=str)
-def test_drafts_of_a_head(async_scheduling, ranks):
-    engine = PlayedEngine(
-        groups=(CacheGroup(0, 4),),
-        ranks=2,
-        drafts=2,
-        draft_head=True,
-        async_scheduling=async_scheduling,
-        **ranks,
-    )
+def test_drafts_of_a_head(ranks):
+    engine = PlayedEngine(groups=(CacheGroup(0, 4),), ranks=2, drafts=2, draft_head=True, **ranks)
     store(engine, TEXT)
     engine.check_host_memory()
     engine.serve("again", TEXT)

@@ -13,7 +13,6 @@ import pytest
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.loads import decision
-from tests.support import simulated_engine
 from tests.support.loads import set_synchronous_loads
 from tests.support.simulated_engine import (
     LINK_BYTES_PER_SECOND,
@@ -43,7 +42,6 @@ class Users:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest conversation at its end."""
         turn = self.new_tokens + self.answer_tokens[1]
         return self.system_tokens + self.history_tokens[1] + self.turns * turn
 
@@ -128,14 +126,14 @@ def converse(engine: SimulatedEngine, users: Users, seed: int) -> Talk:
     )
 
 
-def hold(clock: Clock, users: Users, kind: str, room: float = 1.0) -> tuple[Talk, Counter[str]]:
+def hold(clock: Clock, users: Users, kind: str) -> tuple[Talk, Counter[str]]:
     """Return conversations with an engine that knows its rates, and what it counted.
 
     `limit` is an engine with a GPU cache for all conversations and no host memory. `ours` has a
-    cache that is large enough for those that are open at a time, if `room` is 1. `apart` is such a
-    one that loads asynchronously alone.
+    cache that is large enough for those that are open at a time. `apart` is such a one that loads
+    asynchronously alone.
     """
-    in_cache = 2 * users.count if kind == "limit" else room * users.at_once
+    in_cache = 2 * users.count if kind == "limit" else users.at_once
     engine = SimulatedEngine(
         clock,
         groups=(CacheGroup(0, BLOCK_TOKENS),),
@@ -205,16 +203,3 @@ def test_prompts_that_all_hit_keep_the_link_busy(clock):
     link = count * tokens * TOKEN_BYTES / LINK_BYTES_PER_SECOND
     assert engine.totals["hit_tokens"] > 0.99 * count * tokens
     assert clock.now - began < 1.1 * link
-
-
-@pytest.mark.slow
-def test_open_conversations_without_room_wait_whatever_loads_take(clock, limit, monkeypatch):
-    """Why a bench with a small GPU cache does not reach an engine with room for all."""
-    monkeypatch.setattr(simulated_engine, "LINK_BYTES_PER_SECOND", 1e15)
-    ours, counted = hold(clock, USERS, "ours")
-    assert counted["loaded_bytes"]
-    assert np.mean(ours.waits) < 1.01 * np.mean(limit.waits)
-    # As in the bench, in relation to what the open conversations may need at most.
-    crowded, _ = hold(clock, USERS, "ours", 0.6)
-    assert np.mean(crowded.waits) > 1.1 * np.mean(limit.waits)
-    assert crowded.seconds > 1.01 * limit.seconds

@@ -26,6 +26,7 @@ from tests.support.played_cases import (
     both_runners,
     both_ways,
     forget,
+    serve_under_pressure,
     store,
     wrong_bytes,
 )
@@ -144,16 +145,9 @@ def run_to_the_end(engine: HeadEngine) -> None:
 @both_ways
 @both_runners
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_a_store_reads_what_the_head_wrote_last(async_scheduling, replaces_resumed, groups):
+def test_a_store_reads_what_the_head_wrote_last(groups):
     """In chunks of a prompt and in decodes, with drafts accepted and rejected."""
-    engine = HeadEngine(
-        groups,
-        timing=Harsh(eager=True),
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-        ranks=2,
-        max_num_batched_tokens=8,
-    )
+    engine = HeadEngine(groups, timing=Harsh(eager=True), ranks=2, max_num_batched_tokens=8)
     engine.add("a", PROMPT, max_tokens=40)
     engine.add("b", OTHER, max_tokens=30)
     run_to_the_end(engine)
@@ -175,9 +169,9 @@ def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(monkeypatch
 
 @both_ways
 @pytest.mark.parametrize("max_tokens", range(1, 10))
-def test_what_a_request_leaves_behind_is_final(async_scheduling, max_tokens):
+def test_what_a_request_leaves_behind_is_final(max_tokens):
     """It may end with drafts accepted beyond its end, at any place in a block."""
-    engine = HeadEngine(timing=Harsh(eager=True), async_scheduling=async_scheduling)
+    engine = HeadEngine(timing=Harsh(eager=True))
     engine.propose = engine.good_drafts
     store(engine, PROMPT[:14])
     engine.add("a", PROMPT, max_tokens=max_tokens)
@@ -197,13 +191,10 @@ def test_what_a_request_leaves_behind_is_final(async_scheduling, max_tokens):
     engine.check_rest()
 
 
-# -- hits --------------------------------------------------------------------------------------
-
-
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_a_hit_drops_the_last_block_that_matches(async_scheduling, groups):
-    engine = store(HeadEngine(groups, async_scheduling=async_scheduling), PROMPT)
+def test_a_hit_drops_the_last_block_that_matches(groups):
+    engine = store(HeadEngine(groups), PROMPT)
     for request_id, prompt, hit in [("same", PROMPT, 16), ("branch", BRANCH, 12)]:
         engine.serve(request_id, prompt)
         assert engine.totals["hit_tokens"] == hit
@@ -214,11 +205,11 @@ def test_a_hit_drops_the_last_block_that_matches(async_scheduling, groups):
 
 @both_ways
 @pytest.mark.parametrize("known", [True, False], ids=["known", "any group's"])
-def test_a_window_that_vllm_names_where_prompts_end_is_served(async_scheduling, known):
+def test_a_window_that_vllm_names_where_prompts_end_is_served(known):
     """Behind the end of a hit it names a window's block only where that may be the head's."""
     full = dataclasses.replace(FULL, sees_next_token=known)
     groups = (full, dataclasses.replace(WINDOW, retention_tokens=0))
-    engine = store(HeadEngine(groups, async_scheduling=async_scheduling), PROMPT)
+    engine = store(HeadEngine(groups), PROMPT)
     for request_id, prompt in [("same", PROMPT), ("longer", [*PROMPT, 1, 0, 0, 1, 1])]:
         engine.serve(request_id, prompt)
         assert engine.totals["hit_tokens"] == 16
@@ -233,14 +224,10 @@ def test_a_window_that_vllm_names_where_prompts_end_is_served(async_scheduling, 
     [[], [WINDOW], [dataclasses.replace(WINDOW, retention_tokens=0)]],
     ids=["full", "window", "window at ends"],
 )
-def test_a_user_may_have_the_last_block_that_matches_kept(
-    async_scheduling, synchronous_loads, windows, monkeypatch
-):
+def test_a_user_may_have_the_last_block_that_matches_kept(synchronous_loads, windows, monkeypatch):
     """So a window that vLLM keeps at the end of a prompt alone is served, as vLLM serves it."""
     monkeypatch.setattr(SpeculativeConfig, "use_eagle_block_drop", lambda _: False)
-    engine = HeadEngine(
-        (FULL, *windows), async_scheduling=async_scheduling, synchronous_loads=synchronous_loads
-    )
+    engine = HeadEngine((FULL, *windows), synchronous_loads=synchronous_loads)
     engine.model.strict = False
     store(engine, PROMPT)
     for prompt in (PROMPT, [*PROMPT, 1, 0, 0, 1, 1]):
@@ -254,7 +241,6 @@ def test_a_user_may_have_the_last_block_that_matches_kept(
 
 
 def test_without_the_drop_the_head_reads_kv_that_another_token_followed(monkeypatch):
-    """The control."""
     monkeypatch.setattr(
         "kv_offload.engines.vllm.model.groups.has_draft_head", lambda _config: False
     )
@@ -266,9 +252,9 @@ def test_without_the_drop_the_head_reads_kv_that_another_token_followed(monkeypa
 
 @both_ways
 @pytest.mark.parametrize("known", [5, 9, 13, 16, 17])
-def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(async_scheduling, known):
+def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(known):
     """The engine knows a part of the prompt, its last block as in front of another token."""
-    engine = HeadEngine(async_scheduling=async_scheduling)
+    engine = HeadEngine()
     longer = [*PROMPT, 1, 0, 0, 1]
     store(engine, longer)
     engine.serve("known", [*PROMPT[: known - 1], PROMPT[known - 1] ^ 1], max_tokens=1)
@@ -292,28 +278,9 @@ def test_nothing_is_loaded_that_no_block_behind_it_proves():
 
 @both_ways
 @both_runners
-def test_requests_that_part_are_preempted_and_end_early(async_scheduling, replaces_resumed):
+def test_requests_that_part_are_preempted_and_end_early():
     """Tokens are right throughout; of the head, all but the last token of a block."""
-    engine = HeadEngine(
-        blocks=20,
-        slots=40,
-        max_model_len=60,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-        plugin={"max_pinned_share": 0.5},
-    )
+    engine = HeadEngine(blocks=20, slots=40, max_model_len=60, plugin={"max_pinned_share": 0.5})
     engine.model.strict = False
-    texts = {f"{i}": [*prompt, *OTHER[:i]] for i, prompt in enumerate([PROMPT, BRANCH, OTHER] * 3)}
-    for request_id, text in texts.items():
-        engine.add(request_id, text, max_tokens=30)
-    requests = list(engine.scheduler.requests.values())
-    for step in range(600):
-        if not engine.scheduler.has_requests():
-            break
-        if step == 25:
-            engine.abort("1")
-        engine.step(copies=bool(step % 3))
-        engine.check_host_memory()
-    assert sum(request.num_preemptions for request in requests) > 0
-    assert engine.totals["hit_tokens"] > 0
+    serve_under_pressure(engine)
     engine.rest()

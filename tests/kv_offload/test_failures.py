@@ -28,7 +28,6 @@ from tests.support.played_cases import (
     pinned,
     start_load,
     store,
-    stored_blocks,
     tables,
 )
 from tests.support.played_engine import PlayedEngine
@@ -77,7 +76,6 @@ def lose_next_load(engine: PlayedEngine, fault: str = "submit") -> None:
 
 
 def check_lost(engine: PlayedEngine, *request_ids: str) -> None:
-    """Check that requests ended with an error, and without a token."""
     for request_id in request_ids:
         ended = engine.ended[request_id], engine.answers.get(request_id, [])
         assert ended == ("error", []), request_id
@@ -147,38 +145,6 @@ def test_what_happens_before_the_loss_is_heard_of(holding, then):
         check_lost(engine, "joins")
     assert engine.answers.get("a", []) in ([], answer(MORE, 6))
     check_served(forget(engine), MORE, 6)
-
-
-def test_what_is_planned_to_be_stored_when_a_loss_is_heard_of_is_not_kept(holding):
-    """The end of its request plans what its step did not look at; no step has sent that yet."""
-    engine = holding(synchronous_loads=True, max_num_batched_tokens=64, blocks=14)
-    lose_next_load(engine)
-    engine.add("a", [*PROMPT, *OTHER])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 2)
-        sent = stored_blocks(engine.schedule())
-    engine.execute()
-    engine.abort("a")
-    assert pinned(engine) > {*sent} > set()
-    play(engine)
-    engine.check_host_memory()
-    check_served(forget(engine), [*PROMPT, *OTHER])
-    assert len(engine.offload.manager.readable_slots()) == 11, "later stores are kept"
-
-
-def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known():
-    """Reports name loads; the engine ends requests by their names."""
-    engine = PlayedEngine(async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64)
-    store(engine, PROMPT)
-    lose_next_load(engine)
-    engine.add("a", MORE, max_tokens=6)
-    engine.schedule()
-    engine.execute()
-    engine.abort("a")
-    engine.add("a", OTHER, max_tokens=3)
-    assert engine.schedule().num_scheduled_tokens["a"] == len(OTHER)
-    play_to_rest(engine)
-    assert engine.offload.in_flight.num_requests == 0
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -260,9 +226,6 @@ def test_a_failed_load_is_not_taken_for_loaded_where_an_error_hides_its_failure(
     assert request.num_output_tokens > 0
 
 
-# -- resets ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ended", ["not", "copied", "reported", "failed"])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(holding, ended, paused):
@@ -320,22 +283,6 @@ def test_a_load_that_failed_on_one_rank_and_hangs_on_another_counts_as_failed_af
     engine.check_rest()
 
 
-def test_a_request_that_a_reset_took_back_loads_again(holding):
-    """The second is told from the first, whose report comes after the reset."""
-    engine = holding(ranks=2)
-    start_load(engine)
-    assert engine.reset(reset_running_requests=True)
-    engine.totals.clear()
-    for _ in range(6):
-        engine.step()
-        for copies in (rank.copies for rank in engine.ranks):
-            assert len(copies.submitted) <= 1
-    assert engine.ranks[0].copies.submitted, "the second load"
-    assert "a" not in engine.answers, "nobody has copied it yet"
-    play_to_rest(engine)
-    assert engine.totals["hit_tokens"] == 20
-
-
 def test_a_second_load_that_ends_in_its_step_is_told_from_the_first(holding, monkeypatch):
     """The report of that step may still name the first, and names each request once."""
     engine = holding(ranks=2)
@@ -374,16 +321,11 @@ def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(holding, pr
     assert engine.totals["hit_tokens"] >= 2 * 20
 
 
-# -- no room -----------------------------------------------------------------------------------
-
-
 @both_ways
-def test_loaded_requests_that_leave_each_other_no_room_run_one_after_the_other(async_scheduling):
+def test_loaded_requests_that_leave_each_other_no_room_run_one_after_the_other():
     """vLLM keeps too few blocks free for windows: the first needs six, and five are left."""
     groups = FULL, WINDOW, CacheGroup(2, BLOCK, 12)
-    engine = PlayedEngine(
-        groups, async_scheduling=async_scheduling, blocks=28, max_num_batched_tokens=6
-    )
+    engine = PlayedEngine(groups, blocks=28, max_num_batched_tokens=6)
     first, second = [*PROMPT, 1, 0, 1, 0], [*OTHER, 1, 0, 1, 0]
     engine.serve("first", first, 1)
     engine.serve("second", second, 1)
@@ -429,9 +371,6 @@ def test_while_an_engine_is_paused_what_was_loaded_stays(holding):
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     play_to_rest(engine)
     assert engine.totals["hit_tokens"] == 20, "once"
-
-
-# -- hooks that raise --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -524,60 +463,3 @@ def test_an_error_in_what_was_measured_keeps_no_job_from_ending(monkeypatch):
     engine.offload.take_report(OffloadWorkerMetadata({0: RankReport(load_bytes_per_second=1.0)}))
     check_served(engine, PROMPT)
     assert engine.totals["hook_errors"] == 1
-
-
-@both_ways
-def test_a_store_that_never_ends_does_not_keep_others_waiting(monkeypatch, async_scheduling):
-    """vLLM waits for its blocks rather than preempt, until they are released."""
-    limit = "kv_offload.scheduler.stores.planner.MAX_STORE_SECONDS"
-    monkeypatch.setattr(limit, float("inf"))
-    engine = PlayedEngine(
-        blocks=24, max_model_len=64, async_scheduling=async_scheduling, beside=False
-    )
-    engine.add("gone", PROMPT, max_tokens=1)
-    others = [engine.add("a", OTHER, max_tokens=30), engine.add("b", MORE[4:], max_tokens=30)]
-    stood_still = 0
-    for _ in range(200):
-        if not engine.scheduler.has_unfinished_requests():
-            break
-        engine.schedule_all()
-        engine.execute()
-        engine.process()
-        stood_still += not any(request.num_in_flight_tokens for request in others)
-        if stood_still > 3:
-            monkeypatch.setattr(limit, 0.0)
-    assert stood_still > 0, "the stores must be in the way first"
-    assert [len(engine.answers[name]) for name in ("gone", "a", "b")] == [1, 30, 30]
-    engine.finish_steps()
-    engine.step()
-    assert not pinned(engine)
-    assert engine.offload.manager.readable_slots() == {}
-    monkeypatch.setattr(limit, float("inf"))
-    engine.run_copies()
-    engine.run()
-    check_served(engine, PROMPT)
-
-
-@both_ways
-def test_a_model_whose_tokens_read_only_themselves_is_served(async_scheduling):
-    """With a window of one token nothing is to be loaded."""
-    engine = PlayedEngine(
-        (CacheGroup(0, BLOCK, window_tokens=1),), async_scheduling=async_scheduling
-    )
-    for request_id in ("a", "b"):
-        engine.serve(request_id, PROMPT)
-        assert engine.answers[request_id] == answer(PROMPT)
-        assert engine.scheduler.reset_prefix_cache()
-    assert not engine.totals["hook_errors"]
-    engine.check_rest()
-
-
-def test_copies_fail_only_where_a_test_says_so():
-    """The control: without a fault nothing is repaired, lost or counted."""
-    engine = store(PlayedEngine(synchronous_loads=True, async_scheduling=True), PROMPT)
-    engine.add("a", PROMPT)
-    play(engine)
-    assert engine.totals["hit_tokens"] == 20
-    assert not {"repaired_loads", "lost_requests", "hook_errors"} & engine.totals.keys()
-    engine.run_copies(Direction.STORE)
-    engine.check_rest()

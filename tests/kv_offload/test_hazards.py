@@ -28,10 +28,8 @@ from tests.support.played_cases import (
     both_runners,
     both_ways,
     harsh_engine,
-    pinned,
     start_load,
     store,
-    tables,
     wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
@@ -51,23 +49,13 @@ def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
 
 
-# -- a store and the compute that writes its blocks --------------------------------------------
-
-
 @both_ways
 @both_runners
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_a_store_reads_what_its_step_wrote_last(async_scheduling, replaces_resumed, drafts, groups):
+def test_a_store_reads_what_its_step_wrote_last(drafts, groups):
     """Also where the last to write is a draft head, long after the sampled tokens were copied."""
-    engine = harsh_engine(
-        groups,
-        eager=True,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-        drafts=drafts,
-        ranks=2,
-    )
+    engine = harsh_engine(groups, eager=True, drafts=drafts, ranks=2)
     engine.add("a", PROMPT, max_tokens=20)
     while engine.scheduler.has_requests():
         engine.step()
@@ -87,9 +75,6 @@ def test_a_store_in_the_same_step_would_read_the_block_too_early(monkeypatch, dr
         for _ in range(4):
             engine.step()
             engine.check_host_memory()
-
-
-# -- a store and the next owner of its blocks --------------------------------------------------
 
 
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,107 +108,17 @@ TIGHT = {"blocks": 12, "max_model_len": 44, "plugin": {"max_pinned_share": 1.0}}
 
 @both_ways
 @both_runners
-def test_a_stored_block_is_not_overwritten_before_its_store_has_ended(
-    async_scheduling, replaces_resumed
-):
-    engine = harsh_engine(
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-        **TIGHT,
-    )
+def test_a_stored_block_is_not_overwritten_before_its_store_has_ended():
+    engine = harsh_engine(**TIGHT)
     finish_and_reuse(engine)
     engine.check_rest()
 
 
 @both_runners
-def test_without_pins_a_store_copies_what_the_next_owner_wrote(monkeypatch, replaces_resumed):
+def test_without_pins_a_store_copies_what_the_next_owner_wrote(monkeypatch):
     no_pins(monkeypatch)
     with wrong_bytes():
-        finish_and_reuse(harsh_engine(replaces_resumed=replaces_resumed, **TIGHT))
-
-
-@both_ways
-def test_blocks_of_a_preempted_request_are_not_reallocated_before_their_store_has_ended(
-    async_scheduling,
-):
-    engine = harsh_engine(
-        blocks=14,
-        max_model_len=48,
-        async_scheduling=async_scheduling,
-        plugin={"max_pinned_share": 1.0},
-    )
-    stays = engine.add("stays", OTHER[:20], max_tokens=28)
-    victim = engine.add("victim", PROMPT[:16], max_tokens=28)
-    held: set[int] = set()
-    for _ in range(60):
-        if victim.status == RequestStatus.RUNNING:
-            held = pinned(engine) & set(tables(engine, victim)[0])
-        engine.schedule()
-        if victim.status == RequestStatus.PREEMPTED:
-            break
-        engine.execute()
-        engine.process()
-    assert victim.status == RequestStatus.PREEMPTED
-    assert len(held) >= 4
-    for _ in range(6):
-        engine.finish_steps()
-        assert held <= pinned(engine)
-        assert not held & set(tables(engine, stays)[0])
-        assert all(engine.pool.blocks[block].ref_cnt == 1 for block in held)
-        engine.schedule()
-    engine.run_copies()
-    engine.check_host_memory()
-    engine.rest()
-
-
-# -- a load and the last owner of its blocks ---------------------------------------------------
-
-
-@both_ways
-@both_runners
-def test_a_load_into_blocks_that_a_step_under_way_still_writes(async_scheduling, replaces_resumed):
-    """The last owner is aborted with a step in flight; a load then gets its blocks."""
-    engine = harsh_engine(
-        blocks=12,
-        max_model_len=44,
-        eager=True,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-    )
-    store(engine, PROMPT)
-    owner = engine.add("owner", OTHER, max_tokens=20)
-    engine.step(6)
-    if async_scheduling:
-        engine.schedule()
-    owned = set(tables(engine, owner)[0])
-    assert engine.pool.get_num_free_blocks() < 6
-    engine.abort("owner")
-    engine.add("loads", PROMPT)
-    loaded: set[int] = set()
-    for _ in range(6):
-        output = engine.schedule()
-        targets = {int(b) for job in output.kv_connector_metadata.loads for b in job.pairs[:, 0]}
-        if len(engine.scheduled) == 2:
-            assert not targets & owned, "vLLM gave away blocks that a step in flight writes"
-        loaded |= targets
-        engine.finish_steps()
-    assert loaded & owned, "the test must load into blocks of the last owner"
-    engine.rest()
-
-
-@both_ways
-def test_blocks_of_an_aborted_request_come_back_when_its_load_has_ended(async_scheduling):
-    engine = store(harsh_engine(async_scheduling=async_scheduling), PROMPT)
-    free = engine.pool.get_num_free_blocks()
-    start_load(engine)
-    engine.abort("a")
-    engine.step(3)
-    assert engine.pool.get_num_free_blocks() == free - 5
-    engine.add("other", OTHER)
-    engine.step(2)
-    engine.run_copies()
-    engine.check_host_memory()
-    engine.rest()
+        finish_and_reuse(harsh_engine(**TIGHT))
 
 
 def abort_and_reuse(engine: PlayedEngine) -> None:
@@ -261,16 +156,13 @@ def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(monkeypa
         abort_and_reuse(engine)
 
 
-# -- loads of one prefix -----------------------------------------------------------------------
-
-
 @both_ways
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_overlapping_prefixes_may_be_loaded_side_by_side(monkeypatch, async_scheduling, order):
+def test_overlapping_prefixes_may_be_loaded_side_by_side(monkeypatch, order):
     """One that has waited too long loads for itself: the same slots, other blocks, any order."""
     monkeypatch.setattr("kv_offload.scheduler.loads.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
-    engine = store(harsh_engine(async_scheduling=async_scheduling), PROMPT)
+    engine = store(harsh_engine(), PROMPT)
     store(engine, longer, "longer")
     engine.add("first", PROMPT)
     engine.add("second", longer)
@@ -317,9 +209,6 @@ def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(monkeypatch)
         load_while_others_store(engine)
 
 
-# -- ends that are heard of early --------------------------------------------------------------
-
-
 def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside):
     """Both end while the next step is launched, whose report then names them too."""
     engine = store(harsh_engine(async_scheduling=True), PROMPT)
@@ -339,9 +228,9 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside):
 
 
 @both_ways
-def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(async_scheduling):
+def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever():
     """The rank beside tells of it, and has nothing to report in a step without a forward."""
-    engine = store(harsh_engine(async_scheduling=async_scheduling, beside=True), PROMPT)
+    engine = store(harsh_engine(beside=True), PROMPT)
     start_load(engine)
     engine.finish_steps()
     engine.step()
@@ -355,20 +244,12 @@ def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever(async_sc
     assert engine.totals["hit_tokens"] > 0
 
 
-# -- resets ------------------------------------------------------------------------------------
-
-
 @both_ways
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reported", [0, 1, 2])
-def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
-    async_scheduling, ranks, reported
-):
-    """As `LLM.sleep` does in one process: abort all, then reset with all that runs.
-
-    The load may have ended on no rank, on some, or on all with the reports on their way.
-    """
-    engine = store(harsh_engine(ranks=ranks, async_scheduling=async_scheduling), PROMPT)
+def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(ranks, reported):
+    """As `LLM.sleep` does in one process: abort all, then reset with all that runs."""
+    engine = store(harsh_engine(ranks=ranks), PROMPT)
     start_load(engine)
     for rank in engine.ranks[:reported]:
         rank.copies.run_all()
@@ -386,36 +267,11 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(
     engine.check_rest()
 
 
-def test_a_reset_frees_what_a_failed_load_of_an_aborted_request_holds():
-    engine = store(harsh_engine(), PROMPT)
-    start_load(engine)
-    engine.abort("a")
-    engine.ranks[0].copies.run(fail=True)
-    assert engine.reset(reset_running_requests=True)
-    engine.step(2)
-    assert engine.reset(reset_running_requests=True)
-    engine.check_rest()
-
-
-def test_a_reset_fails_while_an_aborted_load_is_stuck():
-    engine = store(harsh_engine(ranks=2), PROMPT)
-    start_load(engine)
-    engine.abort("a")
-    engine.ranks[1].copies.stuck = True
-    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
-        engine.reset(reset_running_requests=True)
-    engine.ranks[1].copies.stuck = False
-    assert engine.reset(reset_running_requests=True)
-    engine.run()
-    engine.step(2)
-    engine.check_rest()
-
-
 @both_ways
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails, async_scheduling):
+def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails):
     """The first fails, since a request runs; no step tells the engine of the end meanwhile."""
-    engine = store(harsh_engine(blocks=60, async_scheduling=async_scheduling), PROMPT)
+    engine = store(harsh_engine(blocks=60), PROMPT)
     start_load(engine)
     engine.add("runs", OTHER, max_tokens=20)
     engine.step(2)
@@ -426,14 +282,18 @@ def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails, asy
     engine.rest()
 
 
-def test_a_load_that_outlives_a_reset_is_not_used():
-    """Whatever it brings is what the engine was to forget: its request is computed."""
-    engine = store(harsh_engine(), PROMPT)
-    request = start_load(engine)
+def reset_in_vain(engine: PlayedEngine) -> None:
     engine.ranks[0].copies.stuck = True
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         engine.reset(reset_running_requests=True)
     engine.ranks[0].copies.stuck = False
+
+
+def test_a_load_that_outlives_a_reset_is_not_used():
+    """Whatever it brings is what the engine was to forget: its request is computed."""
+    engine = store(harsh_engine(), PROMPT)
+    request = start_load(engine)
+    reset_in_vain(engine)
     engine.run_copies()
     engine.step()
     engine.offload.resets.reset_cache()  # or it would be loaded once more
@@ -443,24 +303,15 @@ def test_a_load_that_outlives_a_reset_is_not_used():
 
 
 @both_ways
-def test_loads_that_outlive_a_reset_keep_nobody_from_running(async_scheduling):
+def test_loads_that_outlive_a_reset_keep_nobody_from_running():
     """Nor itself: the first needs most of the blocks, and is admitted once more."""
     texts = PROMPT, OTHER[:5], [1, 1, *OTHER[:7]]
-    engine = harsh_engine(
-        (FULL, WINDOW),
-        blocks=18,
-        max_model_len=40,
-        max_num_batched_tokens=64,
-        async_scheduling=async_scheduling,
-    )
+    engine = harsh_engine((FULL, WINDOW), blocks=18, max_model_len=40, max_num_batched_tokens=64)
     for index, text in enumerate((PROMPT, OTHER, [1, 1, *OTHER[:19]])):
         store(engine, text, f"stored{index}")
     asked = [engine.add(f"r{index}", text) for index, text in enumerate(texts)]
     engine.step()
     assert {r.status for r in asked} == {RequestStatus.WAITING_FOR_REMOTE_KVS}
-    engine.ranks[0].copies.stuck = True
-    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
-        engine.reset(reset_running_requests=True)
-    engine.ranks[0].copies.stuck = False
+    reset_in_vain(engine)
     engine.rest()
     assert {engine.ended[r.request_id] for r in asked} == {"length"}

@@ -396,7 +396,6 @@ class Interleavings(RuleBasedStateMachine):
             self.step(argument)
 
     def _go_on(self) -> None:
-        """Do the next thing that an engine does."""
         engine = self.engine
         if engine.executed or engine.under_way > len(engine.scheduled):
             engine.process()
@@ -406,7 +405,6 @@ class Interleavings(RuleBasedStateMachine):
             engine.schedule()
 
     def forget(self) -> None:
-        """Have the engine's own cache forget what host memory may have."""
         engine = self.engine
         engine.core.resume_scheduler()
         engine.finish_steps()
@@ -526,7 +524,6 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 1), blocks=st.sets(st.integers(1, 40), max_size=4))
     def refuse_stores(self, rank: int, blocks: set[int]) -> None:
-        """Have these blocks not fit packed slots from now on."""
         self.engine.ranks[rank % self.ranks].copies.unpackable = blocks
 
     @rule(fail=st.sampled_from((False, False, True)))
@@ -537,7 +534,6 @@ class Interleavings(RuleBasedStateMachine):
         self.engine.run_copies(fail=fail)
 
     def tiers_of(self, rank: int, which: int) -> list[ManualTier]:
-        """Return one of the tiers of a rank, or none."""
         tiers = self.engine.ranks[rank % self.ranks].tiers
         return [tiers[which % len(tiers)]] if tiers else []
 
@@ -575,7 +571,6 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 1), which=st.integers(0, 99))
     def move(self, rank: int, which: int) -> None:
-        """Have one copy of a tier that hangs end."""
         for tier in self.tiers_of(rank, which):
             if tier.submitted:
                 tier.run(which // 2 % len(tier.submitted))
@@ -587,7 +582,6 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 64))
     def lock(self, slots: int) -> None:
-        """More memory has been page-locked."""
         for rank in self.engine.ranks:
             copies = rank.copies
             copies.locked_slots = min(copies.num_slots, max(copies.locked_slots, slots))

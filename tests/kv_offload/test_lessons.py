@@ -17,8 +17,6 @@ from kv_offload.engines.vllm.connector import KVOffloadConnector
 from tests.support.played_engine import PlayedEngine
 from tests.support.registrars import is_mapped
 
-# -- host memory lives as long as any view of it (vLLM 45528) ----------------------------------
-
 
 def held_view(arena: HostArena) -> NDArray[np.uint8]:
     return arena.view()
@@ -41,9 +39,6 @@ def test_memory_is_returned_only_when_no_view_is_left(make_view, lives):
     del view
     gc.collect()
     assert not is_mapped(address)
-
-
-# -- block sizes come from the final configuration (vLLM 45528) --------------------------------
 
 
 def test_keys_follow_the_blocks_of_the_final_configuration(monkeypatch):

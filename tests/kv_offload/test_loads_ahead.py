@@ -52,11 +52,7 @@ def blocks_of(jobs: Sequence[SwapJob]) -> set[int]:
     return {int(block) for job in jobs for block in job.pairs[:, 0]}
 
 
-# -- the last owner of the blocks --------------------------------------------------------------
-
-
 def busy(engine: PlayedEngine, steps: int) -> None:
-    """Run steps as a busy engine does: one is planned and launched while another computes."""
     for _ in range(steps):
         engine.schedule_all()
         while engine.scheduled:
@@ -89,8 +85,8 @@ def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int]
 @both_runners
 @both_kinds
 @pytest.mark.parametrize("how", ["is aborted", "is preempted by a reset", "comes to its end"])
-def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(synchronous, replaces_resumed, how):
-    engine = make(synchronous_loads=synchronous, replaces_resumed=replaces_resumed)
+def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(synchronous, how):
+    engine = make(synchronous_loads=synchronous)
 
     def end() -> None:
         if how == "is aborted":
@@ -147,9 +143,6 @@ def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(monkeypatch):
     engine.rest()
 
 
-# -- blocks that a window or a chunk leaves behind ---------------------------------------------
-
-
 def leave_behind(engine: PlayedEngine) -> None:
     """Decode through many windows, whose blocks others load into: few are free otherwise."""
     texts = [random.Random(seed).choices([0, 1], k=21) for seed in range(6)]
@@ -172,8 +165,8 @@ TIGHT = {"max_model_len": 96, "blocks": 10}
     "group", [MOVES_ON, CacheGroup(0, 4, chunk_tokens=8)], ids=["window", "chunks"]
 )
 @both_runners
-def test_blocks_that_a_launched_step_reads_for_the_last_time(group, replaces_resumed):
-    leave_behind(make((group,), replaces_resumed=replaces_resumed, **TIGHT))
+def test_blocks_that_a_launched_step_reads_for_the_last_time(group):
+    leave_behind(make((group,), **TIGHT))
 
 
 def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_loaded(monkeypatch):
@@ -192,9 +185,6 @@ def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_lo
         leave_behind(engine)
 
 
-# -- where loads do not run ahead --------------------------------------------------------------
-
-
 def ask_beside_decodes(engine: PlayedEngine) -> None:
     """Ask for a prompt that is in host memory, while another request decodes."""
     store(engine, PROMPT)
@@ -205,11 +195,7 @@ def ask_beside_decodes(engine: PlayedEngine) -> None:
 
 @pytest.mark.parametrize(
     ("groups", "more"),
-    [
-        ((FULL,), {"async_scheduling": False}),
-        ((FULL,), {"drafts": 2}),
-        ((FULL, STATE), {}),
-    ],
+    [((FULL,), {"async_scheduling": False}), ((FULL,), {"drafts": 2}), ((FULL, STATE), {})],
     ids=["one step in flight", "drafts", "states"],
 )
 def test_loads_wait_where_launched_steps_may_touch_their_blocks(groups, more):

@@ -24,11 +24,6 @@ def test_what_each_rank_says_is_kept_by_rank():
     assert (one.ranks, other.ranks) == ({0: mine}, {1: others}), "merging changes neither report"
 
 
-def test_of_several_outcomes_the_worst_is_the_greatest():
-    assert max(Outcome.FAILED, Outcome.OK) is Outcome.FAILED
-    assert max(Outcome.FAILED, Outcome.LOST) is Outcome.LOST
-
-
 def test_messages_cross_a_process_boundary():
     pairs = np.array([[1, 2], [3, 4]], np.int32)
     load = LoadJob(2, "a", pairs, incomplete=True)

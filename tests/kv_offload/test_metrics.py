@@ -24,23 +24,15 @@ def test_figures_that_were_counted_are_reported_and_a_gauge_also_if_it_is_zero()
     assert figures.data == {"evictions": 5, "pinned_blocks": 0, "load_bytes": [3, 1, 2]}
 
 
-def test_names_are_unique_and_fit_for_prometheus():
-    names = [metric.name for metric in METRICS]
-    assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
-    assert all(metric.documentation.endswith(".") for metric in METRICS)
-
-
-def test_a_histogram_has_buckets_that_grow_and_nothing_else_has_any():
+def test_every_metric_has_a_name_of_its_own_a_help_and_buckets_if_it_is_a_histogram():
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+        assert metric.documentation.endswith(".")
+        words = set(re.findall(r"[a-z]+", metric.documentation.lower()))
+        assert len(words - set(metric.name.split("_"))) >= 4, f"{metric} says no more than its name"
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert list(metric.buckets) == sorted(set(metric.buckets))
-
-
-def test_every_help_says_more_than_its_name():
-    for metric in METRICS:
-        words = set(re.findall(r"[a-z]+", metric.documentation.lower()))
-        assert len(words - set(metric.name.split("_"))) >= 4, metric
 
 
 def test_the_help_of_samples_says_how_many_there_are_and_what_fits():
@@ -55,7 +47,6 @@ REFERENCE = DOCS / "metrics_reference.md"
 
 
 def rows(page: Path, heading: str) -> list[str]:
-    """Return the rows of the table below a heading of a page that begin with a name."""
     section = page.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [row for row in section.splitlines() if row.startswith("| `")]
 

@@ -32,14 +32,8 @@ def engine_of(*groups: CacheGroup, **more: Any) -> PlayedEngine:
 @both_ways
 @both_runners
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_what_is_stored_and_served(async_scheduling, replaces_resumed, groups):
-    engine = engine_of(
-        *groups,
-        blocks=18 * len(groups),
-        slots=60,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-    )
+def test_what_is_stored_and_served(groups):
+    engine = engine_of(*groups, blocks=18 * len(groups), slots=60)
     serve_under_pressure(engine)
     engine.rest()
 
@@ -57,7 +51,5 @@ def serve_a_part_of_what_was_loaded(engine: PlayedEngine) -> PlayedEngine:
 
 
 @both_ways
-def test_blocks_before_a_window_that_vllm_names_were_loaded(async_scheduling):
-    serve_a_part_of_what_was_loaded(
-        engine_of(FULL, WINDOW, async_scheduling=async_scheduling)
-    ).check_rest()
+def test_blocks_before_a_window_that_vllm_names_were_loaded():
+    serve_a_part_of_what_was_loaded(engine_of(FULL, WINDOW)).check_rest()

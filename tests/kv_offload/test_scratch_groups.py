@@ -45,15 +45,13 @@ CASES: dict[str, tuple[tuple[CacheGroup, ...], int]] = {
 @both_runners
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize(("groups", "blocks"), CASES.values(), ids=CASES)
-def test_what_is_stored_and_served(async_scheduling, replaces_resumed, drafts, groups, blocks):
+def test_what_is_stored_and_served(drafts, groups, blocks):
     engine = harsh_engine(
         groups,
         drafts=drafts,
         blocks=blocks,
         slots=80,
         max_model_len=60,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
         plugin={"max_pinned_share": 0.5},
     )
     serve_under_pressure(engine)
@@ -63,8 +61,8 @@ def test_what_is_stored_and_served(async_scheduling, replaces_resumed, drafts, g
 
 
 @both_ways
-def test_no_block_of_scratch_is_copied(async_scheduling):
-    engine = store(PlayedEngine((FULL, RING), async_scheduling=async_scheduling), PROMPT)
+def test_no_block_of_scratch_is_copied():
+    engine = store(PlayedEngine((FULL, RING)), PROMPT)
     assert len(engine.offload.manager.readable_slots()) == 4, "vLLM names two blocks at a time"
     request = engine.add("b", PROMPT)
     output = engine.schedule()
@@ -76,9 +74,9 @@ def test_no_block_of_scratch_is_copied(async_scheduling):
 
 
 @both_ways
-def test_a_window_is_replayed_after_a_hit(async_scheduling):
+def test_a_window_is_replayed_after_a_hit():
     """vLLM computes the last window of a hit again, since no load brings it."""
-    engine = store(PlayedEngine((FULL, REPLAY), async_scheduling=async_scheduling), PROMPT)
+    engine = store(PlayedEngine((FULL, REPLAY)), PROMPT)
     engine.add("b", [*PROMPT, *OTHER])
     while "b" not in engine.model.requests:
         engine.step(copies=True)
@@ -89,9 +87,9 @@ def test_a_window_is_replayed_after_a_hit(async_scheduling):
 
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL, RING), (FULL, REPLAY)], ids=["ring", "replay"])
-def test_a_hit_ends_before_the_last_block_of_a_prompt_that_fills_it(async_scheduling, groups):
+def test_a_hit_ends_before_the_last_block_of_a_prompt_that_fills_it(groups):
     """Its last token alone could not be computed again: scratch lacks the tokens before it."""
-    engine = store(PlayedEngine(groups, async_scheduling=async_scheduling), PROMPT)
+    engine = store(PlayedEngine(groups), PROMPT)
     engine.serve("all of it", PROMPT[:20])
     assert engine.totals["hit_tokens"] == 16
     engine.check_rest()

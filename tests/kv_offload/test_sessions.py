@@ -31,11 +31,9 @@ both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 @pytest.mark.parametrize(
     "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
 )
-def test_all_parts_are_stored(groups, async_scheduling, replaces_resumed):
+def test_all_parts_are_stored(groups):
     """The played model checks what each part reads, and the engine what each slot holds."""
-    engine = PlayedEngine(
-        groups, async_scheduling=async_scheduling, replaces_resumed=replaces_resumed, blocks=60
-    )
+    engine = PlayedEngine(groups, blocks=60)
     parts = [1, 0, 1, 1, 0], [0, 0, 1], [1] * 21, [0, 1]
     session = engine.stream("session", *((part, 3) for part in parts))
     engine.run()
@@ -50,11 +48,9 @@ def test_all_parts_are_stored(groups, async_scheduling, replaces_resumed):
 @both_ways
 @both_kinds
 @pytest.mark.parametrize("number", range(1, 8))
-def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
-    number, async_scheduling, drafts
-):
+def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(number, drafts):
     """The token may fill a block, which may be known by it; and drafts may be behind it."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, drafts=drafts, blocks=60)
+    engine = PlayedEngine(drafts=drafts, blocks=60)
     prompt = [1, 0, 1, 1, 0]
     (dropped,) = engine.serve("answer", prompt, number) and engine.answers["answer"][-1:]
     forget(engine)
@@ -68,12 +64,9 @@ def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(
 
 
 @both_ways
-def test_what_was_loaded_gives_way_to_a_session_that_keeps_its_blocks(async_scheduling):
-    """It waits before the session, whose next part needs a block that the loaded prompt has.
-
-    Nobody else would free one: a session is not preempted.
-    """
-    engine = store(PlayedEngine(async_scheduling=async_scheduling, blocks=14), PROMPT)
+def test_what_was_loaded_gives_way_to_a_session_that_keeps_its_blocks():
+    """It waits before the session, whose next part needs a block that the loaded prompt has."""
+    engine = store(PlayedEngine(blocks=14), PROMPT)
     engine.stream("session", ([1] * 4, 26), ([0] * 7, 1))
     engine.step(4)
     engine.add("loads", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], 1)

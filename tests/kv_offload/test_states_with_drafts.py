@@ -34,7 +34,6 @@ LONG = [*PROMPT, *OTHER]
 
 
 def states_in(engine: PlayedEngine) -> int:
-    """Return how many states are in host memory."""
     groups = [engine.known[key][1] for key in engine.offload.manager.readable_slots()]
     return sum(engine.groups[group_id].holds_state for group_id in groups)
 
@@ -43,15 +42,13 @@ def states_in(engine: PlayedEngine) -> int:
 @both_runners
 @pytest.mark.parametrize("head", [FULL, HEAD], ids=["any group's", "known"])
 @pytest.mark.parametrize("checkpoints", [0, 1])
-def test_drafts_of_a_head(async_scheduling, replaces_resumed, head, checkpoints):
+def test_drafts_of_a_head(head, checkpoints):
     engine = HeadEngine(
         (head, STATE),
         blocks=34,
         slots=60,
         max_model_len=60,
         checkpoints=checkpoints,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
         plugin={"max_pinned_share": 0.5},
     )
     engine.model.strict = False
@@ -103,7 +100,7 @@ def test_a_state_stored_in_its_own_step_would_be_that_before(monkeypatch):
 
 @both_ways
 @pytest.mark.parametrize(("drafts", "hit"), [(0, 40), (2, 36)], ids=["no head", "a head"])
-def test_a_state_that_is_kept_within_a_prefill_is_found(async_scheduling, drafts, hit, monkeypatch):
+def test_a_state_that_is_kept_within_a_prefill_is_found(drafts, hit, monkeypatch):
     """It is in the last block before the end, though with a head it is the state a block before."""
 
     def hit_tokens() -> int:
@@ -113,7 +110,6 @@ def test_a_state_that_is_kept_within_a_prefill_is_found(async_scheduling, drafts
             drafts=drafts,
             draft_head=bool(drafts),
             max_num_batched_tokens=64,
-            async_scheduling=async_scheduling,
         )
         store(engine, LONG)
         engine.serve("again", LONG)

@@ -31,11 +31,7 @@ FULL_CACHE = [((FULL,), 11), ((FULL, WINDOW), 18), ((FULL, STATE), 15)]
 def preempt_what_the_step_has_scheduled(
     groups: Sequence[CacheGroup], blocks: int, async_scheduling: bool
 ) -> PlayedEngine:
-    """Have a chunk of `low` preempted in the step that schedules it; then serve it.
-
-    In the second step after `high` has come, `low` gets the last free blocks for 8 tokens. Then
-    `high` needs one, and vLLM preempts `low` and frees all its blocks.
-    """
+    """Have a chunk of `low` preempted in the step that schedules it; then serve it."""
     engine = PlayedEngine(
         groups,
         blocks=blocks,
@@ -94,11 +90,9 @@ def cut_a_step_short(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @both_ways
-def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_compute(
-    monkeypatch, async_scheduling
-):
+def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_compute(monkeypatch):
     """vLLM serves these blocks to the next request; it ends before a token of it is given out."""
-    engine = PlayedEngine(async_scheduling=async_scheduling)
+    engine = PlayedEngine()
     cut_a_step_short(engine, monkeypatch)
     engine.serve("next", PROMPT)
     assert (engine.ended["next"], engine.answers["next"]) == ("error", [])
@@ -111,11 +105,9 @@ def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_comput
 
 
 @both_ways
-def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody_asks(
-    monkeypatch, async_scheduling
-):
+def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody_asks(monkeypatch):
     """The aborted request is gone when the next step tells of it; its blocks still have names."""
-    engine = PlayedEngine(async_scheduling=async_scheduling)
+    engine = PlayedEngine()
     cut_a_step_short(engine, monkeypatch)
     engine.step()
     engine.model.may_lose_kv = False
@@ -124,10 +116,8 @@ def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody
 
 
 @both_ways
-def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
-    monkeypatch, async_scheduling
-):
-    engine = PlayedEngine(async_scheduling=async_scheduling)
+def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(monkeypatch):
+    engine = PlayedEngine()
     cut_a_step_short(engine, monkeypatch)
     assert engine.reset(reset_running_requests=True)
     engine.model.may_lose_kv = False
@@ -152,8 +142,6 @@ def test_a_step_that_was_cut_short_while_others_run_ends_these(monkeypatch):
     assert len(engine.answers["again"]) == 4
     engine.check_rest()
 
-
-# -- canvases that are only read ------------------------------------------------------------------
 
 CANVAS = 8
 

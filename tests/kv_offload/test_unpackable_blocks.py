@@ -28,16 +28,10 @@ def serve_again(engine: PlayedEngine) -> None:
 @both_ways
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 @pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)], ids=str)
-def test_a_block_that_some_rank_refuses_is_served_by_none(
-    async_scheduling, synchronous_loads, refusing
-):
+def test_a_block_that_some_rank_refuses_is_served_by_none(synchronous_loads, refusing):
     """The other blocks of its job are served; after each step host memory and routers are right."""
     engine = PlayedEngine(
-        ranks=2,
-        async_scheduling=async_scheduling,
-        synchronous_loads=synchronous_loads,
-        max_num_batched_tokens=64,
-        events=True,
+        ranks=2, synchronous_loads=synchronous_loads, max_num_batched_tokens=64, events=True
     )
     engine.add("stored", PROMPT, max_tokens=1)
     (job,) = engine.schedule().kv_connector_metadata.stores
@@ -55,11 +49,9 @@ def test_a_block_that_some_rank_refuses_is_served_by_none(
 
 @both_ways
 @pytest.mark.parametrize("budget", [64, 4], ids=["at once", "block by block"])
-def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(
-    async_scheduling, budget
-):
+def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(budget):
     """What follows in its prompt is stored; `budget` is how many tokens a step computes."""
-    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=budget)
+    engine = PlayedEngine(max_num_batched_tokens=budget)
     copies = engine.ranks[0].copies
     copies.unpackable = range(40)
     engine.serve("a", PROMPT[:9], 1)
@@ -154,10 +146,10 @@ def test_few_refused_blocks_pause_nothing(monkeypatch, refused):
     assert engine.offload.gauges()["stores_paused"] == (refused > 1)
 
 
-def make_refusing(monkeypatch: pytest.MonkeyPatch, *, async_scheduling: bool) -> PlayedEngine:
+def make_refusing(monkeypatch: pytest.MonkeyPatch) -> PlayedEngine:
     """Return an engine that paused stores, since none of its blocks fitted; from now on all do."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 5)
-    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    engine = PlayedEngine(max_num_batched_tokens=64)
     copies = engine.ranks[0].copies
     copies.unpackable = range(40)
     engine.serve("refused", PROMPT, 1)
@@ -173,9 +165,8 @@ def give_weights(engine: PlayedEngine) -> None:
 
 
 @both_ways
-def test_new_weights_end_a_pause_because_of_refused_blocks(monkeypatch, caplog, async_scheduling):
-    """It is told at once, and what the new weights compute is stored and served."""
-    engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+def test_new_weights_end_a_pause_because_of_refused_blocks(monkeypatch, caplog):
+    engine = make_refusing(monkeypatch)
     monkeypatch.setattr(logging.getLogger("kv_offload"), "propagate", True)
     with caplog.at_level(logging.INFO, "kv_offload"):
         give_weights(engine)
@@ -190,9 +181,9 @@ def test_new_weights_end_a_pause_because_of_refused_blocks(monkeypatch, caplog, 
 
 
 @both_ways
-def test_new_weights_do_not_inherit_what_was_counted(monkeypatch, async_scheduling):
+def test_new_weights_do_not_inherit_what_was_counted(monkeypatch):
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 8)
-    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    engine = PlayedEngine(max_num_batched_tokens=64)
     engine.ranks[0].copies.unpackable = range(40)
     engine.serve("old", PROMPT, 1)
     assert engine.totals["skipped_unpackable"] == 5
@@ -206,11 +197,9 @@ def test_new_weights_do_not_inherit_what_was_counted(monkeypatch, async_scheduli
 
 
 @both_ways
-def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(
-    monkeypatch, async_scheduling
-):
+def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(monkeypatch):
     """Until the reset the engine's own cache serves blocks of the old weights."""
-    engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+    engine = make_refusing(monkeypatch)
     engine.change_weights = lambda: None  # type: ignore[method-assign]
     engine.core.collective_rpc("update_weights")
     assert not engine.offload.gauges()["stores_paused"]
@@ -227,10 +216,8 @@ def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(
 
 
 @both_ways
-def test_a_reset_that_changes_no_weights_leaves_a_pause_because_of_refused_blocks(
-    monkeypatch, async_scheduling
-):
-    engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+def test_a_reset_that_changes_no_weights_leaves_a_pause_because_of_refused_blocks(monkeypatch):
+    engine = make_refusing(monkeypatch)
     assert engine.reset(reset_connector=True)
     engine.serve("again", PROMPT, 1)
     assert engine.gauges["stores_paused"]
@@ -240,11 +227,11 @@ def test_a_reset_that_changes_no_weights_leaves_a_pause_because_of_refused_block
 
 @both_ways
 @pytest.mark.parametrize("when", ["of itself", "over one because of refused blocks"])
-def test_new_weights_do_not_end_a_pause_of_an_operator(monkeypatch, async_scheduling, when):
+def test_new_weights_do_not_end_a_pause_of_an_operator(monkeypatch, when):
     if when == "of itself":
-        engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+        engine = PlayedEngine(max_num_batched_tokens=64)
     else:
-        engine = make_refusing(monkeypatch, async_scheduling=async_scheduling)
+        engine = make_refusing(monkeypatch)
     engine.core.collective_rpc(PAUSE_STORES)
     give_weights(engine)
     engine.serve("new", PROMPT, 1)
@@ -258,12 +245,12 @@ def test_new_weights_do_not_end_a_pause_of_an_operator(monkeypatch, async_schedu
 
 
 @both_ways
-def test_many_good_blocks_do_not_put_a_pause_off(monkeypatch, async_scheduling):
+def test_many_good_blocks_do_not_put_a_pause_off(monkeypatch):
     """The share is of the recent blocks: here of some twenty, though two hundred were stored."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 10)
     monkeypatch.setattr(refusals, "RECENT_BLOCKS", 20)
     monkeypatch.setattr(refusals, "MAX_SHARE", 0.2)
-    engine = PlayedEngine(async_scheduling=async_scheduling, max_num_batched_tokens=64)
+    engine = PlayedEngine(max_num_batched_tokens=64)
     prompts = [[*(int(bit) for bit in f"{number:08b}"), *PROMPT[:12]] for number in range(42)]
     for number, prompt in enumerate(prompts[:40]):
         engine.serve(f"{number}", prompt, 1)
@@ -274,17 +261,3 @@ def test_many_good_blocks_do_not_put_a_pause_off(monkeypatch, async_scheduling):
     assert engine.gauges["stores_paused"]
     assert engine.totals["skipped_unpackable"] < 10
     engine.rest()
-
-
-def test_a_refused_block_counts_less_and_less():
-    """Few refused blocks at all times never become too many; a share above the limit does soon."""
-    few, many = refusals.Refusals(), refusals.Refusals()
-    for _ in range(10_000):
-        few.count(1000, 9)
-        many.count(1000, 9)
-        assert not few.are_too_many
-    tried = 0
-    while not many.are_too_many:
-        many.count(1000, 20)
-        tried += 1000
-    assert tried <= refusals.RECENT_BLOCKS

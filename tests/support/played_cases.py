@@ -29,8 +29,9 @@ PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
 """Five blocks of four tokens and one token."""
 OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 
-both_ways = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-both_runners = pytest.mark.parametrize("replaces_resumed", [False, True], ids=["V1", "V2"])
+both_ways = pytest.mark.usefixtures("async_scheduling")
+both_runners = pytest.mark.usefixtures("replaces_resumed")
+"""Engines that a test builds have either of vLLM's schedulers, or model runners."""
 
 
 def harsh_engine(*arguments: Any, eager: bool = False, **more: Any) -> PlayedEngine:

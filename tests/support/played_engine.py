@@ -63,6 +63,8 @@ class PlayedEngine:
 
     beside = False
     """Whether an only rank lives in the process of the scheduler, which then asks it what ended."""
+    async_scheduling = replaces_resumed = False
+    """Of engines that are not told otherwise."""
     model_class: type[PlayedModel] = PlayedModel
 
     def __init__(
@@ -73,11 +75,11 @@ class PlayedEngine:
         blocks: int = 40,
         slots: int = 64,
         ranks: int = 1,
-        async_scheduling: bool = False,
+        async_scheduling: bool | None = None,
         drafts: int = 0,
         draft_head: bool = False,
         modules: int = 1,
-        replaces_resumed: bool = False,
+        replaces_resumed: bool | None = None,
         synchronous_loads: bool = False,
         context_ranks: int = 1,
         prefill_ranks: int = 1,
@@ -97,6 +99,10 @@ class PlayedEngine:
             "eviction_policy": "lru",
             **(plugin or {}),
         }
+        if async_scheduling is None:
+            async_scheduling = self.async_scheduling
+        if replaces_resumed is not None:
+            self.replaces_resumed = replaces_resumed
         config = make_vllm_config(
             plugin,
             drafts=drafts,
@@ -137,8 +143,7 @@ class PlayedEngine:
             hash_block_size=self.hash_block_tokens,
             log_stats=True,
         )
-        self.replaces_resumed = replaces_resumed
-        if replaces_resumed:
+        if self.replaces_resumed:
             # What runner V2 has the scheduler do.
             self.scheduler.use_v2_model_runner = True
         self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]

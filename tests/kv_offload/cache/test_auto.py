@@ -10,12 +10,7 @@ import pytest
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
-from kv_offload.cache.policies.auto import (
-    MIN_EPOCH,
-    NOTED_ACCESSES,
-    QUIET_SHARE,
-    AutoPolicy,
-)
+from kv_offload.cache.policies.auto import MIN_EPOCH, NOTED_ACCESSES, QUIET_SHARE, AutoPolicy
 from kv_offload.cache.policies.density import AGES, CLASSES, LENGTHS, HitDensity
 from kv_offload.cache.policies.history import History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST, PrefixOrder
@@ -27,9 +22,6 @@ from kv_offload.simulation.trace import TraceRequest
 
 def buckets(epoch: int, *classes: int) -> np.ndarray:
     return np.array([epoch * CLASSES + one for one in classes], np.int64)
-
-
-# -- what it learns ------------------------------------------------------------------------------
 
 
 def live_through(density: HitDensity, epochs: int) -> None:
@@ -77,9 +69,6 @@ def test_evidence_fades_when_traffic_changes():
         density.next_epoch()
     density.compute()
     assert density.new[0] < before / 10
-
-
-# -- what it remembers ---------------------------------------------------------------------------
 
 
 def test_history_gives_back_what_it_was_told_once():
@@ -138,9 +127,6 @@ def test_what_waits_is_taken_in_by_a_step_without_an_access():
     manager.check_integrity()
 
 
-# -- what it declines ----------------------------------------------------------------------------
-
-
 def serve(
     manager: CacheManager, *prompts: list[bytes], tokens: int = 100, must: bool = False
 ) -> list[bool]:
@@ -159,10 +145,7 @@ HOT = [b"hot %d %d" % (prompt, block) for prompt in range(16) for block in range
 
 
 def warmed(policy: str = "auto") -> CacheManager:
-    """Return a full cache of 64 that has seen 16 prompts again and again, and others once.
-
-    160 other blocks come before a prompt comes again.
-    """
+    """Return a full cache of 64 that has seen 16 prompts again and again, and others once."""
     manager = CacheManager(make_policy(policy, 64))
     fresh = iter(range(10**9))
     for turn in range(300):
@@ -209,32 +192,11 @@ def test_behind_a_block_that_is_declined_nothing_of_its_request_is_stored():
 
 
 def test_what_must_be_stored_is_stored():
-    """As what a request hints to retain."""
     _, manager = full_cache(once=0.0, twice=10.0)
     keys = [b"x", b"y", b"z"]
     slots, worth = manager.offer(keys, [Run(1, 100), Run(2, 100, must=True)])
     assert worth.tolist() == [False, True, True]
     assert len(slots) == 2
-    manager.complete_store(slots)
-    manager.check_integrity()
-
-
-def test_free_slots_are_given_to_anything():
-    manager = warmed()
-    manager.reset()
-    keys = [b"new %d" % at for at in range(64)]
-    slots, worth = manager.offer(keys, [Run(64, 100)])
-    assert worth.all()
-    assert len(slots) == 64
-    manager.complete_store(slots)
-
-
-def test_a_store_that_must_be_is_never_declined():
-    """What is read from a disk is needed by a request that waits."""
-    manager = warmed()
-    keys = [b"promoted %d" % at for at in range(30)]
-    slots = manager.prepare_store(keys)
-    assert len(slots) == 30
     manager.complete_store(slots)
     manager.check_integrity()
 
@@ -364,9 +326,6 @@ def test_hit_density_is_not_ahead_where_recency_keeps_all(monkeypatch):
         serve(manager, [f"{name} {block}".encode() for block in range(50)])
     assert len(leads) > 20
     assert max(leads) <= 0
-
-
-# -- what stands behind what ---------------------------------------------------------------------
 
 
 def test_nothing_is_kept_behind_a_gap_whatever_its_class_is_worth():
@@ -621,9 +580,6 @@ def test_conversations_that_do_not_fit_are_kept_as_well_as_by_recency():
     assert auto > lru - 0.01
 
 
-# -- what a tier is told -------------------------------------------------------------------------
-
-
 def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_is():
     manager = warmed()
     kept = manager.readable_slots()
@@ -641,9 +597,6 @@ def test_slots_that_were_used_again_are_told_once():
     manager.complete_load(manager.prepare_load([b"b"]))
     assert manager.take_newly_demotable().tolist() == manager.slot_numbers([b"b"])
     assert manager.take_newly_demotable().tolist() == []
-
-
-# -- bounds --------------------------------------------------------------------------------------
 
 
 def test_entries_of_hot_slots_do_not_pile_up():

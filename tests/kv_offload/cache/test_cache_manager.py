@@ -14,7 +14,7 @@ from kv_offload.cache.index import RUN_SLOTS
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
-from kv_offload.errors import KVOffloadError
+from kv_offload.errors import CapacityError, KVOffloadError
 
 A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
 
@@ -41,7 +41,11 @@ def use(manager: CacheManager, *keys: bytes) -> None:
     manager.complete_load(manager.prepare_load(keys))
 
 
-# -- which keys are evicted first ----------------------------------------------------------------
+@each_policy
+@pytest.mark.parametrize("num_slots", [0, -1])
+def test_a_policy_needs_capacity(policy, num_slots):
+    with pytest.raises(CapacityError, match="1 or more"):
+        make_manager(policy, num_slots)
 
 
 def eviction_order(manager: CacheManager, keys: Sequence[bytes]) -> list[bytes]:
@@ -125,23 +129,6 @@ def test_keys_are_evicted_by_their_last_use_and_tail_first(policy, happened, ord
 
 
 @each_policy
-@pytest.mark.parametrize("slices", [[4], [1, 3], [2, 1, 1]])
-@pytest.mark.parametrize("by", ["store", "load"])
-@pytest.mark.parametrize("head_first", [True, False])
-def test_keys_that_complete_in_slices_are_evicted_tail_first(policy, by, slices, head_first):
-    manager = make_manager(policy)
-    if by == "store":
-        slots, complete = manager.prepare_store([A, B, C, D]).tolist(), manager.complete_store
-    else:
-        one_after_the_other(manager)
-        slots, complete = manager.prepare_load([A, B, C, D]).tolist(), manager.complete_load
-    pieces = [[slots.pop(0) for _ in range(size)] for size in slices]
-    for piece in pieces if head_first else reversed(pieces):
-        complete(array(*piece))
-    assert eviction_order(manager, [A, B, C, D]) == [D, C, B, A]
-
-
-@each_policy
 def test_what_is_known_of_a_prefix_is_not_evicted_for_its_tail_but_can_be_later(policy):
     manager = make_manager(policy)
     head = store(manager, A, B)
@@ -149,9 +136,6 @@ def test_what_is_known_of_a_prefix_is_not_evicted_for_its_tail_but_can_be_later(
     manager.complete_store(manager.prepare_store([b"E", b"F"], array(*head)))
     assert manager.readable([A, B, b"E", b"F"]).all()
     assert {*eviction_order(manager, [A, B, b"E", b"F"])} == {A, B, b"E", b"F"}
-
-
-# -- what is refused -----------------------------------------------------------------------------
 
 
 @each_policy
@@ -200,9 +184,6 @@ def test_a_key_that_one_load_names_twice_is_held_until_it_has_ended_twice():
     assert manager.slots_in_use == 1
     manager.complete_load(slots[1:])
     assert manager.slots_in_use == 0
-
-
-# -- slots ---------------------------------------------------------------------------------------
 
 
 def resident_bytes() -> int:

@@ -66,7 +66,6 @@ def opened(path: Path, **other: Any) -> Iterator[DiskIndex]:
 
 
 def contents(found: DiskIndex) -> list[tuple[bytes, int]]:
-    """Return every key and its slot, the least recently used first."""
     return list(zip(found.keys, found.slots.tolist(), strict=True))
 
 
@@ -79,9 +78,6 @@ def path(tmp_path: Path) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "COMMIT_SECONDS", 0.01)
     monkeypatch.setattr(index, "RETRY_SECONDS", 0.05)
-
-
-# -- what a restart finds ----------------------------------------------------------------------
 
 
 def test_a_restart_goes_on_with_what_was_there_the_least_recently_used_first(path):
@@ -186,16 +182,10 @@ def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path, quick):
         assert again.keys == keys(1, 2, 5)
 
 
-# -- kills -------------------------------------------------------------------------------------
-
-
 def run_and_kill(
     folder: Path, commit_seconds: float, seconds: float, reset_after: int = -1, writes: bool = False
 ) -> int:
-    """Let a process change the index for some time, kill it; return how many changes it made.
-
-    With `writes` the time begins once the index has something.
-    """
+    """Let a process change the index for some time, kill it; return how many changes it made."""
     done, log = folder / "index.done", folder / "log"
     done.unlink(missing_ok=True)
     words = [str(folder / "index.sqlite"), str(commit_seconds), str(reset_after)]
@@ -338,11 +328,7 @@ def test_an_index_that_is_elsewhere_by_now_is_emptied_there(path, quick, how):
         assert again.generation != first.generation
 
 
-# -- damage ------------------------------------------------------------------------------------
-
-
 def damaged(content: bytes, numbers: random.Random) -> bytes:
-    """Flip, cut, blank or add some bytes."""
     harmed, at = bytearray(content), numbers.randrange(len(content))
     kind = numbers.choice(["bit", "bytes", "cut", "blank", "longer"])
     if kind == "bit":
@@ -450,9 +436,6 @@ def test_a_row_without_its_sum_is_left_out(path, change, left):
         assert (again.reason, again.keys) == ("", left)
 
 
-# -- what cannot be used -----------------------------------------------------------------------
-
-
 def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught, opened(path):
         pass
@@ -503,9 +486,6 @@ def test_one_engine_has_a_file_until_it_ends(path):
         running.close(LIMIT_SECONDS)
         with opened(path) as later:
             assert later.keys == keys(1)
-
-
-# -- writes that fail --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -767,32 +747,3 @@ def test_a_folder_that_vanishes_is_counted_and_nothing_else(replaced, path, quic
     assert folder.exists() == replaced
     if replaced:
         assert read_index(folder / path.name).keys == keys(7)
-
-
-# -- what it costs -----------------------------------------------------------------------------
-
-
-def test_a_call_takes_some_microseconds_of_the_calling_thread(path, quick):
-    """Also while the thread writes."""
-    with opened(path, num_slots=1 << 16) as running:
-        took = []
-        for first in range(0, 1 << 16, 64):
-            names, numbers = keys(*range(first, first + 64)), np.arange(first, first + 64)
-            start = time.thread_time()
-            running.put(names, numbers.astype(np.int32))
-            running.use(numbers.astype(np.int32))
-            took.append(time.thread_time() - start)
-            time.sleep(0.0002)
-    assert statistics.median(took) < 100e-6, "of both"
-
-
-def test_a_large_index_takes_less_than_two_seconds_of_a_core(path):
-    count = 250_000
-    with opened(path, num_slots=count) as first:
-        numbers = np.random.default_rng(7).permutation(count).astype(np.int32)
-        first.put([b"%032d" % number for number in numbers], numbers)
-    start = time.process_time()
-    with opened(path, num_slots=count) as again:
-        took = time.process_time() - start
-        assert again.slots.tolist() == numbers.tolist()
-    assert took < 2.0, "0.5 s on two cores"

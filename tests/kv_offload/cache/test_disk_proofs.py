@@ -45,7 +45,6 @@ class Start:
         self.tier.close(LIMIT_SECONDS)
 
     def move(self, way: TierDirection, keys: list[bytes], slots: list[int]) -> list[int]:
-        """Move blocks from or to the same slots of the disk; return those that failed."""
         names = [self.index.generation + key for key in keys]
         self.tier.submit(TierJob(1, way, np.array([slots, slots], np.int32).T, names))
         assert self.tier.wait(LIMIT_SECONDS)
@@ -60,7 +59,6 @@ class Start:
         self.index.put([*blocks], np.array(slots, np.int32))
 
     def serve(self) -> dict[bytes, bytes]:
-        """Return what an engine would serve of all that the index has."""
         keys, slots = self.index.keys, self.index.slots.tolist()
         if not keys:
             return {}
@@ -82,7 +80,6 @@ def served(folder: Path) -> dict[bytes, bytes]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """A folder with a block in each slot, which a start serves."""
     folder = tmp_path / "disk"
     folder.mkdir()
     first = Start(folder)

@@ -42,9 +42,6 @@ def make_map(*groups: CacheGroup, hash_block_tokens: int | None = None) -> Prefi
     return PrefixMap(groups, tokens, make_key)
 
 
-# -- brute force -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """A random question: which of `missing` slots, by group and index, host memory lacks."""
@@ -161,8 +158,6 @@ def test_a_hit_loads_exactly_the_blocks_that_are_read(case):
             assert len(set(keys)) == len(keys) == case.prefixes.count_slots(case.start, end)
 
 
-# -- keys ----------------------------------------------------------------------------------------
-
 FULL = CacheGroup(0, 4)
 HASHES = make_hashes(8)
 
@@ -189,14 +184,9 @@ def test_keys_that_do_not_begin_with_the_hash_are_refused():
 
 def test_needed_keys_are_in_prefix_order_group_by_group():
     window = CacheGroup(1, 4, 6)
-    expected: Sequence[bytes] = [
-        *HASHES[1:5],
-        *(make_key(HASHES[block], 1) for block in (3, 4)),
-    ]
+    expected: Sequence[bytes] = [*HASHES[1:5], *(make_key(HASHES[block], 1) for block in (3, 4))]
     assert make_map(FULL, window).needed_keys(HASHES, 4, 20) == expected
 
-
-# -- how much is looked up, on the engine's scheduling thread ------------------------------------
 
 MANY = make_hashes(400)
 

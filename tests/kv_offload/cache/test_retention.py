@@ -30,7 +30,6 @@ class Bed:
         self.totals[name] += int(amount)
 
     def store(self, count: int, name: bytes = b"key") -> Slots:
-        """Store that many new keys."""
         keys = [b"%s %d" % (name, self._stored + index) for index in range(count)]
         self._stored += count
         slots = self.manager.prepare_store(keys)
@@ -40,7 +39,6 @@ class Bed:
     def keep(
         self, slots: Slots, seconds: float = 60, priority: int = 0, owner: str | None = None
     ) -> int:
-        """Retain slots; return how many more are retained now."""
         before = self.retention.slots
         self.retention.keep(slots, Keep(owner, seconds, priority))
         self.check()
@@ -54,11 +52,9 @@ class Bed:
         return self.retention.slots
 
     def press(self) -> None:
-        """Store more than there is room for."""
         self.store(3 * self.manager.num_slots, b"scan")
 
     def left(self, slots: Slots, keys: list[bytes | None]) -> int:
-        """Return how many slots still have their keys."""
         found = self.manager.readable_keys(slots)
         return sum(one == other for one, other in zip(found, keys, strict=True))
 
@@ -151,33 +147,11 @@ def test_slots_that_are_being_stored_are_retained_once_they_are():
     assert bed.pass_time(0) == 1, "whose store failed is forgotten"
 
 
-def test_dropping_lets_go_of_everything():
-    bed = Bed()
-    bed.keep(bed.store(3))
-    written = bed.manager.prepare_store([b"a"])
-    bed.keep(written)
-    bed.retention.drop()
-    bed.manager.reset()
-    assert bed.retention.slots == 0
-    bed.manager.complete_store(written)
-    bed.retention.stored(written)
-    bed.check()
-    assert bed.manager.slots_in_use == 0
-    assert bed.keep(bed.store(5)) == 5
-    assert bed.pass_time(60) == 0
-
-
 def test_a_step_lets_go_of_a_bounded_number():
     bed = Bed(slots=4 * RELEASED_PER_STEP)
     bed.keep(bed.store(2 * RELEASED_PER_STEP))
     assert bed.pass_time(60) == RELEASED_PER_STEP
     assert bed.pass_time(0) == 0
-
-
-def test_nothing_can_be_retained_with_a_share_of_none():
-    bed = Bed(share=0)
-    assert bed.keep(bed.store(2)) == 0
-    assert bed.totals["unretained_slots"] == 2
 
 
 def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory():

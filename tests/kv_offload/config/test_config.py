@@ -80,9 +80,6 @@ def write(tmp_path):
     return write
 
 
-# -- values
-
-
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -300,9 +297,6 @@ def test_a_message_shows_what_was_written_and_not_what_yaml_made_of_it(write, co
     assert refusal({"config_file": file}, kind=KVOffloadError).startswith(f"{file}: {shown}")
 
 
-# -- capacity
-
-
 def test_more_than_the_machine_has():
     assert refusal({"cpu_bytes": "65GiB"}, kind=CapacityError) == (
         "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
@@ -320,9 +314,6 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
             f"cpu_bytes: {value!r}: asks for 8 GiB (8589934592 bytes) for each of 8 replicas on "
             "this host, 64 GiB (68719476736 bytes) in all, but /proc/meminfo reports"
         ) in refusal({"cpu_bytes": value}, kind=CapacityError, replicas=8)
-
-
-# -- unknown keys
 
 
 @pytest.mark.parametrize(
@@ -413,9 +404,6 @@ def test_one_salt_may_not_retain_more_than_all(write):
     )
 
 
-# -- sources and precedence
-
-
 def test_inline_wins_over_the_file_which_wins_over_the_default_and_is_traced(write):
     """Only the effective size must fit, but every value that is given is checked."""
     file = write("cpu_bytes: 1TiB\nmax_pinned_share: 1.5")
@@ -454,9 +442,6 @@ def test_paths_may_be_relative_or_start_at_home(write, tmp_path, monkeypatch):
         assert trace_config({"config_file": path}, {}, host=HOST).file == tmp_path / "kv.yaml"
 
 
-# -- other variables
-
-
 def test_a_variable_named_after_a_key_is_refused():
     for key in (*SCHEMA, *SECTIONS):
         name = f"KV_OFFLOAD_{key.replace('.', '_').upper()}"
@@ -488,8 +473,6 @@ def test_a_variable_that_nobody_reads_is_a_warning_and_those_of_others_are_none(
         "environment: KV_OFFLOAD_CONFIG is not read: the plugin reads KV_OFFLOAD_CONFIG_FILE only."
     )
 
-
-# -- files that cannot be used ---------------------------------------------------------------------
 
 READABLE = "Give the path of a YAML file that this process can read."
 
@@ -584,9 +567,6 @@ def test_any_content_is_a_configuration_or_a_refusal(tmp_path_factory, content):
         assert load({"config_file": str(file)}).cpu_bytes > 0
 
 
-# -- the record and the documentation
-
-
 def test_describe_is_one_line_with_every_key_as_it_was_written(write):
     file = write(
         "\ufeff# größer\nkeep_on_sleep: no\nrecord_trace_bytes: 0x40000000\nmax_pinned_share: 1"
@@ -639,17 +619,13 @@ def test_the_documented_examples_name_every_key(write):
 
 def test_the_documented_errors_are_real(write, tmp_path):
     errors = re.findall(r"^kv-offload: (.*)$", DOCS.read_text(), re.MULTILINE)
-    contents = [
-        "max_pinned_share: 80%",
-        "cpu_bytes: 64",
-        "cpu_bytes: 8GiB\ncpu_bytes: 16GiB",
-    ]
+    contents = ["max_pinned_share: 80%", "cpu_bytes: 64", "cpu_bytes: 8GiB\ncpu_bytes: 16GiB"]
     for error, content in zip(errors, contents, strict=True):
         message = refusal({"config_file": write(content, name="kv-offload.yaml")})
         assert message.replace(str(tmp_path), "/srv") == error
 
 
-def test_a_pool_that_its_filesystem_could_never_hold_is_refused(tmp_path) -> None:
+def test_a_pool_that_its_filesystem_could_never_hold_is_refused(tmp_path):
     room = shutil.disk_usage(tmp_path).total
     host = HostMemory(4 * room, "a test")
     keys = {"host_pool": "chat", "host_pool_path": str(tmp_path), "cpu_bytes": room + 1}
@@ -661,6 +637,6 @@ def test_a_pool_that_its_filesystem_could_never_hold_is_refused(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "..", "x" * 65, "a b"])
-def test_names_that_are_no_folder_of_a_pool_are_refused(name: str) -> None:
+def test_names_that_are_no_folder_of_a_pool_are_refused(name):
     with pytest.raises(ConfigError, match="host_pool"):
         trace_config({"host_pool": name}, {}, host=HOST)

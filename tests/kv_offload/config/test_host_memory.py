@@ -15,8 +15,6 @@ NO_LIMIT_V1 = 9223372036854771712  # what cgroup v1 shows where no limit is set
 
 
 class Machine:
-    """A fake `/proc` and `/sys/fs/cgroup`."""
-
     def __init__(self, root: Path, cgroup: str | None):
         self.proc, self.cgroups = root / "proc", root / "cgroup"
         (self.proc / "self").mkdir(parents=True)

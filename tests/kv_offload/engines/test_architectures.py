@@ -16,12 +16,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
 
-from kv_offload.engines.vllm.model.groups import SPECS, cache_groups
-from kv_offload.engines.vllm.start.support import CACHE_DTYPES, REFUSED_SPECS, check_supported
-from kv_offload.engines.vllm.versions import vllm_version
-from tests.support.configurations import make_vllm_config
-from tests.support.planning import get_kv_cache_config_from_groups, get_kv_cache_groups
-from tests.support.published_specs import MODELS
+from kv_offload.engines.vllm.model.groups import SPECS
+from kv_offload.engines.vllm.start.support import CACHE_DTYPES, REFUSED_SPECS
 
 KNOWN = Path(__file__).parents[2] / "support/architectures.txt"
 CLASS = r"^class (\w+)\((\w+)"
@@ -102,21 +98,3 @@ def test_vllm_cannot_plan_sinks():
             scheduler_block_size=4,
             needs_kv_cache_zeroing=False,
         )
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_cannot_be_built_here_are_served(name):
-    """vLLM plans their groups from what their layers ask for."""
-    vllm_config = make_vllm_config({}, max_model_len=1024, max_num_batched_tokens=1024)
-    vllm_config.cache_config.num_gpu_blocks_override = 7
-    vllm_config.cache_config.mamba_cache_mode = "align"
-    specs = MODELS[name]()
-    states = [s.block_size for s in specs.values() if hasattr(s, "mamba_cache_mode")]
-    if states:
-        vllm_config.cache_config.block_size = states[0]
-    vllm_config.cache_config.kv_cache_layout = "BLHNC"
-    groups = get_kv_cache_groups(vllm_config, specs)
-    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
-    check_supported(vllm_config, vllm_version(), (), config)
-    for group, planned in zip(cache_groups(config), groups, strict=True):
-        assert group.is_scratch != planned.kv_cache_spec.prefix_cacheable

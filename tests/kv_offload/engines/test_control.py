@@ -25,8 +25,6 @@ PATHS = [f"{PREFIX}/{name}" for name in ("empty", "pause-stores", "resume-stores
 
 
 class Engine:
-    """Stands for vLLM's client of an engine; remembers what it is asked."""
-
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
@@ -40,7 +38,6 @@ class Engine:
 
 
 def serve(engine: Engine | None, api_key: list[str] | None) -> TestClient:
-    """Attach the routes as vLLM does."""
     plugin, app = ControlRoutes(), FastAPI()
     assert isinstance(plugin, EndpointPlugin)
     plugin.attach_router(app)

@@ -17,7 +17,6 @@ from tests.support.configurations import make_kv_cache_config, make_vllm_config
 
 pytestmark = pytest.mark.engine
 
-CONFIG = OffloadConfig(cpu_bytes=1)
 DISK = DiskConfig(path="/nowhere", bytes=1)
 KV_CACHE = make_kv_cache_config([CacheGroup(0, 4)], 8)
 
@@ -34,11 +33,6 @@ def find(folder: Path, *, engine: dict[str, Any] | None = None, **options: Any) 
     return disk
 
 
-def test_without_a_path_there_is_no_disk():
-    vllm_config = make_vllm_config({"cpu_bytes": "1MiB"})
-    assert find_tiers(CONFIG, vllm_config, KV_CACHE) == (None, None)
-
-
 def test_the_folder_is_made_for_its_user_alone(tmp_path):
     disk = find(tmp_path / "kv")
     assert disk.folder == tmp_path / "kv"
@@ -51,12 +45,6 @@ def test_a_later_replica_has_a_folder_of_its_own(tmp_path):
     assert disk.folder == tmp_path / "kv" / "replica-2"
     for made in (disk.folder, disk.folder.parent):  # it may come before the first replica
         assert made.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"disk\.path.*cannot be created.*Create it for the user"):
-        find(tmp_path / "file" / "kv")
 
 
 @pytest.mark.parametrize("replica", [0, 2])

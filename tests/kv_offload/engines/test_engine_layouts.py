@@ -26,14 +26,15 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kv_offload.engines.vllm.model.groups import scratch_layers
+from kv_offload.engines.vllm.model.groups import cache_groups, scratch_layers
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
     describe_pages,
     describe_unpacked,
     layer_regions,
 )
-from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs
+from kv_offload.engines.vllm.start.support import check_supported
+from kv_offload.engines.vllm.versions import bytes_per_block, layer_specs, vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import make_vllm_config
 from tests.support.planning import (
@@ -94,13 +95,11 @@ class Built:
         return rows.contiguous().view(torch.uint8).numpy().tobytes()
 
     def contents(self, block: int) -> list[bytes]:
-        """Return what the layers read of a block, without scratch."""
         scratch = scratch_layers(self.config)
         kept = (tensor for name, tensor in self.caches.items() if name not in scratch)
         return [self.block(tensor, block) for tensor in kept]
 
     def storages(self) -> Iterator[torch.Tensor]:
-        """Yield every allocation once, as bytes."""
         seen = set()
         for tensor in self.caches.values():
             storage = tensor.untyped_storage()
@@ -109,11 +108,7 @@ class Built:
                 yield torch.tensor([], dtype=torch.uint8).set_(storage)
 
 
-def build(
-    groups: list[KVCacheGroupSpec],
-    layout: str,
-    kernel_tokens: int | None = None,
-) -> Built:
+def build(groups: list[KVCacheGroupSpec], layout: str, kernel_tokens: int | None = None) -> Built:
     """Plan and allocate a KV cache with vLLM's own functions."""
     vllm_config = make_vllm_config({})
     vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
@@ -163,10 +158,19 @@ def round_trip(
 
 
 def build_model(name: str, layout: str) -> Built:
-    """Plan and allocate the KV cache of a model that cannot be built here."""
     vllm_config = make_vllm_config({}, max_model_len=1024, max_num_batched_tokens=1024)
-    vllm_config.cache_config.kv_cache_layout = layout
-    return build(get_kv_cache_groups(vllm_config, MODELS[name]()), layout)
+    specs, cache = MODELS[name](), vllm_config.cache_config
+    cache.kv_cache_layout, cache.mamba_cache_mode = layout, "align"
+    for spec in specs.values():
+        if hasattr(spec, "mamba_cache_mode"):
+            cache.block_size = spec.block_size
+    built = build(get_kv_cache_groups(vllm_config, specs), layout)
+    check_supported(vllm_config, vllm_version(), (), built.config)
+    for group, planned in zip(
+        cache_groups(built.config), built.config.kv_cache_groups, strict=True
+    ):
+        assert group.is_scratch != planned.kv_cache_spec.prefix_cacheable
+    return built
 
 
 NOT_ALL = {
@@ -309,9 +313,6 @@ def test_a_layout_that_puts_two_blocks_on_the_same_bytes_is_refused():
         describe_kv_caches({**built.caches, name: overlapping}, built.config)
 
 
-# -- what is packed ----------------------------------------------------------------------------
-
-
 def packed_bytes(built: Built) -> tuple[int, int]:
     """Return the bytes of a block's regions that are packed, and of those that are not."""
     regions = describe_kv_caches(built.caches, built.config, packs=True).regions
@@ -365,8 +366,7 @@ def test_values_of_eight_channels_are_packed_together(layout, heads, tokens):
 
 
 @pytest.mark.parametrize(
-    ("kind", "packs"),
-    [("dense", True), ("windows", True), ("latent", True), ("states", False)],
+    ("kind", "packs"), [("dense", True), ("windows", True), ("latent", True), ("states", False)]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_blocks_come_back_as_they_were(kind, layout, packs):
@@ -390,9 +390,6 @@ def test_nothing_of_another_type_or_of_small_pages_is_packed():
         assert layout == describe_kv_caches(built.caches, built.config)
         said = describe_unpacked(built.caches, layout)
         assert "pages of 16 KiB or more" in said
-
-
-# -- what a slot is to another process ---------------------------------------------------------
 
 
 def pages(

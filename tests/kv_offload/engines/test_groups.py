@@ -24,8 +24,6 @@ from tests.support.configurations import make_kv_cache_config, make_spec, set_la
 from tests.support.planning import groups_of_stage
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 
-# -- groups ------------------------------------------------------------------------------------
-
 
 def test_groups_keep_the_order_of_the_block_tables():
     groups = (
@@ -113,9 +111,6 @@ def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group):
     uniform = UniformTypeKVCacheSpecs(block_size=group.block_tokens, kv_cache_specs=specs)
     config.kv_cache_groups[1].kv_cache_spec = uniform
     assert cache_groups(config) == (FULL, group)
-
-
-# -- ranks with equal bytes ---------------------------------------------------------------------
 
 
 def latent(**more: Any) -> MLAAttentionSpec:

@@ -48,9 +48,6 @@ def regions(layout: KVLayout, *tensors: torch.Tensor) -> list[tuple[int, int, in
     return [(r.address - base, r.page_bytes, r.block_stride_bytes) for r in layout.regions]
 
 
-# -- what is described -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -88,9 +85,6 @@ def test_states_are_not_packed():
     caches = {"layer": torch.zeros(BLOCKS, TOKENS, 1 << 13, dtype=torch.bfloat16)}
     layout = describe_kv_caches(caches, state_config(TOKENS << 14), packs=True)
     assert [region.packing for region in layout.regions] == [None]
-
-
-# -- what is refused ---------------------------------------------------------------------------
 
 
 def refusal(caches: dict[str, Any], kv_cache_config: Any) -> str:
@@ -142,9 +136,6 @@ def test_a_page_that_is_not_aligned():
     spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=3, dtype=torch.float32)
     set_layers(made, {"layer": spec})
     assert "not a multiple of 16" in refusal({"layer": cache(BLOCKS, 1, 1, 6)}, made)
-
-
-# -- which layer reads what --------------------------------------------------------------------
 
 
 def test_layers_and_their_regions():

@@ -18,14 +18,12 @@ from tests.support.played_cases import FULL
 
 @pytest.fixture(scope="module")
 def front_end() -> Any:
-    """What the front end has made of its arguments, in which vLLM has loaded its plugins."""
     config = make_vllm_config({"cpu_bytes": "16384kib"})
     config.cache_config.block_size = 4
     return config
 
 
 def created(config: Any, caplog: pytest.LogCaptureFixture) -> tuple[Any, dict[str, list[str]]]:
-    """Build both halves; return the scheduler's, and our lines by level."""
     caplog.set_level(logging.INFO, "kv_offload")
     cache = make_kv_cache_config((FULL,), 40)
     halves = [KVConnectorFactory.create_connector(config, role, cache) for role in KVConnectorRole]

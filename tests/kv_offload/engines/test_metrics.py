@@ -66,9 +66,6 @@ def test_stats_cross_a_process_boundary():
     assert KVOffloadConnector.build_kv_connector_stats().is_empty()
 
 
-# -- names -------------------------------------------------------------------------------------
-
-
 def test_names_are_not_vllms():
     """Two collectors of one name end the API server; some prefixes belong to its connectors."""
     assert PREFIX.startswith("vllm:"), "vLLM unregisters its metrics by name for a second engine"
@@ -79,11 +76,7 @@ def test_names_are_not_vllms():
     assert not [source for source in sources if PREFIX in source.read_text()]
 
 
-# -- Prometheus --------------------------------------------------------------------------------
-
-
 def build(registry: CollectorRegistry, engines: int) -> ConnectorPromMetrics:
-    """Build the metrics as vLLM's front end does, in a registry of our own."""
     types: dict[Any, Any] = {
         kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
     }

@@ -32,19 +32,12 @@ def ask(engine: PlayedEngine, request_id: str, prompt: list[int], **params: Any)
     engine.add(request_id, prompt, extra_args={"kv_transfer_params": params})
 
 
-# -- serving -----------------------------------------------------------------------------------
-
-
 @ORDERS
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["one group", "two groups"])
 def test_requests_of_many_prefixes(first, role, asynchronous, groups):
-    """Requests come, are preempted and aborted while steps are under way; KV is always right.
-
-    With `kv_producer` vLLM keeps no freed blocks back for steps in flight, so a load may be given
-    blocks that such a step still writes.
-    """
+    """Requests come, are preempted and aborted while steps are under way; KV is always right."""
     engine = PlayedEngine(
         groups,
         blocks=16,
@@ -82,10 +75,7 @@ def test_requests_of_many_prefixes(first, role, asynchronous, groups):
 @ORDERS
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_the_other_member_brings_is_stored(first, asynchronous):
-    """Both know the prompt: the first that does is asked to load it, and the other loads nothing.
-
-    The remote one brings all of it, ours what ends with a block.
-    """
+    """Both know the prompt; the first that does loads it. The remote one brings its end, too."""
     engine = PlayedEngine(
         async_scheduling=asynchronous, transfer_config=functools.partial(multi_config, first=first)
     )
@@ -118,14 +108,23 @@ def nested_last(plugin: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def with_disk_that_hangs(folder: Path, config: Callable[..., dict[str, Any]]) -> PlayedEngine:
-    """Return an engine whose prompt the disk and the other member have, and nobody else."""
-    disk = {"disk": {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}}
-    engine = PlayedEngine(transfer_config=config, plugin=disk)
+def disk_of(folder: Path) -> dict[str, Any]:
+    return {"disk": {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}}
+
+
+def sent(**arguments: Any) -> PlayedEngine:
+    """Return an engine of which the other member has a prompt, and host memory nothing."""
+    engine = PlayedEngine(**arguments)
     ask(engine, "sends", PROMPT, do_remote_decode=True)
     engine.run()
     forget(engine)
     engine.offload.manager.reset()
+    return engine
+
+
+def with_disk_that_hangs(folder: Path, config: Callable[..., dict[str, Any]]) -> PlayedEngine:
+    """Return an engine whose prompt the disk and the other member have, and nobody else."""
+    engine = sent(transfer_config=config, plugin=disk_of(folder))
     engine.ranks[0].tier.stuck = True
     return engine
 
@@ -168,13 +167,8 @@ def test_a_request_waits_for_the_disk_no_longer_than_the_other_member_takes(tmp_
 
 def test_what_the_other_member_brings_is_not_read_ahead(tmp_path):
     """While the engine has it queued it has not asked the other member yet."""
-    disk = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
     config = functools.partial(multi_config, first=False)
-    engine = PlayedEngine(transfer_config=config, plugin=disk, max_num_seqs=1)
-    ask(engine, "sends", PROMPT, do_remote_decode=True)
-    engine.run()
-    forget(engine)
-    engine.offload.manager.reset()
+    engine = sent(transfer_config=config, plugin=disk_of(tmp_path), max_num_seqs=1)
     engine.add("busy", OTHER, 60)
     engine.step(3, copies=True)
     engine.totals.clear()
@@ -209,13 +203,8 @@ def test_what_was_brought_once_is_looked_up_after_a_preemption():
 def test_what_the_other_member_failed_to_load_is_not_kept():
     """The forward has read it, and its blocks were planned to be stored in the same step."""
     config = functools.partial(multi_config, remote={"synchronous": True})
-    engine = PlayedEngine(
-        max_num_batched_tokens=64, transfer_config=config, plugin={"on_load_failure": "fail"}
-    )
-    ask(engine, "sends", PROMPT, do_remote_decode=True)
-    engine.run()
-    forget(engine)
-    engine.offload.manager.reset()
+    plugin = {"on_load_failure": "fail"}
+    engine = sent(max_num_batched_tokens=64, transfer_config=config, plugin=plugin)
     (remote,) = [c for c in engine.ranks[0].connector._connectors if isinstance(c, RemoteConnector)]
     remote.failing = True
     engine.model.may_lose_kv = True
@@ -230,10 +219,7 @@ def test_what_the_other_member_failed_to_load_is_not_kept():
 @pytest.mark.parametrize("then", ["waits", "runs", "aborted", "gone"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_the_other_member_says_of_a_load_of_ours(asynchronous, then):
-    """It says that it has received what ours loads, or has loaded.
-
-    vLLM would run the request at once, or free its blocks, or end with an error.
-    """
+    """It says that it has received what ours loads, or has loaded."""
     engine = PlayedEngine(
         async_scheduling=asynchronous,
         transfer_config=multi_config,
@@ -292,11 +278,7 @@ def test_ranks_that_nobody_can_ask():
         ask_ranks(lambda _worker: None)
 
 
-# -- configurations ----------------------------------------------------------------------------
-
-
 def build(transfer_config: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Build the scheduler's role as the engine does; return the engine's configuration."""
     config = make_vllm_config({}, transfer_config=transfer_config)
     config.cache_config.block_size = 4
     KVConnectorFactory.create_connector(
@@ -311,7 +293,6 @@ def nested(plugin: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the plugin warns of."""
     messages: list[str] = []
     monkeypatch.setattr(log.logger, "warning", lambda text, *args: messages.append(text % args))
     return messages

@@ -186,10 +186,7 @@ def test_weights_in_an_object_store_are_known_by_their_address(engine, tmp_path)
 def test_weights_of_a_repository_are_known_by_its_commit(
     revision, elsewhere, engine, tmp_path, monkeypatch
 ):
-    """The one that was loaded: a machine may have another than the rest, and a start a newer one.
-
-    Both the model's own and a draft's.
-    """
+    """Both the model's own and a draft's. A machine may have another one than the rest."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     cache = tmp_path / ("elsewhere" if elsewhere else "cache")
     folder = cache / "models--some--model"
@@ -251,9 +248,6 @@ def test_weights_that_a_loader_takes_from_elsewhere_are_known_by_size_and_time(
     assert changed(engine, lambda _: file.write_bytes(b"1234")) == {"loader"}
     assert changed(engine, lambda _: os.utime(file, ns=(0, 7))) == {"loader"}
     assert changed(engine, lambda _: os.utime(file, ns=(9, 7))) == set()
-
-
-# -- hashes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -40,10 +40,7 @@ def owner_of(patch: Patch) -> Any:
 
 
 def setup(**more: Any) -> Setup:
-    options = {
-        "version": vllm_version(),
-        "config": OffloadConfig(cpu_bytes=1),
-    }
+    options = {"version": vllm_version(), "config": OffloadConfig(cpu_bytes=1)}
     return Setup(**{**options, **more})
 
 
@@ -52,9 +49,6 @@ def wrap(monkeypatch: pytest.MonkeyPatch, method: str, original: Callable[..., A
     owner = owner_of(named(method))
     monkeypatch.setattr(owner, method, named(method).wrap(original))
     return owner
-
-
-# -- the list ----------------------------------------------------------------------------------
 
 
 def test_every_patch_is_documented():
@@ -88,10 +82,7 @@ ALWAYS = {
         ({"version": (0, 33)}, set()),
         ({"version": (0, 32)}, {"_update_request_as_session"}),
         ({"version": (0, 31)}, {"_update_request_as_session"}),
-        (
-            {"version": (0, 33), "config": OffloadConfig(cpu_bytes=1, keep_on_sleep=True)},
-            {"sleep"},
-        ),
+        ({"version": (0, 33), "config": OffloadConfig(cpu_bytes=1, keep_on_sleep=True)}, {"sleep"}),
     ],
 )
 def test_only_what_is_needed_is_patched(more, found, monkeypatch):
@@ -115,9 +106,6 @@ def test_parameters_that_vllm_cannot_send_to_its_engine_are_refused_as_wrong_one
     for wrong in ({"kv_offload": 5}, {"remote": deep}):
         with pytest.raises(VLLMValidationError, match=r"kv-offload: kv_transfer_params"):
             process(**wrong)
-
-
-# -- installing --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -183,9 +171,6 @@ def test_wrappers_of_other_plugins_stay(ours_first, monkeypatch):
     session = SimpleNamespace(num_computed_tokens=9, num_tokens=7, block_hashes=["a", "b"])
     assert scheduler._update_request_as_session(session, 1, more=2) == (["a"], (1,), {"more": 2})
     assert told == ["other", "vLLM"]
-
-
-# -- a reset -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from kv_offload.engines.vllm.plugin import VLLM_LOG, register
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A copy of vLLM's registry without our connector."""
     names = {name: cls for name, cls in KVConnectorFactory._registry.items() if name != CONNECTOR}
     monkeypatch.setattr(KVConnectorFactory, "_registry", names)
     return names

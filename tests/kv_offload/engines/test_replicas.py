@@ -53,7 +53,6 @@ def test_every_replica_sees_all_of_its_host(front_end, dense):
 
 
 def test_a_dense_replica_whose_front_end_noted_nothing_says_so(front_end):
-    """The plugin was not loaded there, for instance."""
     bare = copy.deepcopy(front_end)
     del bare.parallel_config._kv_offload_local_replicas
     found = count_local_replicas(start_replica(bare, 3), {})
@@ -110,9 +109,6 @@ def test_replicas_of_a_mixture_of_experts(parallel, environ, found):
         kv_transfer_config=SimpleNamespace(engine_id="x_dp0"),
     )
     assert count_local_replicas(config, environ) == found
-
-
-# -- the connector -----------------------------------------------------------------------------
 
 
 def build_rank(config: Any) -> KVOffloadConnector:

@@ -22,16 +22,12 @@ RANK = VLLMRank(None, None, gives_idle_blocks=False, packs=False)  # type: ignor
 
 
 class Caller:
-    """An object that calls the plugin, through a frame of others."""
-
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
 
     def call(self, function: Callable[[], Any]) -> Any:
         return (lambda: function())()
 
-
-# -- the output-copy stream -------------------------------------------------------------------
 
 STREAM = object()
 MAKE = "_get_or_create_async_output_copy_stream"
@@ -63,9 +59,6 @@ def test_the_nearest_runner_that_calls_has_the_stream(runner, stream):
     assert RANK.find_output_copy_stream() is None, "no runner calls"
 
 
-# -- steps and weights ------------------------------------------------------------------------
-
-
 class Weights(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +70,6 @@ class Weights(torch.nn.Module):
 
 
 class Runner(Caller):
-    """Has a method that the worker calls for every step, and a model, like a real one."""
-
     def __init__(self) -> None:
         model = Weights()
         super().__init__(model=model, get_model=lambda: model)
@@ -140,7 +131,6 @@ def test_a_model_counts_how_often_it_is_given_weights():
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Cycles stay in memory."""
     gc.disable()
     yield
     gc.enable()
@@ -179,11 +169,7 @@ def test_steps_that_change_blocks_before_their_forward(zeroed, copied, changes):
     assert changes_blocks(output) == changes
 
 
-# -- the forward that is about to run ---------------------------------------------------------
-
-
 def context_of(mode: str = "NONE", **more: Any) -> Any:
-    """Return what vLLM knows of a forward, as all versions have it."""
     fields = {
         "cudagraph_runtime_mode": CUDAGraphMode[mode],
         "attn_metadata": {"layer": object()},

@@ -19,12 +19,7 @@ from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausa
 from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
-from vllm.v1.kv_cache_interface import (
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_offload.engines.vllm.model.groups import cache_groups
 from kv_offload.engines.vllm.start.support import CACHE_DTYPES, check_supported
@@ -150,11 +145,7 @@ QWEN35 = {
         (PUBLISHED["Qwen3-Next-80B-A3B"], Qwen3NextForCausalLM, ""),
         # It has the states of Qwen3-Next, whose class needs fewer packages.
         (QWEN35, Qwen3NextForCausalLM, "Qwen3_5ForConditionalGenerationConfig"),
-        (
-            PUBLISHED["Nemotron-3-Nano-30B-A3B"],
-            NemotronHForCausalLM,
-            "NemotronHForCausalLMConfig",
-        ),
+        (PUBLISHED["Nemotron-3-Nano-30B-A3B"], NemotronHForCausalLM, "NemotronHForCausalLMConfig"),
     ],
 )
 def test_states_are_those_of_vllm(tmp_path, published, model_class, settings, ranks):
@@ -189,10 +180,7 @@ def test_states_are_those_of_vllm(tmp_path, published, model_class, settings, ra
 def test_a_model_with_an_index_is_accepted_and_has_the_size_of_vllm(
     vllm_config, tmp_path, name, every
 ):
-    """The index of a layer is a layer of its own to vLLM, in the same group.
-
-    Where `index_topk_freq` says so, only some layers have one.
-    """
+    """The index of a layer is a layer of its own to vLLM, in the same group."""
     published = PUBLISHED[name] | {"index_topk_freq": every}
     vllm_config.cache_config.block_size = 64
     specs = {}

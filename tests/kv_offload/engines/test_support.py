@@ -26,11 +26,7 @@ from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.model.groups import SPECS, cache_groups, has_draft_head
 from kv_offload.engines.vllm.start import log
-from kv_offload.engines.vllm.start.support import (
-    CACHE_DTYPES,
-    REFUSED_SPECS,
-    check_supported,
-)
+from kv_offload.engines.vllm.start.support import CACHE_DTYPES, REFUSED_SPECS, check_supported
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import (
@@ -310,9 +306,6 @@ def test_no_connector_is_built_for_an_engine_that_cannot_be_served():
         PlayedEngine(transfer_config=receives_only)
 
 
-# -- where vLLM has what is looked for ---------------------------------------------------------
-
-
 def test_the_settings_are_where_they_are_looked_for():
     engine = Engine()
     assert engine.vllm.model_config.runner_type == "generate"
@@ -335,9 +328,6 @@ def test_encoder_only_layers_beside_a_decoder_are_left_out():
     assert [group.layer_names for group in engine.cache.kv_cache_groups] == [["decoder.0"]]
     engine.check()
     assert cache_groups(engine.cache) == (FULL,)
-
-
-# -- what is said of what is served ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,6 @@ def test_the_label_for_hits_in_host_memory_exists_where_the_engine_has_labels():
     )
 
 
-# -- the KV cache's configuration -------------------------------------------------------------
-
-
 def test_bytes_of_a_block_are_those_of_the_one_allocation():
     tensors = [SimpleNamespace(size=1009, layers=["a"], layer_stride=1, block_stride=2)] * 3
     assert bytes_per_block(SimpleNamespace(num_blocks=10, kv_cache_tensors=tensors)) == 100

@@ -54,7 +54,6 @@ def make(kind: type, *, keep: bool, **arguments: Any) -> Any:
 
 
 def make_running() -> Any:
-    """Return such a core in a process of its own, with a request under way."""
     core = make(OwnProcess, keep=True)
     core.engine.add("running", OTHER)
     core.engine.step()
@@ -109,15 +108,6 @@ def test_only_the_reset_of_the_sleep_itself_spares_host_memory(other):
         core.engine.run()
         assert core.reset_prefix_cache(False, True)
     core.run_until_idle()
-    assert slots(core) == 0
-
-
-@KINDS
-def test_a_reset_that_names_the_connector_empties_host_memory(kind):
-    core = make(kind, keep=True)
-    assert core.reset_prefix_cache()
-    assert slots(core) == 5
-    assert core.reset_prefix_cache(reset_connector=True)
     assert slots(core) == 0
 
 
@@ -226,9 +216,6 @@ def test_ranks_that_tell_again_what_they_hold_change_nothing(monkeypatch):
     assert not logged, "the log of the start says it"
 
 
-# -- weights that a model was given past the engine core ---------------------------------------
-
-
 def give_weights(core: Any, rank: int = 0) -> None:
     core.engine.ranks[rank].get_model().load_weights([("a", 1)])
 
@@ -301,9 +288,6 @@ def test_the_watched_methods_keep_their_signatures():
     watch()
     assert "level" in inspect.signature(EngineCore.sleep).parameters
     assert "method" in inspect.signature(EngineCore.collective_rpc).parameters
-
-
-# -- refusals ----------------------------------------------------------------------------------
 
 
 def build(self: Any) -> None:

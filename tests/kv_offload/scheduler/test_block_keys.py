@@ -32,7 +32,6 @@ def adapter(name: str) -> LoRARequest:
 
 
 def keys(**more: Any) -> list[bytes]:
-    """Return the keys of the same twelve tokens, under what comes with them."""
     request = Request(
         "a",
         list(range(12)),

@@ -70,7 +70,6 @@ def test_the_speed_is_assumed_until_it_was_measured():
 
 
 def test_the_slowest_rank_says_how_fast_stores_are():
-    """Also where the ranks tell of their speeds at different times."""
     steps = Steps()
     slots = steps.step().link_slots(0)
     steps.budget.learn(SPEED / 4, rank=1)

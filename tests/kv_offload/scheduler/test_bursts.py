@@ -90,7 +90,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the number of keys of every look-up, in host memory and on a disk."""
     counts: list[int] = []
 
     def count(name: str) -> None:
@@ -113,14 +112,19 @@ def burst(engine: PlayedEngine, tails: Sequence[list[int]] = TAILS) -> None:
 
 
 def hold(engine: PlayedEngine, *, stuck: bool = True) -> None:
-    """Have a tier below host memory do nothing until it is let go."""
     tier = engine.ranks[0].tier
     if tier is not None:
         tier.stuck = stuck
 
 
+def limit_lookups(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each step look one request up."""
+    budget = engine.offload._lookups.budget
+    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
+    budget.next_step()
+
+
 def looked_up(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the name of each request that is looked up."""
     names: list[str] = []
     match = engine.offload.match
 
@@ -164,9 +168,7 @@ def test_the_engine_does_not_look_its_own_blocks_up_for_requests_that_wait(
     monkeypatch.setattr(
         coordinator, "find_longest_cache_hit", lambda *of: lookups.append(of) or find(*of)
     )
-    budget = engine.offload._lookups.budget
-    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
-    budget.next_step()
+    limit_lookups(engine, monkeypatch)
     for index, tail in enumerate(TAILS):
         engine.add(f"{index}", [*SHARED, *tail, *tail], 1)
     for _ in range(3):
@@ -174,7 +176,7 @@ def test_the_engine_does_not_look_its_own_blocks_up_for_requests_that_wait(
         assert len(lookups) <= 2, "one that may be looked up, and the next that may not"
         lookups.clear()
     monkeypatch.undo()
-    budget.next_step()
+    engine.offload._lookups.budget.next_step()
     hold(engine, stuck=False)
     engine.run()
     assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
@@ -182,9 +184,7 @@ def test_the_engine_does_not_look_its_own_blocks_up_for_requests_that_wait(
 
 def test_a_request_that_is_not_to_load_does_not_wait_for_the_lookups_of_others(make, monkeypatch):
     engine = make("host")
-    budget = engine.offload._lookups.budget
-    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
-    budget.next_step()
+    limit_lookups(engine, monkeypatch)
     for index, tail in enumerate(TAILS):
         engine.add(f"{index}", [*tail, *SHARED], 2)
     hints = {"kv_transfer_params": {"kv_offload": {"load": False}}}
@@ -195,28 +195,9 @@ def test_a_request_that_is_not_to_load_does_not_wait_for_the_lookups_of_others(m
     engine.run()
 
 
-def test_of_those_that_a_step_puts_off_the_next_one_looks_up_the_first(make, monkeypatch):
-    engine = make("host")
-    budget = engine.offload._lookups.budget
-    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
-    budget.next_step()
-    names = looked_up(engine, monkeypatch)
-    for index, tail in enumerate(TAILS):
-        engine.add(f"{index}", [*tail, *SHARED], 2)
-    for _ in range(2):
-        engine.step(1)
-        assert 0 < len(names) <= 2, "the first of those that were put off"
-        del names[:]
-    budget._left = 1 << 20
-    monkeypatch.undo()
-    engine.run()
-    assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
-
-
 @pytest.mark.parametrize("groups", [FULL, WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize("where", ["host", "disk", "store"])
 def test_a_prefix_is_looked_up_once_for_all_that_share_it(make, keys, where, groups):
-    """In the step in which they come, while they wait, and when what they wait for has come."""
     engine = make(where, groups)
     hold(engine)
     burst(engine)
@@ -262,7 +243,6 @@ def test_a_store_is_asked_once_for_what_is_shared(make):
 
 
 def test_of_what_only_one_of_them_has_on_the_disk_the_read_begins_at_once(make):
-    """Not when that of the shared prefix has ended."""
     engine = make("disk")
     assert isinstance(engine, DiskEngine)
     own = [*TAILS[0], 1, 0, 1, 1, 0, 0, 1]
@@ -327,9 +307,7 @@ def test_those_that_share_nothing_are_all_served_though_a_step_looks_up_few(make
         engine.serve(f"before {index}", prompt, 1)
     engine.forget()
     engine.totals.clear()
-    budget = engine.offload._lookups.budget
-    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
-    budget.next_step()
+    limit_lookups(engine, monkeypatch)
     hold(engine)
     for index, prompt in enumerate(prompts):
         engine.add(f"{index}", prompt, 2)

@@ -79,5 +79,4 @@ SHORT, LONG = Costs(WHOLE_SECONDS, idle=True), Costs(WHOLE_SECONDS * MORE, idle=
 def test_the_engine_computes_a_token_of_a_request_that_is_loaded_at_once(
     end, costs, synchronous, part
 ):
-    """Of 20 tokens, 8 of them on the GPU."""
     assert loaded_part(8, end, 20, 4, costs, synchronous=synchronous) == part

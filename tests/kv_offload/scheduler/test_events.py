@@ -39,13 +39,11 @@ class FollowedEngine(PlayedEngine):
         super()._publish(batch)
 
     def told(self, kind: type) -> list[Any]:
-        """Return the events of a kind that are about host memory."""
         events = (event for batch in self.batches for event in batch)
         return [e for e in events if isinstance(e, kind) and getattr(e, "medium", "") == "CPU"]
 
     @property
     def routed(self) -> set[Any]:
-        """What both routers know."""
         first, second = self.routers
         assert first.in_memory == second.in_memory
         return first.in_memory
@@ -66,8 +64,8 @@ GROUPS = {
 
 @both_ways
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_what_is_stored_is_told(async_scheduling, groups):
-    engine = FollowedEngine(*groups, async_scheduling=async_scheduling)
+def test_what_is_stored_is_told(groups):
+    engine = FollowedEngine(*groups)
     engine.serve("a", PROMPT, 1)
     engine.serve("b", [*PROMPT[:12], *OTHER[:9]], 1)
     assert engine.routed == engine.blocks_in_memory()
@@ -108,23 +106,12 @@ def test_a_block_is_told_as_the_engine_told_it_of_the_gpu():
 
 
 @both_ways
-def test_what_is_evicted_is_told(async_scheduling):
-    engine = FollowedEngine(slots=6, async_scheduling=async_scheduling)
+def test_what_is_evicted_is_told():
+    engine = FollowedEngine(slots=6)
     for name, prompt in {"a": PROMPT, "b": OTHER, "c": PROMPT, "d": [1, *OTHER]}.items():
         engine.serve(name, prompt, 1)
         assert engine.routed == engine.blocks_in_memory()
     assert len(engine.told(BlockRemoved)) > 0
-
-
-def test_a_failed_store_is_not_told():
-    engine = FollowedEngine()
-    engine.add("a", PROMPT, 1)
-    engine.step(3)
-    engine.run_copies(fail=True)
-    engine.run()
-    assert engine.totals["skipped_copy_failed"] == 5
-    assert engine.routed == engine.blocks_in_memory() == set()
-    assert engine.told(BlockStored) == []
 
 
 def split_stores(engine: FollowedEngine) -> Any:
@@ -162,9 +149,6 @@ def test_a_block_that_is_gone_before_its_turn_is_not_told():
     engine.run()
     assert engine.routed == engine.blocks_in_memory() == set()
     assert hashes(engine.told(BlockStored)) == []
-
-
-# -- resets --------------------------------------------------------------------------------------
 
 
 def test_a_reset_of_host_memory_alone_removes_block_by_block():
@@ -221,7 +205,6 @@ def test_a_reset_begins_anew_what_is_told_again(monkeypatch):
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a step tell of few blocks."""
     monkeypatch.setattr(announcer, "MAX_STORED", 2)
     monkeypatch.setattr(announcer, "MAX_REMOVED", 3)
     monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
@@ -244,25 +227,6 @@ def test_a_step_tells_of_so_many_blocks_at_most():
         assert len(hashes([e for e in ours if isinstance(e, BlockRemoved)])) <= 3
 
 
-# -- beside others -------------------------------------------------------------------------------
-
-
-def test_what_comes_from_a_disk_is_told(tmp_path):
-    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
-    engine = FollowedEngine(plugin=plugin)
-    engine.serve("a", PROMPT, 1)
-    engine.offload.manager.reset()
-    engine.serve("b", OTHER, 1)  # in the slots where the other was
-    assert engine.reset()
-    engine.run()
-    assert len(engine.routed) == 5
-    engine.serve("c", PROMPT, 1)
-    assert engine.totals["promoted_slots"] == 5
-    assert engine.routed == engine.blocks_in_memory()
-    assert len(engine.routed) == 10
-    engine.connector.shutdown()
-
-
 def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path):
     """A hit that ends with a chunk: the next token's chunk begins there."""
     plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}}
@@ -282,7 +246,6 @@ def test_what_comes_from_a_disk_is_told_where_a_group_needs_none_of_it(tmp_path)
 
 
 def on_disk(engine: FollowedEngine) -> set[Any]:
-    """What both routers know of the disk."""
     first, second = engine.routers
     assert first.on_disk == second.on_disk
     return first.on_disk
@@ -307,31 +270,6 @@ def test_what_a_disk_has_is_announced_as_it_was_of_host_memory(groups, tmp_path)
     disk.manager.forget(gone)
     engine.serve("b", OTHER, 1)
     assert on_disk(engine) == engine.blocks_on_disk()
-    engine.connector.shutdown()
-
-
-def test_what_an_earlier_process_left_on_a_disk_is_announced_and_again_with_its_tokens(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    plugin = {"disk": {"path": str(tmp_path), "bytes": "1MiB"}}
-    engine = FollowedEngine(plugin=plugin)
-    engine.serve("a", PROMPT, 1)
-    engine.serve("b", OTHER, 1)
-    left = engine.blocks_on_disk()
-    records = engine.ranks[0].tier.records
-    engine.connector.shutdown()
-    engine = FollowedEngine(plugin=plugin)
-    engine.ranks[0].tier.records = records
-    engine.run()
-    engine.serve("new", [1, 1, 1, 1, 1], 1)
-    router = engine.routers[0]
-    assert on_disk(engine) == engine.blocks_on_disk() >= left
-    assert router.without_tokens == left
-    engine.serve("c", PROMPT, 1)
-    assert engine.totals["promoted_slots"] == 5
-    assert on_disk(engine) == engine.blocks_on_disk()
-    assert len(router.without_tokens) == len(left) - 5
     engine.connector.shutdown()
 
 

@@ -13,7 +13,7 @@ from kv_offload.metrics import KINDS, OTHER_SIZES
 from kv_offload.scheduler.statistics import GAUGE_SECONDS
 from tests.support.beside_steps import report
 from tests.support.manual_copies import ManualSwapEngine
-from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, blocks, forget, store
+from tests.support.played_cases import OTHER, PROMPT, blocks, forget, store
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
 
@@ -87,9 +87,6 @@ def test_a_load_that_failed_is_in_no_histogram_of_loads(engine):
     assert engine.observed == {"request_hit_tokens": [20]}
 
 
-# -- a copy that does not end ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.STORE])
 def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(direction, now):
     """It hangs on one rank of two. The bytes that move do not show it."""
@@ -125,9 +122,6 @@ def test_the_age_of_a_copy_that_hangs_grows_while_others_come_and_go(direction, 
     engine.check_rest()
 
 
-# -- what an idle engine tells -----------------------------------------------------------------
-
-
 def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool():
     engine = PlayedEngine(slots=7)
     assert engine.scheduler.has_requests()
@@ -138,9 +132,7 @@ def test_an_engine_that_has_just_started_steps_until_it_has_told_its_pool():
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"transfer_config": multi_config}],
-    ids=["alone", "in a MultiConnector"],
+    "arguments", [{}, {"transfer_config": multi_config}], ids=["alone", "in a MultiConnector"]
 )
 def test_an_idle_engine_tells_that_a_reset_or_new_weights_emptied_host_memory(arguments, weights):
     engine = PlayedEngine(**arguments)
@@ -215,31 +207,6 @@ def test_a_stored_slot_is_counted_once_however_many_ranks_store_it(ranks):
     engine.check_rest()
 
 
-def test_a_slot_that_one_rank_has_not_stored_is_not_counted():
-    engine = PlayedEngine(ranks=2)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    engine.ranks[0].copies.run_all()
-    engine.step()
-    assert engine.totals["stored_bytes"] > 0
-    assert engine.totals["stored_slots"] == 0, "the other rank copies yet"
-    engine.ranks[1].copies.run(fail=True)
-    engine.run()
-    failed = engine.totals["skipped_copy_failed"]
-    assert failed > 0
-    assert engine.totals["stored_slots"] == 5 - failed
-
-
-def test_a_slot_whose_key_was_forgotten_while_it_was_stored_is_not_counted():
-    engine = PlayedEngine()
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    engine.offload.manager.reset()
-    engine.run()
-    assert engine.totals["stored_bytes"] > 0
-    assert engine.totals["stored_slots"] == engine.gauges["slots_in_use"] < 5
-
-
 def test_the_smallest_rank_decides_on_the_slots():
     engine = PlayedEngine(slots=64, ranks=2)
     assert engine.offload.manager.num_slots == 64
@@ -303,9 +270,3 @@ def test_before_every_rank_has_spoken_no_slot_is_used():
     engine.serve("a", PROMPT)
     assert engine.offload.manager.usable_slots == 64
     assert engine.totals["stored_bytes"] > 0
-
-
-def test_a_configuration_names_the_slots_of_all_ranks():
-    """The capacity that the scheduler plans with before the ranks have told theirs."""
-    engine = PlayedEngine((FULL, WINDOW), ranks=2, plugin={"cpu_bytes": f"{2 * 64 * 15 + 100}B"})
-    assert engine.offload.manager.num_slots == 15

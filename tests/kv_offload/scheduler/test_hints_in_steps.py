@@ -28,8 +28,6 @@ FILLERS = [[(number >> bit) & 1 for bit in range(8)] * 3 for number in range(16)
 
 
 class Clock:
-    """The time that retention reads."""
-
     now = 1000.0
 
     def __call__(self) -> float:
@@ -40,14 +38,12 @@ class Clock:
 def clock() -> Iterator[Clock]:
     clock = Clock()
     with mock.patch(
-        "kv_offload.scheduler.core.Retention",
-        lambda *arguments: Retention(*arguments, clock),
+        "kv_offload.scheduler.core.Retention", lambda *arguments: Retention(*arguments, clock)
     ):
         yield clock
 
 
 def says(**hints: Any) -> dict[str, Any]:
-    """Return what a request's sampling parameters carry of its hints."""
     return {"extra_args": {"kv_transfer_params": {"kv_offload": hints}}}
 
 
@@ -84,9 +80,6 @@ GROUPS = pytest.mark.parametrize(
 )
 
 
-# -- store and load ----------------------------------------------------------------------------
-
-
 @GROUPS
 def test_a_request_that_must_not_be_stored_leaves_nothing(groups):
     engine = PlayedEngine(groups, async_scheduling=True)
@@ -107,14 +100,6 @@ def test_what_it_loads_is_not_counted_as_unwanted():
     serve(engine, "secret", PROMPT, store=False)
     assert engine.totals["hit_tokens"] == 2 * BLOCK
     assert engine.totals["skipped_not_wanted"] == 3
-    engine.rest()
-
-
-def test_a_request_that_must_not_load_is_computed():
-    engine = store(PlayedEngine(), PROMPT)
-    serve(engine, "computed", PROMPT, load=False)
-    assert engine.totals["hit_tokens"] == engine.totals["lookup_tokens"] == 0
-    assert hits(engine) == 20
     engine.rest()
 
 
@@ -148,17 +133,6 @@ def test_hints_that_came_past_the_front_end_are_ignored_and_counted(monkeypatch)
     engine.rest()
 
 
-def test_what_other_connectors_are_told_is_left_alone():
-    engine = PlayedEngine()
-    params = {"kv_transfer_params": {"do_remote_prefill": False, "remote_host": 7}}
-    engine.serve("a", PROMPT, 1, extra_args=params)
-    assert engine.totals["ignored_hints"] == engine.totals["requests_with_hints"] == 0
-    assert hits(engine) == 20
-
-
-# -- retention ---------------------------------------------------------------------------------
-
-
 @GROUPS
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_retained_prompt_outlives_pressure_for_its_time(groups, asynchronous, clock):
@@ -190,16 +164,6 @@ def test_what_is_loaded_is_retained_from_then_on(clock):
     assert hits(engine) == 20
 
 
-def test_what_the_engine_has_itself_is_retained_too(clock):
-    engine = PlayedEngine(slots=48)
-    engine.serve("stored", PROMPT, 1)
-    serve(engine, "hits the engine's cache", PROMPT, retain_seconds=60)
-    assert engine.totals["hit_tokens"] == 0
-    assert retained(engine) == 5
-    press(engine)
-    assert hits(engine) == 20
-
-
 @pytest.mark.parametrize(
     "groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)], ids=["full", "window", "state"]
 )
@@ -221,7 +185,6 @@ def test_while_stores_are_paused_a_use_still_begins_the_time_anew(clock, groups)
 
 
 def test_leftovers_of_a_retained_request_are_retained(clock):
-    """Stores have so narrow a link that most of a prompt waits when its request ends."""
     engine = slow(1)
     engine.add("a", PROMPT, 1, **says(retain_seconds=60))
     engine.step()
@@ -229,49 +192,6 @@ def test_leftovers_of_a_retained_request_are_retained(clock):
     engine.run()
     assert engine.totals["deferred_slots"] > 0
     assert retained(engine) == 5
-
-
-def test_a_store_that_fails_is_not_retained(clock):
-    engine = PlayedEngine(slots=48, max_num_batched_tokens=64)
-    engine.add("a", PROMPT, 1, **says(retain_seconds=60))
-    engine.step(2)
-    engine.run_copies(fail=True)
-    engine.run()
-    assert engine.totals["skipped_copy_failed"] == 5
-    assert retained(engine) == 0
-    engine.rest()
-
-
-def test_retained_blocks_have_a_share_of_host_memory(clock):
-    engine = PlayedEngine(slots=48, plugin={"max_retained_share": 0.1})
-    serve(engine, "a", PROMPT, retain_seconds=60)
-    assert retained(engine) == 4
-    assert engine.totals["unretained_slots"] == 1
-    press(engine)
-    assert hits(engine) == 16
-
-
-def test_a_tenant_who_retains_everything_has_a_quota(clock):
-    plugin = {"max_retained_share": 0.5, "max_retained_share_per_salt": 0.25}
-    engine = PlayedEngine(slots=48, plugin=plugin)
-    for number, prompt in enumerate(FILLERS):
-        serve(engine, f"greedy {number}", prompt, salt="greedy", retain_seconds=600, priority=9)
-    assert retained(engine) == 12
-    serve(engine, "modest", PROMPT, salt="modest", retain_seconds=600)
-    assert retained(engine) == 17
-    press(engine)
-    assert hits(engine, salt="modest") == 20
-    assert engine.totals["unretained_slots"] == 0
-
-
-def test_a_higher_priority_displaces_a_lower_one(clock):
-    engine = PlayedEngine(slots=48, plugin={"max_retained_share": 0.11})
-    serve(engine, "low", OTHER, retain_seconds=600)
-    serve(engine, "high", PROMPT, retain_seconds=60, priority=1)
-    assert engine.totals["displaced_slots"] == 5
-    press(engine)
-    assert hits(engine, OTHER) == 0
-    assert hits(engine) == 20
 
 
 def test_a_reset_ends_retention(clock):
@@ -283,32 +203,6 @@ def test_a_reset_ends_retention(clock):
     assert engine.offload.manager.slots_in_use == 0
     assert hits(engine) == 0
     engine.rest()
-
-
-def test_a_reset_while_what_is_to_be_retained_is_stored(clock):
-    engine = PlayedEngine(slots=48, max_num_batched_tokens=64)
-    engine.add("a", PROMPT, 1, **says(retain_seconds=600))
-    engine.step()
-    assert engine.offload.in_flight.pinned_blocks
-    engine.offload.resets.reset_cache()
-    engine.run()
-    engine.check_pins()
-    assert retained(engine) == 0
-    assert engine.offload.manager.slots_in_use == 0
-
-
-def test_new_weights_end_retention(clock):
-    engine = PlayedEngine(slots=48)
-    serve(engine, "a", PROMPT, retain_seconds=600)
-    engine.offload.resets.weights_change()
-    engine.change_weights()
-    assert retained(engine) == 0
-    forget(engine)
-    assert hits(engine) == 0
-    engine.rest()
-
-
-# -- stores that are paused --------------------------------------------------------------------
 
 
 def test_while_stores_are_paused_nothing_is_stored_and_what_is_there_is_loaded():

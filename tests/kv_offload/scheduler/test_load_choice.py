@@ -125,7 +125,6 @@ def test_the_queue_of_loads_counts_where_the_link_is_not_much_faster(now):
 
 
 def test_prompts_that_are_being_computed_come_first():
-    """Each once, though it is admitted again after it was preempted."""
     chosen = Chosen(EVEN / 2)
     running = chosen.request("running", 2500)
     chosen.costs.admitted(running, 0)
@@ -157,7 +156,6 @@ def test_a_step_counts_the_prompts_that_come_first_once():
 
 @pytest.mark.parametrize("mode", ["measured", "always_load"])
 def test_requests_that_have_ended_are_let_go(mode):
-    """Also where no hit ever asks how much is being computed."""
     chosen = Chosen(EVEN, mode=mode)
     ended = []
     for index in range(9):
@@ -167,14 +165,6 @@ def test_requests_that_have_ended_are_let_go(mode):
         del tracked
     chosen.alive.clear()
     assert [request() is None for request in ended] == [True] * 9
-
-
-def test_an_admission_does_not_look_at_those_before_it():
-    """A step may admit hundreds of short prompts, and start as many loads."""
-    chosen = Chosen(EVEN)
-    first = chosen.request("first", 2500)
-    first.request = None  # an error for whoever looks
-    chosen.request("second", 2500)
 
 
 @pytest.mark.parametrize("recovers", [True, False])
@@ -200,18 +190,3 @@ def test_a_single_fast_load_of_a_slow_link_has_one_more_loaded():
     assert chosen.loads()
     chosen.costs.rate.count_hit(computed=False)  # and was too small to be measured
     assert not chosen.loads()
-
-
-def test_now_and_then_a_load_measures_the_link_again():
-    chosen = Chosen(EVEN / 10)
-    decisions = []
-    for _ in range(2 * COPY_EVERY):
-        assert chosen.loads() == chosen.loads(), "asking changes nothing"
-        decisions.append(chosen.loads())
-        if decisions[-1]:
-            chosen.costs.rate.count_hit(computed=False)
-        else:
-            chosen.costs.rate.count_hit(computed=True)
-    assert [i + 1 for i, loads in enumerate(decisions) if loads] == [COPY_EVERY, 2 * COPY_EVERY]
-    chosen.link(51e9)
-    assert chosen.loads()

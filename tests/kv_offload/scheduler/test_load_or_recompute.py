@@ -30,18 +30,12 @@ def store(engine: PlayedEngine, prompts: Sequence[Tokens]) -> dict[str, Tokens]:
     return answers
 
 
-# -- load or recompute -------------------------------------------------------------------------
-
-
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
-def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(
-    async_scheduling, groups, synchronous_loads
-):
+def test_a_slow_link_has_prompts_computed_and_a_fast_one_loaded(groups, synchronous_loads):
     engine = PlayedEngine(
         groups,
-        async_scheduling=async_scheduling,
         synchronous_loads=synchronous_loads,
         max_num_batched_tokens=64,
         plugin={"max_pinned_share": 1.0},
@@ -84,7 +78,6 @@ def test_hits_are_computed_where_the_link_of_some_ranks_is_slow(slow):
 
 
 def test_a_hiccup_of_one_rank_counts_once():
-    """Also where the others tell of many loads before it tells again."""
     engine = PlayedEngine(ranks=2, max_num_batched_tokens=64, plugin={"max_pinned_share": 1.0})
     prompts = [prompt(seed) for seed in range(4)]
     store(engine, prompts)
@@ -126,9 +119,6 @@ def test_a_prompt_that_is_asked_for_again_and_again_is_counted_once(goes_away):
     engine.check_rest()
 
 
-# -- what is learnt from steps -----------------------------------------------------------------
-
-
 def timed_step(engine: PlayedEngine, now: list[float], seconds: float) -> None:
     engine.schedule()
     engine.execute()
@@ -165,15 +155,10 @@ def test_a_step_that_waits_for_its_load_says_nothing_about_computing(now):
     assert engine.offload.watch.prefill_rate.tokens_per_second is None
 
 
-# -- how many loads run side by side -----------------------------------------------------------
-
-
 @both_ways
-def test_all_hits_of_the_queue_are_loaded_side_by_side(async_scheduling):
+def test_all_hits_of_the_queue_are_loaded_side_by_side():
     """Those that wait for their loads hold back nobody and take no tokens and no place."""
-    engine = PlayedEngine(
-        blocks=100, max_num_seqs=2, max_num_batched_tokens=4, async_scheduling=async_scheduling
-    )
+    engine = PlayedEngine(blocks=100, max_num_seqs=2, max_num_batched_tokens=4)
     store(engine, [prompt(index) for index in range(6)])
     requests = [engine.add(f"r{index}", prompt(index)).request_id for index in range(6)]
     loads = engine.schedule().kv_connector_metadata.loads

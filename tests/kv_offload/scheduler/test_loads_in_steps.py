@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from kv_swap.engine import Direction
-from vllm.v1.request import RequestStatus
 
 from kv_offload.messages import LoadJob
-from kv_offload.scheduler.loads.decision import BUSY_SECONDS, IDLE_SECONDS, WHOLE_SECONDS
+from kv_offload.scheduler.loads.decision import WHOLE_SECONDS
 from tests.support.played_cases import (
     BLOCK,
     FULL,
@@ -31,7 +29,6 @@ WHOLE = PROMPT[:20]
 
 
 def storing(prompt: Sequence[int], **arguments: Any) -> PlayedEngine:
-    """Return an engine that has a prompt in host memory, and nowhere else."""
     engine = PlayedEngine(**arguments)
     store(engine, prompt)
     return engine
@@ -71,22 +68,6 @@ def test_two_requests_of_one_step_share_what_was_loaded_for_the_first():
     engine.check_rest()
 
 
-@pytest.mark.parametrize("faster", [0.9, 1.1])
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_load_is_synchronous_if_it_is_short_for_a_lone_request_or_beside_others(faster, beside):
-    engine = storing(PROMPT, blocks=80, synchronous_loads=True)
-    if beside:
-        engine.add("other", OTHER, max_tokens=9)
-        engine.step()
-    limit = BUSY_SECONDS if beside else IDLE_SECONDS
-    engine.offload.watch.load_rate.learn(faster * blocks(5) / limit)
-    engine.add("second", PROMPT)
-    (load,) = engine.schedule().kv_connector_metadata.loads
-    assert len(load.pairs) == 5
-    assert load.synchronous == (faster > 1)
-    engine.rest()
-
-
 def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
     """Step until a request is admitted; return its load and how many tokens are computed then."""
     jobs: list[LoadJob] = []
@@ -102,12 +83,8 @@ def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
 @both_ways
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
-    ranks, synchronous, async_scheduling
-):
-    engine = storing(
-        WHOLE, ranks=ranks, synchronous_loads=synchronous, async_scheduling=async_scheduling
-    )
+def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(ranks, synchronous):
+    engine = storing(WHOLE, ranks=ranks, synchronous_loads=synchronous)
     stored = engine.offload.manager.slots_in_use
     engine.add("a", WHOLE, max_tokens=2)
     job, tokens = admit(engine, "a")
@@ -116,18 +93,6 @@ def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(
     assert engine.offload.manager.slots_in_use == stored, "nothing is stored a second time"
     engine.add("b", [*WHOLE, 0, 1], max_tokens=2)
     engine.rest()
-
-
-@both_ways
-def test_a_load_of_all_tokens_that_fails_is_recomputed(async_scheduling):
-    engine = storing(WHOLE, async_scheduling=async_scheduling)
-    engine.add("a", WHOLE)
-    engine.schedule()
-    engine.execute()
-    engine.run_copies(Direction.LOAD, fail=True)
-    engine.process()
-    engine.rest()
-    assert engine.totals["failed_loads"] == 1
 
 
 def test_a_load_of_all_tokens_brings_what_the_device_lacks():
@@ -155,21 +120,6 @@ def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed():
     engine.rest()
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a_second_request_waits_for_the_load_of_its_prefix(aborted):
-    """And loads for itself if the first is aborted."""
-    engine = storing(PROMPT)
-    engine.add("first", PROMPT)
-    engine.add("second", [*PROMPT[:16], 0, 0, 0])
-    engine.step(3)
-    assert engine.offload.gauges()["running_loads"] == 1
-    if aborted:
-        engine.abort("first")
-    engine.run()
-    assert engine.totals["loaded_bytes"] == blocks(9 if aborted else 5)
-    engine.check_rest()
-
-
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
 def test_a_failed_load_is_recomputed_and_not_tried_again(groups, failing):
@@ -189,21 +139,6 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(groups, failing):
     engine.serve("c", PROMPT)
     assert engine.totals["hit_tokens"] == 20
     engine.check_rest()
-
-
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_a_failed_load_may_end_its_request(groups):
-    engine = storing(PROMPT, groups=groups, ranks=2, plugin={"on_load_failure": "fail"})
-    request = engine.add("a", PROMPT)
-    engine.step()
-    engine.ranks[0].copies.run(fail=True)
-    engine.step()
-    engine.run_copies()
-    engine.run()
-    assert request.status == RequestStatus.FINISHED_ERROR
-    engine.add("b", PROMPT)
-    engine.rest()
-    assert engine.ended["b"] == "length"
 
 
 def test_a_request_that_waited_and_does_not_fit_starves_nobody():
@@ -226,14 +161,9 @@ def test_a_request_that_waited_and_does_not_fit_starves_nobody():
 
 @pytest.mark.parametrize("replaces_resumed", [False, True], ids=["runner V1", "runner V2"])
 @both_ways
-def test_a_resumed_request_is_followed_to_its_new_blocks(replaces_resumed, async_scheduling):
+def test_a_resumed_request_is_followed_to_its_new_blocks(replaces_resumed):
     """Runner V1 hears of it among the cached requests, runner V2 among the new ones."""
-    engine = PlayedEngine(
-        blocks=16,
-        max_model_len=48,
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-    )
+    engine = PlayedEngine(blocks=16, max_model_len=48, replaces_resumed=replaces_resumed)
     requests = [
         engine.add("older", OTHER[:20], max_tokens=24),
         engine.add("younger", PROMPT[:16], max_tokens=20),
@@ -251,19 +181,23 @@ def test_a_resumed_request_is_followed_to_its_new_blocks(replaces_resumed, async
     engine.check_rest()
 
 
-@both_ways
-def test_requests_wait_without_blocks_where_many_loads_stand_in_line(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
-    """One whose prompt is to be computed does not wait for them."""
-    monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_LOADS", 2)
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    prompts = [[*map(int, f"{number:03b}"), *PROMPT[:14]] for number in range(4)]
+def load_many(count: int) -> PlayedEngine:
+    """Return an engine that is asked for so many prompts that are in host memory alone."""
+    engine = PlayedEngine()
+    prompts = [[*map(int, f"{number:03b}"), *PROMPT[:14]] for number in range(count)]
     for number, prompt in enumerate(prompts):
         engine.serve(f"stored-{number}", prompt, max_tokens=1)
     forget(engine)
     for number, prompt in enumerate(prompts):
-        engine.add(f"{number}", prompt)
+        engine.add(f"{number}", prompt, max_tokens=1)
+    return engine
+
+
+@both_ways
+def test_requests_wait_without_blocks_where_many_loads_stand_in_line(monkeypatch):
+    """One whose prompt is to be computed does not wait for them."""
+    monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_LOADS", 2)
+    engine = load_many(4)
     engine.add("new", [1] * 21, max_tokens=1)
     engine.step(3)
     loading = engine.offload.gauges()["running_loads"]
@@ -275,17 +209,9 @@ def test_requests_wait_without_blocks_where_many_loads_stand_in_line(
 
 
 @both_ways
-def test_where_as_many_loads_hang_as_may_be_under_way_prompts_are_computed(
-    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
+def test_where_as_many_loads_hang_as_may_be_under_way_prompts_are_computed(monkeypatch):
     monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_LOADS", 1)
-    engine = PlayedEngine(async_scheduling=async_scheduling)
-    prompts = [[number, *PROMPT[:15]] for number in range(3)]
-    for number, prompt in enumerate(prompts):
-        engine.serve(f"stored-{number}", prompt, max_tokens=1)
-    forget(engine)
-    for number, prompt in enumerate(prompts):
-        engine.add(f"{number}", prompt, max_tokens=1)
+    engine = load_many(3)
     engine.step(3)
     assert not engine.answers.keys() & {"0", "1", "2"}, "one loads, the others wait for it"
     monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_WAIT_SECONDS", -1.0)

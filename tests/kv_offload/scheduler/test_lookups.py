@@ -11,19 +11,9 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.config import OffloadConfig
-from kv_offload.messages import (
-    LoadJob,
-    OffloadWorkerMetadata,
-    Outcome,
-    RankReport,
-    WorkerCapacity,
-)
+from kv_offload.messages import LoadJob, OffloadWorkerMetadata, Outcome, RankReport, WorkerCapacity
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
-from kv_offload.scheduler.loads.lookups import (
-    MAX_WAIT_SECONDS,
-    OFFER_SECONDS,
-    STEP_KEYS,
-)
+from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS, STEP_KEYS
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from tests.support.loads import set_synchronous_loads
 
@@ -46,10 +36,7 @@ def make_key(block_hash: bytes, group_id: int) -> bytes:
 
 
 class Asked:
-    """A scheduler's half that is asked by hand, with a host memory that is filled by hand.
-
-    All requests have the same tokens.
-    """
+    """A scheduler's half that is asked by hand, with a host memory that is filled by hand."""
 
     def __init__(self, *groups: CacheGroup, num_slots: int = 24, kept: int = 0) -> None:
         """Begin with `kept` slots of the first group in host memory."""
@@ -66,24 +53,20 @@ class Asked:
         self.keep(range(kept), groups[0])
 
     def key(self, slot: int, group: CacheGroup = FULL) -> bytes:
-        """Return the key of a slot."""
         block_hash = HASHES[(slot + 1) * group.block_tokens // 4 - 1]
         return make_key(block_hash, group.group_id) if group.group_id else block_hash
 
     def keep(self, slots: Sequence[int], group: CacheGroup = FULL) -> dict[int, int]:
-        """Store slots of the prefix; return where each of them is."""
         stored = self.manager.prepare_store([self.key(slot, group) for slot in slots])
         self.manager.complete_store(stored)
         return dict(zip(slots, stored.tolist(), strict=True))
 
     def keep_other(self, key: bytes) -> list[int]:
-        """Store a slot of another prefix; return where it is."""
         stored = self.manager.prepare_store([key])
         self.manager.complete_store(stored)
         return stored.tolist()
 
     def use(self, slots: Sequence[int]) -> None:
-        """Count an access to slots of the prefix."""
         self.manager.prepare_store([], self.manager.find([self.key(slot) for slot in slots]))
 
     def match(self, request_id: str, start: int = 0, tokens: int = 25) -> int | None:
@@ -103,19 +86,16 @@ class Asked:
         return self.offload.match(request, start)[0]
 
     def admit(self, request_id: str, start: int, end: int, *ids: Sequence[int]) -> None:
-        """Give a request its blocks, and have them loaded from token to token."""
         blocks: Any = SimpleNamespace(get_block_ids=lambda: ids)
         self.offload.allocated(self.requests[request_id], blocks, end - start)
 
     def plan(self, request_id: str, start: int, end: int, *ids: Sequence[int]) -> LoadJob:
-        """Admit a request; return its load."""
         self.admit(request_id, start, end, *ids)
         (job,) = self.offload.plan_step(EMPTY_STEP).loads
         self.offload.check_integrity()
         return job
 
     def load(self, request_id: str, start: int = 0, end: int = 8) -> LoadJob:
-        """Match a request and plan its load, as the engine does when it allocates."""
         assert self.match(request_id, start, tokens=end + 1) == end - start
         return self.plan(request_id, start, end, list(range(10, 10 + end // 4)))
 
@@ -124,11 +104,9 @@ class Asked:
         self.admit(request_id, 0, 0, [10, 11])
 
     def forget(self, request_id: str) -> None:
-        """End a request."""
         self.offload.finished(self.requests.pop(request_id), None)
 
     def complete(self, job: LoadJob) -> None:
-        """End a load."""
         told = RankReport({job.job_id: Outcome.FAILED if job.incomplete else Outcome.OK})
         self.offload.take_report(OffloadWorkerMetadata({0: told}))
         self.offload.check_integrity()
@@ -144,9 +122,6 @@ class Asked:
         held = self.manager.readable([self.key(slot)])[0]
         self.manager.complete_store(stored, ok=False)
         return bool(held)
-
-
-# -- matching ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,27 +158,6 @@ def test_what_is_matched(kept, start, tokens, matched):
 def test_only_full_attention_serves_a_whole_request(group, tokens, matched):
     """And where a query reads no token before it there is nothing to load."""
     assert Asked(group, kept=4).match("a", tokens=tokens) == matched
-
-
-def test_a_local_hit_must_end_on_a_block_of_every_group():
-    asked = Asked(FULL, CacheGroup(1, 8), kept=6)
-    asked.keep(range(3), CacheGroup(1, 8))
-    assert asked.match("a", start=4) == 0
-    assert asked.match("a", start=8) == 16
-
-
-def test_the_answer_follows_host_memory_and_asking_changes_nothing():
-    asked = Asked()
-    assert asked.match("a") == 0
-    asked.keep(range(2))
-    assert [asked.match("a") for _ in range(3)] == [8, 8, 8]
-    assert asked.offload.plan_step(EMPTY_STEP).loads == ()
-    assert asked.running_loads == 0
-    asked.manager.reset()
-    assert asked.match("a") == 0
-
-
-# -- asked again in every step -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -246,7 +200,6 @@ def test_while_nothing_changes_no_block_is_looked_at_again(now, count_lookups):
 def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
     now, count_lookups, kept, keys
 ):
-    """Nor at all if another group has nothing either."""
     window, full = CacheGroup(0, 4, 6), CacheGroup(1, 4)
     asked = Asked(window, full)
     asked.keep(range(kept), full)
@@ -308,9 +261,6 @@ def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(admitted, 
     counts = count_lookups(asked)
     assert asked.match("a") == 8
     assert counts
-
-
-# -- waiting for another's load ----------------------------------------------------------------
 
 
 def waiting() -> Asked:
@@ -412,9 +362,6 @@ def test_one_that_shares_too_little_for_a_window_of_its_own_does_not_wait():
     assert asked.match("shorter", tokens=13) == 0
 
 
-# -- how much one step looks up ----------------------------------------------------------------
-
-
 def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next():
     asked = Asked(kept=2)
     asked.offload._lookups.budget.spend(STEP_KEYS - 1)
@@ -445,12 +392,8 @@ def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same():
     assert asked.match("a") == 8
 
 
-# -- loads -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("meanwhile", [None, "schedule", "forget"])
 def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile):
-    """Also where the request is gone by then."""
     asked = Asked(num_slots=4, kept=4)
     first = asked.load("a", end=4)
     if meanwhile is not None:
@@ -468,17 +411,6 @@ def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile):
     assert not asked.is_held(1)
 
 
-def test_a_plan_pairs_blocks_with_the_slots_of_their_keys():
-    """Though it was offered more. What lies before it is not held."""
-    asked = Asked(num_slots=5)
-    slots = asked.keep([3, 1, 4, 2, 0])
-    assert asked.match("a", start=4, tokens=21) == 16
-    job = asked.plan("a", 4, 16, [10, 11, 12, 13, 14])
-    assert job.pairs.tolist() == [[11, slots[1]], [12, slots[2]], [13, slots[3]]]
-    assert (job.request_id, job.incomplete) == ("a", False)
-    assert [asked.is_held(slot) for slot in range(5)] == [False, True, True, True, False]
-
-
 def test_jobs_are_numbered_and_handed_out_once():
     asked = Asked(kept=4)
     for request_id, start in (("a", 0), ("b", 8)):
@@ -487,20 +419,6 @@ def test_jobs_are_numbered_and_handed_out_once():
     jobs = asked.offload.plan_step(EMPTY_STEP).loads
     assert [(job.job_id, job.request_id) for job in jobs] == [(0, "a"), (1, "b")]
     assert asked.offload.plan_step(EMPTY_STEP).loads == ()
-
-
-def test_the_null_blocks_of_a_window_are_left_out():
-    """The query at 20 reads the window group from 15 on."""
-    asked = Asked(FULL, WINDOW)
-    full, window = asked.keep(range(5)), asked.keep([3, 4], WINDOW)
-    assert asked.match("a", tokens=21) == 20
-    job = asked.plan("a", 0, 20, [10, 11, 12, 13, 14], [NULL, NULL, NULL, 15, 16])
-    assert not job.incomplete
-    assert job.pairs.tolist() == [
-        *([10 + block, full[block]] for block in range(5)),
-        [15, window[3]],
-        [16, window[4]],
-    ]
 
 
 def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block():

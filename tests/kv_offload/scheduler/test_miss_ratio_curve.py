@@ -30,7 +30,6 @@ def make_estimate(policy: str, slots: int) -> tuple[MissRatioCurve, Statistics]:
 
 
 def make_request(keys: list[Any], tokens: int) -> Any:
-    """Return what is read of a request."""
     return SimpleNamespace(block_hashes=keys, num_tokens=tokens, num_prompt_tokens=tokens)
 
 
@@ -49,7 +48,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[MiniSim]:
 
 
 def rest(estimate: MissRatioCurve) -> None:
-    """Make steps of an idle engine until all is worked through."""
     estimate.work(idle=True)
     while estimate.has_turns:
         estimate.work(idle=True)
@@ -177,22 +175,3 @@ def test_what_was_noted_before_a_reset_counts_for_all_sizes():
     assert told is not None
     hits = {size: told.data[f"hit_tokens_at_{size}"] for size in OTHER_SIZES}
     assert hits == dict.fromkeys(OTHER_SIZES, 10 * tokens)
-
-
-def test_an_engine_of_that_size_has_as_many_hits():
-    """The largest miniature is as large as the thing itself: nothing is a matter of chance."""
-    played = pytest.importorskip("tests.support.played_engine", reason="needs vLLM")
-    totals = {}
-    for slots in (8, 16, 32):
-        engine = played.PlayedEngine(slots=slots)
-        source = random.Random(6)
-        for request in range(40):
-            document = source.randrange(4)
-            prompt = [document + 1] * (4 * source.randrange(1, 7) + 1)
-            engine.serve(f"request-{request}", prompt, max_tokens=source.randrange(1, 9))
-            engine.reset()
-        totals[slots] = engine.totals
-    assert totals[32]["hit_tokens"] > totals[16]["hit_tokens"] > totals[8]["hit_tokens"] > 0
-    assert totals[16]["hit_tokens_at_same"] == totals[16]["hit_tokens"]
-    assert totals[16]["hit_tokens_at_half"] == pytest.approx(totals[8]["hit_tokens"], rel=0.1)
-    assert totals[16]["hit_tokens_at_twice"] == pytest.approx(totals[32]["hit_tokens"], rel=0.1)

@@ -5,41 +5,18 @@ from __future__ import annotations
 import pytest
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.beside_steps import held_tokens
 from tests.support.played_cases import OTHER, PROMPT, both_ways, pinned
 from tests.support.played_engine import PlayedEngine
 
 
 def storing(**arguments: object) -> PlayedEngine:
-    """Return an engine in which a prompt has been computed, and its stores have not ended."""
     engine = PlayedEngine(**arguments)
     engine.add("a", PROMPT, max_tokens=1)
     while engine.scheduler.has_unfinished_requests():
         engine.step()
     assert len(pinned(engine)) == 5
     return engine
-
-
-# -- what they keep others from ----------------------------------------------------------------
-
-
-def test_the_engine_waits_for_a_store_rather_than_preempt(monkeypatch):
-    monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)
-    engine = storing(blocks=14, max_model_len=48, plugin={"max_pinned_share": 1.0})
-    engine.step()
-    engine.add("older", OTHER[:14], max_tokens=20)
-    engine.add("younger", [1, *OTHER[:11]], max_tokens=4)
-    waited = 0
-    for _ in range(12):
-        waited += not engine.step().num_scheduled_tokens
-    assert waited > 0
-    assert engine.connector.has_pending_block_frees()
-    assert all(r.num_preemptions == 0 for r in engine.scheduler.requests.values())
-    engine.run_copies()
-    engine.step(2)
-    assert not engine.connector.has_pending_block_frees()
-    engine.rest()
 
 
 def test_a_block_is_idle_that_a_pin_alone_keeps():
@@ -67,7 +44,6 @@ def test_unpinned_blocks_are_reused_after_all_others_and_the_tail_first():
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_pins_keep_to_their_share_of_the_gpu_blocks_and_the_rest_follows(share, groups):
-    """Of one block at least."""
     engine = PlayedEngine(
         [CacheGroup(0, 4), CacheGroup(1, 4, window_tokens=64)][:groups],
         blocks=2 + 15 * groups,
@@ -87,22 +63,6 @@ def test_pins_keep_to_their_share_of_the_gpu_blocks_and_the_rest_follows(share, 
     engine.run()
     assert engine.totals["stored_slots"] == 15 * groups
     engine.check_rest()
-
-
-@pytest.mark.parametrize("end", ["reported", "drained"])
-def test_a_reset_fails_while_a_block_is_pinned(end):
-    engine = storing()
-    assert engine.scheduler.reset_prefix_cache() is False
-    if end == "reported":
-        engine.run()
-        assert engine.scheduler.reset_prefix_cache() is True
-    else:
-        assert engine.reset()
-    assert held_tokens(engine, PROMPT) == 20
-    engine.rest()
-
-
-# -- what gives them up ------------------------------------------------------------------------
 
 
 def test_a_reset_of_the_connector_forgets_host_memory_and_what_is_on_its_way():
@@ -154,9 +114,9 @@ def test_a_store_that_takes_too_long_is_given_up(monkeypatch, ranks, drained):
 
 
 @both_ways
-def test_no_store_is_given_up_because_the_engine_made_no_step(now, async_scheduling):
+def test_no_store_is_given_up_because_the_engine_made_no_step(now):
     """The last ones of an engine in its user's process are submitted when he asks again."""
-    engine = PlayedEngine(async_scheduling=async_scheduling)
+    engine = PlayedEngine()
     engine.add("a", PROMPT, max_tokens=1)
     engine.step(2)
     assert len(pinned(engine)) == 5
@@ -169,10 +129,10 @@ def test_no_store_is_given_up_because_the_engine_made_no_step(now, async_schedul
 
 
 @both_ways
-def test_a_drain_reaches_stores_that_no_rank_has_seen(monkeypatch, async_scheduling):
+def test_a_drain_reaches_stores_that_no_rank_has_seen(monkeypatch):
     """Those of a request that has just ended, and those of a step that is under way."""
     monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 2)
-    engine = PlayedEngine(async_scheduling=async_scheduling, blocks=14)
+    engine = PlayedEngine(blocks=14)
     engine.add("a", PROMPT, max_tokens=6)
     for _ in range(engine.max_steps_under_way):
         engine.schedule()
@@ -184,19 +144,3 @@ def test_a_drain_reaches_stores_that_no_rank_has_seen(monkeypatch, async_schedul
     assert pinned(engine) == set()
     engine.check_host_memory()
     engine.rest()
-
-
-def test_a_report_that_a_drain_has_delivered_may_arrive_again():
-    engine = PlayedEngine(ranks=2)
-    engine.add("a", PROMPT, max_tokens=1)
-    engine.step(2)
-    engine.run_copies()
-    engine.schedule()
-    engine.execute()  # both ranks' reports are on their way
-    engine.reset()
-    assert pinned(engine) == set()
-    engine.process()
-    engine.check_pins()
-    engine.run()
-    assert held_tokens(engine, PROMPT) == 20
-    engine.check_rest()

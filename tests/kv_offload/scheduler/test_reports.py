@@ -45,9 +45,6 @@ def test_new_weights_are_known_before_slots_become_usable(rank):
     assert (usable_then, manager.usable_slots) == ([10], 30)
 
 
-# -- ends --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 0, 1, 1)], ids=str)
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_a_store_ends_when_its_last_rank_has_told_of_it(ranks, failing):
@@ -86,7 +83,6 @@ def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more():
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("outcome", [OK, FAILED])
 def test_the_end_of_a_load_on_all_ranks_is_told_once(first, outcome):
-    """Also where one of them reports it again."""
     engine = store(PlayedEngine(ranks=2), PROMPT)
     start_load(engine)
     engine.run_copies()
@@ -135,9 +131,6 @@ def test_an_error_at_the_end_of_a_job_keeps_no_other_from_ending():
     assert engine.offload.take_stats().data["hook_errors"] == 1
 
 
-# -- losses ------------------------------------------------------------------------------------
-
-
 def losing() -> tuple[PlayedEngine, int, int]:
     """Return an engine with a store that is copied and a synchronous load; and both jobs."""
     engine = store(PlayedEngine(synchronous_loads=True, max_num_batched_tokens=64), PROMPT)
@@ -184,10 +177,7 @@ def test_a_store_that_is_planned_when_a_loss_is_heard_of_does_not_become_readabl
 
 
 def lost_between_steps() -> tuple[PlayedEngine, list[int]]:
-    """Return an engine that has planned stores of lost blocks since a drain heard of the loss.
-
-    The step found them in the GPU's cache. And the jobs of these stores.
-    """
+    """Return an engine that has planned stores of lost blocks since a drain heard of the loss."""
     engine = PlayedEngine(synchronous_loads=True, async_scheduling=True, max_num_batched_tokens=64)
     store(engine, PROMPT)
     engine.model.may_lose_kv = True
@@ -209,7 +199,6 @@ def test_what_is_planned_before_the_engine_knows_of_a_loss_does_not_become_reada
 
 
 def test_what_ends_before_the_engine_knows_of_a_loss_does_not_become_readable():
-    """A second drain ends it."""
     engine, _ = lost_between_steps()
     engine.execute()
     engine.execute()
@@ -244,7 +233,6 @@ def test_a_loss_is_told_once_whoever_tells_of_it_first(by):
 
 
 def test_a_loss_on_several_ranks_is_told_once():
-    """Also where they tell of it in different reports."""
     engine = store(PlayedEngine(synchronous_loads=True, ranks=2), PROMPT)
     engine.add("a", PROMPT)
     (load,) = engine.schedule().kv_connector_metadata.loads

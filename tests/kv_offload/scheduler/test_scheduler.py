@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
@@ -48,15 +47,9 @@ def steps_of(engine: PlayedEngine) -> Iterator[Any]:
     "groups", [(FULL,), (FULL, WINDOW), (CacheGroup(0, BLOCK, 10),), (FULL, CHUNKS)]
 )
 @pytest.mark.parametrize("synchronous_loads", [False, True])
-def test_a_prompt_is_stored_once_and_served_later(
-    async_scheduling, ranks, groups, synchronous_loads
-):
+def test_a_prompt_is_stored_once_and_served_later(ranks, groups, synchronous_loads):
     engine = PlayedEngine(
-        groups,
-        ranks=ranks,
-        async_scheduling=async_scheduling,
-        synchronous_loads=synchronous_loads,
-        plugin={"max_pinned_share": 1.0},
+        groups, ranks=ranks, synchronous_loads=synchronous_loads, plugin={"max_pinned_share": 1.0}
     )
     engine.serve("first", PROMPT)
     assert engine.totals["stored_bytes"] == blocks(24 // BLOCK * len(groups) * ranks)
@@ -116,21 +109,12 @@ def test_a_request_that_skips_the_cache_loads_nothing_and_is_stored():
     engine.check_rest()
 
 
-def test_groups_with_blocks_of_two_sizes_lose_no_block():
-    """vLLM names the blocks of all groups up to a multiple of the largest; the rest comes later."""
-    engine = PlayedEngine((CacheGroup(0, 8), WINDOW), max_num_batched_tokens=12)
-    engine.serve("a", PROMPT, max_tokens=4)
-    assert engine.totals["skipped_moved_on"] == 0
-    assert engine.totals["stored_bytes"] == blocks(3 + 6)
-    engine.check_rest()
-
-
 @both_ways
 @pytest.mark.parametrize("full", [(), (FULL,)], ids=["windows alone", "mixed"])
-def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(async_scheduling, full):
+def test_what_vllm_does_not_name_of_a_window_is_not_counted_as_lost(full):
     """By default it names the window where a prompt ends: no hit can end anywhere else."""
     window = CacheGroup(len(full), BLOCK, 6, retention_tokens=0)
-    engine = PlayedEngine((*full, window), async_scheduling=async_scheduling)
+    engine = PlayedEngine((*full, window))
     prompt = PROMPT[:17]
     for request_id in ("first", "hit on the GPU"):
         engine.serve(request_id, prompt, max_tokens=1)
@@ -150,15 +134,9 @@ SHARED = [1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1]
 @both_ways
 @both_runners
 @pytest.mark.parametrize("kind", [WINDOW, STATE], ids=["window", "state"])
-def test_a_beginning_that_prompts_share_is_served_though_only_host_memory_has_it(
-    kind, async_scheduling, replaces_resumed
-):
+def test_a_beginning_that_prompts_share_is_served_though_only_host_memory_has_it(kind):
     """vLLM keeps the window or state at its end where its own cache has the rest of it."""
-    engine = PlayedEngine(
-        (FULL, dataclasses.replace(kind, retention_tokens=0)),
-        async_scheduling=async_scheduling,
-        replaces_resumed=replaces_resumed,
-    )
+    engine = PlayedEngine((FULL, dataclasses.replace(kind, retention_tokens=0)))
     hits = []
     for number, tail in enumerate([[1, 1, 0, 1, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0, 1]]):
         engine.serve(str(number), [*SHARED, *tail], max_tokens=1)
@@ -178,52 +156,6 @@ def test_an_answer_that_is_shared_with_nobody_takes_no_window():
     engine.run()
     assert engine.totals["hit_tokens"] == 20
     assert session.shared_prefix_boundary == 0
-
-
-def test_replicas_share_nothing():
-    """Two data-parallel replicas in one process: what one stored, the other computes."""
-    one, other = (PlayedEngine(replica=replica) for replica in (0, 1))
-    store(one, PROMPT)
-    assert (one.offload.manager.slots_in_use, other.offload.manager.slots_in_use) == (5, 0)
-    for engine, hit_tokens in ((other, 0), (one, 20)):
-        engine.serve("again", PROMPT)
-        assert engine.totals["hit_tokens"] == hit_tokens
-        engine.check_rest()
-
-
-@both_ways
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup(1, 8))])
-def test_blocks_of_context_parallel_ranks(async_scheduling, groups):
-    """Every second token is on the other rank: a block holds the tokens of both ranks' blocks."""
-    engine = PlayedEngine(
-        groups,
-        ranks=2,
-        context_ranks=2,
-        async_scheduling=async_scheduling,
-        plugin={"max_pinned_share": 1.0},
-    )
-    assert engine.hash_block_tokens == 2 * BLOCK
-    engine.serve("first", [*PROMPT, *OTHER], max_tokens=8)
-    assert engine.totals["stored_bytes"] == 2 * blocks(48 // 8 + 48 // 16 * (len(groups) - 1))
-    forget(engine)
-    engine.serve("second", [*PROMPT, *OTHER], max_tokens=8)
-    assert engine.totals["hit_tokens"] == {1: 40, 2: 32}[len(groups)]
-    engine.check_rest()
-
-
-@both_ways
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_states_at_block_boundaries_are_stored_and_served(async_scheduling, ranks):
-    engine = PlayedEngine((FULL, STATE), ranks=ranks, async_scheduling=async_scheduling)
-    engine.serve("first", PROMPT, max_tokens=1)
-    # Five blocks of attention, and the states at 16 (the budget of a step) and 20.
-    assert engine.totals["stored_bytes"] == blocks(7) * ranks
-    assert engine.totals["skipped_moved_on"] == 0
-    forget(engine)
-    engine.serve("second", PROMPT)
-    assert engine.totals["hit_tokens"] == 20
-    assert engine.totals["loaded_bytes"] == blocks(6) * ranks
-    engine.check_rest()
 
 
 def test_no_state_is_stored_before_its_block_is_full():
@@ -260,51 +192,12 @@ def test_attention_without_its_state_is_no_local_hit():
     engine.rest()
 
 
-def known_ends(engine: PlayedEngine, request: Request) -> tuple[list[int], int]:
-    """Run to the end; return how many tokens are in and before each block that is stored.
-
-    And how many steps counted tokens as computed that nobody knew. No block has any of these.
-    """
-    ends, unknown = [], 0
-    for output in steps_of(engine):
-        running = output.scheduled_cached_reqs
-        computed = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-        scheduled = output.num_scheduled_tokens.get(request.request_id, 0)
-        unknown += computed.get(request.request_id, 0) + scheduled > request.num_tokens
-        new = ends_of(engine, request, stored_blocks(output))
-        assert all(end <= request.num_tokens for end in new)
-        ends += new
-    engine.rest()
-    return ends, unknown
-
-
-def test_no_placeholder_of_asynchronous_scheduling_is_stored():
-    """With two steps under way the scheduler counts a token as computed that nobody knows yet."""
-    engine = PlayedEngine(async_scheduling=True)
-    ends, unknown = known_ends(engine, engine.add("a", PROMPT[:6], max_tokens=20))
-    assert unknown > 3
-    assert ends == [4, 8, 12, 16, 20, 24]
-
-
 @both_ways
 @pytest.mark.parametrize("accepted", [True, False])
-def test_no_draft_is_stored(async_scheduling, accepted):
-    engine = PlayedEngine(drafts=3, async_scheduling=async_scheduling)
-    engine.propose = engine.good_drafts if accepted else engine.bad_drafts
-    ends, unknown = known_ends(engine, engine.add("a", PROMPT[:6], max_tokens=24))
-    assert unknown > 2
-    assert ends == sorted(set(ends))
-
-
-@both_ways
-@pytest.mark.parametrize("accepted", [True, False])
-def test_drafts_have_no_block_looked_at_before_it_has_a_name(async_scheduling, accepted):
-    """vLLM names blocks of several groups up to a common boundary of known tokens.
-
-    A block that was looked at before would count as one that had moved on, and never be stored.
-    """
+def test_drafts_have_no_block_looked_at_before_it_has_a_name(accepted):
+    """vLLM names blocks of several groups up to a common boundary of known tokens."""
     groups = (CacheGroup(0, 4), CacheGroup(1, 8, 12))
-    engine = PlayedEngine(groups, drafts=3, async_scheduling=async_scheduling, blocks=60)
+    engine = PlayedEngine(groups, drafts=3, blocks=60)
     engine.propose = engine.good_drafts if accepted else engine.bad_drafts
     engine.serve("a", PROMPT[:9], max_tokens=30)
     assert "skipped_moved_on" not in engine.totals

@@ -25,8 +25,6 @@ LOOKUP, LOAD = "kv_offload.lookup", "kv_offload.load"
 
 
 class Tracer:
-    """Has the spans that have ended."""
-
     def __init__(self) -> None:
         self.spans = InMemorySpanExporter()
         self.provider = TracerProvider()
@@ -52,15 +50,15 @@ def traced(**arguments: Any) -> PlayedEngine:
 
 
 def said(span: ReadableSpan) -> dict[str, Any]:
-    """Return a span's own attributes without their prefix."""
     prefix = "kv_offload."
     found = dict(span.attributes or {})
     return {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
 
 
 @both_ways
-def test_a_request_has_a_lookup_and_a_load(tracer, async_scheduling):
-    engine = store(traced(async_scheduling=async_scheduling), PROMPT)
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_request_has_a_lookup_and_a_load(tracer, synchronous):
+    engine = store(traced(synchronous_loads=synchronous), PROMPT)
     (miss,) = tracer.take()
     assert miss.name == LOOKUP
     assert said(miss) == {"hit_tokens": 0, "engine_hit_tokens": 0, "recomputed_tokens": 0}
@@ -72,7 +70,7 @@ def test_a_request_has_a_lookup_and_a_load(tracer, async_scheduling):
     lookup, load = tracer.take()
     assert (lookup.name, load.name) == (LOOKUP, LOAD)
     assert said(lookup)["hit_tokens"] == 20
-    assert said(load) == {"slots": 5, "synchronous": False, "outcome": "ok"}
+    assert said(load) == {"slots": 5, "synchronous": synchronous, "outcome": "ok"}
     for span in lookup, load:
         assert span.parent is not None
         assert span.context is not None
@@ -93,17 +91,9 @@ def test_what_was_in_the_gpu_is_no_hit_of_host_memory(tracer):
     assert said(lookup) == {"hit_tokens": 0, "engine_hit_tokens": 20, "recomputed_tokens": 0}
 
 
-def test_a_synchronous_load_is_one_too(tracer):
-    engine = store(traced(synchronous_loads=True), PROMPT)
-    tracer.take()
-    engine.serve("hit", PROMPT, 1)
-    _, load = tracer.take()
-    assert said(load)["synchronous"] is True
-
-
 @both_ways
-def test_a_load_that_fails_says_so_and_the_request_is_looked_up_again(tracer, async_scheduling):
-    engine = store(traced(async_scheduling=async_scheduling), PROMPT)
+def test_a_load_that_fails_says_so_and_the_request_is_looked_up_again(tracer):
+    engine = store(traced(), PROMPT)
     tracer.take()
     start_load(engine)
     engine.run_copies(fail=True)

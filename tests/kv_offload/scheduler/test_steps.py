@@ -77,9 +77,6 @@ def test_a_step_left_from_before_a_pause_shortens_no_step(tokens):
     assert seconds(clock, 5.026) == 0.026
 
 
-# -- how long the steps under way will yet take --------------------------------------------------
-
-
 def begin(watch: StepWatch, tokens: int, requests: int) -> None:
     output: Any = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),

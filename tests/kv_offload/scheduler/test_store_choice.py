@@ -42,7 +42,6 @@ class Bed:
         self.keys.append(key)
 
     def choose(self, lacking):
-        """Return how many blocks are chosen, and how many put off."""
         chosen = self.choice.choose(self.spans, self.keys, [-1] * len(self.keys), 1000, lacking)
         return len(chosen.new), len(chosen.cut)
 
@@ -79,7 +78,6 @@ def test_requests_that_have_too_few_blocks_keep_no_other_from_being_stored():
 
 
 def test_a_step_looks_at_a_bounded_number_of_blocks():
-    """Of every group: more requests than that could be stored of."""
     bed = Bed(FULL, CacheGroup(1, 16))
     for _ in range(30):
         bed.add(300, 300)

@@ -28,7 +28,6 @@ SHORT = [[*block, 0] for block in product([0, 1], repeat=BLOCK)]
 
 
 def skipped(engine: PlayedEngine) -> dict[str, float]:
-    """Return how many slots were not stored, by the reason."""
     return {
         name.removeprefix("skipped_"): count
         for name, count in engine.totals.items()
@@ -38,31 +37,17 @@ def skipped(engine: PlayedEngine) -> dict[str, float]:
 
 @pytest.fixture
 def most_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have one step look at three slots."""
     monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_SLOTS_PER_STEP", 3)
-
-
-# -- what a step stores ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tokens", "stored"), [(BLOCK - 1, 2), (len(PROMPT), 10)])
 def test_requests_that_fill_the_same_block_in_a_step_store_it_once(tokens, stored):
-    """And the next request's block goes into a slot of its own."""
     engine = PlayedEngine(max_num_batched_tokens=64)
     for request_id, prompt in (("a", PROMPT), ("same", PROMPT), ("other", OTHER)):
         engine.add(request_id, prompt[:tokens])
     steps = [stored_blocks(engine.step(copies=True)) for _ in range(3)]
     assert sum(map(len, steps)) == stored
     assert len(set().union(*steps)) == stored
-    engine.rest()
-
-
-def test_what_is_being_stored_is_not_stored_again():
-    engine = PlayedEngine(max_num_batched_tokens=64)
-    engine.add("a", PROMPT)
-    assert len(stored_blocks(engine.step())) == 5
-    engine.add("twin", PROMPT)
-    assert stored_blocks(engine.step()) == []
     engine.rest()
 
 
@@ -78,7 +63,6 @@ def test_what_host_memory_has_in_the_middle_of_a_prompt_is_not_stored_again():
 
 @pytest.mark.usefixtures("most_slots")
 def test_a_step_looks_at_a_bounded_number_of_slots():
-    """Over all requests, be the slots known or not; the rest follows in the next steps."""
     engine = PlayedEngine(max_num_batched_tokens=64)
     for request_id, prompt in (("a", PROMPT), ("b", OTHER)):
         engine.add(request_id, prompt[:17], max_tokens=5)
@@ -174,9 +158,6 @@ def test_a_block_that_has_become_another_groups_is_not_stored():
     assert skipped(engine) == {"moved_on": 3}
 
 
-# -- what is worth storing ---------------------------------------------------------------------
-
-
 def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_block():
     engine = narrow(PlayedEngine(max_num_batched_tokens=64), 3)
     engine.add("a", PROMPT[:9], max_tokens=4)
@@ -186,24 +167,6 @@ def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_blo
     engine.run()
     assert engine.totals["stored_bytes"] == blocks(3 + 4)
     engine.check_rest()
-
-
-def test_a_prefix_that_is_computed_once_more_outlives_one_that_was_stored_since():
-    engine = PlayedEngine(slots=4)
-    for prompt in (PROMPT[:9], OTHER[:9], PROMPT[:9], [1] * 9):
-        engine.serve("a", prompt, max_tokens=1)
-    assert [held_tokens(engine, p) for p in (PROMPT[:9], OTHER[:9], [1] * 9)] == [8, 0, 8]
-
-
-def test_a_prefix_is_not_evicted_for_its_own_tail():
-    engine = PlayedEngine(slots=3)
-    for tokens in (13, 21):
-        engine.serve("a", PROMPT[:tokens], max_tokens=1)
-    assert held_tokens(engine, PROMPT) == 12
-    assert skipped(engine) == {"pool_busy": 2}
-
-
-# -- why not -----------------------------------------------------------------------------------
 
 
 def test_the_oldest_leftovers_are_dropped_when_too_many_wait(monkeypatch):

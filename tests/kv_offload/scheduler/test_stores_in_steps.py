@@ -6,12 +6,7 @@ import pytest
 from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 
-from kv_offload.scheduler.stores.budget import (
-    HORIZON_STEPS,
-    MIN_HORIZON_SECONDS,
-    SHARE_BESIDE_LOADS,
-    StoreBudget,
-)
+from kv_offload.scheduler.stores.budget import SHARE_BESIDE_LOADS, StoreBudget
 from tests.support.beside_steps import report
 from tests.support.played_cases import (
     BLOCK,
@@ -54,23 +49,6 @@ def test_stores_on_their_way_keep_to_what_the_link_moves_and_the_rest_follows():
     engine.check_rest()
 
 
-def test_stores_recover_from_a_link_that_was_slow_for_long(monkeypatch):
-    """As while the process was stopped. A single slow store changes nothing."""
-    monkeypatch.setattr("kv_offload.worker.speeds.MEASURED_BYTES", blocks(2))
-    engine = clocked(lambda: 0.0, max_num_batched_tokens=64)
-    slow = 1.5 * blocks(1) / MIN_HORIZON_SECONDS
-    planned = []
-    for number in range(1, 30):
-        engine.ranks[0].copies.bytes_per_second = slow if number < 25 else 100 * slow
-        engine.add(f"{number}", [*map(int, f"{number:021b}"[::-1])], max_tokens=1)
-        planned.append(len(stored_blocks(engine.step())))
-        engine.run()
-    assert planned[:2] == [5, 5]
-    assert planned[24] == 1
-    assert planned[-1] == 5
-    engine.check_rest()
-
-
 def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored():
     """Its blocks are free: others take them. Nothing wrong is kept, and the loss is counted."""
     engine = slow(1, blocks=8, max_model_len=28, max_num_batched_tokens=64)
@@ -90,13 +68,11 @@ def test_what_was_deferred_and_is_gone_meanwhile_is_not_stored():
 
 @both_ways
 @pytest.mark.parametrize("grows", [False, True])
-def test_a_paused_engine_with_one_free_block_comes_to_rest(async_scheduling, grows):
+def test_a_paused_engine_with_one_free_block_comes_to_rest(grows):
     """What waits is looked at, and gone; or dropped, if the block is reserved for growth."""
     length = 28 if grows else 24
     max_tokens = length - 17
-    engine = slow(
-        1, blocks=length // 4 + 2, max_num_batched_tokens=64, async_scheduling=async_scheduling
-    )
+    engine = slow(1, blocks=length // 4 + 2, max_num_batched_tokens=64)
 
     def step() -> None:
         """Keep as many steps under way as the engine does; no copy ends."""
@@ -129,10 +105,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(async_scheduling, gro
 
 
 def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch):
-    """Under asynchronous scheduling a step may schedule nothing and yet a request is about to end.
-
-    What it frees lets the others' backlog be stored.
-    """
+    """A step may schedule nothing although a request is about to end, which frees blocks."""
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
     reserved = property(lambda _: 100 if engine.offload.in_flight.num_requests else 0)
     monkeypatch.setattr(StoreBudget, "reserved_blocks", reserved)  # nothing is left for stores
@@ -155,21 +128,9 @@ def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch):
     engine.check_rest()
 
 
-def test_a_running_request_goes_on_where_the_budget_ended():
-    """In steps in which it gets no block too."""
-    engine = slow(2, max_num_batched_tokens=64)
-    engine.add("a", PROMPT[:17], max_tokens=3)
-    assert [len(stored_blocks(engine.step())) for _ in range(2)] == [2, 0]
-    engine.step(copies=True)
-    engine.run()
-    assert engine.totals["stored_bytes"] == blocks(4)
-    engine.check_rest()
-
-
 @pytest.mark.parametrize("local_tokens", [0, 8])
 @pytest.mark.parametrize("synchronous_loads", [False, True])
 def test_what_was_loaded_is_not_looked_at_for_stores(monkeypatch, synchronous_loads, local_tokens):
-    """Only what the GPU had before it, and what was computed behind it."""
     engine = PlayedEngine(synchronous_loads=synchronous_loads, max_num_batched_tokens=64)
     store(engine, PROMPT)
     if local_tokens:
@@ -214,56 +175,8 @@ def test_loads_come_before_stores():
 
 
 @both_ways
-@pytest.mark.parametrize("reserve", [True, False])
-@pytest.mark.parametrize(("usable_blocks", "start"), [(21, 20), (21, 23), (23, 26)])
-def test_no_request_is_preempted_because_of_stores(
-    monkeypatch, async_scheduling, reserve, usable_blocks, start
-):
-    """Two that run need nearly all blocks when a third ends, whose blocks are to be stored.
-
-    Blocks stay free for those that run. Without that one of them is preempted: the control.
-    """
-    if not reserve:
-        monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)
-    engine = PlayedEngine(
-        blocks=usable_blocks + 1,
-        max_model_len=64,
-        max_num_seqs=3,
-        async_scheduling=async_scheduling,
-        plugin={"max_pinned_share": 1.0},
-    )
-    # Newer versions would wait for the stores rather than preempt.
-    monkeypatch.setattr(engine.connector, "has_pending_block_frees", lambda: False, raising=False)
-    grow = [
-        engine.add("older", PROMPT[:8], max_tokens=32),
-        engine.add("younger", [0, 0, *PROMPT[:6]], max_tokens=32),
-    ]
-    copies = engine.ranks[0].copies
-    ends: dict[int, int] = {}
-    for step in range(80):
-        if step == start:
-            engine.add("short", [1, 1, 1, *OTHER[:14]], max_tokens=1)
-        if not engine.scheduler.has_unfinished_requests():
-            break
-        engine.schedule()
-        engine.execute()
-        for job in list(copies.submitted):  # a store takes as long as the horizon allows
-            if ends.setdefault(job.job_id, step + HORIZON_STEPS) == step:
-                copies.run(copies.submitted.index(job))
-        engine.process()
-    assert len(engine.answers["short"]) == 1
-    preempted = sum(request.num_preemptions for request in grow)
-    assert (preempted == 0) == reserve
-    engine.rest()
-
-
-@both_ways
-def test_blocks_are_reserved_for_the_rest_of_a_prompt_and_for_answers(
-    async_scheduling: bool,
-) -> None:
-    engine = PlayedEngine(
-        max_num_batched_tokens=8, async_scheduling=async_scheduling, max_num_seqs=1
-    )
+def test_blocks_are_reserved_for_the_rest_of_a_prompt_and_for_answers():
+    engine = PlayedEngine(max_num_batched_tokens=8, max_num_seqs=1)
     engine.add("a", PROMPT, max_tokens=8)
     budget = engine.offload._stores.budget
     reserved = []

@@ -76,13 +76,8 @@ def run(
 
 
 @pytest.mark.parametrize(("pool_blocks", "prompts_a_step"), [(138, 1.0), (330, 2.1)])
-def test_prompts_that_fill_the_gpu_cache_are_stored(
-    monkeypatch: pytest.MonkeyPatch, pool_blocks: int, prompts_a_step: float
-) -> None:
-    """No block is free while they run, and those that they leave are reused at once.
-
-    The cache holds two steps of prompts: a prompt may wait a step until those before it are stored.
-    """
+def test_prompts_that_fill_the_gpu_cache_are_stored(monkeypatch, pool_blocks, prompts_a_step):
+    """No block is free while they run, and those that they leave are reused at once."""
     shape = {"prompt_blocks": 64, "pool_blocks": pool_blocks, "prompts_a_step": prompts_a_step}
     found = run(monkeypatch, **shape)
     without = run(monkeypatch, **shape, stores=False)
@@ -92,7 +87,7 @@ def test_prompts_that_fill_the_gpu_cache_are_stored(
 
 
 @pytest.mark.parametrize("reserve", [True, False])
-def test_answers_do_not_wait_for_stores(monkeypatch: pytest.MonkeyPatch, reserve: bool) -> None:
+def test_answers_do_not_wait_for_stores(monkeypatch, reserve):
     """Prompts leave as many blocks unpinned as answers lack; the control reserves none."""
     if not reserve:
         monkeypatch.setattr(StoreBudget, "reserved_blocks", 0)

@@ -123,12 +123,8 @@ def test_the_file_ends_at_its_bound(path, caplog):
     assert f"{path}: the trace ends here" in message
 
 
-# -- disks that fail -------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def no_file_grows_beyond(size: int) -> Iterator[None]:
-    """As on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -182,9 +178,6 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(path, monkeypatch):
     assert recorder.take_errors() >= MAX_WAITING - 1
 
 
-# -- files that cannot be used ---------------------------------------------------------------------
-
-
 def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         TraceRecorder(path, MIB)
@@ -210,7 +203,6 @@ def test_a_file_that_cannot_be_begun_is_refused_with_the_remedy(tmp_path):
 
 
 def files(path: Path) -> dict[str, int]:
-    """Return the requests of each file beside `path`, by its name."""
     return {file.name: len(list(read_trace(file))) for file in path.parent.iterdir()}
 
 
@@ -238,7 +230,6 @@ def test_an_engine_that_starts_again_records_beside_what_is_there(path, caplog):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_what_another_user_recorded_keeps_no_engine_from_its_start():
-    """As of a start by hand, as root."""
     with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
         path = Path(folder) / "trace.jsonl"
         os.chmod(folder, 0o777)
@@ -269,39 +260,10 @@ def test_starts_without_end_take_no_more_than_one(path, caplog):
     assert "the 1.95 KiB that record_trace_bytes allows, with earlier" in caplog.messages[-1]
 
 
-# -- on an engine ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its prompts are short."""
     monkeypatch.setattr(trace_recorder, "BLOCK_TOKENS", 8)
     return pytest.importorskip("tests.support.played_engine", reason="needs vLLM")
-
-
-@pytest.mark.engine
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("with_disk", [False, True])
-def test_an_engine_records_what_it_has_computed(path, played, with_disk):
-    plugin: dict[str, Any] = {"record_trace": str(path)}
-    if with_disk:
-        folder = str(path.parent / "kv")
-        plugin |= {"disk": {"path": folder, "bytes": "1MiB", "keep_on_restart": False}}
-    engine = played.PlayedEngine(plugin=plugin, async_scheduling=True)
-    for number in range(2):
-        engine.serve(str(number), [1] * (23 - number), 4)
-    engine.add("aborted", [1] * 23)
-    engine.abort("aborted")
-    engine.run()
-    assert engine.totals["trace_errors"] == 0
-    path.rename(path.with_name("moved"))  # it is followed
-    engine.connector.shutdown()
-    first, second = read_trace(path.with_name("moved"))
-    assert (first.input_length, second.input_length) == (23, 22)
-    assert (first.output_length, second.output_length) == (4, 4)
-    assert len(first.hash_ids) == 2
-    assert first.hash_ids == second.hash_ids
-    assert first.block_tokens == 8
 
 
 @pytest.mark.engine

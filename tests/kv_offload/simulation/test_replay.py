@@ -21,12 +21,9 @@ def test_a_hit_ends_at_the_first_block_that_is_missing():
     assert cache.result == ReplayResult(blocks=11, hits=5, stored=6, evicted=2)
 
 
-def test_a_trace_of_nothing_has_no_hits():
+def test_a_trace_of_nothing_has_no_hits_and_a_cache_of_nothing_is_refused():
     assert replay([], "lru", 1).hit_ratio == 0
     assert replay(trace([]), "lru", 1) == ReplayResult()
-
-
-def test_a_cache_of_nothing_is_refused():
     with pytest.raises(CapacityError, match="1 or more"):
         Replay("lru", 0)
 

@@ -107,7 +107,6 @@ def test_what_comes_from_the_remote_store_is_kept_on_the_disk(make):
 
 
 def test_one_prompt_is_read_from_both(make):
-    """Its beginning, which was computed here, from the disk; the rest from the store."""
     first, second = make(), make()
     second.answer("a", PROMPT[:9])
     assert len(second.disk.records) == 2
@@ -121,7 +120,6 @@ def test_one_prompt_is_read_from_both(make):
 @pytest.mark.parametrize("fault", ["error", "mismatch"])
 @pytest.mark.parametrize("sharing", [1, 3])
 def test_what_the_disk_fails_to_read_is_read_from_the_remote_store(make, fault, sharing):
-    """By the same request, also by others that waited for the same read."""
     engine = make()
     engine.answer("a")
     engine.forget()
@@ -276,32 +274,3 @@ def test_a_store_that_hangs_leaves_the_disk_room_to_read(make, now):
     second.answer("b")
     assert second.read[0] == FULL_BLOCKS
     assert second.totals["hit_tokens"] == ALL_TOKENS
-
-
-def test_requests_that_wait_are_not_looked_up_while_the_first_part_of_a_read_is_missing(
-    make, monkeypatch
-):
-    """The disk, which has the beginning, hangs; the remote store has brought the rest."""
-    first, second = make(max_num_seqs=16), make(max_num_seqs=16)
-    first.answer("all of it")
-    second.answer("its beginning", PROMPT[:12])
-    second.forget()
-    second.disk.stuck = True
-    for index in range(6):
-        second.add(f"{index}", [*PROMPT, 1, 0, 1, 0, index % 2, 1], 1)
-    second.step(4)
-    assert second.remote.happened["promoted"]
-    assert not second.disk.happened["promoted"]
-    names: list[str] = []
-    match = second.offload.match
-
-    def noted(request: Any, *of: Any, **more: Any) -> Any:
-        names.append(request.request_id)
-        return match(request, *of, **more)
-
-    monkeypatch.setattr(second.offload, "match", noted)
-    second.step(4)
-    assert not names
-    second.disk.stuck = False
-    second.run()
-    assert {*second.ended} >= {f"{index}" for index in range(6)}

@@ -98,14 +98,6 @@ def test_a_chain_whose_beginning_is_gone_is_not_there(gone):
     directory.close(20)
 
 
-def test_nothing_more_is_asked_once_nothing_is_there():
-    client = Asked()
-    directory = RemoteDirectory(client, ["0", "1", "2"], object_keys)
-    assert answered(directory.ask(NAMES)) == [False] * 3
-    assert client.asked == [keys("0", *NAMES)]
-    directory.close(20)
-
-
 def test_an_error_is_told_once_and_the_next_question_is_asked(caplog):
     client = Asked(*keys("0", b"b"))
     client.error = TierError("the master is gone")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from kv_swap.memory.arena import HostArena
-from kv_swap.tiers.disk import DiskTier as FileTier
-from kv_swap.tiers.engine import TierDirection, TierJob
-from kv_swap.tiers.region import read_description
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.cache.slots import Slots
@@ -33,7 +28,6 @@ def copy(kind: Kind, keys: list[bytes], places: Slots) -> Transfer:
 
 
 def begin(below: DiskTier, *keys: bytes) -> Transfer:
-    """Begin to write keys that the disk has not."""
     rows, places = below.begin_write(keys)
     assert len(rows) == len(keys)
     return copy(Kind.DEMOTE, [*keys], places)
@@ -139,17 +133,6 @@ def test_a_bad_region_as_large_as_a_job_fails_one_write(tmp_path):
     below.close(LIMIT_SECONDS)
 
 
-def test_a_disk_that_failed_as_a_whole_for_a_while_has_nearly_all_its_places(tmp_path):
-    below = start(tmp_path, 200)
-    for first in range(0, 1000, 50):
-        move = begin(below, *(b"%d" % key for key in range(first, first + 50)))
-        below.end_write(move, fail(move))
-    assert below.gauges()["tier_slots_in_use"] == 0
-    assert len(below.begin_write([b"%d" % key for key in range(200)])[1]) == 198
-    assert aside(below) == 2
-    below.close(LIMIT_SECONDS)
-
-
 def test_few_places_are_set_aside_and_the_first_of_them_is_tried_again(tmp_path):
     below = start(tmp_path, 200)
     bad = []
@@ -168,37 +151,4 @@ def test_a_place_is_free_where_a_reset_came_before_its_write_had_failed(tmp_path
     below.forget_all()
     below.end_write(move, fail(move))
     assert aside(below) == below.gauges()["tier_slots_in_use"] == 0
-    below.close(LIMIT_SECONDS)
-
-
-def test_of_a_real_file_two_places_that_cannot_be_written_fail_one_job(tmp_path):
-    """A limit stands for bad sectors: a disk that is a file heals when it is written."""
-    num_slots, job_slots = 300, 20
-    arena = HostArena(job_slots, 4096, register=None)
-    below = start(tmp_path, num_slots)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    failed_jobs = []
-    with FileTier(tmp_path / "rank-0.kv", num_slots, arena.view(), {}) as file:
-        limit = read_description(tmp_path / "rank-0.kv").offset(num_slots - 2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        try:
-            for job_id in range(40):
-                first = job_id * job_slots
-                move = begin(below, *(b"%d" % key for key in range(first, first + job_slots)))
-                move.slots = np.arange(job_slots, dtype=np.int32)
-                pairs = np.stack((move.slots, move.tier_slots), axis=1)
-                names = [below.generation + key for key in move.keys]
-                file.submit(TierJob(job_id, TierDirection.DEMOTE, pairs, names))
-                assert file.wait(LIMIT_SECONDS)
-                (done,) = file.poll()
-                move.outcome = Outcome.OK if done.error is None else Outcome.FAILED
-                failed = np.zeros(job_slots, bool)
-                failed[[*done.failed]] = True
-                below.end_write(move, failed)
-                if failed.any():
-                    failed_jobs.append(sorted(move.tier_slots[failed].tolist()))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert failed_jobs == [[num_slots - 2, num_slots - 1]]
-    assert aside(below) == 2
     below.close(LIMIT_SECONDS)

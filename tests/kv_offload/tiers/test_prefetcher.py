@@ -131,8 +131,8 @@ def test_the_wait_for_a_slow_tier_begins_when_the_engine_would_run_the_request(m
     assert "b" in engine.answers, "it does not wait without end"
 
 
-def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make):
-    engine = make(blocks=80)
+def has_itself(engine: QueueEngine) -> QueueEngine:
+    """Have the second prompt in the engine's own cache, and the engine busy again."""
     engine.abort("busy")
     engine.add("b", PROMPTS[1], 1)
     engine.run()
@@ -140,6 +140,11 @@ def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make):
     engine.add("busy", [9] * 5, 60)
     engine.step(4, copies=True)
     engine.tier.happened.clear()
+    return engine
+
+
+def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make):
+    engine = has_itself(make(blocks=80))
     engine.add("in the GPU's cache", PROMPTS[1], 1)
     params = {"kv_offload": {"load": False}}
     engine.add("not wanted", PROMPTS[2], 1, extra_args={"kv_transfer_params": params})
@@ -198,24 +203,6 @@ def test_what_was_answered_late_is_asked_again_at_the_requests_turn(remote, now)
     assert remote.totals["hit_tokens"] == ALL_TOKENS
 
 
-def test_what_could_not_be_asked_ahead_is_asked_at_the_requests_turn(now, tmp_path):
-    """While the store was left alone the disk alone was looked at."""
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    with manual_remote():
-        engine = QueueEngine({"disk": disk, **REMOTE})
-        tier_of(engine)._known = RecentKeys()
-        engine.offload.tiers.tiers["disk"].forget_all()
-        tier_of(engine).read_failed()
-        engine.add("a", PROMPTS[0], 2)
-        engine.step(4, copies=True)
-        now[0] += FIRST_PAUSE_SECONDS
-        engine.abort("busy")
-        engine.run()
-        assert engine.totals["hit_tokens"] == ALL_TOKENS
-        engine.rest()
-        engine.connector.shutdown()
-
-
 def test_what_is_forgotten_while_a_request_is_queued_is_asked_again(remote, now):
     remote.add("a", PROMPTS[0], 2)
     remote.step(6, copies=True)
@@ -256,13 +243,7 @@ def test_one_question_is_asked_ahead_at_a_time(remote):
 
 def test_a_long_prefix_on_the_gpu_keeps_no_request_from_being_looked_up(monkeypatch, make):
     """Neither the one that has it nor the next: to find its end takes no keys of the step."""
-    engine = make(blocks=80)
-    engine.abort("busy")
-    engine.add("b", PROMPTS[1], 1)
-    engine.run()
-    engine.offload.manager.reset()
-    engine.add("busy", [9] * 5, 60)
-    engine.step(4, copies=True)
+    engine = has_itself(make(blocks=80))
     engine.totals.clear()
     monkeypatch.setattr(lookups, "STEP_KEYS", FULL_BLOCKS)
     engine.step(2, copies=True)
@@ -274,7 +255,6 @@ def test_a_long_prefix_on_the_gpu_keeps_no_request_from_being_looked_up(monkeypa
 
 
 def test_what_requests_share_counts_once(make):
-    """Six times the same blocks leave room for others."""
     engine = make()
     engine.tier.stuck = True
     for number in range(6):
@@ -284,15 +264,3 @@ def test_what_requests_share_counts_once(make):
     assert engine.totals["prefetched_slots"] == 2 * FULL_BLOCKS
     assert engine.offload.tiers.promoter.reads.running_slots == 2 * FULL_BLOCKS
     engine.tier.stuck = False
-
-
-def test_nothing_is_kept_of_requests_that_were_aborted(make):
-    engine = make()
-    engine.add("a", PROMPTS[0], 2)
-    engine.step(4, copies=True)
-    prefetching = engine.offload.tiers._prefetcher
-    assert prefetching._ahead
-    engine.abort("a")
-    engine.step(1, copies=True)
-    assert not prefetching._ahead
-    assert not prefetching._queue

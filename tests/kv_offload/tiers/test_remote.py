@@ -53,7 +53,6 @@ class RemoteEngine(PlayedEngine):
         self.step(12, copies=True)
 
     def forget(self) -> None:
-        """Leave the store as the only place with anything."""
         self.offload.manager.reset()
         assert self.scheduler.reset_prefix_cache()
         self.totals.clear()
@@ -110,24 +109,6 @@ def test_what_one_rank_lacks_is_not_there(make):
     second.answer("b")
     assert second.totals["promoted_slots"] == 0
     assert second.totals["hit_tokens"] == 0
-
-
-def test_engines_of_another_model_find_nothing(make, monkeypatch):
-    make().answer("a")
-    monkeypatch.setattr("kv_offload.engines.vllm.model.namespace.FORMAT", 99)
-    other = make()
-    other.answer("b")
-    assert other.totals["promoted_slots"] == 0
-
-
-def test_nothing_is_asked_that_host_memory_has(make):
-    engine = make()
-    engine.answer("a")
-    assert [len(answer.names) for answer in engine.directory.asked] == [FULL_BLOCKS]
-    assert engine.scheduler.reset_prefix_cache()
-    engine.answer("b")
-    assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
-    assert len(engine.directory.asked) == 1
 
 
 def test_a_request_waits_for_the_answer_and_others_with_theirs_run(make, monkeypatch):
@@ -262,17 +243,7 @@ def test_a_block_that_is_gone_is_computed_and_asked_for_again(make):
     assert engine.store.records.keys() == gone.keys(), "it was written again"
 
 
-def test_what_is_not_what_its_name_says_is_computed(make):
-    first, second = make(), make()
-    first.answer("a")
-    second.store.faults["mismatch"] = 1
-    second.answer("b")
-    assert second.totals["tier_mismatches"] == 1
-    assert second.totals["promoted_slots"] == FULL_BLOCKS - 1
-
-
 def test_after_a_reset_an_engine_shares_nothing_with_others(make):
-    """They may have the weights of before."""
     first, second = make(), make()
     first.answer("a")
     assert second.offload.resets.reset_cache() is None

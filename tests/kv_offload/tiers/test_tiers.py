@@ -57,18 +57,15 @@ class DiskEngine(PlayedEngine):
         return tier
 
     def forget(self) -> None:
-        """Leave the disk as the only place with anything."""
         self.offload.manager.reset()
         assert self.scheduler.reset_prefix_cache()
 
     def running(self, direction: TierDirection) -> list[int]:
-        """Return the host slots of jobs that the disk has not ended."""
         jobs = [job for job in self.disk.submitted if job.direction is direction]
         return [slot for job in jobs for slot in job.pairs[:, 0].tolist()]
 
 
 def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
-    """Make steps of half a second."""
     for _ in range(round(2 * seconds)):
         now[0] += 0.5
         engine.step()
@@ -76,7 +73,6 @@ def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., DiskEngine]]:
-    """Builds an engine, which is shut down in the end."""
     made: list[DiskEngine] = []
     yield lambda **more: made.append(DiskEngine(tmp_path, **more)) or made[-1]
     for engine in made:
@@ -108,15 +104,6 @@ def test_a_request_waits_for_what_is_read_and_then_loads_it(engine):
     assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
 
 
-def test_others_run_meanwhile(engine):
-    engine.disk.stuck = True
-    ask(engine, "a")
-    engine.add("b", [0, 0, 0, 1, 1], 2)
-    engine.step(6)
-    assert "b" in engine.ended
-    assert "a" not in engine.answers
-
-
 def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(engine, monkeypatch):
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
@@ -132,16 +119,6 @@ def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(e
     naps.clear()
     engine.step(2)
     assert naps == [], "others compute"
-
-
-def test_requests_with_the_same_prefix_wait_for_one_read(engine):
-    engine.disk.stuck = True
-    ask(engine, "a", "b")
-    assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
-    assert not engine.answers.keys() & {"a", "b"}
-    engine.disk.stuck = False
-    engine.run()
-    assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
 def test_a_request_waits_for_what_is_read_of_a_prefix_that_another_has_in_part(now, engine):
@@ -301,10 +278,7 @@ def test_an_engine_that_has_ended_is_not_woken(make, monkeypatch):
 
 
 def test_a_bad_place_fails_one_write_and_no_further_one(now, engine, caplog):
-    """Else it would be the first place to be used again, and every write after a pause would fail.
-
-    It is set aside also after a reset, until the next start.
-    """
+    """Else it would be used again first, and every write after a pause would fail."""
     bad = engine.offload.tiers.tiers["disk"].manager.slots_in_use + 1
     engine.disk.bad_places.add(bad)
     for name in "abc":
@@ -502,24 +476,6 @@ def test_a_hit_is_computed_where_reading_takes_longer(engine):
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
-def test_a_disk_that_was_slow_for_a_while_is_soon_read_again(engine):
-    teach(engine, 1e12)
-    for speed in (1e12, 1.0):
-        for _ in range(8):
-            report(engine, {}, promote_bytes_per_second={"disk": speed})
-    for number in range(COPY_EVERY):
-        ask(engine, f"a{number}")
-        engine.run()
-        engine.forget()
-    assert engine.totals["promoted_slots"] == FULL_BLOCKS
-    for number in range(7):  # until it shows in the median
-        report(engine, {}, promote_bytes_per_second={"disk": 1e12})
-        ask(engine, f"b{number}")
-        engine.run()
-        engine.forget()
-    assert engine.totals["promoted_slots"] == 8 * FULL_BLOCKS
-
-
 def test_always_load_reads_all(make):
     engine = make(plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
@@ -586,13 +542,6 @@ def test_a_replica_writes_no_faster_than_allowed_whether_or_not_its_ranks_share_
     assert len(engine.disk.records) == min(slots + slots // 2, FULL_BLOCKS)
 
 
-def test_what_the_disk_has_is_not_written_again_and_counts_as_used(engine):
-    ask(engine, "a")
-    engine.run()
-    assert engine.totals["promoted_slots"] == FULL_BLOCKS
-    assert engine.totals["demoted_slots"] == 0
-
-
 def test_a_full_disk_forgets_what_was_used_least_recently(make):
     # 64 KiB of what the file says of itself, and one record to try things at.
     engine = make(prompts=False, disk={"bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS)}B"})
@@ -618,13 +567,6 @@ def test_what_is_read_while_everything_is_forgotten_is_not_served(engine):
     assert engine.offload.gauges()["tier_slots_in_use"] > 0, "what was computed since"
 
 
-def test_without_readable_keys_nothing_is_asked_of_the_disk(engine):
-    ask(engine, "a", prompt=[1, 1, 1, 1, 1, 1, 1, 1])
-    engine.run()
-    assert engine.totals["promoted_slots"] == 0
-    assert engine.disk.happened["promoted"] == 0
-
-
 def test_an_idle_engine_steps_until_all_is_written(make):
     engine = make(prompts=False)
     engine.disk.stuck = True
@@ -639,7 +581,6 @@ def test_an_idle_engine_steps_until_all_is_written(make):
 
 
 def test_an_idle_engine_writes_what_has_become_worth_it(make, monkeypatch):
-    """Nobody asks for anything after the use by which it has."""
     engine = make(prompts=False, plugin={"eviction_policy": "auto"})
     worth = [False]
     monkeypatch.setattr(
@@ -655,16 +596,6 @@ def test_an_idle_engine_writes_what_has_become_worth_it(make, monkeypatch):
     assert engine.offload.has_pending_work
     engine.rest()
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
-
-
-def test_what_could_not_be_written_is_not_on_the_disk(make):
-    engine = make(prompts=False)
-    engine.disk.faults["error"] = 2
-    engine.add("a", PROMPT, 1)
-    engine.run()
-    assert engine.totals["tier_errors"] == 1
-    assert engine.totals["lost_tier_slots"] == 2
-    assert engine.offload.gauges()["tier_slots_in_use"] == engine.totals["demoted_slots"] > 0
 
 
 def test_a_slot_that_one_rank_cannot_read_is_not_served(make):
@@ -706,19 +637,6 @@ def test_what_came_later_is_not_hidden_by_what_was_offered(engine):
     engine.disk.stuck = False
     engine.run()
     assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
-
-
-def test_an_idle_engine_does_not_step_for_long_where_little_may_be_written(make, now):
-    engine = make(prompts=False, disk={"write_rate": "1B"})
-    engine.add("a", PROMPT, 1)
-    engine.step(12, copies=True)
-    assert engine.offload.has_pending_work
-    now[0] += lower.IDLE_SECONDS
-    engine.step(2)
-    assert not engine.offload.has_pending_work
-    engine.add("b", PROMPT, 1)
-    engine.step(1)
-    assert engine.offload.has_pending_work
 
 
 def write(engine: DiskEngine) -> None:
@@ -786,7 +704,6 @@ def test_what_is_read_twice_since_host_memory_was_emptied_ends_twice(engine):
 
 
 def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(now, engine):
-    """Its read ended after its time was over."""
     engine.disk.stuck = True
     ask(engine, "a")
     tracked = engine.offload._requests.get("a")
@@ -810,14 +727,6 @@ def test_no_more_is_read_than_a_request_wishes_to_load(engine, hints, read):
     engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": {"kv_offload": hints}})
     assert engine.totals["promoted_slots"] == read
     assert engine.totals["hit_tokens"] == 4 * read
-
-
-def test_what_was_read_is_retained(engine):
-    hints = {"kv_offload": {"retain_seconds": 600}}
-    engine.serve("a", PROMPT, 1, extra_args={"kv_transfer_params": hints})
-    assert engine.offload.gauges()["retained_slots"] == FULL_BLOCKS
-    engine.offload.resets.reset_cache()
-    assert engine.offload.gauges()["retained_slots"] == 0
 
 
 @pytest.mark.parametrize("ends_well", [True, False], ids=["read", "damaged"])

@@ -59,7 +59,6 @@ def test_hits_by_size_beside_unlimited_memory(simulate):
 
 
 def test_more_memory_than_any_machine_has_is_as_good_as_unlimited(simulate):
-    """What the trace does not fill takes no memory here."""
     last, unlimited = simulate(trace_of(TURNS), "8000000TiB").out.splitlines()[-2:]
     assert last.split()[2] == "131,072,000,000"
     assert last.split()[3:] == unlimited.split()[2:]

@@ -34,7 +34,6 @@ class Disk:
         self.index = DiskIndex(folder / INDEX_FILE, description, files, NUM_SLOTS)
 
     def put(self, *slots: int) -> None:
-        """Have slots hold blocks, on all ranks."""
         keys = [b"key %d" % slot for slot in slots]
         names = {s: self.index.generation + k for s, k in zip(slots, keys, strict=True)}
         for bed in self.ranks:

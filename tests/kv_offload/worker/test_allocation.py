@@ -45,8 +45,7 @@ def test_a_share_below_one_slot_is_refused_with_the_size_that_is_needed(
 
 
 @pytest.mark.parametrize(
-    ("error", "ours"),
-    [(PinnedMemoryError, CapacityError), (DeviceError, UnsupportedError)],
+    ("error", "ours"), [(PinnedMemoryError, CapacityError), (DeviceError, UnsupportedError)]
 )
 def test_errors_of_the_transfer_package_become_the_plugins(monkeypatch, error, ours):
     fail = mock.Mock(side_effect=error("cannot page-lock 5 bytes"))

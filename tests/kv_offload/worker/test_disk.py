@@ -21,7 +21,6 @@ DISK_BYTES = 8 << 20
 
 @pytest.fixture
 def tight(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem with room for one engine."""
     folder = tmp_path / "tight"
     folder.mkdir()
     size = f"size={DISK_BYTES + (1 << 20)}"
@@ -66,7 +65,6 @@ def names(folder: Path) -> list[str]:
 
 
 def test_an_engine_with_fewer_ranks_takes_no_more_than_its_bytes(tmp_path, caplog):
-    """Nothing finds what is in the files of ranks that there are no more."""
     caplog.set_level("INFO")
     open_all(tmp_path, NUM_RANKS)
     open_all(tmp_path, 2)

@@ -43,14 +43,10 @@ def learn(rank: Rank, *jobs: Any) -> None:
 
 @pytest.fixture
 def stored(rank: Rank) -> Rank:
-    """A rank of one layer; slot 2 has what block 1 had."""
     rank.store(store(0, (1, 2)))
     rank.poison()
     rank.stats()
     return rank
-
-
-# -- waves -------------------------------------------------------------------------------------
 
 
 def test_a_layer_has_its_bytes_after_its_call(layers, monkeypatch):
@@ -72,7 +68,6 @@ def test_a_layer_has_its_bytes_after_its_call(layers, monkeypatch):
 @pytest.mark.parametrize("aborted_step", [False, True])
 @pytest.mark.parametrize("polled", ["before", "after", "late"])
 def test_a_load_of_which_a_layer_did_not_call_is_lost(layers, aborted_step, polled):
-    """Whenever its copies are found to have ended, and however well they did."""
     metadata = layers.begin(loads=[synchronous(1, "a", (4, 2))])
     layers.call("layer.0")
     if polled == "before":
@@ -145,9 +140,6 @@ def test_without_a_way_to_write_the_table_loads_arrive_whole(monkeypatch):
     assert rank.jobs() == {0: OK}
     assert "repaired_loads" not in rank.stats(), "no load is asked for waves any more"
     rank.half.shutdown()
-
-
-# -- failures ----------------------------------------------------------------------------------
 
 
 def fail_once(rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str, **when: int) -> None:

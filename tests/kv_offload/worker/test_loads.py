@@ -36,7 +36,6 @@ def test_a_load_starts_in_its_own_step_and_is_told_when_it_has_ended(rank, gate)
 
 
 def test_a_load_that_no_hook_started_fails(rank):
-    """Its request would wait for ever."""
     metadata = rank.plan(loads=[load(0, "a", (1, 2))])
     rank.half.begin_step(metadata)
     rank.half.end_step_anyhow(metadata)

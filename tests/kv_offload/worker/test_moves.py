@@ -98,7 +98,6 @@ def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch):
 
 
 def test_ranks_that_share_memory_tell_how_fast_they_read_together(monkeypatch):
-    """A slot that one of them reads is there for all."""
     monkeypatch.setattr("kv_offload.worker.moves.TIMED_BYTES", 8)
     sharing = [SharingRanks(index, 2, lambda value: [value, value]) for index in range(2)]
     for half, own_bytes in zip(map(Half, sharing), (16, 24), strict=True):

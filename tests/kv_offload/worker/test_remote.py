@@ -23,8 +23,8 @@ from kv_offload.worker.sharing import ALONE
     ],
 )
 def test_blocks_that_are_small_for_a_bucket_are_named_once(
-    kind: Any, slot_bytes: int, parts: list[str], tmp_path: Any, caplog: Any
-) -> None:
+    kind, slot_bytes, parts, tmp_path, caplog
+):
     where = {"s3": {"url": "s3://nowhere/kv"}, "folder": {"path": str(tmp_path)}}[kind]
     remote = Remote(RemoteConfig(kind=kind, bytes=0, **where), {})
     arena = HostArena(1, slot_bytes, register=None)

@@ -22,7 +22,7 @@ from kv_swap.host.transfers import copy_runs
 from kv_swap.layout import Packing
 from kv_swap.memory.shared import SharedMemory
 
-from kv_offload.errors import CapacityError, UnsupportedError
+from kv_offload.errors import UnsupportedError
 from kv_offload.messages import Outcome, StoreJob, WorkerCapacity
 from kv_offload.worker.sharing import SharingRanks, arena_bytes
 from tests.support.rank import BLOCK_BYTES, BLOCKS, PAGE_WORDS, Rank, load, refuse_blocks, store
@@ -75,11 +75,9 @@ class Ranks:
             rank.half.shutdown()
 
     def arena(self, rank: int) -> np.ndarray:
-        """Return the first word of every slot."""
         return self.both[rank].transfer._state.arena.view().view(np.int64)[:, 0]
 
     def store(self, job_id: int, *pairs: tuple[int, int]) -> list[dict[int, Outcome]]:
-        """Store on both ranks; return what each reports."""
         return [rank.store(store(job_id, *pairs)) for rank in self.both]
 
 
@@ -109,9 +107,6 @@ def test_every_pair_is_one_ranks_and_parts_are_even(count, num_pairs):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         copied += [len(part) for part in parts]
     assert set(copied) == {num_pairs}, "ranks take turns"
-
-
-# -- one memory --------------------------------------------------------------------------------
 
 
 def test_the_ranks_hold_all_of_cpu_bytes_once(ranks):
@@ -162,7 +157,6 @@ def test_ranks_with_other_layers_share_nothing():
 
 @pytest.mark.parametrize(("periods", "sharing"), [((8, 8), 2), ((8, 16), 1)])
 def test_ranks_share_packed_slots_if_they_pack_alike(periods, sharing):
-    """Each loads what the other has packed."""
     numbers = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(5))
     made = [{"layer.0": numbers.to(torch.bfloat16)} for _ in periods]
     ranks = Ranks(*made, cpu_bytes=8 << 16)
@@ -199,7 +193,6 @@ def test_a_part_that_fails_fails_the_job(ranks, monkeypatch):
 
 
 def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(ranks, monkeypatch):
-    """As rows of the whole job; each rank copies two of four."""
     for rank in ranks.both:
         refuse_blocks(monkeypatch, rank, 2, 4)
     for job_id in (0, 1):  # ranks take turns
@@ -209,12 +202,6 @@ def test_a_rank_names_the_rows_of_its_part_that_do_not_fit(ranks, monkeypatch):
             rank.step()
             rows.append(rank.report().failed_rows[job_id])
         assert rows == [[(1,), (3,)], [(3,), (1,)]][job_id]
-
-
-def test_too_little_for_a_slot_is_refused_by_all():
-    ranks = Ranks(cpu_bytes=BLOCK_BYTES - 1)
-    with pytest.raises(CapacityError, match=f"one slot takes {BLOCK_BYTES} bytes"):
-        ranks.start()
 
 
 def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(monkeypatch):
@@ -246,9 +233,6 @@ def test_engines_side_by_side_share_nothing(monkeypatch):
     assert set(engines[1].arena(0)) == {2}
     for engine in engines:
         engine.stop()
-
-
-# -- where they cannot -------------------------------------------------------------------------
 
 
 def open_files() -> set[str]:

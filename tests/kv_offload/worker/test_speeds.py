@@ -37,7 +37,6 @@ class Link:
             self.rank.end(self.rank.begin(loads=[load(job_id, "a", *pairs)]))
 
     def end(self, speed: float, *, last: bool = False, fail: bool = False) -> None:
-        """End the job that was started first or last."""
         self.copies.bytes_per_second = speed
         self.copies.run(-1 if last else 0, fail=fail)
         self.rank.half.poll()
@@ -58,7 +57,6 @@ class Link:
         self.end(speed, fail=fail)
 
     def told(self) -> list[float | None]:
-        """Return the speeds that the next report tells, of loads and of stores."""
         report = self.rank.report()
         return [report.load_bytes_per_second, report.store_bytes_per_second]
 

@@ -59,7 +59,6 @@ def test_a_store_that_fails_is_reported_as_such(rank, gate):
 
 
 def test_a_store_that_is_refused_is_reported_as_such(monkeypatch, rank):
-    """Because its block does not exist, or its slot is not ready."""
     monkeypatch.setattr(HostSwapEngine, "ready_slots", property(lambda _: 4))
     told = rank.store(store(0, (NO_BLOCK, 2)), store(1, (3, 3)), store(2, (1, 4)))
     assert told == {0: FAILED, 1: OK, 2: FAILED}
@@ -83,10 +82,7 @@ def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(rank, monkeyp
 
 
 def test_random_bits_do_not_fit_and_what_is_stored_beside_them_comes_back(monkeypatch):
-    """With pages that are packed: bfloat16 numbers, of 64 KiB. Escapes of refused slots count not.
-
-    Here every tile is looked at.
-    """
+    """With pages that are packed. Escapes of refused slots do not count."""
     monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     kv = torch.randn((4, 512, 64), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     kv[2].view(torch.int16).random_(-(1 << 15), 1 << 15)
@@ -127,9 +123,6 @@ def test_a_step_that_ends_with_an_error_fails_its_stores(rank):
     assert rank.jobs() == {0: FAILED}
     rank.step()
     assert rank.jobs() == {}
-
-
-# -- drains ------------------------------------------------------------------------------------
 
 
 def test_a_drain_ends_what_is_queued_or_not_sent_and_what_runs(rank, gate):

@@ -22,11 +22,7 @@ FIRST_WAVE, WHOLE = [True, False, False], [True, True, True]
 
 
 def alone(count: int) -> dict[str, frozenset[int]]:
-    """Layers with a region each."""
     return {f"layer.{i}": frozenset([i]) for i in range(count)}
-
-
-# -- cuts --------------------------------------------------------------------------------------
 
 
 def test_first_and_last_wave_are_small():
@@ -85,9 +81,6 @@ def test_no_layer_reads_what_a_later_wave_brings(data):
             if cut.wave_of.get(layer, 0) == index:
                 assert read <= arrived
     assert set(range(regions)) <= arrived
-
-
-# -- what is learned ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,9 +150,6 @@ def test_calls_under_another_context_are_a_draft_heads(rank):
         rank.call("layer.2")
     rank.end(metadata)
     assert load(rank, *ALL) == [True, False, True]
-
-
-# -- a step with a load ------------------------------------------------------------------------
 
 
 def test_a_layer_that_nobody_described_needs_everything(rank):

@@ -92,9 +92,6 @@ def test_a_fence_that_is_refused_is_told(rank, monkeypatch, caplog):
     assert "rank 0: injected" in caplog.text
 
 
-# -- the end -----------------------------------------------------------------------------------
-
-
 def forget_kv(rank: Rank) -> weakref.ref[torch.Tensor]:
     """Drop the test's own reference to the KV tensor."""
     tensor = weakref.ref(rank.layers.pop("layer.0"))
@@ -132,9 +129,6 @@ def test_shutdown_may_come_twice_or_before_the_start():
     rank.half.poll()
     assert rank.drain() == {}
     assert rank.half.take_report() is None
-
-
-# -- sleep -------------------------------------------------------------------------------------
 
 
 def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(rank, gate):

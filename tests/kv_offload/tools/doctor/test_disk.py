@@ -29,7 +29,6 @@ def little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checks(path: Path, size: str | None = None, replicas: int = 1) -> dict[str, Check]:
-    """Return the lines by name; `size` is what the configuration asks for."""
     keys = {} if size is None else {"disk": {"path": str(path), "bytes": size}}
     traced = trace_config(keys, {}, host=HostMemory(64 * GIB, "here"), replicas=replicas)
     return {check.name: check for check in disk.check_disk(path, traced, measures=True)}

@@ -45,8 +45,6 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def report(command: Command) -> Callable[..., dict[str, Any]]:
-    """Give the lines by name."""
-
     def run(*arguments: str) -> dict[str, Any]:
         done = command("doctor", "--no-measure", "--json", *arguments)
         printed = json.loads(done.out)

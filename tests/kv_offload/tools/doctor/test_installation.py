@@ -69,7 +69,6 @@ def test_what_is_installed_here_fits_together_and_torch_is_read_without_importin
 @pytest.mark.parametrize("metadata", [None, ""])
 @pytest.mark.parametrize("version", [None, "half a line = ("])
 def test_what_is_installed_in_part_is_a_problem(tmp_path, monkeypatch, metadata, version):
-    """Where pip was interrupted, or the disk was full."""
     for name, content, folder in (
         ("METADATA", metadata, tmp_path / "vllm-0.32.0.dist-info"),
         ("version.py", version, tmp_path / "torch"),

@@ -20,7 +20,6 @@ def traced(size: str, replicas: int = 1) -> ResolvedConfig:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 GiB are available."""
     available = HostMemory(32 * GIB, "MemAvailable in /proc/meminfo")
     for module in ("kv_offload.tools.doctor.memory", "kv_offload.worker.capacity"):
         monkeypatch.setattr(f"{module}.read_available_memory", lambda: available)

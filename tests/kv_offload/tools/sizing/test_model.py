@@ -74,10 +74,7 @@ REFUSED = [
     ({"num_kv_shared_layers": 10}, "has layers that read the cache of others"),
     ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "has latent attention in a form that is"),
     ({"model_type": "deepseek_v4", "compress_ratios": [8] * 32}, "has latents that cover 8 tokens"),
-    (
-        {"model_type": "deepseek_v4", "compress_ratios": [0] * 32},
-        "has no layer whose latents",
-    ),
+    ({"model_type": "deepseek_v4", "compress_ratios": [0] * 32}, "has no layer whose latents"),
     ({"v_head_dim": 64}, "has values of another size than keys"),
     (GRANITE | {"layer_types": ["mamba"] * 40}, "has states and no layer with full attention"),
 ]
@@ -169,7 +166,6 @@ def test_a_checkpoint_may_ask_for_another_type_of_cache(
 
 @pytest.mark.parametrize("config", [{"architectures": ["X"]}, {"model_type": ["llama"]}])
 def test_what_is_no_models_file_is_refused_without_importing_transformers(tmp_path, config):
-    """The import takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = (
         "import sys; from kv_offload.tools.main import main\n"

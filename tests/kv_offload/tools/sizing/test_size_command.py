@@ -19,8 +19,6 @@ DOCS = Path(__file__).parents[4] / "docs/use/sizing.md"
 
 @pytest.fixture
 def size(tmp_path: Path, command: Command) -> Command:
-    """Run it on a published model, or on another config.json."""
-
     def run(model: str | dict[str, Any], *options: str) -> Any:
         config = PUBLISHED[model] if isinstance(model, str) else model
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -139,11 +137,7 @@ def test_a_path_that_leads_nowhere_is_one_message(tmp_path, command, monkeypatch
         ("Granite-4.0-H-Small", "-tp=256", "the states have 128 heads: give a divisor of 128"),
         ("DeepSeek-V3", "--kv-cache-dtype=fp8_per_token_head", "not have for latent attention"),
         ("DeepSeek-V3.2", "--kv-cache-dtype=fp8", "attention keeps then depends on the GPU. Give"),
-        (
-            "DeepSeek-V4-Flash",
-            "--kv-cache-dtype=bfloat16",
-            "is not known for deepseek_v4: give",
-        ),
+        ("DeepSeek-V4-Flash", "--kv-cache-dtype=bfloat16", "is not known for deepseek_v4: give"),
         ("Llama-3.1-8B", "--kv-cache-dtype=fp8_ds_mla", "is for latents of 576 numbers"),
     ],
 )
@@ -167,13 +161,11 @@ def test_a_size_of_1_gib_has_one_line(size):
 
 
 def test_a_terminal_sees_that_it_reads(size, monkeypatch):
-    """To load transformers takes seconds."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert "reading the model's configuration" in size("Llama-3.1-8B").err
 
 
 def table() -> dict[str, list[str]]:
-    """Return the rows of the page's table of models, by model."""
     rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", DOCS.read_text(), re.MULTILINE)]
     cells = [[re.sub("at most | in all", "", cell.strip()) for cell in row] for row in rows]
     return {row[0]: row[1:] for row in cells if row[0] in PUBLISHED}

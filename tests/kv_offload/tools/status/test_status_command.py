@@ -161,37 +161,3 @@ def test_a_server_that_goes_away_is_waited_for(server):
     last = re.sub(r"\s+", " ", output.rpartition("\x1b[?1049l")[2])
     assert "864" in last
     assert "trying again." in last
-
-
-SWALLOWED = """
-import signal
-import sys
-
-from kv_offload.tools import main
-from kv_offload.tools.status import command as status
-
-
-class Closed:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-
-def read(url, taken=[]):
-    taken.append(url)
-    if len(taken) == 3:
-        Closed()
-    return really_read(url)
-
-
-really_read, status.read = status.read, read
-sys.exit(main.main(sys.argv[1:]))
-"""
-
-
-def test_a_ctrl_c_that_meets_a_destructor_ends_it(server):
-    arguments = "status", server.address, "--interval=0.1"
-    with Terminal((*PROGRAM, "-c", SWALLOWED, *arguments)) as terminal:
-        assert terminal.wait() == 0
-    assert "Exception ignored in" in terminal.output, "Python dropped it"
-    assert server.answered == 3
-    assert "none since the start" in terminal.output.rpartition("\x1b[?1049l")[2]
