@@ -71,12 +71,15 @@ class Member:
 
     def __init__(self, running: Engine, sets: list[Answered], pool: Path, mine: Any) -> None:
         self.running, self.sets, self.pool, self.mine = running, sets, pool, mine
+        self.from_peers = 0
 
     def serve(self, number: int) -> None:
         prompts, expected = self.sets[number]
         self.mine[WRONG] += self.running.generate(prompts) != expected
         self.running.reset_gpu_cache()
-        self.mine[PEERS_BYTES] = self.running.totals["peers_read_bytes"]
+        read = int(self.running.totals["peers_read_bytes"])
+        self.mine[PEERS_BYTES] += read - self.from_peers
+        self.from_peers = read
         self.mine[ROUNDS] += 1
 
     def recover(self) -> Recovery:
