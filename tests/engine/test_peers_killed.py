@@ -8,6 +8,7 @@ tests/engine/test_peers_killed.py` runs longer, `POOL_SEED` draws others.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -17,10 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kv_offload.tools.pool import SeatState, _read
+from kv_offload.tools.main import main
 from tests.engine.harness import full_blocks, plain_answers, prompts_with_shared_prefix
 from tests.engine.pool_moments import ENDED, PEERS_BYTES, ROUNDS, WRONG, Answered, Recovery, Work
 from tests.support.processes import Process, kill_group, staying
@@ -80,17 +82,19 @@ class Pool:
         paths = sorted(self.folder.glob("life *"), key=lambda path: path.stat().st_mtime)
         return "\n".join((path / "err").read_text()[-3000:] for path in paths[-3:])
 
-    def seats(self) -> list[SeatState]:
+    def seats(self) -> list[dict[str, Any]]:
         """Return what `kv-offload pool` shows."""
-        (folder,) = self.folder.glob("kv-offload-*")
-        return [*_read(folder)]
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main(["pool", "--path", str(self.folder), "--json"]) == 0
+        seats: list[dict[str, Any]] = json.loads(shown.getvalue())
+        return seats
 
     def restart(self, number: int, others: list[int]) -> None:
         """Kill an engine, have the others go on, and start it again."""
         kill_group(self.process(number))
         self._lives.pop(number)[1].close()
-        wait_until(lambda: sum(seat.pid is None for seat in self.seats()) == 1)
-        (left,) = [seat.readable_slots for seat in self.seats() if seat.pid is None]
+        wait_until(lambda: sum(seat["pid"] is None for seat in self.seats()) == 1)
+        (left,) = [seat["readable_slots"] for seat in self.seats() if seat["pid"] is None]
         self.proceed(others)
         found = self.start(number)
         assert found.adopted >= 0.95 * left, (found, left)
@@ -168,7 +172,7 @@ def test_engines_answer_right_whenever_one_is_killed_or_stopped(
     )
     chance = random.Random(f"{SEED} {members}")
     with pool_of(model_folder, memory_folder, work) as pool:
-        slots = sum(seat.slots for seat in pool.seats())
+        slots = sum(seat["slots"] for seat in pool.seats())
         sets = [prompts for prompts, _ in work.common + work.own]
         assert (sum(map(full_blocks, sets)) < slots / members) is fits
         assert (sum(map(full_blocks, sets)) < slots) is fits
