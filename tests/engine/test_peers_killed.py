@@ -1,85 +1,187 @@
-"""An engine answers right while its peer is killed at drawn moments, and starts again.
+"""Engines of one pool answer right whenever one of them is killed, stopped or starts again.
 
-Host memory is too small for all prompts: both engines evict what the other one loads.
+All engines are real, each in a process of its own. Moments are drawn from a seed; between two
+moments every engine that runs must have answered something. `POOL_MOMENTS=200 pytest
+tests/engine/test_peers_killed.py` runs longer, `POOL_SEED` draws others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
 import signal
-import sys
-import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tests.engine.harness import full_blocks, offloading, plain_answers, prompts_with_shared_prefix
-from tests.engine.test_peers import plugin
-from tests.support.processes import staying
+import pytest
+
+from kv_offload.tools.main import main
+from tests.engine.harness import full_blocks, plain_answers, prompts_with_shared_prefix
+from tests.engine.pool_moments import ENDED, PEERS_BYTES, ROUNDS, WRONG, Answered, Recovery, Work
+from tests.support.processes import Process, kill_group, staying
 from tests.support.waiting import wait_until
 
-SETS = [prompts_with_shared_prefix(seed=seed) for seed in range(1, 7)]
-LIVES = 4
+MOMENTS = int(os.environ.get("POOL_MOMENTS", "8"))
+SEED = int(os.environ.get("POOL_SEED", "0"))
+ROUNDS_BETWEEN = 2
 
 
-def pool(folder: Path) -> dict[str, Any]:
-    return {**plugin(folder), "cpu_bytes": "2MiB"}
+class Pool:
+    """Engines of one pool, and what has happened to them."""
+
+    def __init__(self, models: Path, folder: Path, work: Work) -> None:
+        self.models, self.folder, self.work = models, folder, work
+        self.board = work.write(folder)
+        self.happened: Counter[str] = Counter()
+        self.recovered: list[Recovery] = []
+        self._lives: dict[int, tuple[Process, contextlib.ExitStack]] = {}
+        self._number = 0
+
+    def start(self, number: int) -> Recovery:
+        """Start an engine, and wait until it has served all that it could find."""
+        self._number += 1
+        own = self.folder / f"life {self._number}"
+        own.mkdir()
+        words = ("tests.engine.pool_moments", self.models, self.folder, number, self._number)
+        ends = contextlib.ExitStack()
+        process, said = ends.enter_context(staying(*words, folder=own, forks=True))
+        self._lives[number] = process, ends
+        return Recovery(**json.loads(said))
+
+    def process(self, number: int) -> Process:
+        return self._lives[number][0]
+
+    def send(self, number: int, what: signal.Signals) -> None:
+        os.killpg(self.process(number).pid, what)
+
+    def proceed(self, numbers: list[int]) -> None:
+        """Wait until engines have answered more; fail where one ends or hangs."""
+        wanted = {number: self.board[number, ROUNDS] + ROUNDS_BETWEEN for number in numbers}
+        for number in numbers:
+            self._wait(number, lambda n=number: self.board[n, ROUNDS] >= wanted[n])
+
+    def _wait(self, number: int, condition: Callable[[], bool]) -> None:
+        process = self.process(number)
+
+        def holds() -> bool:
+            if process.poll() is not None and not condition():
+                raise AssertionError(f"engine {number} has ended\n{self.errors()}")
+            return condition()
+
+        wait_until(holds, lambda: f"engine {number} hangs\n{self.errors()}")
+
+    def errors(self) -> str:
+        """Return the ends of what the engines wrote."""
+        paths = sorted(self.folder.glob("life *"), key=lambda path: path.stat().st_mtime)
+        return "\n".join((path / "err").read_text()[-3000:] for path in paths[-3:])
+
+    def seats(self) -> list[dict[str, Any]]:
+        """Return what `kv-offload pool` shows."""
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main(["pool", "--path", str(self.folder), "--json"]) == 0
+        seats: list[dict[str, Any]] = json.loads(shown.getvalue())
+        return seats
+
+    def restart(self, number: int, others: list[int]) -> None:
+        """Kill an engine, have the others go on, and start it again."""
+        kill_group(self.process(number))
+        self._lives.pop(number)[1].close()
+        wait_until(lambda: sum(seat["pid"] is None for seat in self.seats()) == 1)
+        (left,) = [seat["readable_slots"] for seat in self.seats() if seat["pid"] is None]
+        self.proceed(others)
+        found = self.start(number)
+        assert found.adopted >= 0.95 * left, (found, left)
+        self.recovered.append(found)
+
+    def moment(self, chance: random.Random, kind: str) -> None:
+        """Do something to an engine or two at an instant that is drawn."""
+        numbers = chance.sample(range(self.work.members), self.work.members)
+        first, *others = numbers
+        time.sleep(chance.uniform(0, 0.3))
+        self.happened[kind] += 1
+        if kind == "killed":
+            self.restart(first, others)
+        elif kind == "killed beside a stopped one":
+            stopped, *others = others
+            self.send(stopped, signal.SIGSTOP)
+            self.restart(first, others)
+            self.send(stopped, signal.SIGCONT)
+        else:
+            self.send(first, signal.SIGSTOP)
+            self.proceed(others)
+            self.send(first, signal.SIGCONT)
+        self.proceed(numbers)
+        assert not self.board[:, WRONG].any()
+
+    def end(self) -> None:
+        """Have all come to rest; each checks that no slot, lease or pin is left."""
+        (self.folder / "rest").touch()
+        for number in self._lives:
+            self._wait(number, lambda n=number: self.board[n, ENDED] == 1)
+        assert not self.board[:, WRONG].any()
+
+    def close(self) -> None:
+        for _, ends in self._lives.values():
+            ends.close()
 
 
-def compute_until_killed(models: str, folder: str, seed: str, ready: str) -> None:
-    """Answer drawn prompts for ever; say after some rounds how many slots were adopted."""
-    expected = json.loads(Path(folder, "expected").read_text())
-    chance = random.Random(seed)
-    with offloading(Path(models), plugin=pool(Path(folder))) as running:
-        adopted = running.offload.gauges()["adopted_slots"]
-        for turn in range(10**9):
-            number = chance.randrange(len(SETS))
-            if running.generate(SETS[number]) != expected[number]:
-                Path(folder, "wrong").touch()
-            running.reset_gpu_cache()
-            if turn == 2:
-                Path(f"{ready}.new").write_text(str(int(adopted)))
-                Path(f"{ready}.new").rename(ready)
+@contextlib.contextmanager
+def pool_of(models: Path, folder: Path, work: Work) -> Iterator[Pool]:
+    pool = Pool(models, folder, work)
+    try:
+        for number in range(work.members):
+            pool.start(number)
+        yield pool
+    finally:
+        pool.close()
 
 
-def test_an_engine_answers_right_whenever_its_peer_is_killed(
-    model_folder: Path, memory_folder: Path
+def answered(models: Path, seeds: range) -> list[Answered]:
+    sets = [prompts_with_shared_prefix(seed=seed) for seed in seeds]
+    return [(prompts, plain_answers(models, prompts)) for prompts in sets]
+
+
+def draw_kinds(chance: random.Random, moments: int) -> list[str]:
+    """Return what happens: each kind, whatever is drawn; starts take the time of many stops."""
+    kinds = ["killed", "killed beside a stopped one", "stopped", "stopped"]
+    kinds += chance.choices(["killed", "stopped"], [1, 5], k=max(0, moments - len(kinds)))
+    chance.shuffle(kinds)
+    return kinds
+
+
+@pytest.mark.timeout(1800 + 60 * MOMENTS)
+@pytest.mark.parametrize(
+    ("members", "cpu_bytes", "fits"), [(2, "8MiB", True), (3, "1MiB", False)], ids=["all", "part"]
+)
+def test_engines_answer_right_whenever_one_is_killed_or_stopped(
+    model_folder: Path, memory_folder: Path, members: int, cpu_bytes: str, fits: bool
 ) -> None:
-    expected = [plain_answers(model_folder, prompts) for prompts in SETS]
-    (memory_folder / "expected").write_text(json.dumps(expected))
-    chance = random.Random(5)
-    with offloading(model_folder, plugin=pool(memory_folder)) as ours:
-
-        def serve(sets: list[int]) -> None:
-            for number in sets:
-                assert ours.generate(SETS[number]) == expected[number]
-                ours.reset_gpu_cache()
-
-        for life in range(LIVES):
-            own = memory_folder / f"life {life}"
-            own.mkdir()
-            words = ("tests.engine.test_peers_killed", model_folder, memory_folder, life)
-            with staying(*words, folder=own, forks=True) as (process, adopted):
-                wait_until(lambda: ours.settle() or ours.offload.gauges()["peers"] == 1)
-                assert (int(adopted) > 0) is (life > 0)
-                os.killpg(process.pid, signal.SIGSTOP)
-                serve([*range(len(SETS))])
-                assert ours.totals["peers_read_bytes"] > 0
-                os.killpg(process.pid, signal.SIGCONT)
-                kill = os.killpg, (process.pid, signal.SIGKILL)
-                killing = threading.Timer(chance.uniform(0, 0.5), *kill)
-                killing.start()
-                serve([chance.randrange(len(SETS)) for _ in range(6)])
-                killing.join()
-            serve([chance.randrange(len(SETS)) for _ in range(3)])
-            ours.offload.check_integrity()
-            ours.offload.manager.check_integrity()
-        slots = ours.offload.manager.num_slots
-        assert sum(map(full_blocks, SETS)) > slots, "all fit: nothing is evicted"
-        assert ours.offload.manager.forgotten > 0
-    assert not (memory_folder / "wrong").exists()
-
-
-if __name__ == "__main__":
-    compute_until_killed(*sys.argv[1:])
+    """Host memory has all blocks, which must be hits after a restart, or evicts all the time."""
+    work = Work(
+        members,
+        cpu_bytes,
+        answered(model_folder, range(1, 7)),
+        answered(model_folder, range(20, 20 + members)),
+    )
+    chance = random.Random(f"{SEED} {members}")
+    with pool_of(model_folder, memory_folder, work) as pool:
+        slots = sum(seat["slots"] for seat in pool.seats())
+        sets = [prompts for prompts, _ in work.common + work.own]
+        assert (sum(map(full_blocks, sets)) < slots / members) is fits
+        assert (sum(map(full_blocks, sets)) < slots) is fits
+        for kind in draw_kinds(chance, MOMENTS // 2):
+            pool.moment(chance, kind)
+        for found in pool.recovered if fits else ():
+            assert found.first_hit == 1, found
+            assert found.hits >= 0.95, found
+        assert pool.board[:, PEERS_BYTES].any(), "each served itself alone"
+        pool.end()
+    rounds = pool.board[:, ROUNDS].tolist()
+    print(SimpleNamespace(happened=dict(pool.happened), rounds=rounds, recovered=pool.recovered))
