@@ -143,6 +143,7 @@ METRICS = (
         tier_slots_set_aside="Slots of the disk left out until the next start, after an error.",
         has_remote="1 with a remote store, 0 without.",
         peers="Other engines of the host_pool, running or not, from whose host memory loads read.",
+        peer_slots="Slots in host memory of peers that loads can read; grows as they are page-locked.",
         leased_slots="Slots of peers that loads of this engine hold; one counts once per load.",
         disk_usable="1 while the disk may be read; 0 after an error, and without one.",
         remote_usable="1 while the remote store may be read; 0 after an error or a late answer, "

@@ -9,12 +9,12 @@ from bench.pool.workload import Share, Workload
 from bench.serving.engine import ServingEngine
 from bench.serving.sections import Result
 
-PEERS_SECONDS = 30
+PEERS_SECONDS = 60
 COUNTERS = ("peers_read_bytes", "loaded_bytes", "stored_bytes", "skipped_in_pool")
 
 
 def meet(engine: ServingEngine) -> float:
-    """Warm up, wait for the other replicas of a pool, and return how many were found in time."""
+    """Warm up, wait until all slots of the pool can be read, and return the number of peers."""
     share = share_of(engine)
     engine.wait_for_pool()
     for _ in range(2):  # computes, then loads
@@ -22,7 +22,10 @@ def meet(engine: ServingEngine) -> float:
         engine.reset()
     wanted = share.replicas - 1 if "host_pool" in engine.settings.options else 0
     deadline = time.monotonic() + PEERS_SECONDS
-    while engine.gauges.get("peers", 0) < wanted and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        own, peers = engine.gauges.get("pool_slots", 0), engine.gauges.get("peer_slots", 0)
+        if peers >= wanted * own:
+            break
         time.sleep(0.2)
         engine.tick()
     return engine.gauges.get("peers", 0)

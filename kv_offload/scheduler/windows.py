@@ -155,5 +155,6 @@ class Windows:
             return {}
         return {
             "peers": float(len(peers.opened)),
+            "peer_slots": float(sum(one.num_slots for one in peers.opened)),
             "leased_slots": float(peers.num_leases),
         }

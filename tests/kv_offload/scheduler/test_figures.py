@@ -29,6 +29,7 @@ def engine() -> PlayedEngine:
 OF_DISKS = {
     "peers",
     "leased_slots",
+    "peer_slots",
     "has_remote",
     "tier_slots",
     "tier_slots_in_use",

@@ -187,5 +187,6 @@ def test_bytes_from_peers_are_counted(memory_folder, monkeypatch) -> None:
     assert bed.readable == 4
     assert bed.manager.reserve(KEYS)
     assert bed.engine.offload.gauges()["leased_slots"] == 4
+    assert bed.engine.offload.gauges()["peer_slots"] == SLOTS
     bed.plan()
     assert bed.engine.offload.gauges()["leased_slots"] == 0

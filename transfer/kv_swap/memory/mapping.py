@@ -20,8 +20,8 @@ from kv_swap.memory.numa import prefer_node
 
 logger = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE = 23
-"""From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name it."""
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+"""From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name them."""
 
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -195,14 +195,22 @@ class ReadMapping(Mapping):
     def __init__(self, address: int, nbytes: int, fd: int, *, writable: bool) -> None:
         if not writable:
             self._protection = mmap.PROT_READ
+        self._fault_in = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
         super().__init__(nbytes, fd=fd, address=address)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Raise `OSError` if the file lacks pages of a range, which an access would allocate."""
+        """Fault the pages of a range in; releases the GIL.
+
+        Raises `OSError` if the file lacks some, which an access would allocate. Kernels before
+        Linux 5.14 leave it to the first access.
+        """
         if missing_bytes := self.missing_bytes(offset, nbytes):
             raise OSError(
                 errno.ENODATA, f"its owner has not allocated {missing_bytes} of {nbytes} bytes"
             )
+        end = offset + nbytes
+        for start in range(offset, end, _CALL_BYTES):
+            _libc.madvise(self.address + start, min(_CALL_BYTES, end - start), self._fault_in)
 
     def describe(self) -> str:
         """Describe whose pages they are, for the log."""

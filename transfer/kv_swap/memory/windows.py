@@ -5,7 +5,8 @@ All windows have the same length, at least that of the arena. So slot `s` of win
 read it. Windows begin where a piece of page-locked memory may begin.
 
 A thread maps files, and page-locks and unlocks them piece by piece. It leaves the driver alone for
-`REST` times as long as each call took, because launches wait for the call.
+`REST` times as long as each call took, because launches wait for the call. Pages are faulted in
+before, which the driver would do more slowly.
 """
 
 from __future__ import annotations
@@ -96,9 +97,10 @@ class Windows:
                 wanted,
             )
         self._unused = self.arena_address + whole_pages(num_slots * slot_bytes)
-        # Only the thread uses these two. The memory of stuck windows could not be unmapped.
+        # Only the thread uses these three. The memory of stuck windows could not be unmapped.
         self._mapped: dict[int, _Peer] = {}
         self._stuck: set[int] = set()
+        self._driver_seconds = 0.0
         # Guards what follows. Its lock is reentrant, because `release` may run as a finaliser.
         self._changed = threading.Condition()
         self._wanted: dict[int, _Peer] = {}
@@ -164,7 +166,7 @@ class Windows:
     def _work(self) -> None:
         while (found := self._wait()) is not None:
             act, window, peer = found
-            began = time.monotonic()
+            self._driver_seconds = 0.0
             try:
                 act(window, peer)
             except Exception as error:  # noqa: BLE001 - other windows must still be served
@@ -174,7 +176,7 @@ class Windows:
             if self._register is not None:
                 with self._changed:
                     if not self._released and not self._stopping:
-                        self._changed.wait(REST * (time.monotonic() - began))
+                        self._changed.wait(REST * self._driver_seconds)
         atexit.unregister(self._stop)
 
     def _wait(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:
@@ -211,7 +213,7 @@ class Windows:
         assert peer.pieces is not None, "a window without page-locking is mapped at once"
         start, end = peer.pieces.range(peer.next_piece)
         peer.mapping.populate(start, end - start)
-        peer.pieces.lock(peer.next_piece)
+        self._call_driver(peer.pieces.lock, peer.next_piece)
         peer.next_piece += 1
         self._publish(window, peer, peer.pieces.ready_bytes // self._slot_bytes)
 
@@ -232,6 +234,11 @@ class Windows:
         finally:
             os.close(fd)
 
+    def _call_driver(self, call: Callable[[int], None], piece: int) -> None:
+        began = time.monotonic()
+        call(piece)
+        self._driver_seconds = time.monotonic() - began
+
     def _publish(self, window: int, peer: _Peer, ready_slots: int) -> None:
         ready_slots = min(peer.num_slots, ready_slots)
         with self._changed:
@@ -244,7 +251,7 @@ class Windows:
     def _unmap_more(self, window: int, peer: _Peer) -> None:
         if peer.pieces is not None and peer.next_piece:
             peer.next_piece -= 1
-            peer.pieces.unlock(peer.next_piece)
+            self._call_driver(peer.pieces.unlock, peer.next_piece)
             return
         assert peer.mapping is not None, "only mapped windows are unmapped"
         is_unmapped = True
