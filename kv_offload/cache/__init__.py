@@ -8,7 +8,7 @@
 - `index`: maps keys to slots, on a `key_map`.
 - `policies`: pick the slot to reuse next.
 - `prefix`: turns the tokens of a request into keys and finds the longest prefix that can be loaded.
-- `retention`: slots that requests asked to keep, grouped in `leases`.
+- `retention`: slots that requests asked to keep for some time.
 - `changes`: keys that became readable and keys that were lost, for KV events.
 - `slot_refcounts`: the loads and stores running on each slot.
 - `mini_sim`: simulates the cache at other sizes on a sample of the blocks.
