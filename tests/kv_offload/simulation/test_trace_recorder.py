@@ -19,9 +19,9 @@ import pytest
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import ConfigError
-from kv_offload.scheduler import trace_recorder
-from kv_offload.scheduler.trace_recorder import MAX_WAITING, TraceRecorder
+from kv_offload.simulation import trace_recorder
 from kv_offload.simulation.trace import TraceRequest, read_trace
+from kv_offload.simulation.trace_recorder import MAX_WAITING, TraceRecorder
 from tests.support.waiting import LIMIT_SECONDS, wait_until
 
 MIB = 1 << 20
