@@ -271,16 +271,16 @@ def test_a_kill_leaves_what_there_was_at_one_moment(path):
 
 
 def test_a_kill_after_a_reset_leaves_nothing_that_was_put_later(path):
+    """On a busy machine the first kills come before the reset: later ones leave more time."""
     moments, reset_at, found = random.Random(7), 20, []
-    for _ in range(6):
+    while len(found) < 6 or NO_INDEX not in found:
         for file in path.parent.iterdir():
             file.unlink()
-        run_and_kill(path.parent, 0.002, moments.uniform(0, 0.06), reset_at)
+        run_and_kill(path.parent, 0.002, moments.uniform(0, 0.01 * (6 + len(found))), reset_at)
         killed = disk_uses.open_index(path)
         killed.close(LIMIT_SECONDS)
         found.append(killed.reason)
         assert disk_uses.last_put(killed) < reset_at
-    assert NO_INDEX in found
 
 
 def test_a_reset_that_was_answered_holds_though_the_process_is_killed_at_once(path):

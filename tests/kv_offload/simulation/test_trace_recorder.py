@@ -98,7 +98,7 @@ def test_large_blocks_are_recorded_as_they_are(path):
 def test_another_process_names_the_same_blocks_otherwise(tmp_path):
     script = (
         "from pathlib import Path; import sys;"
-        "from tests.kv_offload.scheduler.test_trace_recorder import record, request;"
+        "from tests.kv_offload.simulation.test_trace_recorder import record, request;"
         "record(Path(sys.argv[1]), request('a', 2))"
     )
     files = tmp_path / "one", tmp_path / "two"
