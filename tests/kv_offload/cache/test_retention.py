@@ -126,7 +126,7 @@ def test_a_slot_that_is_retained_for_an_instant_again_and_again_is_let_go_of_onc
     bed = Bed()
     slots = bed.store(3)
     for _ in range(3):
-        bed.keep(slots, seconds=1e-9)
+        bed.keep(slots, seconds=1e-20)
         assert bed.pass_time(0) == 3
     assert bed.pass_time(1) == 0
     assert not bed.manager.busy_slots(slots).any()
