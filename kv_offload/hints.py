@@ -1,6 +1,6 @@
 """A request's hints about its blocks in `kv_transfer_params`, and their validation.
 
-    {"kv_offload": {"store": true, "max_load_tokens": 4096, "retain_seconds": 600, "priority": 2}}
+    {"kv_offload": {"store": true, "max_load_tokens": 4096, "retain_seconds": 600}}
 
 Other keys of `kv_transfer_params` belong to other connectors and are ignored.
 """
@@ -21,14 +21,12 @@ MAX_DEPTH = 32
 """Maximum nesting depth of `kv_transfer_params`; connectors use three levels. At a depth of 470 the
 core of vLLM 0.32 fails to pickle them for its ranks, and ends."""
 MAX_RETAIN_SECONDS = 24 * 3600
-MAX_PRIORITY = 9
 MAX_TOKENS = 2**31 - 1
 _ALLOWED = {
     "store": "true or false",
     "load": "true or false",
     "max_load_tokens": f"an integer from 1 to {MAX_TOKENS}; to load nothing, load: false",
     "retain_seconds": f"a number above 0, up to {MAX_RETAIN_SECONDS} (a day)",
-    "priority": f"an integer from 0 to {MAX_PRIORITY}",
 }
 
 
@@ -38,7 +36,6 @@ class Keep:
 
     owner: str | None
     seconds: float
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def read_hints(params: Any, owner: str | None = None) -> RequestHints:
             )
     _check_together(given)
     seconds = given.get("retain_seconds")
-    keep = None if seconds is None else Keep(owner, float(seconds), given.get("priority", 0))
+    keep = None if seconds is None else Keep(owner, float(seconds))
     return RequestHints(
         given.get("store", True), given.get("load", True), given.get("max_load_tokens"), keep
     )
@@ -124,9 +121,7 @@ def _is_allowed(name: str, value: Any) -> bool:
         return False
     if name == "retain_seconds":
         return 0 < value <= MAX_RETAIN_SECONDS  # also refuses NaN
-    if not isinstance(value, int):
-        return False
-    return 0 <= value <= MAX_PRIORITY if name == "priority" else 1 <= value <= MAX_TOKENS
+    return isinstance(value, int) and 1 <= value <= MAX_TOKENS
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
@@ -137,8 +132,3 @@ def _check_together(given: Mapping[str, Any]) -> None:
                 f"kv_transfer_params.{KEY}.{name}: {show(given[name])} next to {contradicts}: "
                 "false, which rules it out. Remove one of the two"
             )
-    if "priority" in given and "retain_seconds" not in given:
-        raise RequestError(
-            f"kv_transfer_params.{KEY}.priority: {given['priority']} without retain_seconds. It "
-            "ranks retained blocks: give retain_seconds as well, or remove it"
-        )

@@ -2,13 +2,13 @@
 
     {"protocol_version": "0.1", "message_id": "m", "actions": [{"action_id": "a",
      "action_type": "kv.retain", "action_version": "1.0",
-     "payload": {"ttl_seconds": 600, "priority": 3}}]}
+     "payload": {"ttl_seconds": 600}}]}
 
 vLLM 0.33 and later carry it as `kv_hints` of a request, without giving actions a meaning. Dynamo
 also puts it into `kv_transfer_params.kv_hint`. The actions are those of Dynamo and SGLang, version
 1.0:
 
-- `kv.retain`: retain the blocks of this request, as with `retain_seconds`.
+- `kv.retain`: retain the blocks of this request, as with `retain_seconds`, without priorities.
 - `kv.evict`, `kv.deref`: the session ends, so store nothing more of this request.
 - `kv.prefetch`: read lower tiers while the request is queued; done without the hint, too.
 - `kv.demote`: write blocks to lower tiers; done without the hint, too.
@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_offload.hints import MAX_PRIORITY, MAX_RETAIN_SECONDS, Keep, RequestHints
+from kv_offload.hints import MAX_RETAIN_SECONDS, Keep, RequestHints
 
 KEY = "kv_hint"
 """The key under which Dynamo puts the envelope in `kv_transfer_params`."""
@@ -85,17 +85,14 @@ def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints 
         return dataclasses.replace(hints, store=hints.store and hints.keep is not None)
     if kind != "kv.retain":
         return None
-    seconds, priority = payload.get("ttl_seconds"), payload.get("priority", 0)
+    seconds = payload.get("ttl_seconds")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return None
     if not 0 < seconds <= MAX_RETAIN_SECONDS:  # also false for NaN
         return None
-    if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
-        return None
-    keep = Keep(owner, float(seconds), min(priority, MAX_PRIORITY))
     if hints.keep is not None or not hints.store:
         return None
-    return dataclasses.replace(hints, keep=keep)
+    return dataclasses.replace(hints, keep=Keep(owner, float(seconds)))
 
 
 def _get(part: Any, name: str) -> Any:

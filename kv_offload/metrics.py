@@ -96,7 +96,6 @@ METRICS = (
         followed_kv_hints="Actions of routers' KV hints that were followed.",
         ignored_kv_hints="Actions of routers' KV hints that are malformed, or for others.",
         unretained_slots="Slots to be retained for which there was no room in the share.",
-        displaced_slots="Retained slots that gave way to requests of a higher priority.",
         deferred_slots="Slots that were not stored yet when their request ended; see "
         "waiting_slots.",
         demoted_slots="Slots written from host memory to lower tiers, on every rank.",

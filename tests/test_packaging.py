@@ -36,7 +36,7 @@ ALLOWED = {
     "tiers": LEAVES | {"cache", "scheduler"},
     "simulation": LEAVES | {"cache"},
     "worker": LEAVES | {"cache", "kv_swap"},
-    "engines": LEAVES | {"cache", "scheduler", "tiers", "worker", "kv_swap"},
+    "engines": LEAVES | {"cache", "scheduler", "simulation", "tiers", "worker", "kv_swap"},
     "tools": LEAVES | {"cache", "engines", "simulation", "worker", "kv_swap"},
     "__main__": frozenset({"tools"}),
     # The leaves among themselves.

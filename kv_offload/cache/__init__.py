@@ -5,13 +5,12 @@
 - `key_index`: the part of a directory that finds keys.
 - `peers`: reads the directories of other engines and leases their slots; `peer_slots`: from lookup
   to load.
-- `index`: maps keys to slots, on a `key_map`.
+- `index`: maps keys to slots.
 - `policies`: pick the slot to reuse next.
 - `prefix`: turns the tokens of a request into keys and finds the longest prefix that can be loaded.
-- `retention`: slots that requests asked to keep, grouped in `leases`.
+- `retention`: slots that requests asked to keep for some time.
 - `changes`: keys that became readable and keys that were lost, for KV events.
 - `slot_refcounts`: the loads and stores running on each slot.
-- `mini_sim`: simulates the cache at other sizes on a sample of the blocks.
 - `disk_index`: maps keys to the slots of a disk, in a file that survives a restart.
 - `slots`: shared types and errors.
 

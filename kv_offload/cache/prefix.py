@@ -17,16 +17,13 @@ from kv_offload.errors import UnsupportedError
 
 SlotKey = bytes
 KeyMaker = Callable[[bytes, int], bytes]
-"""vLLM's `make_block_hash_with_group_id`: turns a hash and a group into a key of vLLM's own
-pool."""
+"""vLLM's `make_block_hash_with_group_id`, which makes a key of vLLM's own pool."""
 Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
 """Returns for each key whether host memory can serve it."""
 
-FIRST_LOOKUP_SLOTS = 8
-"""Number of slots that a search looks up first. Few, because a new prompt misses its first slot."""
-
-LOOKUP_GROWTH = 4
-"""If none of them is missing, each further lookup takes this many times as many."""
+FIRST_LOOKUP_SLOTS, LOOKUP_GROWTH = 8, 4
+"""Slots that a search looks up first, since a new prompt misses its first slot; if none is missing,
+each further lookup takes so many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,6 @@ class CacheGroup:
 
 
 def _group_suffix(make_key: KeyMaker, group_id: int) -> bytes:
-    """Return the suffix that the engine appends to a hash to name the group.
-
-    Raises `UnsupportedError`.
-    """
     suffix, made = make_key(b"", group_id), make_key(b"hash", group_id)
     if made != b"hash" + suffix:
         raise UnsupportedError(
@@ -139,43 +132,29 @@ class PrefixMap:
         )
         """True if a hit may cover all tokens of a request: the engine recomputes the last one.
 
-        For that token, a window could begin one token too late, a state would already include it,
-        scratch would lack the tokens that it is compressed with, and KV that depends on the next
-        token would have no proof.
+        For that token, a window could begin too late, a state would already include it, scratch
+        would lack the tokens that it is compressed with, and a draft head's KV would lack a proof.
         """
 
     def align(self, tokens: int) -> int:
-        """Return the largest multiple of `alignment_tokens` that is at most `tokens`.
-
-        With several groups, vLLM hashes blocks only up to such a boundary. Later blocks get their
-        hash in a later step, or never.
-        """
+        """Return the largest multiple of `alignment_tokens` that is at most `tokens`."""
         return tokens - tokens % self.alignment_tokens
-
-    def pool_keys(
-        self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
-    ) -> list[bytes]:
-        """Return the engine's keys of blocks `first` to `last` (exclusive), as far as hashes exist.
-
-        None for scratch.
-        """
-        if group.is_scratch:
-            return []
-        suffix = self._suffix[group.group_id]
-        return [block_hash + suffix for block_hash in self._ends(hashes, group, first, last)]
 
     def slot_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
     ) -> list[SlotKey]:
-        """Return the keys of slots `first` to `last` (exclusive), as far as hashes exist.
-
-        None for scratch.
-        """
-        if group.group_id == 0 and not group.is_scratch:
+        """Return the keys of slots `first` to `last` (exclusive) that have hashes."""
+        if group.is_scratch:
+            return []
+        # The last hash that each block spans.
+        step = group.block_tokens // self._hash_block_tokens
+        ends = hashes[(first + 1) * step - 1 : last * step : step]
+        if group.group_id == 0:
             # No suffix: Python has already hashed the request's own bytes objects, which saves much
             # time. They are shorter than keys with a suffix, so the two kinds never collide.
-            return list(self._ends(hashes, group, first, last))
-        return self.pool_keys(hashes, group, first, last)
+            return list(ends)
+        suffix = self._suffix[group.group_id]
+        return [block_hash + suffix for block_hash in ends]
 
     def key_before(self, hashes: Sequence[bytes], position: int, slot: int) -> SlotKey | None:
         """Return the key of the slot without which this slot is useless; None if there is none."""
@@ -197,13 +176,6 @@ class PrefixMap:
         suffix = self._suffix[group.group_id]
         return key[: -len(suffix)] if group.group_id else key
 
-    def _ends(
-        self, hashes: Sequence[bytes], group: CacheGroup, first: int, last: int
-    ) -> Sequence[bytes]:
-        """Return the hashes of blocks `first` to `last`: the last hash that each block spans."""
-        step = group.block_tokens // self._hash_block_tokens
-        return hashes[(first + 1) * step - 1 : last * step : step]
-
     def needed_slots(self, group: CacheGroup, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that a group must load to extend a prefix to `end_tokens`."""
         if group.is_scratch:
@@ -214,8 +186,8 @@ class PrefixMap:
     def count_named(self, group: CacheGroup, slots: Sequence[int], prompt_tokens: int) -> int:
         """Return how many of a request's computed slots get a hash from the engine.
 
-        For states, and for windows with `retention_tokens`, the engine hashes only the blocks that
-        a hit at certain tokens reads. For states these tokens are unknown here, so none counts.
+        Of states, and of windows with `retention_tokens`, only those that a hit at certain tokens
+        reads. For states these tokens are unknown here, so none counts.
         """
         if group.holds_state or group.is_scratch:
             return 0
@@ -226,7 +198,6 @@ class PrefixMap:
         return sum(slot in at_end or self._is_retained(group, slot) for slot in slots)
 
     def _is_retained(self, group: CacheGroup, slot: int) -> bool:
-        """Return whether a hit at the next multiple of `retention_tokens` reads this slot."""
         if not group.retention_tokens:
             return False
         end = math.ceil((slot + 1) * group.block_tokens / group.retention_tokens)
@@ -259,10 +230,7 @@ class PrefixMap:
     def chain_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
-        """Return the slot keys of a group that reads all tokens; each names a whole prefix.
-
-        Empty if there is no such group.
-        """
+        """Return the slot keys of a group that reads all tokens, if any; each names a prefix."""
         group = self._search_order[0]
         if not self._has_full:
             return []
@@ -279,8 +247,7 @@ class PrefixMap:
     ) -> int:
         """Return the last aligned token, at most `limit`, up to which a prefix is in `known`.
 
-        Takes O(log tokens). `known` must hold the `chain_keys` without gaps from `start` or
-        earlier.
+        Takes O(log tokens). `known` holds `chain_keys` without gaps from `start` or earlier.
         """
         step = self.alignment_tokens
         low, high = start // step, self.hashed_end(hashes, limit) // step
@@ -298,12 +265,6 @@ class PrefixMap:
         """Return the last aligned token, at most `limit_tokens`, up to which there are hashes."""
         return self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
 
-    def longest_hit(
-        self, hashes: Sequence[bytes], readable: Readable, start_tokens: int, limit_tokens: int
-    ) -> int:
-        """Return the end to which a prefix of `start_tokens` can be extended, or `start_tokens`."""
-        return self.longest_hits(hashes, readable, start_tokens, limit_tokens)[0]
-
     def longest_hits(
         self,
         hashes: Sequence[bytes],
@@ -312,10 +273,11 @@ class PrefixMap:
         limit_tokens: int,
         known_tokens: int = 0,
     ) -> tuple[int, int]:
-        """Return `longest_hit`, and the longest hit of only the groups that read all tokens.
+        """Return up to where a prefix of `start_tokens` can be extended, or `start_tokens`.
 
-        The two are equal unless there are groups of both kinds. Groups that read all tokens are not
-        looked up before `known_tokens`, because they are known to have everything there.
+        Also returns that for only the groups that read all tokens. The two are equal unless there
+        are groups of both kinds. Groups that read all tokens are not looked up before
+        `known_tokens`, because they are known to have everything there.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
         next token, the slot after the end must be readable too; it may be beyond `limit_tokens`.

@@ -1,7 +1,6 @@
 """Counts of the loads and stores running on each slot, from `prepare_*` to `complete_*`.
 
-Any number of loads may read a slot at once. Only one store writes it, and no load reads it
-meanwhile.
+Any number of loads may read a slot at once, or one store writes it.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class SlotRefcounts:
         self._readers[slots] = WRITTEN
 
     def end_stores(self, slots: Slots) -> None:
-        """End the store of each slot.
-
-        Raises `MisuseError` for a slot with no running store; nothing is changed.
-        """
+        """End the store of each slot. Raises `MisuseError` if one has none; nothing is changed."""
         written = self._readers[slots] == WRITTEN
         if not written.all() or len({*slots.tolist()}) < len(slots):
             raise MisuseError(

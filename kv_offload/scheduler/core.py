@@ -13,18 +13,14 @@ from kv_offload.cache.retention import Retention
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.events.announcer import Announcer
-from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
 from kv_offload.scheduler.observers import Observers, Subscribers
 from kv_offload.scheduler.quotas import Quotas
-from kv_offload.scheduler.request import RequestTable
+from kv_offload.scheduler.request import RequestTable, never
 from kv_offload.scheduler.spans import Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.timing import StepWatch
 from kv_offload.scheduler.transfers import TransferTable
-
-
-def _never() -> bool:
-    return False
+from kv_offload.simulation.miss_ratio_curve import MissRatioCurve
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class EngineFacts:
     make_key: KeyMaker
     num_ranks: int = 1
     loads_overlap: bool = False
-    is_to_rest: Callable[[], bool] = _never
+    is_to_rest: Callable[[], bool] = never
     wake: Callable[[], None] | None = None
 
 
@@ -100,10 +96,9 @@ class Core:
         if observers.report_span is not None:
             tell.add_spans(Spans(observers.report_span))
         if MissRatioCurve.can_estimate(prefixes):
-            num_slots, statistics = self.slots.num_slots, self.statistics
-            tell.add_other_sizes(
-                MissRatioCurve(self.config, prefixes, num_slots, statistics, with_tier=has_tier)
-            )
+            num_slots, count = self.slots.num_slots, self.statistics.count
+            estimates = MissRatioCurve(self.config, prefixes, num_slots, count, with_tier=has_tier)
+            tell.add_other_sizes(estimates)
         if observers.recorder is not None:
             hash_block_tokens = self.engine.pool.hash_block_size
             tell.add_recorder(observers.recorder, hash_block_tokens, self.statistics)

@@ -1,7 +1,4 @@
-"""The engine's duties after reports of ranks: one value, collected until the engine takes it.
-
-Ranks may report at any time, and may report a transfer twice. Each effect is returned once.
-"""
+"""The engine's duties after reports of ranks, and the requests and blocks that copies hold."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass, field
 
 from kv_offload.messages import OffloadWorkerMetadata
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.recovery import tainted_requests
-from kv_offload.scheduler.request import TrackedRequest
+from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.transfers import Transfer
 
 
@@ -39,23 +35,21 @@ class PendingEffects:
 
     def __init__(self, core: Core) -> None:
         self._requests, self._transfers = core.requests, core.transfers
-        self._effects = Effects()
+        self.pending = Effects()
         self._idle_loaded: set[str] = set()
         self._lost_loads: list[Transfer] = []
         self._step_is_lost = False
 
-    # -- reports -------------------------------------------------------------------------------
-
     def load_ended(self, request_id: str, *, ok: bool) -> None:
         """Note the end of an asynchronous load on all ranks."""
-        self._effects.loaded.add(request_id)
+        self.pending.loaded.add(request_id)
         if not ok:
-            self._effects.failed.add(request_id)
+            self.pending.failed.add(request_id)
 
     def lost(self, loads: Sequence[Transfer], report: OffloadWorkerMetadata) -> bool:
         """Note loads that a forward read too early, and a step that a rank has cut short.
 
-        Returns whether what has been computed may be wrong, now or since an earlier report.
+        Returns whether what has been computed may be wrong.
         """
         self._lost_loads += loads
         for rank in report.ranks.values():
@@ -63,36 +57,27 @@ class PendingEffects:
                 self._step_is_lost |= rank.aborted_step > self._requests.admissions_at_reset
         return bool(self._lost_loads) or self._step_is_lost
 
-    # -- steps ---------------------------------------------------------------------------------
-
     def step_begins(self, idle_loaded: set[str]) -> None:
         """Note the loaded requests of a step in which nothing else is under way."""
-        self._effects.stranded = idle_loaded & self._idle_loaded
+        self.pending.stranded = idle_loaded & self._idle_loaded
         self._idle_loaded = idle_loaded
 
     def step_failed(self) -> None:
         """Strand no request: an error hid whether the step runs it."""
-        self._effects.stranded = set()
-
-    # -- the engine ----------------------------------------------------------------------------
-
-    @property
-    def has_loaded(self) -> bool:
-        """True while the engine has not taken the end of some asynchronous load."""
-        return bool(self._effects.loaded)
+        self.pending.stranded = set()
 
     def take(self) -> Effects:
         """Return what has come since the last call, except for `tainted`."""
-        taken, self._effects = self._effects, Effects()
+        taken, self.pending = self.pending, Effects()
         return taken
 
     def take_tainted(self) -> set[TrackedRequest] | None:
         """Return the requests that have computed with wrong KV by now; None if there is no loss.
 
-        These are the requests of lost loads, and all that share their blocks or what was computed
-        with them. After a step that was cut short any named block may be one that was never
-        computed: then these are all requests with blocks, but none once the engine's own cache has
-        been emptied. Nothing of them is stored any more. Some may have ended.
+        These are the requests of lost loads, and all that share what was computed with them. After
+        a step that was cut short any named block may be one that was never computed: then these are
+        all requests with blocks, but none once the engine's own cache has been emptied. Nothing of
+        them is stored any more. Some may have ended.
         """
         loads, self._lost_loads = self._lost_loads, []
         step_is_lost, self._step_is_lost = self._step_is_lost, False
@@ -103,3 +88,85 @@ class PendingEffects:
         if step_is_lost:
             tainted |= {tracked for tracked in self._requests if tracked.cursor is not None}
         return tainted
+
+
+class InFlight:
+    """Requests and GPU blocks that copies hold: a view of the tables. Requests are named by ids."""
+
+    def __init__(self, core: Core, effects: PendingEffects) -> None:
+        self._requests, self._transfers = core.requests, core.transfers
+        self._effects = effects
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """True while some rank has not reported the end of a transfer."""
+        return self._transfers.any_running
+
+    @property
+    def pinned_blocks(self) -> set[int]:
+        """GPU blocks that stores pin."""
+        return set(self._transfers.pinned())
+
+    @property
+    def holds_idle_blocks(self) -> bool:
+        """True if some GPU block would be free but for a store."""
+        return self._transfers.holds_idle_blocks
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that were looked up and have not ended."""
+        return len(self._requests)
+
+    @property
+    def loading(self) -> set[str]:
+        """Requests with an asynchronous load that has not ended; some may have ended themselves."""
+        return self._transfers.loading_requests()
+
+    @property
+    def abandoned(self) -> set[str]:
+        """Ended requests whose load has not ended: the engine still holds their blocks."""
+        return {name for name in self.loading if self._requests.get(name) is None}
+
+    @property
+    def has_loaded(self) -> bool:
+        """True while the engine has not taken the end of some asynchronous load."""
+        return bool(self._effects.pending.loaded)
+
+    @property
+    def waiting(self) -> set[str]:
+        """Requests that may wait for a load, or for their turn after it."""
+        return {tracked.request_id for tracked in self._requests if tracked.loaded is not None}
+
+    @property
+    def loaded(self) -> set[str]:
+        """Requests whose loads have ended and that have not been scheduled since."""
+        return {tracked.request_id for tracked in self._requests if tracked.is_loaded}
+
+
+def tainted_requests(requests: RequestTable, lost_loads: Sequence[Transfer]) -> set[TrackedRequest]:
+    """Return the requests of lost loads and all that have computed with their blocks since.
+
+    A request shares blocks only with requests admitted before it: one that was preempted before the
+    load was planned may still list blocks that the load was given. Every block after a wrong one is
+    wrong as well. A request that reads a window may share only the window.
+
+    The result may contain requests that have ended.
+    """
+    wrong = {block for load in lost_loads for block in load.blocks}
+    by_cursor: dict[StoreCursor, TrackedRequest] = {}
+    for load in lost_loads:
+        assert load.request is not None
+        assert load.cursor is not None
+        by_cursor[load.cursor] = load.request
+    tainted = set(by_cursor.values())
+    first = min(cursor.admission for cursor in by_cursor)
+    for tracked in requests:
+        if tracked.cursor is not None and tracked.cursor.admission > first:
+            by_cursor[tracked.cursor] = tracked
+    for cursor in sorted(by_cursor, key=lambda cursor: cursor.admission):
+        for ids in cursor.block_ids:
+            shared = next((at for at, block in enumerate(ids) if block in wrong), None)
+            if shared is not None:
+                tainted.add(by_cursor[cursor])
+                wrong.update(ids[shared:])
+    return tainted

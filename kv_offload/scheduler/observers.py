@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import SlotKey
@@ -17,14 +16,14 @@ from kv_offload.engine import Request
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
 from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import Hit, TrackedRequest
 from kv_offload.scheduler.spans import ReportSpan, Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import Span
-from kv_offload.scheduler.trace_recorder import TraceRecorder
 from kv_offload.scheduler.transfers import Transfer
+from kv_offload.simulation.miss_ratio_curve import MissRatioCurve
+from kv_offload.simulation.trace_recorder import TraceRecorder
 
 CLOSE_SECONDS = 5.0
 """Bound of the wait for what is still to be recorded at the end."""
@@ -34,9 +33,8 @@ CLOSE_SECONDS = 5.0
 class Observers:
     """The observers that the engine's configuration turns on; None for one that is off.
 
-    - `describe`: describes blocks for KV events, which routers get.
-    - `recorder`: writes a trace of requests that end. It is closed with the scheduler.
-    - `report_span`: takes spans of lookups and loads.
+    `describe` describes blocks for KV events, which routers get. `recorder` is closed with the
+    scheduler. `report_span` takes spans of lookups and loads.
     """
 
     describe: Describe | None = None
@@ -84,33 +82,14 @@ class Subscribers:
 
     def add_announcer(self, announcer: Announcer) -> None:
         """Announce blocks of host memory to routers."""
-
-        def planned(
-            spans: Sequence[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
-        ) -> None:
-            slot_of = dict(zip(new, slots.tolist(), strict=False))
-            announcer.remember_stores(spans, keys, slot_of)
-
-        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
-            pairs = (zip(move.keys, move.slots.tolist(), strict=True) for move in moves)
-            slot_of = dict(chain.from_iterable(pairs))
-            if slot_of:
-                announcer.remember_prefix(request, start, end, slot_of)
-
-        self.stores.append(planned)
-        self.promotions.append(promoted)
+        self.stores.append(announcer.stores_planned)
+        self.promotions.append(announcer.promoted)
         self._follow(announcer)
 
     def add_announcer_below(self, above: Announcer, manager: CacheManager, tier: str) -> None:
         """Announce blocks of a tier to routers; `above` does those of host memory."""
         announcer = above.below(manager, tier)
-
-        def demoted(moves: Sequence[Transfer]) -> None:
-            for move in moves:
-                if move.tier == tier:
-                    announcer.remember_write(above, move.keys, move.slots, move.tier_slots)
-
-        self.demotions.append(demoted)
+        self.demotions.append(partial(announcer.demoted, above))
         self._follow(announcer)
 
     def _follow(self, announcer: Announcer) -> None:
@@ -125,35 +104,15 @@ class Subscribers:
 
     def add_quotas(self, quotas: Quotas) -> None:
         """Bound what one tenant takes of host memory."""
-
-        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
-            for move in moves:
-                quotas.filled(request.cache_salt, move.slots)
-
-        def load_ended(load: Transfer) -> None:
-            if load.request is not None:
-                quotas.used(load.request.request.cache_salt, load.slots)
-
         self.stores.append(quotas.stores_planned)
-        self.promotions.append(promoted)
-        self.load_end.append(load_ended)
+        self.promotions.append(quotas.promoted)
+        self.load_end.append(quotas.load_ended)
         self.emptied.append(quotas.clear)
 
-    def add_quotas_below(self, above: Quotas, quotas: Quotas, tier: str) -> None:
+    def add_quotas_below(self, above: Quotas, quotas: Quotas) -> None:
         """Bound what one tenant takes of a tier; `above` does so of host memory."""
-
-        def demoted(moves: Sequence[Transfer]) -> None:
-            for move in moves:
-                if move.tier == tier:
-                    quotas.written(above, move.slots, move.tier_slots)
-
-        def promoted(request: Request, start: int, end: int, moves: Sequence[Transfer]) -> None:
-            for move in moves:
-                if move.tier == tier:
-                    quotas.filled(request.cache_salt, move.tier_slots)
-
-        self.demotions.append(demoted)
-        self.promotions.append(promoted)
+        self.demotions.append(partial(quotas.demoted, above))
+        self.promotions.append(quotas.promoted)
 
     def add_spans(self, spans: Spans) -> None:
         """Report lookups and loads to a tracer."""

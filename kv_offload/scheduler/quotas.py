@@ -1,11 +1,10 @@
 """Bounds the share of host memory, or of a disk, that one tenant takes.
 
 A tenant is the requests of one `cache_salt`, or those without one. Above its share it loses its own
-least recently used blocks at once, and of one step's stores the end of a prompt first. A prompt
-longer than the share is stored only up to it (`StoreCandidates`). The next stores take the slots
-that become free, so other tenants lose no more than what one step stores. Blocks that a copy holds
-or a request retains are kept, and count. Blocks that an earlier process left on a disk count once
-they are read.
+least recently used blocks at once, and of one step's stores the end of a prompt first. The next
+stores take the slots that become free, so other tenants lose no more than what one step stores.
+Blocks that a copy holds or a request retains are kept, and count. Blocks that an earlier process
+left on a disk count once they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import Slots
+from kv_offload.engine import Request
 from kv_offload.scheduler.stores.candidates import Span
+from kv_offload.scheduler.transfers import Transfer
 
 SMALL_BATCH = 64
 """A batch with fewer slots is extended by the next one: decodes store one slot at a time."""
@@ -49,8 +50,8 @@ class Share:
 class Quotas:
     """Knows the owner of each slot. All operations take O(1) amortised time per slot.
 
-    `max_share` is a share of the manager's usable slots. `count` adds to a counter. `forget` evicts
-    the blocks in slots.
+    `max_share` is a share of the manager's usable slots. `count` adds to a counter. Of a `tier`,
+    `evict` evicts the blocks in slots.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Quotas:
         manager: CacheManager,
         max_share: float,
         count: Callable[[str, float], None],
-        forget: Callable[[Slots], None] | None = None,
+        tier: str = "",
+        evict: Callable[[Slots], None] | None = None,
     ) -> None:
         self._manager, self._max_share, self._count = manager, max_share, count
-        self._forget = forget or manager.forget
+        self._tier, self._forget = tier, evict or manager.forget
         # By slot, 0 for none; zeros from the system take no memory until they are written.
         self._share_of = np.zeros(manager.num_slots, np.int64)
         self._batch_of = np.zeros(manager.num_slots, np.int64)
@@ -72,10 +74,7 @@ class Quotas:
     def stores_planned(
         self, spans: Iterable[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
     ) -> None:
-        """Give `slots`, which the first of the `new` keys have got, to the tenants of the spans.
-
-        `keys` are those of all spans, in order.
-        """
+        """Give `slots` to the tenants of the spans; see `Subscribers.stores`."""
         owners: dict[Owner, list[SlotKey]] = {}
         at = 0
         for cursor, _, first, last in spans:
@@ -108,18 +107,31 @@ class Quotas:
         if surplus > 0:
             self._evict(share, surplus)
 
-    def written(self, above: Quotas, slots: Slots, own_slots: Slots) -> None:
-        """Give `own_slots` to the owners of the `slots` of host memory that are written to them.
+    def promoted(self, request: Request, _start: int, _end: int, moves: Sequence[Transfer]) -> None:
+        """Give slots that are read for a request to its tenant."""
+        for move in moves:
+            if not self._tier:
+                self.filled(request.cache_salt, move.slots)
+            elif move.tier == self._tier:
+                self.filled(request.cache_salt, move.tier_slots)
 
-        `above` are the quotas of host memory. A slot without an owner there has none here.
-        """
-        numbers = above._share_of[slots]
-        for number in np.unique(numbers).tolist():
-            part = own_slots[numbers == number]
-            if number:
-                self.filled(above._by_number[number][0], part)
-            else:
-                self._take_away(part)
+    def demoted(self, above: Quotas, moves: Sequence[Transfer]) -> None:
+        """Give the slots of writes to the owners of their slots of host memory, in `above`."""
+        for move in moves:
+            if move.tier != self._tier:
+                continue
+            numbers = above._share_of[move.slots]
+            for number in np.unique(numbers).tolist():
+                part = move.tier_slots[numbers == number]
+                if number:
+                    self.filled(above._by_number[number][0], part)
+                else:
+                    self._take_away(part)
+
+    def load_ended(self, load: Transfer) -> None:
+        """Note that slots were loaded for a request."""
+        if load.request is not None:
+            self.used(load.request.request.cache_salt, load.slots)
 
     def used(self, owner: Owner, slots: Slots) -> None:
         """Note that slots were loaded for an owner."""

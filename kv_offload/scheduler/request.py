@@ -179,10 +179,7 @@ class TrackedRequest:
             self.phase = Phase.READY
 
     def scheduled(self, block_ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-        """Note that it runs for the first time with these blocks, by cache group.
-
-        Returns the range of tokens that was loaded into them; None if nothing was.
-        """
+        """Note that it runs with these blocks; return the range of tokens loaded into them."""
         assert self.cursor is not None
         self.phase = Phase.RUNNING
         self.cursor.block_ids = [list(group) for group in block_ids]
@@ -249,14 +246,9 @@ class RequestTable:
         self.admitted += tracked.cursor is None
         self.admissions += 1
         ids = [list(group) for group in block_ids]
+        request, starts = tracked.request, [0] * len(ids)
         tracked.phase = Phase.READY
-        tracked.cursor = StoreCursor(
-            tracked.request,
-            ids,
-            [0] * len(ids),
-            self.admissions,
-            tracked.hints,
-        )
+        tracked.cursor = StoreCursor(request, ids, starts, self.admissions, tracked.hints)
         tracked.tier_wait = tracked.loaded = None
         tracked.waits_no_more()
 

@@ -39,10 +39,9 @@ class Resets:
             self._keeps_memory = False
 
     def weights_change(self) -> bool:
-        """Empty all, since the weights may be about to change, and at the next reset again.
+        """Empty all, as weights may be about to change; return whether there was anything to drop.
 
-        Until then the engine's own cache may serve blocks of the old weights, which are stored.
-        Returns whether there was anything to drop.
+        The next reset does so again: until then the engine's own cache may serve old blocks.
         """
         self._weights_changed = True
         return self._empty(weights_changed=True)
@@ -50,8 +49,7 @@ class Resets:
     def weights_were_loaded(self, weight_loads: Mapping[int, int]) -> None:
         """Apply how often each rank's model was given weights since the start.
 
-        A count that is no higher than the last one changes nothing: it may come in several ways,
-        also in a report that was on its way during a reset.
+        A count that is no higher than the last one changes nothing: it may come late, or twice.
         """
         news = [r for r, loads in weight_loads.items() if loads > self._weight_loads.get(r, 0)]
         if news:

@@ -11,17 +11,11 @@ from kv_offload.cache.lasting import LastingManager
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import AllocatedBlocks, Request, StepOutput
 from kv_offload.errors import UnsupportedError
-from kv_offload.messages import (
-    OffloadMetadata,
-    OffloadWorkerMetadata,
-    Outcome,
-    WorkerCapacity,
-)
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, Outcome, WorkerCapacity
 from kv_offload.metrics import OffloadStats
 from kv_offload.scheduler.core import Core, EngineFacts, SlotFacts
-from kv_offload.scheduler.effects import Effects, PendingEffects
+from kv_offload.scheduler.effects import Effects, InFlight, PendingEffects
 from kv_offload.scheduler.events.announcer import Announcement
-from kv_offload.scheduler.in_flight import InFlight
 from kv_offload.scheduler.loads.admissions import Admissions, Match
 from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.lookups import Lookups
@@ -43,9 +37,6 @@ class OffloadScheduler:
 
     Built when the block sizes and the number of slots are final. No slot is used before
     `take_capacities` has been called for every rank.
-
-    Ranks may report at any time, and may report a transfer twice. `take_effects` returns what the
-    engine must do about their reports.
 
     - `in_flight`: requests and GPU blocks that running copies hold.
     - `resets`: empties host memory and the tiers.
@@ -93,10 +84,7 @@ class OffloadScheduler:
             self.tiers.arrived(tracked)
 
     def still_waits(self, request_id: str, num_computed_tokens: int | None = None) -> bool:
-        """Return whether `match` would have the engine ask again, as it did last; in O(1).
-
-        Without `num_computed_tokens`, whether it would for any number.
-        """
+        """Return, in O(1), whether `match` would have the engine ask again; None: for any."""
         tracked = self._requests.get(request_id)
         if tracked is None or not self._admissions.still_waits(tracked, num_computed_tokens):
             return False
@@ -160,8 +148,7 @@ class OffloadScheduler:
     def plan_step(self, output: StepOutput) -> OffloadMetadata:
         """Plan the stores of this step's requests; return them with the loads planned before.
 
-        If it raises, `plan_after_error` must follow: the engine counts on the loads, and the step
-        has begun.
+        If it raises, `plan_after_error` must follow: the engine counts on the loads.
         """
         self._transfers.step_time.next_step()
         self._retention.expire()
@@ -326,11 +313,10 @@ class OffloadScheduler:
     # -- host memory ---------------------------------------------------------------------------
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
-        """Take the capacities of ranks, at the start or later. Raises `CapacityError`.
+        """Take the capacities of ranks, at the start or later.
 
         With a `host_pool` the first call adopts the slots that an earlier process left in the
-        ranks' arenas. Raises `UnsupportedError` if that call does not name all ranks: a slot would
-        be whole on some ranks only.
+        ranks' arenas. Raises `UnsupportedError` if that call does not name all ranks.
         """
         manager = self.manager
         if isinstance(manager, LastingManager) and not manager.is_open:
@@ -346,11 +332,7 @@ class OffloadScheduler:
         self.tiers.take_capacities(capacities)
 
     def _use_ready_slots(self, ready_slots: Mapping[int, int]) -> None:
-        """Use slots whose memory is ready on every rank; `ready_slots` has news by rank.
-
-        Memory that is ready stays so. News that says less is older: vLLM asks for a rank's capacity
-        again when it wakes up, while a report of more may have been read.
-        """
+        """Use slots whose memory is ready on every rank; a lower number is older news."""
         for rank, slots in ready_slots.items():
             self._ready_slots[rank] = max(slots, self._ready_slots.get(rank, 0))
         known = len(self._ready_slots) == self._engine.num_ranks

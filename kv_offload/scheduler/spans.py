@@ -53,9 +53,9 @@ class Spans:
             self._asked_ns.setdefault(tracked, time.time_ns())
 
     def admitted(self, tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
-        """Note that a request has got blocks, and how many tokens are loaded into them.
+        """Note that a request has blocks, and how many tokens of its `hit` are loaded into them.
 
-        `hit` is what was found for it. A second call before the next lookup changes nothing.
+        A second call before the next lookup changes nothing.
         """
         asked_ns = self._asked_ns.pop(tracked, None)
         if asked_ns is None:

@@ -19,8 +19,8 @@ MAX_STEP_SECONDS = 1.0
 COPY_EVERY = 32
 """One in this many hits that would be computed is copied, to measure copies again.
 
-If that copy was clearly faster than the others, the next hit is copied, too, and so on. Otherwise
-it would take 250 hits to notice that a link which was slow for a minute has recovered."""
+After a copy that was clearly faster the next hit is copied, too. Otherwise it would take 250 hits
+to notice that a link which was slow for a minute has recovered."""
 
 MIN_PREFILL_TOKENS = 64
 """A step with fewer tokens measures the fixed cost of a step, not that of its tokens."""
@@ -37,12 +37,9 @@ def tells_of_prompts(tokens: int, requests: int) -> bool:
 class CopyRate:
     """The measured speed of copies that ran alone, and when to copy although computing is faster.
 
-    A copy ends when the slowest rank has ended its part. Ranks report the speed of a copy in
-    different steps, and a slow rank less often, since its copies overlap. A rank that reports none
-    now counts with the median of its last reports. Otherwise a single hiccup would count again with
-    each report of the others.
-
-    Every `COPY_EVERY`th of the hits that would be computed is copied.
+    A copy ends when the slowest rank has ended its part. A rank that reports none now, as a slow
+    one often does, counts with the median of its last reports. Otherwise a single hiccup would
+    count again with each report of the others.
     """
 
     def __init__(self) -> None:
@@ -167,10 +164,7 @@ class PrefillRate:
         return self._recent[sizes[-1]].value if sizes else None
 
     def seconds(self, tokens: int) -> float | None:
-        """Return how long computing `tokens` takes; None without evidence.
-
-        If only larger steps were measured it is the time of such a step, which is an upper bound.
-        """
+        """Return how long computing `tokens` takes, or an upper bound; None without evidence."""
         sizes = self._known_sizes
         if not sizes:
             return None
@@ -199,10 +193,8 @@ class StepClock:
     """Times steps from end to end while they follow each other, else from their plan to their end.
 
     Steps end in the order in which they begin. With asynchronous scheduling the next one is planned
-    before the last has ended; then its time begins when that one ends. Idle time does not count.
-
-    An in-process engine that pauses processes the end of its last step only after it has launched
-    the next one. A step whose end may have been seen late is not timed.
+    before the last has ended; then its time begins when that one ends. An in-process engine that
+    pauses may see the end of a step late; such a step is not timed.
     """
 
     def __init__(self) -> None:
@@ -231,8 +223,7 @@ class StepClock:
     def end(self, now: float) -> tuple[Step, float] | None:
         """Return the oldest step under way, which ends now, with its seconds.
 
-        None if there is none, if it computed nothing, or if the engine paused for half of that time
-        or more, so that the step may have ended unseen.
+        None if it computed nothing, or if the engine paused for half of that time or more.
         """
         if not self._under_way:
             return None
@@ -261,10 +252,7 @@ class StepWatch:
         self._most_tokens = 0
 
     def begin(self, output: StepOutput, *, loads: bool, waits: bool) -> None:
-        """Begin a step whose plan is complete: the time for planning is not due to copies.
-
-        See `Step` for the arguments.
-        """
+        """Begin a step whose plan is complete; see `Step` for the arguments."""
         requests = len(output.num_scheduled_tokens)
         step = Step(output.total_num_scheduled_tokens, requests, loads, waits)
         self._most_tokens = max(self._most_tokens, step.tokens)

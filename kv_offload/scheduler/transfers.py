@@ -44,14 +44,10 @@ if TYPE_CHECKING:
 class Kind(enum.Enum):
     """Where a transfer copies to."""
 
-    STORE = "store"
-    """GPU blocks to host memory."""
-    LOAD = "load"
-    """Host memory to GPU blocks."""
-    PROMOTE = "promote"
-    """A lower tier to host memory."""
-    DEMOTE = "demote"
-    """Host memory to a lower tier."""
+    STORE = "store"  # GPU blocks to host memory
+    LOAD = "load"  # host memory to GPU blocks
+    PROMOTE = "promote"  # a lower tier to host memory
+    DEMOTE = "demote"  # host memory to a lower tier
 
 
 @dataclass(slots=True, eq=False)
@@ -109,12 +105,10 @@ class Transfer:
 
 
 class Ended(NamedTuple):
-    """Result of `TransferTable.apply_reports`."""
+    """Transfers that all ranks have ended, and loads that a forward read before they were there."""
 
     transfers: list[Transfer]
-    """Transfers that all ranks have ended, each returned once."""
     lost_loads: list[Transfer]
-    """Synchronous loads that a forward has read before they were there."""
 
 
 class TransferTable:
@@ -276,10 +270,7 @@ class TransferTable:
             self._manager.complete_store(store.slots, ok=ok)
 
     def invalidate_pending_stores(self, ended: Iterable[Transfer] = ()) -> None:
-        """Keep all pinned stores, and those just `ended`, from becoming readable.
-
-        Called when some of what they copy was computed with wrong KV.
-        """
+        """Keep pinned stores, and those just `ended`, from becoming readable: their KV is wrong."""
         for transfer in (*self._pinning(), *ended):
             if transfer.kind is Kind.STORE:
                 transfer.outcome = Outcome.FAILED
@@ -307,10 +298,7 @@ class TransferTable:
     # -- what there is -------------------------------------------------------------------------
 
     def running(self, kind: Kind, tier: str = "") -> Mapping[int, Transfer]:
-        """Return the transfers of a kind that some rank has not ended, by id, oldest first.
-
-        Of promotions and demotions, those from or to one tier.
-        """
+        """Return the transfers of a kind, and tier, that some rank has not ended, oldest first."""
         return self._running[kind, tier]
 
     @property
@@ -318,16 +306,11 @@ class TransferTable:
         """True while some rank has not ended a transfer that was sent."""
         return any(self._running.values())
 
-    def oldest(self, *kinds: Kind) -> Transfer | None:
-        """Return the oldest running transfer of these kinds, of all tiers."""
-        lanes = [running for (kind, _), running in self._running.items() if kind in kinds]
-        first = [next(iter(running.values())) for running in lanes if running]
-        return min(first, key=lambda one: one.transfer_id, default=None)
-
     def oldest_age_seconds(self, *kinds: Kind) -> float:
         """Return how long the oldest running transfer of these kinds has run; 0 without one."""
-        oldest = self.oldest(*kinds)
-        return 0.0 if oldest is None else time.monotonic() - oldest.sent
+        lanes = [running for (kind, _), running in self._running.items() if kind in kinds]
+        first = [next(iter(running.values())) for running in lanes if running]
+        return time.monotonic() - min(one.sent for one in first) if first else 0.0
 
     @property
     def num_loads(self) -> int:
@@ -354,10 +337,7 @@ class TransferTable:
         return any(store.unpinned_early for store in self.running(Kind.STORE).values())
 
     def loading_requests(self) -> set[str]:
-        """Return the ids of requests with an asynchronous load that was sent and has not ended.
-
-        Some of these requests may have ended.
-        """
+        """Return the ids of requests, ended or not, whose asynchronous load runs."""
         loads = self.running(Kind.LOAD).values()
         return {one.request.request_id for one in loads if one.request and not one.synchronous}
 

@@ -1,5 +1,6 @@
-"""Traces of requests, replayed without an engine to see which blocks a cache would have kept.
+"""Hits that a cache would have, on recorded traces, or at other sizes while an engine serves.
 
-trace.py   reads a trace from a file of JSON lines
-replay.py  runs a trace through the real cache manager and an eviction policy, or unlimited memory
+- `trace`: reads a trace from a file of JSON lines, which `trace_recorder` writes while it serves.
+- `replay`: runs a trace through the real cache manager and a policy, or unlimited memory.
+- `miss_ratio_curve`: estimates hits at other sizes on a sample of the blocks, with `mini_sim`.
 """

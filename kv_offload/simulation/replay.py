@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kv_offload.cache.mini_sim import MiniSim, SampledRequest
+from kv_offload.simulation.mini_sim import MiniSim, SampledRequest
 from kv_offload.simulation.trace import TraceRequest
 
 

@@ -65,10 +65,7 @@ class Tier(ABC):
 
     After a failed read or question nothing is read for a while, and after a failed write nothing is
     written: a store that is full still serves its blocks. While a copy hangs there is neither. The
-    keys stay known meanwhile.
-
-    `begin_write` and `begin_read` begin the copies of keys. Both give each key its *place*, a
-    number by which the ranks find the block beside its name.
+    keys stay known meanwhile. The *place* of a key is a number by which the ranks find its block.
     """
 
     name: ClassVar[str]
@@ -175,8 +172,7 @@ class Tier(ABC):
     def gauges(self) -> dict[str, float]:
         """Return the gauges of `kv_offload.metrics` for this kind of tier."""
 
-    @abstractmethod
-    def check_integrity(self) -> None:
+    def check_integrity(self) -> None:  # noqa: B027 (a tier without keys has nothing to check)
         """Raise `AssertionError` where the state contradicts itself."""
 
     @property
@@ -184,11 +180,8 @@ class Tier(ABC):
         """True while a thread looks for an answer."""
         return False
 
-    # -- whether it is used --------------------------------------------------------------------
-
     @property
     def _is_ready(self) -> bool:
-        """True if it is open and no copy hangs."""
         return self.is_open and not self.is_stuck
 
     @property
@@ -204,8 +197,8 @@ class Tier(ABC):
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         """Find out whether a copy hangs; `oldest` has the oldest one under way in each direction.
 
-        `now` is the time of `StepTime`. Ranks begin the copies of a direction in order, and one
-        that waits for its turn does not hang: a disk with a long queue of writes is still read.
+        `now` is the time of `StepTime`. A copy that waits for its turn does not hang: a disk with a
+        long queue of writes is still read.
         """
         known, self._oldest = self._oldest, {}
         for move in oldest:
@@ -245,14 +238,11 @@ class Tier(ABC):
             )
 
     def write_failed(self) -> float:
-        """Write nothing for a while; return for how long, or 0 in a pause that has begun.
-
-        During a pause of reads no second warning is logged.
-        """
+        """Write nothing for a while; return for how long, or 0 in a pause that has begun."""
         if not self._writes.is_over:
             return 0.0
         seconds = self._writes.begin()
-        if self._reads.is_over:
+        if self._reads.is_over:  # else one warning is enough
             logger.warning(
                 "kv-offload: the %s could not be written. It is not written for %.0f s",
                 self.what,

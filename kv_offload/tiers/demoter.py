@@ -49,8 +49,7 @@ class Demoter:
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
         self._rank_slots_per_second = bytes_per_second / slot_bytes
         self._saved_slots = 0.0
-        self._planned = -math.inf
-        """Time of the last plan, on the monotonic clock. The first plan may use a whole burst."""
+        self._planned = -math.inf  # time of the last plan: the first may use a whole burst
         # Slots to consider, each once.
         self._waiting: deque[Slots] = deque()
         self._waits = np.zeros(host.num_slots, bool)
@@ -74,10 +73,7 @@ class Demoter:
         return not self._tier.is_shared and self._host.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
-        """Plan the writes of a step; an engine that is `idle` has time for more.
-
-        `sharing_ranks` is how many ranks share the work of writing each slot once.
-        """
+        """Plan the writes of a step, more where the engine is idle; `sharing_ranks` share each."""
         now = time.monotonic()
         if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
             self.offer(self._host.take_newly_demotable())
@@ -99,11 +95,7 @@ class Demoter:
             self._demote(slots)
 
     def _take(self, count: int) -> Slots:
-        """Take up to `count` of the waiting slots.
-
-        Decodes offer one slot at a time, and a job for one takes as much of a step as for a
-        hundred.
-        """
+        """Take up to `count` of the waiting slots: decodes offer one at a time."""
         parts: list[Slots] = []
         while count and self._waiting:
             part = self._waiting.popleft()
@@ -119,14 +111,11 @@ class Demoter:
     def _demote(self, slots: Slots) -> None:
         """Plan jobs for the slots with blocks that the tier has not.
 
-        Both managers are asked once for all slots: asking for each job took 6 ms of a step with
-        slots of 2 MiB.
-
-        A block that the policy does not find worth a write is offered again at its next use. For a
-        shared tier the policy is not asked: another engine may use the block next.
+        Both managers are asked once for all: asking for each job took 6 ms of a step with slots of
+        2 MiB. A block that the policy finds not worth a write is offered again at its next use.
         """
         host, tier = self._host, self._tier
-        if not tier.is_shared:
+        if not tier.is_shared:  # else another engine may use the blocks next
             slots = slots[host.should_demote(slots)]
         found: list[tuple[Any, int]] = [
             (key, slot)

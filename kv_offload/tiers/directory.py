@@ -23,15 +23,12 @@ for it, and Mooncake blocks all Python threads while it connects."""
 
 
 class RemoteAnswer:
-    """The answer to which of some names the store has. The directory's thread sets it once.
-
-    `are_chained`: each name is useful only with all before it.
-    """
+    """Which names the store has; if `are_chained`, each is useful only with all before it."""
 
     def __init__(self, names: Sequence[bytes], *, are_chained: bool = False) -> None:
         self.names, self.are_chained = names, are_chained
         self.found: Sequence[bool] | None = None
-        """For each name, in order, whether all parts are there; None if the question failed."""
+        """For each name whether all parts are there; None if the question failed."""
         self.answered = 0.0
         """Time of the answer, on the monotonic clock."""
         self._done = threading.Event()
@@ -51,12 +48,9 @@ class RemoteAnswer:
 class RemoteDirectory:
     """Answers questions in their order. No method blocks but `close`.
 
-    The constructor returns once there is a connection, an attempt has failed, or `START_SECONDS`
-    have passed.
-
-    - `prefixes`: prefixes of the object keys, one for each part of a block: ranks that hold
-      different bytes of a block store a part each.
-    - `make_keys`: makes the object keys of blocks from a prefix and names.
+    The constructor waits for a connection, a failed attempt, or `START_SECONDS`. Each of `prefixes`
+    begins the object keys of a part of a block: ranks that hold different bytes store a part each.
+    `make_keys` makes object keys from a prefix and names.
     """
 
     def __init__(
@@ -109,9 +103,8 @@ class RemoteDirectory:
     def _look_along(self, names: Sequence[bytes]) -> list[bool]:
         """Find by a few probes up to which name of a chain the store has all.
 
-        The names before one that is there are assumed to be there: they were written before it. The
-        first name is always asked for, as a store may remove it first. If others were removed, a
-        read of them brings nothing. A thousand names take two rounds of probes.
+        The names before one that is there were written before it. The first name is always asked
+        for, as a store may remove it first. A thousand names take two rounds of probes.
         """
         probes = self._client.probes
         assert probes is not None

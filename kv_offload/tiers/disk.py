@@ -52,7 +52,6 @@ class DiskTier(Tier):
 
     @property
     def is_open(self) -> bool:
-        """See `Tier`."""
         return self._index is not None
 
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
@@ -85,11 +84,9 @@ class DiskTier(Tier):
 
     @property
     def generation(self) -> bytes:
-        """See `Tier`."""
         return self.index.generation
 
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """See `Tier`."""
         return self.manager.readable(keys)
 
     def may_have(self, key: bytes) -> bool:
@@ -113,7 +110,6 @@ class DiskTier(Tier):
         return new[: len(given)], given
 
     def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """See `Tier`."""
         # After a reset the manager does not know these keys, or has them in other slots.
         known = self.manager.find(move.keys) == move.tier_slots
         bad = known & failed & (move.outcome is Outcome.FAILED)
@@ -145,7 +141,6 @@ class DiskTier(Tier):
             self.index.use(good)
 
     def evict(self, slots: Slots) -> None:
-        """See `Tier`."""
         self.index.remove(slots)
         self.manager.forget(slots)
 
@@ -171,7 +166,6 @@ class DiskTier(Tier):
         return self.manager.slots_in_use - len(self._set_aside)
 
     def forget_all(self) -> bool:
-        """See `Tier`."""
         held = self._slots_in_use > 0
         self.manager.reset()
         if self._index is not None:
@@ -183,7 +177,6 @@ class DiskTier(Tier):
         """See `Tier`. It is enough that one rank's file is revoked, or that the index is removed.
 
         A restart uses no index whose files have other ids, and cannot name a block without one.
-        Once settled the tier stays so: later blocks have names that only this process knows.
         """
         if self.is_settled:
             return True
@@ -196,7 +189,6 @@ class DiskTier(Tier):
         return True
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
-        """See `Tier`."""
         super().next_step(oldest, now)
         # After new weights that a rank reported in a step nobody waits for the disk.
         if not self.is_settled and self.index.problem:
@@ -215,7 +207,6 @@ class DiskTier(Tier):
         )
 
     def gauges(self) -> dict[str, float]:
-        """See `Tier`."""
         return {
             "tier_slots": self.manager.usable_slots,
             "tier_slots_in_use": self._slots_in_use,
@@ -223,5 +214,4 @@ class DiskTier(Tier):
         }
 
     def check_integrity(self) -> None:
-        """See `Tier`."""
         self.manager.check_integrity()

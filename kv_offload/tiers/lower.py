@@ -39,9 +39,8 @@ TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 class TierSpec:
     """The configuration of a tier.
 
-    Each rank writes at most `write_rate` bytes per second; None: the tier is only read.
-
-    With `keep_on_reset` the tier still serves after the user has reset the prefix cache.
+    Each rank writes at most `write_rate` bytes per second, or None: nothing. With `keep_on_reset`
+    the tier still serves after the user has reset the prefix cache.
     """
 
     make: Callable[[], Tier]
@@ -79,8 +78,9 @@ class LowerTiers:
                     core.tell.add_announcer_below(core.announcer, manager, tier.name)
                 if core.quotas is not None:
                     share, count = core.config.max_share_per_salt, core.statistics.count
-                    quotas = self._quotas[tier.name] = Quotas(manager, share, count, tier.evict)
-                    core.tell.add_quotas_below(core.quotas, quotas, tier.name)
+                    quotas = Quotas(manager, share, count, tier.name, tier.evict)
+                    self._quotas[tier.name] = quotas
+                    core.tell.add_quotas_below(core.quotas, quotas)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
         self.promoter = Promoter(core, self.tiers, lookups, costs)
@@ -97,10 +97,7 @@ class LowerTiers:
         self._prefetcher.arrived(request)
 
     def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
-        """Return whether the engine must ask again for a request, since something is coming for it.
-
-        Starts the read if it is worth it. `start_tokens` of the request are on the GPU.
-        """
+        """See `Promoter.waits`."""
         return bool(self.tiers) and self.promoter.waits(request, start_tokens)
 
     def advance(self, *, computes: bool) -> None:
@@ -175,7 +172,7 @@ class LowerTiers:
         return min((rank.sharing_ranks for rank in self._ranks[tier].values()), default=1)
 
     def _copies(self, tier: Tier) -> list[Transfer]:
-        """Return the oldest copy under way from a tier, and the oldest to it."""
+        """Return the oldest copies under way from a tier and to it."""
         lanes = [self._transfers.running(kind, tier.name) for kind in TIER_KINDS]
         return [next(iter(lane.values())) for lane in lanes if lane]
 

@@ -23,10 +23,9 @@ evict what was read for the first ones."""
 class Prefetcher:
     """Reads blocks from lower tiers into host memory while their request is queued.
 
-    vLLM looks a request up only once it could run it. While all its places are taken, a request may
-    be queued for seconds, in which a slow tier would be idle. Requests are handled in the order of
-    their arrival. Nothing waits for this; if a read has not ended when the engine looks the request
-    up, the request waits for it as for any other.
+    vLLM looks a request up only once it could run it, which may take seconds, in which a slow tier
+    would be idle. Requests are handled in the order of their arrival. If a read has not ended when
+    the engine looks the request up, the request waits for it as for any other.
     """
 
     def __init__(self, core: Core, promoter: Promoter, lookups: Lookups) -> None:
@@ -44,10 +43,7 @@ class Prefetcher:
         self._queue.append(tracked)
 
     def plan_step(self) -> None:
-        """Look at the first requests of the queue, within this step's budget of lookups.
-
-        Called after the engine has scheduled: the requests that it could run it has looked up.
-        """
+        """Look at the first requests that the engine could not run, within the lookup budget."""
         if self._ahead:
             waiting = Phase.WAITING
             self._ahead = {one: moves for one, moves in self._ahead.items() if one.phase is waiting}
@@ -81,8 +77,7 @@ class Prefetcher:
     def _gpu_tokens(self, tracked: TrackedRequest) -> int:
         """Return how many tokens of a prompt the engine's own cache has; 0 if that is hard to tell.
 
-        If it has some after all, they are read for nothing unless the engine evicts them. Takes
-        O(log tokens), since the engine evicts the end of a prompt first.
+        Takes O(log tokens), since the engine evicts the end of a prompt first.
         """
         groups = self._prefixes.groups
         if len(groups) > 1 or groups[0].block_tokens != self._pool.hash_block_size:

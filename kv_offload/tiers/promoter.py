@@ -66,9 +66,8 @@ class Promoter:
 
     A request waits until its blocks are in host memory, and is then served as a hit. When its
     deadline has passed it is served with what has come. The read goes on, for later requests.
-
-    Requests that share a prefix share its read, and the questions about it: for the second one only
-    the tokens that differ are looked up. So its lookup takes O(log tokens) while the first waits.
+    Requests that share a prefix share its read, and the questions about it, so the lookup of the
+    second one takes O(log tokens).
     """
 
     def __init__(
@@ -83,8 +82,7 @@ class Promoter:
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Return whether the engine must ask for a request again, since a read or answer is coming.
 
-        Begins to read what the request needs after its first `start_tokens` tokens, unless
-        computing it is faster.
+        Begins to read what it needs after its first `start_tokens`, unless computing is faster.
         """
         waits, wait = self._waits(tracked, start_tokens, is_ahead=False), tracked.tier_wait
         if waits:
@@ -169,8 +167,6 @@ class Promoter:
         if wait.read is not None:
             self._statistics.count("late_promotions", 1)
             tracked.hit = wait.read = None
-
-    # -- questions -----------------------------------------------------------------------------
 
     def _ask(self, tracked: TrackedRequest, wait: Wait, tiers: Sequence[Tier]) -> None:
         """Ask the shared ones of `tiers` which blocks they have of what is not on its way."""

@@ -64,10 +64,9 @@ class Questions:
     def ask(
         self, tier: Tier, hashes: Sequence[bytes], start: int, end: int, tiers: Sequence[Tier]
     ) -> list[Question]:
-        """Ask a tier for the blocks of a prefix, from token `start` to `end`, that nothing has.
+        """Ask a tier for the blocks of a prefix that neither host memory nor unshared `tiers` have.
 
-        Left out is what host memory has, and what can be read from those of `tiers` that are not
-        shared. Where a question about the beginning is open, only the rest is asked. Returns all
+        Of tokens `start` to `end`, only those after what an open question is about. Returns all
         questions whose answers the request needs.
         """
         prefixes, questions = self._prefixes, []

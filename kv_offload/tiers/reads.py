@@ -72,10 +72,7 @@ class Reads:
         return transfer.has_ended or not self._tiers[transfer.tier].is_stuck
 
     def find(self, hashes: Sequence[bytes], start: int, limit: int) -> tuple[int, Read] | None:
-        """Return the read that brings most of a prefix, and up to which token it does.
-
-        None where no read covers `start`, or where that hangs.
-        """
+        """Return the read that brings most of a prefix from `start` on, and up to which token."""
         end = self._prefixes.end_within(self._by_key, hashes, start, limit)
         if end <= start:
             return None
@@ -87,11 +84,10 @@ class Reads:
     def begin(
         self, keys: list[SlotKey], sources: list[Tier], parents: NDArray[np.int32]
     ) -> list[tuple[Transfer, NDArray[np.intp]]]:
-        """Begin to read the first of `keys`, as many as host memory has room for.
+        """Begin to read the first of `keys`, each from its tier in `sources`, while there is room.
 
-        Each is read from its tier in `sources`. `parents` are the slots of the same prefix in host
-        memory, which are not evicted for them. Returns the transfers, and the positions in `keys`
-        that each of them reads.
+        `parents` are slots of the same prefix in host memory, which are not evicted for them.
+        Returns the transfers, and the positions in `keys` that each of them reads.
         """
         filling = sum(tier.reading_slots for tier in self._tiers.values() if not tier.is_stuck)
         room = self._host.usable_slots // MAX_PROMOTING_SHARE - filling

@@ -93,7 +93,6 @@ class RemoteTier(Tier):
 
     @property
     def is_open(self) -> bool:
-        """See `Tier`."""
         return self._directory is not None
 
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
@@ -102,7 +101,6 @@ class RemoteTier(Tier):
             self._directory = self._open_directory(sorted({r.file_id for r in ranks.values()}))
 
     def close(self, timeout_seconds: float) -> None:
-        """See `Tier`."""
         if self._directory is not None:
             self._directory.close(timeout_seconds)
 
@@ -126,15 +124,12 @@ class RemoteTier(Tier):
 
     @property
     def generation(self) -> bytes:
-        """See `Tier`."""
         return self._generation
 
     def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """See `Tier`."""
         return self._known.has(keys)
 
     def may_have(self, key: bytes) -> bool:
-        """See `Tier`."""
         return key in self._known
 
     def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
@@ -150,7 +145,6 @@ class RemoteTier(Tier):
 
     @property
     def is_asked(self) -> bool:
-        """See `Tier`."""
         return self._last_answer is not None and not self._last_answer.is_done
 
     def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: RemoteAnswer) -> None:
@@ -163,7 +157,6 @@ class RemoteTier(Tier):
             self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
-        """See `Tier`."""
         super().next_step(oldest, now)
         if self._is_late and not self.is_asked:
             failed, self._is_late = self._late_answer_failed, False
@@ -176,7 +169,6 @@ class RemoteTier(Tier):
         return rows, np.arange(len(rows), dtype=np.int32)
 
     def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """See `Tier`."""
         if move.generation == self._generation:
             self._known.add(key for key, bad in zip(move.keys, failed, strict=True) if not bad)
 
@@ -185,7 +177,6 @@ class RemoteTier(Tier):
         return np.arange(len(keys), dtype=np.int32)
 
     def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        """See `Tier`."""
         self._known.discard(key for key, bad in zip(move.keys, failed, strict=True) if bad)
 
     def forget_all(self) -> bool:
@@ -195,8 +186,4 @@ class RemoteTier(Tier):
         return True
 
     def gauges(self) -> dict[str, float]:
-        """See `Tier`."""
         return {"has_remote": 1.0}
-
-    def check_integrity(self) -> None:
-        """See `Tier`. There is nothing to compare with: the store decides what it keeps."""

@@ -109,7 +109,7 @@ class Search:
             return None
         host_end = known.host_tokens
         if host_end == start:
-            host_end = prefixes.longest_hit(hashes, self._lookups.readable, start, limit)
+            host_end, _ = prefixes.longest_hits(hashes, self._lookups.readable, start, limit)
         read = Read(known.start_tokens, end, full, host_end, [])
         sources = self._locate(missing, tiers)
         if len(sources) < len(missing):

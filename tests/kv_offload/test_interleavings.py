@@ -99,7 +99,7 @@ HINTS: tuple[dict[str, Any], ...] = (
     {"load": False},
     {"max_load_tokens": 8},
     {"retain_seconds": 0.001},
-    {"retain_seconds": 600, "priority": 1},
+    {"retain_seconds": 600},
 )
 UPSETS = ("pause", "pause", "reset", "reset", "sleep", "weights", "trainer", "drain")
 UPSET = st.tuples(st.sampled_from(UPSETS), st.booleans(), st.booleans())

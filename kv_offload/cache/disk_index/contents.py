@@ -1,14 +1,9 @@
-"""The format of the index file, and reading it."""
+"""The format of the index file."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import shutil
 import sqlite3
-import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kv_offload.cache.slots import NO_SLOTS, Slots
-from kv_offload.errors import ConfigError, KVOffloadError
+from kv_offload.errors import KVOffloadError
 
 FORMAT = 2
 """The file's `user_version`. It changes with `SCHEMA`, and with the meaning of a value."""
@@ -31,18 +26,10 @@ SCHEMA = (
 """`meta` has one row. `used` is the time of a slot's last use in microseconds since 1970; each use
 has a later time than the one before. `sum` is the result of `row_sum`.
 
-Nothing in the file is trusted without a check. The description, the files and the number of slots
-must match those of the engine that starts. A row's sum must match its slot, its key and the
-generation, and the name of the record in the slot must be the generation and the key. `used` alone
-is not checked: it only decides the order of eviction.
-
-`used` and `key` have no SQL index: all slots are read and sorted at once, when an engine starts."""
-
-LOG_HEADER_BYTES = 32
-"""Size of the header of SQLite's write-ahead log; its salts differ after each restart of the
-log."""
-
-COPY_ATTEMPTS = 100
+Nothing is trusted without a check: `meta` must match the engine that starts, a row's sum its slot,
+its key and the generation, and the record in the slot the generation and the key. `used` alone is
+not checked: it only decides the order of eviction. There is no SQL index, as all slots are read and
+sorted at once."""
 
 GENERATION_BYTES = 16
 LATEST = 1 << 62
@@ -87,57 +74,6 @@ def write_new(database: sqlite3.Connection, contents: DiskContents) -> None:
     database.execute("COMMIT")
 
 
-def read_index(path: Path) -> DiskContents:
-    """Read the index at `path`, even while an engine writes it; changes nothing.
-
-    Raises `ConfigError` if there is none or it may not be read, `DamagedIndexError` if the file is
-    not an index of this version.
-    """
-    with contextlib.ExitStack() as opened:
-        try:
-            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kv-offload-"))
-            copy = Path(folder, path.name)
-            _copy(path, copy)
-            database = opened.enter_context(contextlib.closing(sqlite3.connect(copy)))
-        except (OSError, sqlite3.Error) as error:
-            problem = getattr(error, "strerror", None) or error
-            remedy = "Give a folder that an engine has as its disk.path, as a user who may read it"
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                where = tempfile.gettempdir()
-                remedy = f"A copy of it is read, in {where}: set TMPDIR to a folder with more room"
-            raise ConfigError(f"{path}: cannot be read: {problem}. {remedy}") from error
-        return read_contents(database, path)
-
-
-def _copy(path: Path, copy: Path) -> None:
-    """Copy an index and its log as they were at one moment. Raises `OSError`.
-
-    An engine lets no other process open them. It appends to the log, and restarts the log with
-    another header only once all of its contents are in the index. So while the header stays the
-    same, the log contains all concurrent writes to the index.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file")
-    log, copied_log = (file.with_name(f"{file.name}-wal") for file in (path, copy))
-    for _ in range(COPY_ATTEMPTS):
-        before = _header(log)
-        shutil.copyfile(path, copy)
-        copied_log.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # an engine that has ended leaves none
-            shutil.copyfile(log, copied_log)
-        if before == _header(copied_log) == _header(log):
-            return
-    raise OSError(errno.EBUSY, "an engine keeps writing it")
-
-
-def _header(log: Path) -> bytes | None:
-    try:
-        with log.open("rb") as file:
-            return file.read(LOG_HEADER_BYTES)
-    except FileNotFoundError:
-        return None
-
-
 def read_contents(database: sqlite3.Connection, path: Path) -> DiskContents:
     """Read all of an index at one moment. Raises `DamagedIndexError`, which names `path`."""
     try:
@@ -174,15 +110,8 @@ def _read(database: sqlite3.Connection) -> DiskContents:
     _require(len(set(keys)) == len(keys), "two slots have one key")
     _require(bool(((slots >= 0) & (slots < num_slots)).all()), "a slot does not exist")
     _require(bool(((used >= 0) & (used < LATEST)).all()), "a time does not exist")
-    return DiskContents(
-        _texts(description),
-        _texts(files),
-        num_slots,
-        generation,
-        keys,
-        slots.astype(np.int32),
-        used,
-    )
+    texts = _texts(description), _texts(files)
+    return DiskContents(*texts, num_slots, generation, keys, slots.astype(np.int32), used)
 
 
 def _texts(text: Any) -> dict[str, str]:

@@ -27,15 +27,13 @@ LOCK_SECONDS = 1.0
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Suffixes of the files that SQLite makes."""
 
-
 NO_INDEX = "it has no index: it is new, or a reset or new weights emptied it"
 
 
 def lock(path: Path) -> int:
     """Lock the lock file of `path`; return its descriptor, which holds the lock until it is closed.
 
-    The kernel closes it however the process ends, which may take a moment. Raises `ConfigError` if
-    another engine holds the lock.
+    Raises `ConfigError` if another engine holds the lock.
     """
     file = lock_file(path)
     descriptor = os.open(file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -53,19 +51,6 @@ def lock(path: Path) -> int:
                 f"the other one; `fuser {shlex.quote(str(file))}` names its process"
             ) from error
         return descriptor
-
-
-def is_in_use(path: Path) -> bool:
-    """Return whether an engine uses the index at `path`.
-
-    Raises `OSError` if that cannot be checked. Briefly holds the lock if it is free.
-    """
-    with lock_file(path).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
 
 
 def lock_file(path: Path) -> Path:
@@ -136,9 +121,8 @@ def _prepare(database: sqlite3.Connection) -> None:
 def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:
     """Make the next engine begin with an empty index; return once that is durable.
 
-    `file` is a descriptor of the index, and `database` its open connection. Removing the file needs
-    no room on the disk. A file that cannot be removed, or was moved, is emptied instead. Raises
-    `OSError` or `sqlite3.Error` if neither is possible.
+    `file` is a descriptor of the index. Removing it needs no room on the disk; one that cannot be
+    removed, or was moved, is emptied instead. Raises `OSError` or `sqlite3.Error`.
     """
     try:
         if os.path.samestat(path.stat(), os.fstat(file)):

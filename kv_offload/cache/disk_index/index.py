@@ -12,11 +12,11 @@ import os
 import secrets
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kv_offload.cache.disk_index.changes import Changes
-from kv_offload.cache.disk_index.contents import GENERATION_BYTES, DiskContents
+from kv_offload.cache.disk_index.contents import GENERATION_BYTES, DiskContents, row_sum
 from kv_offload.cache.disk_index.file import end_index, lock, open_index, refused
 from kv_offload.cache.slots import Slots
 
@@ -25,6 +25,70 @@ logger = logging.getLogger(__name__)
 COMMIT_SECONDS = 0.5
 RETRY_SECONDS = 10.0
 """Delay after a failed write; the next attempt may have every slot to write."""
+
+
+class Changes:
+    """Changes that the file does not have yet, the last one per slot."""
+
+    def __init__(self, last_use: int) -> None:
+        """Times of use are in microseconds since 1970, and increase from `last_use`."""
+        self.last_use = last_use
+        self._put: dict[int, bytes] = {}
+        self._used: dict[int, int] = {}  # includes all slots in `_put`
+        # Deletions are written before the rest, so a slot may also be in `_put`.
+        self._removed: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """True if there is something to write."""
+        return bool(self._used or self._removed)
+
+    def put(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Record that slots hold keys."""
+        self._put.update(zip(slots, keys, strict=True))
+        self.use(slots)
+
+    def use(self, slots: Sequence[int]) -> None:
+        """Record that slots were used, in this order."""
+        first = max(self.last_use + 1, time.time_ns() // 1000)
+        self.last_use = first + len(slots) - 1
+        self._used.update(zip(slots, range(first, first + len(slots)), strict=True))
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """Record that slots hold nothing."""
+        self._removed.update(slots)
+        for slot in slots:
+            self._put.pop(slot, None)
+            self._used.pop(slot, None)
+
+    def add(self, later: Changes) -> None:
+        """Add changes that came after these."""
+        self.remove([*later._removed])
+        self._put.update(later._put)
+        self._used.update(later._used)
+        self.last_use = later.last_use
+
+    def forget(self) -> None:
+        """Drop all changes, which have been written."""
+        self._put.clear()
+        self._used.clear()
+        self._removed.clear()
+
+    def write(self, database: sqlite3.Connection, generation: bytes) -> None:
+        """Write all changes in one transaction, which is rolled back if an error is raised."""
+        removed = [(slot,) for slot in self._removed]
+        used = [(when, slot) for slot, when in self._used.items() if slot not in self._put]
+        put = [
+            (slot, key, self._used[slot], row_sum(generation, slot, key))
+            for slot, key in self._put.items()
+        ]
+        try:
+            database.execute("BEGIN IMMEDIATE")
+            database.executemany("DELETE FROM slots WHERE slot = ?", removed)
+            database.executemany("UPDATE slots SET used = ? WHERE slot = ?", used)
+            database.executemany("INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?)", put)
+            database.execute("COMMIT")
+        finally:
+            database.rollback()  # does nothing after a commit
 
 
 class DiskIndex:
@@ -36,14 +100,10 @@ class DiskIndex:
     def __init__(
         self, path: Path, description: Mapping[str, str], files: Mapping[str, str], num_slots: int
     ) -> None:
-        """Open the file at `path`, or create it.
+        """Open the file at `path`, or create it; no other engine can until `close` or a kill.
 
-        No other engine can open it until `close` or a kill. Its contents are taken over if
-        `description` (of the blocks), `files` (ids of the ranks' files, by rank) and `num_slots`
-        match.
-
-        Raises `ConfigError` if no file can be used at this path: the folder is missing, there is no
-        permission or no space, or another engine uses it.
+        Its contents are taken over if `description` (of the blocks), `files` (ids of the ranks'
+        files, by rank) and `num_slots` match. Raises `ConfigError` if no file can be used there.
         """
         generation = secrets.token_bytes(GENERATION_BYTES)
         new = DiskContents(description, files, num_slots, generation)
@@ -52,8 +112,7 @@ class DiskIndex:
             opened.callback(os.close, self._lock)
             self._database, found, self.reason = open_index(path, new)
             opened.callback(self._database.close)
-            # Descriptor of the file itself, wherever it is moved. Closing it releases SQLite's
-            # locks.
+            # The file itself, wherever it is moved. Closing it releases SQLite's locks.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.pop_all()
         self.keys, self.slots = found.keys, found.slots
@@ -95,10 +154,8 @@ class DiskIndex:
     def clear(self) -> None:
         """Drop all keys, choose another `generation`, and have the thread end the file.
 
-        Blocks stored after this may belong to other weights than those of a restarted engine. So
-        the new generation exists in this process alone: no restart can name a block of it, whatever
-        is in the file. Once the file has ended, a restart cannot name an earlier block either;
-        `wait_ended` reports that.
+        The new generation exists in this process alone: no restart, perhaps with other weights, can
+        name a block of it. Once the file has ended, nor an earlier block; see `wait_ended`.
         """
         self.generation = secrets.token_bytes(GENERATION_BYTES)
         self._cleared.set()
@@ -110,11 +167,7 @@ class DiskIndex:
         return self._ended.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float) -> None:
-        """Write pending changes, and release the file for other engines.
-
-        A second call does nothing. If the disk hangs for longer than the timeout, the thread is
-        abandoned.
-        """
+        """Write pending changes and release the file, unless the disk hangs beyond the timeout."""
         self._closing.set()
         self._changed.set()
         self._urgent.set()

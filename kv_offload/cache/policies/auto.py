@@ -21,13 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.policies.density import (
-    CLASSES,
-    LENGTH_EDGES,
-    NEXT_CLASS,
-    Buckets,
-    HitDensity,
-)
+from kv_offload.cache.policies.density import CLASSES, LENGTH_EDGES, NEXT_CLASS, Buckets, HitDensity
 from kv_offload.cache.policies.history import Hashes, History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST
 from kv_offload.cache.policies.ranking import Ranking
@@ -39,18 +33,14 @@ NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
 slots, within the other two bounds. Processing 4,096 takes up to a millisecond of a step."""
 
 QUIET_SHARE = 2
-"""A step without an access processes pending accesses if they reach this fraction of that
-number."""
+"""A step without an access processes pending ones from this fraction of that number on."""
 
-MIN_EPOCH = 64
-"""Minimum accesses per epoch: ranking the buckets takes a fraction of a millisecond."""
-
-EPOCHS_OF_CAPACITY = 8
-"""Number of epochs in which as many blocks are accessed as there are slots."""
+MIN_EPOCH, EPOCHS_OF_CAPACITY = 64, 8
+"""Minimum accesses per epoch, since ranking the buckets takes a fraction of a millisecond; and the
+epochs in which as many blocks are accessed as there are slots."""
 
 MIN_MEMORY, MEMORY_OF_CAPACITY = 100_000, 8
-"""Number of accesses for which evidence counts: the first, or the second per slot if that is
-more."""
+"""Accesses for which evidence counts: the first, or the second per slot if that is more."""
 
 HISTORY_OF_CAPACITY = 8
 """Keys without a slot that are remembered, per slot, at 16 bytes each."""
@@ -81,7 +71,7 @@ class AutoPolicy(EvictionPolicy):
         self._ranking = Ranking(self.capacity, self._density)
         self._bucket_of = self._ranking.bucket_of
         self._hash_of = np.zeros(self.capacity, np.uint64)
-        self._held = np.zeros(self.capacity, bool)
+        self._held[:] = False
         self._newly_demotable = np.zeros(self.capacity, bool)
         self.has_newly_demotable = False
         self._parked: set[int] = set()
@@ -239,9 +229,6 @@ class AutoPolicy(EvictionPolicy):
         self._moved.append(slots)
         self._count(len(slots))
 
-    def keep(self, slots: Slots) -> None:
-        self._held[slots] = True
-
     def release(self, slots: Slots) -> None:
         self._held[slots] = False
         if self._parked and (back := self._parked.intersection(slots.tolist())):
@@ -314,11 +301,9 @@ class AutoPolicy(EvictionPolicy):
         self._newly_demotable[newly_demotable] = self.has_newly_demotable = False
         return newly_demotable
 
-    # -- for tests -----------------------------------------------------------------------------
-
-    def resident(self) -> dict[int, bool]:
-        slots = np.flatnonzero(self._bucket_of > 0)
-        return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
+    @property
+    def _resident(self) -> NDArray[np.intp]:
+        return np.flatnonzero(self._bucket_of > 0)
 
     def check_integrity(self) -> None:
         slots = self.resident()

@@ -18,9 +18,8 @@ class EvictionPolicy(ABC):
     A held slot is not evicted, because it is being written or read. A new slot is held until its
     first `release`.
 
-    `use` makes the last slot of a call the most recent. `add` and `replace` make the first one the
-    most recent: their slots get the keys of a prefix, whose head should outlive its tail. `release`
-    leaves the order alone.
+    `use` makes the last slot of a call the most recent, `add` and `replace` the first one: the head
+    of a prefix should outlive its tail.
 
     All operations take O(1) amortised time per slot. They rely on `CacheManager` to name each slot
     once, and to name only slots that have a key, except in `add`. Raises `CapacityError` for a
@@ -37,6 +36,7 @@ class EvictionPolicy(ABC):
         if capacity < 1:
             raise CapacityError(f"an eviction policy for {capacity} slots: give it 1 or more")
         self.capacity = capacity
+        self._held = np.zeros(capacity, bool)
 
     @abstractmethod
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
@@ -55,11 +55,9 @@ class EvictionPolicy(ABC):
         """Return which keys without a slot are worth one; this is an access to all of them.
 
         If the policy `reads_runs`, `parents` names the slot of the block before each run, -1 if
-        there is none. Otherwise `runs` may be empty.
-
-        If a key of a run is not worth a slot, neither are the keys after it; all keys of a run that
-        `must` be stored are. Next, `add` and `replace` are called for the worthy keys in order,
-        `add` for the first `free` of them.
+        there is none. If a key of a run is not worth a slot, neither are the keys after it; all
+        keys of a run that `must` be stored are. Next, `add` and `replace` are called for the worthy
+        keys in order, `add` for the first `free` of them.
         """
         return np.ones(len(keys), bool)
 
@@ -82,9 +80,9 @@ class EvictionPolicy(ABC):
         does not count it again.
         """
 
-    @abstractmethod
     def keep(self, slots: Slots) -> None:
         """Hold slots, none of which is held, against eviction until `release`; not an access."""
+        self._held[slots] = True
 
     @abstractmethod
     def release(self, slots: Slots) -> None:
@@ -98,9 +96,15 @@ class EvictionPolicy(ABC):
     def clear(self) -> None:
         """Drop all slots, including held ones, and everything learned from their keys."""
 
+    @property
     @abstractmethod
+    def _resident(self) -> NDArray[np.intp]:
+        """The slots with a key, ascending."""
+
     def resident(self) -> dict[int, bool]:
         """Return by slot with a key whether it is held, in O(capacity)."""
+        slots = self._resident
+        return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -26,8 +26,7 @@ Buckets: TypeAlias = NDArray[np.int64]
 
 USES, LENGTHS = 4, 8
 CLASSES = USES * LENGTHS
-"""Number of classes: used once, twice, three times or more often, each by the length of the
-prompt."""
+"""Used once, twice, three times or more often, each by the length of the prompt."""
 
 LENGTH_EDGES = 1024 << np.arange(LENGTHS - 1)
 """Prompt lengths in tokens at which the next length class begins."""
@@ -83,8 +82,7 @@ class HitDensity:
     def clear(self) -> None:
         """Drop ongoing lives; the evidence from ended lives stays."""
         self.epoch = OLD + AGES
-        # Ongoing lives by class and epoch, in a ring whose extra last place is for all older
-        # epochs.
+        # Ongoing lives by class and epoch, in a ring whose extra last place is for older epochs.
         self._alive = np.zeros(_CELLS, np.int64)
         self._new_hits = np.zeros(_CELLS, np.int64)  # in this epoch, by class and age
         self.compute()
@@ -107,7 +105,7 @@ class HitDensity:
         return ages
 
     def by_age(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ongoing lives, and the lives that an access ended in this epoch.
+        """Return ongoing lives, and those that ended with an access in this epoch.
 
         Both by age and class, shape `(AGES + 1, CLASSES)`.
         """

@@ -16,8 +16,7 @@ from kv_offload.cache.slots import Key
 Hashes: TypeAlias = NDArray[np.uint64]
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 over the golden ratio. It spreads Python's hash of an integer, which is the integer
-itself."""
+"""2**64 over the golden ratio: it spreads Python's hash of an integer, which is that integer."""
 
 MIN_BITS = 6
 
@@ -37,11 +36,8 @@ def hash_keys(keys: Sequence[Key]) -> Hashes:
 class History:
     """A table with one possible place per key; the last key that was put into a place stays.
 
-    A place takes 16 bytes. Keys with the same hash count as one key, which costs a wrong guess,
-    never a wrong block.
-
-    Keys hash to random places, so each costs a read of uncached memory. Hash and bucket are stored
-    side by side to make that a single read.
+    Keys with the same hash count as one key, which costs a wrong guess, never a wrong block. Each
+    key costs a read of uncached memory, a single one as hash and bucket lie side by side.
     """
 
     def __init__(self, keys_per_slot: int, slots: int) -> None:
@@ -57,10 +53,8 @@ class History:
     def touch(self, slots: int) -> None:
         """Fault in the memory that the table will need for this many more slots.
 
-        The system provides a page at its first write, which takes a microsecond: as much as all
-        other work for a key. Keys hash to random places, so in an untouched table each key of a
-        prompt would cost a page fault. This way, each prompt pays for a few pages while host memory
-        fills.
+        A page fault takes a microsecond, as much as all other work for a key, and in an untouched
+        table each key of a prompt would cost one.
         """
         if self._touched < len(self._buckets):
             end = self._touched + slots * self._per_slot

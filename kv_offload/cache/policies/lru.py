@@ -14,8 +14,7 @@ SLACK_ENTRIES = 4096
 """This many stale entries never cause a sweep."""
 
 WINDOW_ENTRIES = 64
-"""Number of entries that a search for victims reads first, or the number of victims if that is
-more. Each further read takes four times as many."""
+"""A search for victims reads this many entries first, at least; then four times as many."""
 
 
 class LRUPolicy(EvictionPolicy):
@@ -41,7 +40,7 @@ class LRUPolicy(EvictionPolicy):
         # Memory from the system costs nothing until it is written.
         self._log = np.empty(self._mask + 1, np.int32)
         self._entry_of = np.zeros(self.capacity, np.int64)  # last entry; 0: not resident
-        self._held = np.zeros(self.capacity, bool)
+        self._held[:] = False
         self._parked: set[int] = set()
         self._next = 1
         # Entries from `_first` to `_unswept` are still to be swept. Those from there to `_swept`
@@ -62,9 +61,6 @@ class LRUPolicy(EvictionPolicy):
         if self._parked:
             self._parked.difference_update(slots.tolist())
         self._append(slots)
-
-    def keep(self, slots: Slots) -> None:
-        self._held[slots] = True
 
     def release(self, slots: Slots) -> None:
         self._held[slots] = False
@@ -130,9 +126,9 @@ class LRUPolicy(EvictionPolicy):
         if self._unswept <= self._first:
             self._first = self._unswept = self._swept = max(self._first, self._swept)
 
-    def resident(self) -> dict[int, bool]:
-        slots = np.flatnonzero(self._entry_of)
-        return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
+    @property
+    def _resident(self) -> NDArray[np.intp]:
+        return np.flatnonzero(self._entry_of)
 
     def order(self) -> Slots:
         """Return the slots that are not parked, from the least to the most recent, in O(n)."""

@@ -70,10 +70,9 @@ class PrefixOrder:
             self._leaves_from[slots] = 0
 
     def leave(self, slots: Slots) -> Slots:
-        """Record that slots are about to leave, in this order and before all that follow.
+        """Record that slots are about to leave; return the listed slots that can leave after them.
 
-        Returns the listed slots that had to stay for them and can leave next. No two of these in
-        different buckets are of the same prompt.
+        No two of these in different buckets are of the same prompt.
         """
         self._leaves_from[slots] = self._bucket_of[slots]
         heads = self._parent[slots] - 1

@@ -29,8 +29,7 @@ MEMORY_EPOCHS = 32
 """Number of epochs over which the mean and variance of the leads are averaged."""
 
 LEAST_NOISE = 0.005
-"""Minimum standard deviation of the leads, as a share of the accesses, so that tiny ones count
-less."""
+"""Minimum standard deviation of the leads, as a share of the accesses: tiny ones count less."""
 
 LEAST_ACCESSES = 2048
 """Shorter epochs count as parts of an epoch of this many accesses. With 512, a cache for 2,500
@@ -45,7 +44,6 @@ ENTER, MOST = 2.0, 6.0
 """The credit at which hit density takes the lead, and the maximum credit. It takes the lead with
 the maximum, because the cache needs a while to gather the blocks that hit density would have
 kept."""
-
 
 MIN_NEW, NEW_OF_CAPACITY = 64, 100
 """After a run of this many keys that were never seen before, new keys are stored whatever they are

@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import Request
 from kv_offload.scheduler.events.records import BlockRecords, Describe, Record
 from kv_offload.scheduler.stores.candidates import Span
+from kv_offload.scheduler.transfers import Transfer
 
 MAX_STORED = 1024
 MAX_REMOVED = 4096
@@ -93,22 +94,24 @@ class Announcer:
         self._released: deque[SlotKey] = deque()
         self._stored_left = 0
 
-    # -- what is planned -----------------------------------------------------------------------
-
-    def remember_stores(
-        self, spans: Iterable[Span], keys: Sequence[SlotKey], slot_of: dict[SlotKey, int]
+    def stores_planned(
+        self, spans: Iterable[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
     ) -> None:
-        """Remember the blocks of spans that were given slots; `keys` has all keys, in order."""
-        at = 0
+        """Remember the blocks whose stores are planned; see `Subscribers.stores`."""
+        slot_of, at = dict(zip(new, slots.tolist(), strict=False)), 0
         for cursor, position, first, last in spans:
             end = at + last - first
             self._records.remember(cursor.request, position, first, keys[at:end], slot_of)
             at = end
 
-    def remember_prefix(
-        self, request: Request, start_tokens: int, end_tokens: int, slot_of: dict[SlotKey, int]
+    def promoted(
+        self, request: Request, start_tokens: int, end_tokens: int, moves: Sequence[Transfer]
     ) -> None:
-        """Remember the blocks that were given slots, in a range of tokens of a prefix."""
+        """Remember the blocks that are read from lower tiers, in a range of tokens of a prefix."""
+        pairs = (zip(move.keys, move.slots.tolist(), strict=True) for move in moves)
+        slot_of: dict[SlotKey, int] = dict(chain.from_iterable(pairs))
+        if not slot_of:
+            return
         prefixes = self._prefixes
         for position, group in enumerate(prefixes.groups):
             slots = prefixes.needed_slots(group, start_tokens, end_tokens)
@@ -119,11 +122,11 @@ class Announcer:
         """Return an announcer for a tier that is written from the slots of this one."""
         return Announcer(manager, self._prefixes, self._records.describe, tier)
 
-    def remember_write(
-        self, source: Announcer, keys: Sequence[SlotKey], slots: Slots, own_slots: Slots
-    ) -> None:
-        """Remember blocks that are written to a tier from `slots` of host memory, of `source`."""
-        self._records.take_over(source._records, keys, slots, own_slots)
+    def demoted(self, above: Announcer, moves: Sequence[Transfer]) -> None:
+        """Remember the blocks that are written to this tier from host memory, of `above`."""
+        for move in moves:
+            if move.tier == self._tier:
+                self._records.take_over(above._records, move.keys, move.slots, move.tier_slots)
 
     def learn(self, request: Request, end_tokens: int) -> None:
         """Announce a request's prefix with its tokens, as far as an earlier process left it."""
@@ -137,13 +140,8 @@ class Announcer:
             self._records.remember(request, position, 0, keys, slot_of)
             self._log.became_readable(np.array([*slot_of.values()], np.int32))
 
-    # -- what is told --------------------------------------------------------------------------
-
     def engine_was_reset(self) -> None:
-        """Announce everything again: the engine's reset event has made routers forget it.
-
-        Children come after their parents. Takes 0.1 s for 1,000,000 blocks.
-        """
+        """Announce everything again, parents first: the engine's reset made routers forget it."""
         slots = [slot for slot, known in enumerate(self._told) if known is not None]
         told = np.array(slots, np.int32)
         again = np.zeros(self._manager.num_slots, np.uint8)
@@ -152,10 +150,7 @@ class Announcer:
 
     @property
     def has_more(self) -> bool:
-        """True if `take` has something to announce now.
-
-        Blocks that wait for a copy do not count: if a disk hangs, that takes long.
-        """
+        """True if `take` has something to announce now, except blocks that wait for a copy."""
         if self._log.changes or len(self._again) or self._released:
             return True
         return any(not self._is_coming(key) for key in islice(self.held_back, MAX_LOOKS))
@@ -258,14 +253,10 @@ class Announcer:
         _, position, parent, _, _ = run[0][1]
         group, hash_of = self._prefixes.groups[position], self._prefixes.hash_of
         tokens = array("i", b"".join(record[3] for _, record in run))
-        return BlocksStored(
-            group,
-            [hash_of(group, record[0]) for _, record in run],
-            None if parent is None else hash_of(group, parent),
-            tokens.tolist(),
-            [record[4] for _, record in run],
-            self._tier,
-        )
+        hashes = [hash_of(group, record[0]) for _, record in run]
+        before = None if parent is None else hash_of(group, parent)
+        said = [record[4] for _, record in run]
+        return BlocksStored(group, hashes, before, tokens.tolist(), said, self._tier)
 
     def _mark_told(self, slot: int, record: Record) -> None:
         self._told[slot] = record
@@ -274,12 +265,11 @@ class Announcer:
             self._released.append(record[0])
 
     def _is_coming(self, key: SlotKey) -> bool:
-        """Return whether this key is still to be announced as loadable."""
         (slot,) = self._manager.slot_numbers([key])
         return self._waits_for(key, slot)
 
     def _waits_for(self, key: SlotKey, slot: int) -> bool:
-        """Return the same for a key whose slot is known."""
+        """Return whether this key is still to be announced as loadable."""
         if slot < 0 or self._records.of(slot, key) is None:
             return False
         known = self._told[slot] if slot < len(self._told) else None

@@ -68,38 +68,22 @@ class BlockRecords:
         keys: Sequence[SlotKey],
         slot_of: Mapping[SlotKey, int],
     ) -> None:
-        """Remember the blocks of a request that have a slot in `slot_of`.
-
-        `keys` are those of its blocks from `first` on, in the cache group at `position`.
-        """
-        if not keys:  # as for a chunk that begins where a hit ends
+        """Remember those blocks from `first` on, in a group, whose keys are in `slot_of`."""
+        known = [at for at, key in enumerate(keys) if key in slot_of]
+        if not known:  # as for a chunk that begins where a hit ends
             return
-        if all(map(slot_of.__contains__, keys)):  # as for a decode, or a new prompt
-            self._remember_run(request, position, first, keys, [slot_of[key] for key in keys])
-            return
-        begin = 0
-        for end in range(len(keys) + 1):
-            if end < len(keys) and keys[end] in slot_of:
-                continue
-            if begin < end:
-                run = keys[begin:end]
-                slots = [slot_of[key] for key in run]
-                self._remember_run(request, position, first + begin, run, slots)
-            begin = end + 1
-
-    def _remember_run(
-        self, request: Request, position: int, first: int, keys: Sequence[SlotKey], slots: list[int]
-    ) -> None:
+        keys, first = keys[known[0] : known[-1] + 1], first + known[0]
         group = self._prefixes.groups[position]
         size, last = group.block_tokens, first + len(keys)
         before = self._prefixes.slot_keys(request.block_hashes, group, first - 1, first)
         parents = [before[0] if first else None, *keys[:-1]]
         tokens = array("i", request.all_token_ids[first * size : last * size]).tobytes()
         said = self.describe(request, first * size, last * size, size) or [None] * len(keys)
-        record_of, depth_of = self._record_of, self._depth_of
-        self._make_room(max(slots))
         step = len(tokens) // len(keys)
-        for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
+        self._make_room(max(slot_of.get(key, 0) for key in keys))
+        for at, (key, parent) in enumerate(zip(keys, parents, strict=True)):
+            if (slot := slot_of.get(key)) is None:
+                continue
             of_block = tokens[at * step : (at + 1) * step]
-            record_of[slot] = (key, position, parent, of_block, said[at])
-            depth_of[slot] = first + at
+            self._record_of[slot] = (key, position, parent, of_block, said[at])
+            self._depth_of[slot] = first + at

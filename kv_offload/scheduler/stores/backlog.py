@@ -46,10 +46,7 @@ class StoreBacklog:
         """Slots that wait, in all entries."""
 
     def keep(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Queue the blocks of an ended request that were not chosen; return their slots' number.
-
-        The cursor belongs to the backlog from now on.
-        """
+        """Take over the cursor of an ended request; return how many slots of it wait."""
         entry = BacklogEntry(cursor, self._candidates.end_slots(cursor, end_tokens), end_tokens)
         if entry.count():
             self._queue.append(entry)
@@ -61,10 +58,7 @@ class StoreBacklog:
         return entry.slots
 
     def examine(self, slots_left: int) -> None:
-        """Examine at most `slots_left` slots of the backlog, the oldest first.
-
-        Called before the running requests are examined, since those keep their blocks.
-        """
+        """Examine at most `slots_left` slots, the oldest first, before running requests."""
         self._examined = 0
         candidates = self._candidates
         withheld = max(0, candidates.examinable - max(0, slots_left))
@@ -79,9 +73,8 @@ class StoreBacklog:
     def forget_chosen(self, *, resting: bool) -> None:
         """Remove what was chosen from the entries that were examined.
 
-        `resting`: the engine computes, loads and stores nothing, so that no GPU block will become
-        free by itself. If nothing could be planned then, the backlog is dropped and counted, so
-        that the engine may rest.
+        `resting`: nothing is computed, loaded or stored, so no GPU block will become free by
+        itself. If nothing could be planned then, the backlog is dropped, so that the engine rests.
         """
         if not self._queue:
             return

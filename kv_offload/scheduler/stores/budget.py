@@ -44,11 +44,7 @@ class StoreBudget:
     """
 
     def __init__(
-        self,
-        block_bytes: int,
-        max_pinned_blocks: int,
-        requests: RequestTable,
-        step_time: StepTime,
+        self, block_bytes: int, max_pinned_blocks: int, requests: RequestTable, step_time: StepTime
     ) -> None:
         self._block_bytes = block_bytes
         self._max_pinned_blocks = max(1, max_pinned_blocks)
@@ -67,11 +63,7 @@ class StoreBudget:
         self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
-        """Begin a step.
-
-        - `load_seconds`: how much longer the loads under way will probably take.
-        - `grown_blocks`: blocks that the decodes of the last step got.
-        """
+        """Begin a step: loads take `load_seconds` more, and decodes got `grown_blocks` before."""
         self._load_seconds = load_seconds
         self._planned_slots = 0
         self._grown.append(grown_blocks)

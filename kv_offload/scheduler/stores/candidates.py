@@ -30,10 +30,9 @@ class StoreCandidates:
     def __init__(
         self, prefixes: PrefixMap, manager: CacheManager, max_share: float, *, prompt_only: bool
     ) -> None:
-        """Examine only as much of a request as its tenant may have of the manager's slots.
+        """Examine of a request at most `max_share` of the manager's slots.
 
-        Of a prompt that is longer than `max_share` the rest would evict the beginning, and without
-        its beginning a prompt is not hit.
+        The rest would evict its beginning, without which it is not hit.
         """
         self._prefixes, self._manager, self._max_share = prefixes, manager, max_share
         self._prompt_only = prompt_only
@@ -60,8 +59,7 @@ class StoreCandidates:
     def examine(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Note a request's slots that end at or below `end_tokens`, from its cursor on.
 
-        They must be chosen from before their blocks can be freed. A request that does not get as
-        far as `end_tokens`, for whatever reason, is unfinished.
+        A request that does not get as far, for whatever reason, is unfinished.
         """
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
@@ -142,13 +140,12 @@ class StoreCandidates:
         return ends
 
     def _named(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return up to which token blocks will be named once `end_tokens` are computed.
-
-        Beyond num_tokens there are drafts and placeholders, which have no hashes.
-        """
+        """Return up to which token blocks will be named once `end_tokens` are computed."""
         if self._names_follow:
             return end_tokens
         prefixes = self._prefixes
+        # Drafts and placeholders have no hashes. With several groups vLLM hashes only up to a
+        # multiple of the alignment; later blocks get their hash in a later step, or never.
         known = max(0, min(end_tokens, cursor.request.num_tokens) - prefixes.unnamed_tokens)
         return prefixes.align(known) if len(prefixes.groups) > 1 else known
 

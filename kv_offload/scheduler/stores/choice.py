@@ -128,13 +128,9 @@ class StoreChoice:
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
         """Return the runs of new keys; one that a request hints to retain must be stored."""
-        key_before = self._prefixes.key_before
-        return [
-            Run(
-                last - first,
-                cursor.request.num_prompt_tokens,
-                cursor.hints.keep is not None,
-                key_before(cursor.request.block_hashes, position, first),
-            )
-            for cursor, position, first, last in chosen.runs
-        ]
+        runs = []
+        for cursor, position, first, last in chosen.runs:
+            request, must = cursor.request, cursor.hints.keep is not None
+            parent = self._prefixes.key_before(request.block_hashes, position, first)
+            runs.append(Run(last - first, request.num_prompt_tokens, must, parent))
+        return runs

@@ -69,11 +69,7 @@ class StorePlanner:
             core.prefixes, core.manager, config.max_share_per_salt, prompt_only=prompt_only
         )
         self._refusals = Refusals()
-        self._choice = StoreChoice(
-            core.prefixes,
-            pool,
-            self._refusals.keys,
-        )
+        self._choice = StoreChoice(core.prefixes, pool, self._refusals.keys)
         self.backlog = StoreBacklog(self._candidates, core.statistics)
         self._grown_blocks = 0
         self._paused_by_refusals = False
@@ -86,8 +82,8 @@ class StorePlanner:
     def plan_step(self, output: StepOutput, *, load_seconds: float, idle: bool) -> None:
         """Plan the stores of a step's requests and of the backlog.
 
-        - `load_seconds`: how much longer the loads under way will take.
-        - `idle`: this step computes nothing, and no step or load is under way.
+        Loads under way take `load_seconds` more. `idle`: nothing is computed, now or in the steps
+        under way, and nothing loaded.
         """
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=self._grown_blocks)
         self._give_up_late()
@@ -112,13 +108,8 @@ class StorePlanner:
         for new in output.scheduled_new_reqs:
             tracked = self._requests.get(new.req_id)
             if tracked is not None and tracked.cursor is not None:
-                self._begin(
-                    tracked,
-                    tracked.cursor,
-                    new.block_ids,
-                    new.num_computed_tokens,
-                    scheduled[new.req_id],
-                )
+                ids, computed = new.block_ids, new.num_computed_tokens
+                self._begin(tracked, tracked.cursor, ids, computed, scheduled[new.req_id])
         return self._follow_running(output.scheduled_cached_reqs, scheduled, unfinished)
 
     def _begin(
@@ -148,10 +139,8 @@ class StorePlanner:
         if tokens <= 0:
             return
         for group in self._prefixes.groups:
-            blocks, step_blocks = (
-                -(-tokens // group.block_tokens),
-                -(-scheduled // group.block_tokens),
-            )
+            blocks = -(-tokens // group.block_tokens)
+            step_blocks = -(-scheduled // group.block_tokens)
             # A window takes the blocks of a step before it gives back those that it has left.
             self.budget.prompt_growth += min(blocks, group.held_blocks(blocks) + step_blocks)
 
@@ -205,10 +194,7 @@ class StorePlanner:
         return grown_blocks
 
     def request_ends(self, cursor: StoreCursor, end_tokens: int) -> None:
-        """Plan the last stores of a request that has computed `end_tokens`.
-
-        Called just before the engine frees its blocks.
-        """
+        """Plan the last stores of a request, just before the engine frees its blocks."""
         if not self._candidates.has_more(cursor, end_tokens):
             self._count_unwanted(cursor, end_tokens)
             return
@@ -230,20 +216,16 @@ class StorePlanner:
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
-        """Store nothing until an operator resumes stores; or resume, whoever paused them.
-
-        Then blocks are stored that running requests have computed meanwhile.
-        """
+        """Store nothing until an operator resumes stores; or resume, whoever paused them."""
         self._candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.start_over()
         if paused:
             self.backlog.drop()
 
     def forget(self, *, weights_changed: bool) -> None:
-        """Drop the backlog and the refused keys, since host memory is emptied.
+        """Drop the backlog and the refused keys: the same prefix may have different KV from now on.
 
-        The same prefix may have different KV from now on. New weights may pack well, so they end a
-        pause that refused blocks have caused, but not an operator's.
+        New weights may pack well, so they end a pause that refused blocks have caused.
         """
         self.backlog.drop()
         self._refusals.forget_keys()
@@ -257,8 +239,8 @@ class StorePlanner:
     def stored(self, blocks: int, refused: Sequence[SlotKey | None]) -> None:
         """Count a store that has ended, and pause stores if too many blocks are refused.
 
-        `refused` are the keys of its blocks that did not fit a packed slot on some rank; None for a
-        key that host memory has forgotten.
+        `refused` has the keys of its blocks that did not fit a packed slot on some rank, None where
+        host memory has forgotten the key.
         """
         refusals = self._refusals
         refusals.count(blocks, len(refused))
@@ -275,20 +257,12 @@ class StorePlanner:
             self._paused_by_refusals = True
 
     def _slots_left(self) -> int:
-        """Return how many more slots may be chosen.
-
-        0 while a store that was given up has not ended: the next one would wait for it.
-        """
-        if self._transfers.any_unpinned_early:
+        if self._transfers.any_unpinned_early:  # the next store would wait for it
             return 0
         return self.budget.slots_left(self._transfers.pinned_blocks)
 
     def _pin_chosen(self) -> None:
-        """Choose from the candidates, take slots for the new keys and pin the blocks that got one.
-
-        The slots that host memory has of the same prefixes count as used. They must not be evicted
-        for the tails of these prefixes.
-        """
+        """Choose from the candidates, take slots for new keys and pin the blocks that got one."""
         spans, keys = self._candidates.take()
         if not spans:
             return
@@ -358,10 +332,7 @@ class StorePlanner:
 def _to_look_at(
     request_ids: Sequence[str], new_block_ids: Sequence[Any], unfinished: Set[str]
 ) -> Iterable[int]:
-    """Return the indices of the requests that got a block (not None) or are unfinished.
-
-    This is the only work that a step does for every running request.
-    """
+    """Return the indices of the requests that got a block (not None) or are unfinished."""
     places = range(len(request_ids))
     if not unfinished:
         return compress(places, new_block_ids)

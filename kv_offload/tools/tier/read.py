@@ -9,12 +9,12 @@ from pathlib import Path
 from kv_swap.errors import TierError
 from kv_swap.tiers.region import FIRST_REGION_BYTES, read_description
 
-from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents, read_index
-from kv_offload.cache.disk_index.file import is_in_use
+from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents
 from kv_offload.config.checks import check_regular
 from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, find_replicas
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
+from kv_offload.tools.tier.index import is_in_use, read_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

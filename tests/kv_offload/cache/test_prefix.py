@@ -139,9 +139,8 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(deadline=None, max_examples=1000)
 @given(cases())
 def test_the_longest_hit_is_what_brute_force_finds(case):
-    found = case.prefixes.longest_hit(
-        case.hashes, among(case.readable_keys), case.start, case.limit
-    )
+    readable = among(case.readable_keys)
+    found, _ = case.prefixes.longest_hits(case.hashes, readable, case.start, case.limit)
     assert found == case.longest_hit()
 
 
@@ -170,7 +169,9 @@ def test_a_slot_is_named_by_the_last_hash_of_its_block_and_by_any_group_but_the_
     slots = len(last_hashes)
     for group in (first_group, second_group):
         names = [make_key(block_hash, group.group_id) for block_hash in last_hashes]
-        assert prefixes.pool_keys(HASHES, group, 0, slots) == names
+        suffix = prefixes.pool_key_suffix[group.group_id]
+        found = prefixes.slot_keys(HASHES, group, 0, slots)
+        assert [key + suffix for key in found] == names
         keys = names if group.group_id else last_hashes
         for first in range(slots):
             assert prefixes.slot_keys(HASHES, group, first, slots) == keys[first:]
@@ -199,7 +200,7 @@ def look_up(group: CacheGroup, known: Collection[int]) -> tuple[int, list[Sequen
         asked.append(keys)
         return np.array([MANY.index(key) in known for key in keys], bool)
 
-    return make_map(group).longest_hit(MANY, readable, 0, 4 * len(MANY)), asked
+    return make_map(group).longest_hits(MANY, readable, 0, 4 * len(MANY))[0], asked
 
 
 @pytest.mark.parametrize("missing", [0, 7, 8, 39, 40, 41, 99])
@@ -243,6 +244,6 @@ def test_scratch_has_no_keys_and_decides_where_hits_end():
     assert prefixes.alignment_tokens == 12
     assert prefixes.longest_hits(hashes, among(hashes), 0, 23) == (12, 12)
     assert prefixes.needed_keys(hashes, 0, 12) == hashes[:3]
-    assert prefixes.slot_keys(hashes, ring, 0, 6) == prefixes.pool_keys(hashes, ring, 0, 6) == []
+    assert prefixes.slot_keys(hashes, ring, 0, 6) == []
     assert prefixes.count_slots(0, 12) == 3
     assert prefixes.count_named(ring, range(4), 24) == 0

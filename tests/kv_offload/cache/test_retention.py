@@ -1,4 +1,4 @@
-"""Which slots are retained, for how long, and who makes room for whom."""
+"""Which slots are retained, and for how long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kv_offload.cache.leases import MIN_COMPACTED, Lease, LeaseHeap
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.retention import RELEASED_PER_STEP, Retention
@@ -36,11 +35,10 @@ class Bed:
         self.manager.complete_store(slots)
         return slots
 
-    def keep(
-        self, slots: Slots, seconds: float = 60, priority: int = 0, owner: str | None = None
-    ) -> int:
+    def keep(self, slots: Slots, seconds: float = 60, owner: str | None = None) -> int:
+        """Retain slots; return how many more are retained now."""
         before = self.retention.slots
-        self.retention.keep(slots, Keep(owner, seconds, priority))
+        self.retention.keep(slots, Keep(owner, seconds))
         self.check()
         return self.retention.slots - before
 
@@ -103,44 +101,48 @@ def test_an_owner_has_a_quota():
     assert bed.totals["unretained_slots"] == 3
 
 
-def test_a_higher_priority_displaces_a_lower_one_of_the_same_owner_first():
-    bed = Bed(share=0.5, owner_share=0.3)
-    bed.keep(bed.store(2), owner="other", priority=0)
-    bed.keep(bed.store(3), owner="own", priority=1)
-    assert bed.keep(bed.store(2), owner="own", priority=2) == 0
-    assert bed.totals["displaced_slots"] == 2
-    assert bed.keep(bed.store(1), owner="third", priority=1) == 0, "the weakest makes room"
-    assert bed.totals["displaced_slots"] == 3
-    assert bed.keep(bed.store(1), owner="fourth", priority=0) == 0
-    assert bed.totals["displaced_slots"] == 3, "no priority is above itself"
-    assert bed.totals["unretained_slots"] == 1
-
-
 @pytest.mark.parametrize("seconds", [10, 600])
-def test_of_two_hints_the_priority_counts_then_the_end(seconds):
+def test_of_two_hints_the_later_end_counts(seconds):
     bed = Bed()
     slots = bed.store(2)
-    bed.keep(slots, seconds=60)
-    bed.keep(slots, seconds=seconds, priority=1)
-    assert bed.pass_time(seconds - 1) == 2
-    assert bed.pass_time(1) == 0
     bed.keep(slots, seconds=seconds)
     bed.keep(slots, seconds=60)
     assert bed.pass_time(max(seconds, 60) - 1) == 2
     assert bed.pass_time(1) == 0
+    assert not bed.manager.busy_slots(slots).any()
+
+
+def test_an_empty_salt_is_no_owner():
+    """The engine's keys are the same with it and without one."""
+    bed = Bed()
+    slots = bed.store(2)
+    bed.keep(slots, owner=None)
+    bed.keep(slots, seconds=90, owner="")
+    assert bed.pass_time(60) == 2
+    assert bed.pass_time(30) == 0
+
+
+def test_a_slot_that_is_retained_for_an_instant_again_and_again_is_let_go_of_once():
+    bed = Bed()
+    slots = bed.store(3)
+    for _ in range(3):
+        bed.keep(slots, seconds=1e-20)
+        assert bed.pass_time(0) == 3
+    assert bed.pass_time(1) == 0
+    assert not bed.manager.busy_slots(slots).any()
 
 
 def test_slots_that_are_being_stored_are_retained_once_they_are():
     bed = Bed()
     slots = bed.manager.prepare_store([b"a", b"b", b"c"])
     assert bed.keep(slots) == 0
-    bed.retention.keep(slots[:1], Keep(None, 600, 3))
+    bed.retention.keep(slots[:1], Keep(None, 600))
     bed.manager.complete_store(slots[:2])
     bed.retention.stored(slots[:2])
     bed.manager.complete_store(slots[2:], ok=False)
     bed.retention.stored(slots[2:])
     assert bed.pass_time(0) == 2
-    assert bed.pass_time(60) == 1, "the stronger of two hints"
+    assert bed.pass_time(60) == 1, "the later of two ends"
     again = bed.store(1)
     assert again == slots[2:]
     bed.retention.stored(again)
@@ -161,20 +163,7 @@ def test_a_prompt_that_is_retained_again_and_again_takes_no_more_memory():
     for _ in range(1000):
         bed.now += 1
         bed.keep(np.concatenate((shared, bed.store(1))), seconds=1000)
-    assert bed.retention.named_slots < 3 * bed.retention.slots + 100 * 64
-
-
-def test_a_slot_that_comes_back_to_a_lease_is_let_go_of_once():
-    """A stronger wish takes it over and ends first; a wish with the terms of the first follows."""
-    bed = Bed()
-    slots = bed.store(3)
-    bed.keep(slots, seconds=60)
-    bed.keep(slots[1:2], seconds=10, priority=1)
-    assert bed.pass_time(10) == 2
-    bed.keep(slots[1:2], seconds=50)
-    assert bed.pass_time(49) == 3
-    assert bed.pass_time(1) == 0
-    assert not bed.manager.busy_slots(slots).any()
+    assert bed.retention.slots == 1500
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -197,7 +186,7 @@ def test_any_order_of_events(seed):
         else:
             slots = NO_SLOTS
         if len(slots) and chance.random() < 0.8:
-            keep = Keep(owner, chance.uniform(1, 90), chance.randrange(3))
+            keep = Keep(owner, chance.uniform(1, 90))
             bed.retention.keep(slots, keep)
         if written and event > 0.5:
             ended = written.pop(0)
@@ -228,13 +217,3 @@ def test_a_reset_forgets_what_was_to_be_retained():
     bed.manager.complete_store(again)
     bed.retention.stored(again)
     assert bed.retention.slots == 0
-
-
-def test_leases_that_have_ended_do_not_pile_up():
-    """Each second a wish takes over the slots of the one before."""
-    heap = LeaseHeap(lambda lease: (lease.expires,))
-    for second in range(1000):
-        lease = Lease(second, None, 0, second, slots=1)
-        heap.add(lease)
-        lease.slots = 0
-    assert len(heap) <= MIN_COMPACTED

@@ -26,7 +26,7 @@ from kv_offload.engines.vllm.plugin import register
 from kv_offload.engines.vllm.start import early
 from kv_offload.engines.vllm.start.command_line import check_keys, check_settings
 from kv_offload.errors import CapacityError, ConfigError, KVOffloadError, UnsupportedError
-from kv_offload.scheduler.trace_recorder import TraceRecorder
+from kv_offload.simulation.trace_recorder import TraceRecorder
 from kv_offload.tools.main import main
 from tests.support.configurations import around, make_vllm_config, ours
 

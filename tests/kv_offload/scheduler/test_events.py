@@ -19,6 +19,7 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.scheduler.events import announcer
+from kv_offload.scheduler.transfers import Kind, Transfer
 from tests.support.played_cases import CHUNKS, FULL, OTHER, PROMPT, STATE, WINDOW, both_ways
 from tests.support.played_engine import PlayedEngine
 from tests.support.remote_connector import multi_config
@@ -333,7 +334,7 @@ def test_what_is_held_back_behind_a_copy_that_hangs_makes_no_step_long(ends_well
     request: Any = SimpleNamespace(block_hashes=hashes, all_token_ids=[1] * 4 * len(hashes))
     hanging = manager.prepare_store(hashes[:100])
     slots = np.concatenate((hanging, manager.prepare_store(hashes[100:])))
-    told.remember_prefix(request, 0, 4004, dict(zip(hashes, slots.tolist(), strict=True)))
+    told.promoted(request, 0, 4004, [Transfer(0, Kind.PROMOTE, slots, keys=hashes)])
     looked_up: list[bytes] = []
     slot_numbers = manager.slot_numbers
 
@@ -371,8 +372,8 @@ def test_no_step_tells_all_that_waited_behind_one_block(ends_well):
         hashes = beginning + own
         request: Any = SimpleNamespace(block_hashes=hashes, all_token_ids=[1] * 4 * len(hashes))
         stored = manager.prepare_store(own)
-        slots = np.concatenate((hanging, stored)).tolist()
-        told.remember_prefix(request, 0, 4 * len(hashes), dict(zip(hashes, slots, strict=True)))
+        move = Transfer(0, Kind.PROMOTE, np.concatenate((hanging, stored)), keys=hashes)
+        told.promoted(request, 0, 4 * len(hashes), [move])
         manager.complete_store(stored)
         assert told.take() == []
     manager.complete_store(hanging, ok=ends_well)

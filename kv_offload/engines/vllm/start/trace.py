@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kv_offload.config import OffloadConfig
 from kv_offload.config.checks import check_recording
 from kv_offload.engines.vllm.start.tiers import replica_index
-from kv_offload.scheduler.trace_recorder import TraceRecorder
+from kv_offload.simulation.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.mini_sim import MiniSim, SampledRequest
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.metrics import OTHER_SIZES
-from kv_offload.scheduler import miss_ratio_curve
-from kv_offload.scheduler.miss_ratio_curve import MissRatioCurve
 from kv_offload.scheduler.statistics import Statistics
+from kv_offload.simulation import miss_ratio_curve
+from kv_offload.simulation.mini_sim import MiniSim, SampledRequest
+from kv_offload.simulation.miss_ratio_curve import MissRatioCurve
 
 BLOCK_TOKENS = 16
 
@@ -26,7 +26,7 @@ def make_estimate(policy: str, slots: int) -> tuple[MissRatioCurve, Statistics]:
     statistics = Statistics(CacheManager(make_policy("lru", 1)), dict)
     config: Any = SimpleNamespace(eviction_policy=policy, store_blocks="all")
     prefixes = PrefixMap([CacheGroup(0, BLOCK_TOKENS)], BLOCK_TOKENS, lambda h, _: h + b"group")
-    return MissRatioCurve(config, prefixes, slots, statistics), statistics
+    return MissRatioCurve(config, prefixes, slots, statistics.count), statistics
 
 
 def make_request(keys: list[Any], tokens: int) -> Any:

@@ -19,9 +19,9 @@ import pytest
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import ConfigError
-from kv_offload.scheduler import trace_recorder
-from kv_offload.scheduler.trace_recorder import MAX_WAITING, TraceRecorder
+from kv_offload.simulation import trace_recorder
 from kv_offload.simulation.trace import TraceRequest, read_trace
+from kv_offload.simulation.trace_recorder import MAX_WAITING, TraceRecorder
 from tests.support.waiting import LIMIT_SECONDS, wait_until
 
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def test_large_blocks_are_recorded_as_they_are(path):
 def test_another_process_names_the_same_blocks_otherwise(tmp_path):
     script = (
         "from pathlib import Path; import sys;"
-        "from tests.kv_offload.scheduler.test_trace_recorder import record, request;"
+        "from tests.kv_offload.simulation.test_trace_recorder import record, request;"
         "record(Path(sys.argv[1]), request('a', 2))"
     )
     files = tmp_path / "one", tmp_path / "two"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_offload.cache.mini_sim import MiniSim, SampledRequest, sample_blocks
+from kv_offload.simulation.mini_sim import MiniSim, SampledRequest, sample_blocks
 
 
 def prompt(blocks: int, source: random.Random) -> list[bytes]:

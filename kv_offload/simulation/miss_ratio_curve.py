@@ -1,6 +1,6 @@
 """Estimates hits of host memory at half, twice and four times its size, while it serves.
 
-A sample of the blocks goes through miniature caches (`cache.mini_sim`) with the configured policy.
+A sample of the blocks goes through miniature caches (`mini_sim`) with the configured policy.
 The estimate for another size is the real hits of host memory plus the difference between two
 miniatures, of that size and of the real one. So errors that both share cancel out: chance, such as
 whether the sample has the block that every prompt begins with, and blocks that could not be stored
@@ -10,15 +10,15 @@ in time, of which a miniature knows nothing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_offload.cache.mini_sim import MiniSim, SampledRequest, sample_blocks
 from kv_offload.cache.prefix import PrefixMap
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import Request
 from kv_offload.metrics import OTHER_SIZES
-from kv_offload.scheduler.statistics import Statistics
+from kv_offload.simulation.mini_sim import MiniSim, SampledRequest, sample_blocks
 
 MINIATURE_SLOTS = 2048
 """Maximum slots of the largest miniature. The others are scaled down by the same factor.
@@ -44,11 +44,10 @@ for them. They take 2 to 5 ms."""
 
 
 class _Part(NamedTuple):
-    """Sampled keys of a request."""
+    """Sampled keys of a request, and the miniatures that had all of its keys before these."""
 
     sample: SampledRequest
     hitting: set[str]
-    """The miniatures that had all of the request's keys before these."""
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ class _Notes:
 
 
 class MissRatioCurve:
-    """Follows requests, and counts the tokens that caches of other sizes would have had.
+    """Follows requests, and tells `count` the tokens that caches of other sizes would have had.
 
     Only for models with one cache group that reads all tokens, since a window or a state is as
     large as many tokens. The sampled keys of a request are noted when it is admitted and when it
@@ -75,23 +74,19 @@ class MissRatioCurve:
         config: OffloadConfig,
         prefixes: PrefixMap,
         num_slots: int,
-        statistics: Statistics,
+        count: Callable[[str, float], None],
         *,
         with_tier: bool = False,
     ) -> None:
         # Real hits include those of a tier, so with one only the miniatures count.
         self._with_tier = with_tier
         self._prompt_only = config.store_blocks == "prompt"
-        self._statistics = statistics
+        self._count = count
         largest = max(OTHER_SIZES.values()) * num_slots
-        self._rarity_bits = max(
-            0, (int(largest) - 1).bit_length() - MINIATURE_SLOTS.bit_length() + 1
-        )
+        surplus_bits = (int(largest) - 1).bit_length() - MINIATURE_SLOTS.bit_length() + 1
+        self._rarity_bits = bits = max(0, surplus_bits)
         self._miniatures = {
-            name: MiniSim(
-                config.eviction_policy,
-                max(1, round(factor * num_slots) >> self._rarity_bits),
-            )
+            name: MiniSim(config.eviction_policy, max(1, round(factor * num_slots) >> bits))
             for name, factor in OTHER_SIZES.items()
         }
         self._block_tokens = prefixes.groups[0].block_tokens
@@ -104,8 +99,8 @@ class MissRatioCurve:
         """Miniatures, each with the notes that it is to serve; None empties it."""
         self._has_noted = False
         """True if a request began or ended in this step, which takes long enough without a turn."""
+        # Tokens that the hits of each miniature stand for.
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
-        """Tokens that the hits of each miniature stand for."""
         self._looked_up = self._found = 0
         self._told = dict.fromkeys(OTHER_SIZES, 0)
 
@@ -183,13 +178,12 @@ class MissRatioCurve:
             self._tell()
 
     def _tell(self) -> None:
-        """Add the growth of the estimates to their counters."""
         found = 0 if self._with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
             # A counter cannot fall: a lower estimate counts once it has grown again.
             estimate = min(found + sampled, self._looked_up)
             if estimate > self._told[name]:
-                self._statistics.count(f"hit_tokens_at_{name}", estimate - self._told[name])
+                self._count(f"hit_tokens_at_{name}", estimate - self._told[name])
                 self._told[name] = estimate
 
     def _serve(self, size: str, notes: _Notes | None) -> None:
