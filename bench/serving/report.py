@@ -365,11 +365,18 @@ def _replicas(document: Document) -> str:
     return markdown_rows(head, rows)
 
 
+def _lookups(document: Document) -> str:
+    """Format a result of `bench/pool/bench_lookups.py`: one row per case."""
+    rows = [[row["case"], shown_spread(row["seconds"], 1e3, 2)] for row in document["rows"]]
+    return markdown_rows([f"{document['keys']:,} keys", "CPU time, ms, median (range)"], rows)
+
+
 WHOLE: dict[str, Callable[[Document], str]] = {
     "summary": _summary,
     "pinning": _pinning,
     "bursts": _bursts,
     "replicas": _replicas,
+    "lookups": _lookups,
 }
 """Tables made from whole results."""
 TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
