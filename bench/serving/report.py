@@ -30,7 +30,12 @@ PAGES = [
     ROOT / "README.md",
     *(
         ROOT / f"docs/{name}.md"
-        for name in ("benchmarks/serving", "benchmarks/copies", "use/comparison")
+        for name in (
+            "benchmarks/serving",
+            "benchmarks/copies",
+            "use/comparison",
+            "design/host_pool",
+        )
     ),
 ]
 MARKED = re.compile(r"(<!-- table: (\S+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
