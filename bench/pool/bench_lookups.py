@@ -62,7 +62,7 @@ class Pool:
         self.peers.directories.refresh()
         self._others = self.peers.directories.all
         assert len(self._others) == PEERS
-        self._of_a_peer = [*managers[-1].readable_slots()]
+        self._of_a_peer: list[Any] = list(managers[-1].readable_slots())
 
     def _engine(self, seat: Path) -> LastingManager:
         """Return the manager of an engine all slots of which have blocks."""
