@@ -30,7 +30,12 @@ PAGES = [
     ROOT / "README.md",
     *(
         ROOT / f"docs/{name}.md"
-        for name in ("benchmarks/serving", "benchmarks/copies", "use/comparison")
+        for name in (
+            "benchmarks/serving",
+            "benchmarks/copies",
+            "use/comparison",
+            "design/host_pool",
+        )
     ),
 ]
 MARKED = re.compile(r"(<!-- table: (\S+) of (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -365,11 +370,18 @@ def _replicas(document: Document) -> str:
     return markdown_rows(head, rows)
 
 
+def _lookups(document: Document) -> str:
+    """Format a result of `bench/pool/bench_lookups.py`: one row per case."""
+    rows = [[row["case"], shown_spread(row["seconds"], 1e3, 2)] for row in document["rows"]]
+    return markdown_rows([f"{document['keys']:,} keys", "CPU time, ms, median (range)"], rows)
+
+
 WHOLE: dict[str, Callable[[Document], str]] = {
     "summary": _summary,
     "pinning": _pinning,
     "bursts": _bursts,
     "replicas": _replicas,
+    "lookups": _lookups,
 }
 """Tables made from whole results."""
 TABLES: dict[str, tuple[str, Callable[[Document, Rounds], str]]] = {
