@@ -265,7 +265,8 @@ class SchedulerBed:
         """Report the copies of the last step, as one rank would."""
         ended = KVConnectorOutput()
         if (metadata := self._submitted) is not None:
-            jobs = {job.job_id: Outcome.OK for job in (*metadata.stores, *metadata.loads)}
+            jobs = {job.job_id: Outcome.OK for job in metadata.stores}
+            jobs |= {job.job_id: Outcome.OK for job in metadata.loads}
             if jobs:
                 ended.kv_connector_worker_meta = OffloadWorkerMetadata({0: RankReport(jobs)})
         return ended

@@ -110,7 +110,7 @@ def _after(end: float) -> Callable[[], bool]:
 def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of work without locking, then one for each piece size."""
     works: dict[str, Steps | Captures] = {"steps": Steps(torch), "captures": Captures(torch)}
-    registrar = CudaRegistrar(torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
     for name, work in works.items():
         for _ in range(2):  # the first time warms up
             end = time.perf_counter() + ALONE_SECONDS
@@ -118,9 +118,7 @@ def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
         yield {"work": name, "piece_mib": 0, "ms": alone}
         for piece_bytes in PIECES:
             took: list[float] = []
-            locking = registration.Registration(
-                Mapping(nbytes), _Timed(registrar, took), piece_bytes
-            )
+            locking = registration.Registration(Mapping(nbytes), _Timed(device, took), piece_bytes)
             began = time.perf_counter()
             locking.start(background=True)
             found = time_runs(work, functools.partial(locking.wait, 0))
@@ -143,16 +141,16 @@ def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
             print(f"released in {time.perf_counter() - began:.2f} s", flush=True)
 
 
-class _Timed:
+class _Timed(CudaRegistrar):
     """A registrar whose registrations are timed."""
 
-    def __init__(self, registrar: CudaRegistrar, took: list[float]) -> None:
-        self._registrar, self._took = registrar, took
-        self.unregister = registrar.unregister
+    def __init__(self, device: Any, took: list[float]) -> None:
+        super().__init__(device)
+        self._took = took
 
     def register(self, address: int, nbytes: int) -> None:
         began = time.perf_counter()
-        self._registrar.register(address, nbytes)
+        super().register(address, nbytes)
         self._took.append(time.perf_counter() - began)
 
 
