@@ -35,6 +35,7 @@ PAGES = [
             "benchmarks/copies",
             "use/comparison",
             "design/host_pool",
+            "use/host_pool",
         )
     ),
 ]
