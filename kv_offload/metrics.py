@@ -66,8 +66,8 @@ METRICS = (
         hit_tokens="Tokens loaded from host memory instead of being computed.",
         recomputed_tokens="Tokens that host memory had but that were faster to compute.",
         hit_tokens_at_half="Estimate: tokens that host memory would have had at half its size.",
-        hit_tokens_at_same="Tokens that host memory had, loaded or not; with a lower tier an "
-        "estimate.",
+        hit_tokens_at_same="Tokens that host memory had, loaded or not; with a lower tier or a "
+        "host pool an estimate.",
         hit_tokens_at_twice="Estimate: tokens that host memory would have had at twice its size.",
         hit_tokens_at_four_times="Estimate: tokens that host memory would have had at four times "
         "its size.",

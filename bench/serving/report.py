@@ -93,16 +93,20 @@ def result_of(name: str) -> Path | None:
 def filled(page: Path) -> str:
     """Return the text of a page with its tables and their sources updated from the results.
 
-    Tables without a stored result stay unchanged.
+    Tables without a stored result stay unchanged. Only the first table of a result on a page has
+    its machine and versions.
     """
+    described = set()
 
     def fill(match: re.Match[str]) -> str:
         path = result_of(match[3])
         if path is None:
             return match[0]
         document = json.loads(path.read_text())
-        link = os.path.relpath(path, page.parent)
-        source = f"{_facts(document)}: [{path.parent.name}/{path.name}]({link})"
+        source = f"[{path.parent.name}/{path.name}]({os.path.relpath(path, page.parent)})"
+        if path not in described:
+            described.add(path)
+            source = f"{_facts(document)}: {source}"
         return f"{match[1]}\n{table(document, match[2])}\n\n{source}\n\n{match[5]}"
 
     return MARKED.sub(fill, page.read_text())

@@ -102,7 +102,7 @@ class CacheManager:
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Return for each key whether it can be loaded now. Changes nothing, not even recency."""
-        return self._readable(self._index.find(keys))
+        return self.holds(self._index.find(keys))
 
     def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """Return for each key whether it must be read from a lower tier. Changes nothing."""
@@ -117,7 +117,8 @@ class CacheManager:
         """Return those of a load's slots that are in this engine's memory."""
         return slots
 
-    def _readable(self, slots: Slots) -> NDArray[np.bool_]:
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Return for each slot of `find` whether its key can be loaded from it now."""
         # A missing key has slot -1, which indexes the last slot; the second term excludes it.
         return self._running.not_written(slots) & (slots >= 0)
 
@@ -134,7 +135,7 @@ class CacheManager:
         `complete_load`. Raises `MissingKeyError` if a key is not readable; then nothing is held.
         """
         slots = self._index.find(keys)
-        readable = self._readable(slots)
+        readable = self.holds(slots)
         if not readable.all():
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")

@@ -21,6 +21,7 @@ docs/design/host_pool.md has the argument.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import threading
@@ -43,6 +44,8 @@ from kv_offload.cache.directory import (
 from kv_offload.cache.key_index import Names
 from kv_offload.cache.slot_refcounts import SlotRefcounts
 from kv_offload.cache.slots import Slots
+
+logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 """Interval at which the seats of a pool are listed. It delays the first read from a new engine, and
@@ -185,6 +188,7 @@ class PeerDirectories:
         self._opened: WeakValueDictionary[tuple[Path, int], PeerDirectory] = WeakValueDictionary()
         self._reader: Callable[[], object] | None = None
         """Ends the lock of this seat's leases."""
+        self._reader_inode = 0
         self._refreshing = threading.Lock()
         self._ended = threading.Event()
         self._finalizer = weakref.finalize(self, self._ended.set)
@@ -207,12 +211,24 @@ class PeerDirectories:
                 if lock is None:
                     return
                 self._reader = weakref.finalize(self, os.close, lock)
-            found = tuple(filter(None, map(self._find, _seats(self._seat))))
+                self._reader_inode = os.fstat(lock).st_ino
+            found: tuple[PeerDirectory, ...] = ()
+            if self._has_seat:
+                found = tuple(filter(None, map(self._find, _seats(self._seat))))
             if found == self.all:
                 return
             self.all = found
         if self._changed is not None:
             self._changed()
+
+    @property
+    def _has_seat(self) -> bool:
+        """False if somebody has removed the seat: another engine may have its number by now."""
+        try:
+            found = os.stat(self._seat / READER, follow_symlinks=False)
+        except OSError:
+            return False
+        return found.st_ino == self._reader_inode
 
     def _find(self, seat: Path) -> PeerDirectory | None:
         """Return the directory of a seat, if its arenas are alike and there.
@@ -272,5 +288,8 @@ def _refresh(peers: weakref.ref[PeerDirectories], ended: threading.Event) -> Non
         alive = peers()
         if alive is None:
             return
-        alive.refresh()
+        try:
+            alive.refresh()
+        except Exception:
+            logger.exception("kv-offload: the engines of the host pool cannot be listed")
         del alive

@@ -106,7 +106,7 @@ class Retention:
             self._manager.prepare_copy(kept)
             self.slots += len(kept)
             self._owned[owner] += len(kept)
-        is_earlier = (before > 0) & (before < second)
+        is_earlier = (before > 0) & (before < second)  # vLLM's keys differ by salt: same owner
         self._add(second, owner, np.concatenate((slots[is_earlier], kept)))
         earlier, counts = np.unique(before[is_earlier], return_counts=True)
         for other, count in zip(earlier.tolist(), counts.tolist(), strict=True):

@@ -22,8 +22,17 @@ class SlotRefcounts:
         self._readers = np.zeros(num_slots, np.int32)
 
     def start_loads(self, slots: Slots) -> Slots:
-        """Begin one load of each slot; return the slots that had none, each once, in order."""
-        idle = distinct(slots[self._readers[slots] == 0])
+        """Begin one load of each slot; return the slots that had none, each once, in order.
+
+        Raises `MisuseError` for a slot that a store is writing; nothing is changed.
+        """
+        before = self._readers[slots]
+        if (before == WRITTEN).any():
+            raise MisuseError(
+                f"loads of slots {slots[before == WRITTEN].tolist()} were begun while a store "
+                "writes them: load what is readable"
+            )
+        idle = distinct(slots[before == 0])
         if len(idle) == len(slots):
             self._readers[slots] = 1
         else:

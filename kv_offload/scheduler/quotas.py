@@ -79,7 +79,7 @@ class Quotas:
         at = 0
         for cursor, _, first, last in spans:
             end = at + last - first
-            owners.setdefault(cursor.request.cache_salt, []).extend(keys[at:end])
+            owners.setdefault(cursor.request.cache_salt or None, []).extend(keys[at:end])
             at = end
         if len(owners) == 1:
             self.filled(next(iter(owners)), slots)
@@ -111,9 +111,9 @@ class Quotas:
         """Give slots that are read for a request to its tenant."""
         for move in moves:
             if not self._tier:
-                self.filled(request.cache_salt, move.slots)
+                self.filled(request.cache_salt or None, move.slots)
             elif move.tier == self._tier:
-                self.filled(request.cache_salt, move.tier_slots)
+                self.filled(request.cache_salt or None, move.tier_slots)
 
     def demoted(self, above: Quotas, moves: Sequence[Transfer]) -> None:
         """Give the slots of writes to the owners of their slots of host memory, in `above`."""
@@ -131,7 +131,7 @@ class Quotas:
     def load_ended(self, load: Transfer) -> None:
         """Note that slots were loaded for a request."""
         if load.request is not None:
-            self.used(load.request.request.cache_salt, load.slots)
+            self.used(load.request.request.cache_salt or None, self._manager.owned(load.slots))
 
     def used(self, owner: Owner, slots: Slots) -> None:
         """Note that slots were loaded for an owner."""

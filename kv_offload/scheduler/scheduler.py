@@ -53,7 +53,9 @@ class OffloadScheduler:
     ) -> None:
         self.config = config
         self._engine, self._slots = engine, slots
-        core = Core(config, engine, slots, observers, self.gauges, has_tier=bool(tiers))
+        core = Core(
+            config, engine, slots, observers, self.gauges, has_tier=bool(tiers or config.host_pool)
+        )
         self.manager, self.watch = core.manager, core.watch
         self._transfers, self._requests = core.transfers, core.requests
         self._statistics, self._retention = core.statistics, core.retention
@@ -84,7 +86,10 @@ class OffloadScheduler:
             self.tiers.arrived(tracked)
 
     def still_waits(self, request_id: str, num_computed_tokens: int | None = None) -> bool:
-        """Return, in O(1), whether `match` would have the engine ask again; None: for any."""
+        """Return, in O(1), whether `match` would have the engine ask again.
+
+        Without `num_computed_tokens`, at whatever token its local hit ends.
+        """
         tracked = self._requests.get(request_id)
         if tracked is None or not self._admissions.still_waits(tracked, num_computed_tokens):
             return False
@@ -174,7 +179,11 @@ class OffloadScheduler:
         self.watch.begin(output, loads=loads, waits=waits)
         plan = transfers.seal(self._requests.admissions)
         for add in self._tell.plans:
-            plan = add(plan)
+            try:
+                plan = add(plan)
+            except Exception:
+                self._statistics.count("hook_errors", 1)
+                logger.exception("kv-offload: an error in what a plan lacks. Please report this")
         return plan
 
     @property
@@ -257,7 +266,7 @@ class OffloadScheduler:
         self.watch.load_rate.hear(told)
         self.tiers.learn(report)
         for take in self._tell.reports:
-            take(report)
+            self._survive(take, report)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
                 self._stores.budget.learn(news.store_bytes_per_second, rank)

@@ -30,6 +30,8 @@ class Mapped:
     since: float
     """When it was sent first."""
     sent: float
+    is_closed: bool = False
+    """True once lookups find nothing of it any more."""
     ends: bool = False
     ranks: dict[int, int] = field(default_factory=dict)
     """By rank that has reported the window: the number of slots that its loads may read."""
@@ -44,13 +46,14 @@ class Windows:
 
     def __init__(self, core: Core, manager: LastingManager) -> None:
         self._manager, self._num_ranks = manager, core.engine.num_ranks
+        self._is_to_rest = core.engine.is_to_rest
         self._statistics, self._slots = core.statistics, core.slots
         self._mapped: dict[int, Mapped] = {}
         self._growing: dict[PeerDirectory, tuple[int, float]] = {}
         core.tell.plans.append(self._plan)
         core.tell.reports.append(self._take_report)
         core.tell.load_end.append(self._count)
-        core.tell.has_work.append(lambda _idle: self.has_work)
+        core.tell.has_work.append(lambda _idle: self.has_work and not self._is_to_rest())
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -72,6 +75,7 @@ class Windows:
             if mapped.ends and not mapped.ranks:
                 del self._mapped[seat]
             elif not mapped.ends and mapped.peer not in usable:
+                mapped.is_closed = True
                 peers.open(mapped.peer, 0)
                 if not peers.has_leases(mapped.peer):
                     mapped.ends, mapped.window, is_due = True, Window(seat, {}), True
@@ -120,7 +124,8 @@ class Windows:
             mapped.ranks.pop(rank, None)
             if path == mapped.window.files.get(rank):
                 mapped.ranks[rank] = slots
-            is_open = len(mapped.ranks) == self._num_ranks and not peers.is_cut_off
+            is_whole = len(mapped.ranks) == self._num_ranks
+            is_open = is_whole and not mapped.is_closed and not peers.is_cut_off
             peers.open(mapped.peer, min(mapped.ranks.values()) if is_open else 0)
 
     def _count(self, load: Transfer) -> None:
@@ -135,7 +140,7 @@ class Windows:
     def has_work(self) -> bool:
         """True while the engine must step for a window; a step that comes anyway tries longer."""
         peers, now = self._manager.peers, time.monotonic()
-        if peers is None or peers.is_cut_off:
+        if peers is None:
             return False
         if any(
             self._is_pending(mapped) or not min(mapped.ranks.values(), default=1)
@@ -143,9 +148,17 @@ class Windows:
             if now - mapped.since < PATIENCE_SECONDS
         ):
             return True
+        listed = () if peers.is_cut_off else peers.directories.all
+        if any(
+            not mapped.ends
+            and (mapped.peer not in listed or not mapped.peer.usable_slots)
+            and not peers.has_leases(mapped.peer)
+            for mapped in self._mapped.values()
+        ):
+            return True  # its memory is free only once it is unmapped
         return any(
             peer.number not in self._mapped and peer.usable_slots == peer.contents.num_slots
-            for peer in peers.directories.all
+            for peer in listed
         )
 
     def gauges(self) -> dict[str, float]:

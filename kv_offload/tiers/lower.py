@@ -39,12 +39,12 @@ TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 class TierSpec:
     """The configuration of a tier.
 
-    Each rank writes at most `write_rate` bytes per second, or None: nothing. With `keep_on_reset`
-    the tier still serves after the user has reset the prefix cache.
+    Each rank writes at most `write_rate` bytes per second. With `keep_on_reset` the tier still
+    serves after the user has reset the prefix cache.
     """
 
     make: Callable[[], Tier]
-    write_rate: float | None
+    write_rate: float
     keep_on_reset: bool
 
 
@@ -71,8 +71,7 @@ class LowerTiers:
         for spec in specs:
             tier = spec.make()
             self.tiers[tier.name] = tier
-            if spec.write_rate is not None:
-                self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
+            self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
             if (manager := tier.manager) is not None:
                 if core.announcer is not None:
                     core.tell.add_announcer_below(core.announcer, manager, tier.name)

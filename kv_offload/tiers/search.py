@@ -117,7 +117,7 @@ class Search:
         read.parts = [(first, transfer) for transfer, first in parts.items()]
         if not self._is_worth_it(read, Counter(sources)):
             return None
-        parents = distinct(host_slots[(host_slots >= 0) & self._host.readable(keys)])
+        parents = distinct(host_slots[self._host.holds(host_slots)])
         begun = self._reads.begin(missing, sources, parents)
         self._host.prepare_copy(parents)  # a quota evicts none of what this reads the rest of
         try:

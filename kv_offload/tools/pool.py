@@ -70,7 +70,6 @@ class SeatState:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-
     folder = user_folder(arguments.path)
     try:
         if arguments.remove is not None:
@@ -98,7 +97,6 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def _read(folder: Path) -> Iterator[SeatState]:
-
     kinds = {seat: arena_kinds(seat) for pool in _pools(folder) for seat in find_seats(pool)}
     for seat, kind in kinds.items():
         about = _about(seat)
@@ -125,7 +123,6 @@ def _pools(folder: Path) -> list[Path]:
 
 
 def _about(seat: Path) -> About:
-
     try:
         return msgspec.json.decode((seat / ABOUT).read_bytes(), type=About)
     except (OSError, RecursionError, msgspec.DecodeError):  # an engine ended before it wrote it
@@ -134,7 +131,6 @@ def _about(seat: Path) -> About:
 
 def _runs(seat: Path) -> bool:
     """Return whether an engine holds a seat. No engine can take the seat during the check."""
-
     lock = lock_file(seat / LOCK)
     if lock is None:
         return True
@@ -144,7 +140,6 @@ def _runs(seat: Path) -> bool:
 
 def _remove(folder: Path, name: str) -> tuple[int, str]:
     """Free the memory of all seats that no engine holds; return the bytes freed and a sentence."""
-
     pools = {pool.name: pool for pool in _pools(folder)}
     if name not in pools:
         raise ConfigError(f"there is no pool {name!r} in {folder}: `kv-offload pool` lists them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -60,8 +61,9 @@ def _run(arguments: argparse.Namespace) -> Report:
             f"--policies: {show(unknown[0])} is not a policy: give some of {','.join(POLICIES)}"
         )
     path = Path(os.path.expanduser(arguments.trace))
-    if path.is_fifo():
-        print(f"kv-offload: {path} is a pipe: waiting for its writer to end", file=sys.stderr)
+    with contextlib.suppress(OSError):  # reading it says what is wrong
+        if path.is_fifo():
+            print(f"kv-offload: {path} is a pipe: waiting for its writer to end", file=sys.stderr)
     requests = sorted(read_trace(path), key=lambda request: request.timestamp)
     size = read_size(arguments.model_config, arguments, _block_tokens(path, requests))
     if not any(request.hash_ids for request in requests):

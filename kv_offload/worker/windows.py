@@ -30,11 +30,13 @@ class PeerArenas:
         """Those of the transfer engine; None without a host pool."""
         self._rank = rank
         self._paths: dict[int, str] = {}
-        self._reported: dict[int, tuple[str, int]] = {}
+        self._reported: dict[int, tuple[str, int]] | None = {}
+        """None if the next report must have them: the last one may have been lost."""
 
     def take(self, changes: Iterable[Window]) -> None:
         """Begin to map and to unmap arenas. Never blocks."""
         for change in changes:
+            self._reported = None
             seat, path = change.seat, change.files.get(self._rank)
             windows = self.windows
             if windows is not None and seat >= len(windows):
@@ -58,7 +60,7 @@ class PeerArenas:
     def take_report(self) -> dict[int, tuple[str, int]] | None:
         """Return the `windows` of a report; None if they are those of the last one."""
         windows = self.windows
-        if windows is None or not (self._paths or self._reported):
+        if windows is None or not (self._paths or self._reported != {}):
             return None
         ready = windows.ready_slots
         found = {

@@ -249,7 +249,10 @@ def test_engines_that_load_from_each_other_answer_right(
 ) -> None:
     """Whatever they evict meanwhile; copies fail at random, and one is reset and read no more."""
     chance = random.Random(seed)
-    engines = pooled(memory_folder, 3, slots=12, blocks=30, async_scheduling=asynchronous)
+    more = {"max_share_per_salt": 0.5} if seed % 2 else {}
+    engines = pooled(
+        memory_folder, 3, slots=12, blocks=30, async_scheduling=asynchronous, more=more
+    )
     for engine in engines:
         engine.may_fail = True
     for number in range(1500):
@@ -271,3 +274,17 @@ def test_engines_that_load_from_each_other_answer_right(
     for engine in engines:
         directory = engine.offload.manager.directory
         assert not directory.are_leased(np.arange(12, dtype=np.int32)).any()
+
+
+def test_what_was_planned_is_sent_although_peers_cannot_be_mapped(memory_folder: Path) -> None:
+    engine = PooledEngine(memory_folder, slots=30)
+
+    def fail(_: Any) -> Any:
+        raise RuntimeError("no windows")
+
+    engine.offload._tell.plans.append(fail)
+    engine.serve("stored", PREFIXES[0])
+    engine.rest()
+    assert engine.totals["hook_errors"] > 0
+    assert engine.totals["stored_slots"] > 0
+    assert engine.offload.manager.slots_in_use == engine.totals["stored_slots"]

@@ -1,4 +1,4 @@
-"""The errors of `kv_swap`. `TransferError` is their base class; `explain` is for the system's."""
+"""The errors of `kv_swap`. `TransferError` is their base; `explain` describes an `OSError`."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class AutoPolicy(EvictionPolicy):
         self._ranking = Ranking(self.capacity, self._density)
         self._bucket_of = self._ranking.bucket_of
         self._hash_of = np.zeros(self.capacity, np.uint64)
-        self._held[:] = False
+        self._held = np.zeros(self.capacity, bool)
         self._newly_demotable = np.zeros(self.capacity, bool)
         self.has_newly_demotable = False
         self._parked: set[int] = set()

@@ -40,7 +40,7 @@ class LRUPolicy(EvictionPolicy):
         # Memory from the system costs nothing until it is written.
         self._log = np.empty(self._mask + 1, np.int32)
         self._entry_of = np.zeros(self.capacity, np.int64)  # last entry; 0: not resident
-        self._held[:] = False
+        self._held = np.zeros(self.capacity, bool)
         self._parked: set[int] = set()
         self._next = 1
         # Entries from `_first` to `_unswept` are still to be swept. Those from there to `_swept`

@@ -241,7 +241,9 @@ class Lookups:
         if hit.slots is None:
             if not manager.readable(hit.keys).all() or not manager.reserve(hit.keys):
                 return False
-            hit.slots = manager.find(hit.keys)
+            # A peer may have what is still being written here: -1, as it may be gone at any time.
+            slots = manager.find(hit.keys)
+            hit.slots = np.where(manager.holds(slots), slots, np.int32(-1))
         elif not manager.keep_their_keys(hit.slots, hit.forgotten):
             return False
         hit.forgotten = manager.forgotten

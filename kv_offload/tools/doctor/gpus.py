@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.gate_test import GateReport, check_gates
@@ -29,7 +29,7 @@ def check_gpus(
 ) -> Iterator[Check]:
     """Check that torch can use its GPUs and, for each, packing and copies. Takes seconds.
 
-    Without `measures`, torch is not imported and no GPU is used.
+    Without `measures`, nothing is copied.
     """
     if installed is None:
         yield not_checked("GPU", "torch is not installed in this Python, or damaged")
@@ -37,9 +37,8 @@ def check_gpus(
     if config.transfer_engine != "auto":
         kind = partial(transfer_kind, config, "cpu" if installed.cuda is None else "cuda")
         yield accepted("transfer engine", f"{config.transfer_engine} suits torch", kind)
-    if installed.cuda is None or not measures:
-        reason = "torch is built without CUDA" if measures else "--no-measure was given"
-        yield not_checked("GPU", reason)
+    if installed.cuda is None:
+        yield not_checked("GPU", "torch is built without CUDA")
         return
     try:
         import torch
@@ -55,13 +54,17 @@ def check_gpus(
         yield Check("GPU", "problem", _first_line(error), needed, remedy)
         return
     for index in range(torch.cuda.device_count()):
-        yield from _check_gpu(torch.device("cuda", index), config)
+        yield from _check_gpu(torch.device("cuda", index), config, measures=measures)
 
 
-def _check_gpu(device: torch.device, config: OffloadConfig) -> Iterator[Check]:
+def _check_gpu(device: torch.device, config: OffloadConfig, *, measures: bool) -> Iterator[Check]:
     import torch
 
-    properties = torch.cuda.get_device_properties(device)
+    try:
+        properties = torch.cuda.get_device_properties(device)
+    except Exception as error:  # noqa: BLE001 - a sick GPU: whatever its driver says
+        yield Check(f"GPU {device.index}", "problem", _first_line(error), "a GPU that works")
+        return
     yield Check(
         f"GPU {device.index}",
         "ok",
@@ -71,9 +74,13 @@ def _check_gpu(device: torch.device, config: OffloadConfig) -> Iterator[Check]:
         capability = properties.major, properties.minor
         yield accepted(f"packing on {device}", "possible", partial(check_packing, capability))
     name = f"copy rate of {device}"
+    if not measures:
+        yield not_checked(name, "--no-measure was given")
+        return
     try:
+        pci_bus_id = CudaRegistrar(device).pci_bus_id
         rates = measure(device, packs=config.pack_kv)
-        link = read_link(CudaRegistrar(device).pci_bus_id)  # at once: an idle link is slower
+        link = read_link(pci_bus_id)  # at once: an idle link is slower
     except Exception as error:  # noqa: BLE001 - out of memory, no CuPy, a driver's error
         yield not_checked(name, _first_line(error))
         return
@@ -86,31 +93,41 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def read_link(pci_bus_id: str, sysfs: Path = Path("/sys")) -> tuple[float, int] | None:
-    """Return a PCIe link's current GT/s per lane and its lanes; None if the system hides them."""
+class Link(NamedTuple):
+    """The PCIe link of a GPU."""
+
+    gigatransfers: float
+    """Per second and lane, now."""
+    lanes: int
+    max_lanes: int
+
+
+def read_link(pci_bus_id: str, sysfs: Path = Path("/sys")) -> Link | None:
+    """Return a GPU's link; None if the system hides it."""
     folder = sysfs / "bus/pci/devices" / pci_bus_id.lower()
     try:
         speed = float((folder / "current_link_speed").read_text().split()[0])
         lanes = int((folder / "current_link_width").read_text())
+        max_lanes = int((folder / "max_link_width").read_text())
     except (OSError, ValueError, IndexError):
         return None
-    return (speed, lanes) if speed and lanes else None
+    return Link(speed, lanes, max_lanes) if speed and lanes else None
 
 
-def judge_rates(name: str, rates: Rates, link: tuple[float, int] | None) -> Check:
+def judge_rates(name: str, rates: Rates, link: Link | None) -> Check:
     """Compare measured rates with the bandwidth of the GPU's link."""
     store, load = rates.store / 1e9, rates.load / 1e9
     found = f"{store:.1f} GB/s to host memory, {load:.1f} GB/s back, by {rates.path}"
     if link is None:
-        return Check(name, "ok", f"{found}; the system does not report the link")
-    speed, lanes = link
-    enough = ENOUGH * speed / 8 * lanes
+        return not_checked(name, f"{found}; the system does not report the link")
+    enough = ENOUGH * link.gigatransfers / 8 * link.max_lanes
     return judged(
         name,
-        f"{found}, over {lanes} lanes of {speed:g} GT/s",
-        f"{enough:.0f} GB/s each way, {ENOUGH:.0%} of the link",
-        "Run doctor again while no engine copies. Then see that this process may use memory of the "
-        "NUMA node next to the GPU: numactl --membind, or the cpuset of its container.",
+        f"{found}, over {link.lanes} of {link.max_lanes} lanes of {link.gigatransfers:g} GT/s",
+        f"{enough:.0f} GB/s each way, {ENOUGH:.0%} of the link with all lanes",
+        "With fewer lanes than the GPU has, see the slot and its riser. Else run doctor again "
+        "while no engine copies, and see that this process may use memory of the NUMA node next to "
+        "the GPU: numactl --membind, or the cpuset of its container.",
         fits=min(store, load) >= enough,
         otherwise="warning",
     )

@@ -142,8 +142,11 @@ def test_what_is_known_of_a_prefix_is_not_evicted_for_its_tail_but_can_be_later(
 def test_what_does_not_run_cannot_be_completed_and_what_is_not_readable_not_loaded(policy):
     manager = make_manager(policy)
     a, b = store(manager, A, B)
-    manager.prepare_store([C])
+    (c,) = manager.prepare_store([C])
     assert manager.readable([A, B, C]).tolist() == [True, True, False]
+    assert manager.holds(array(a, c)).tolist() == [True, False]
+    with pytest.raises(MisuseError, match=rf"loads of slots \[{c}\] were begun while a store"):
+        manager.prepare_copy(array(a, c))
     with pytest.raises(MissingKeyError, match="is not readable") as caught:
         manager.prepare_load([A, C])
     assert isinstance(caught.value, KVOffloadError)

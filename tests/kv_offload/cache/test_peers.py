@@ -22,7 +22,7 @@ import pytest
 
 from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_directory
 from kv_offload.cache.key_index import Names
-from kv_offload.cache.peers import PeerDirectories, PeerDirectory
+from kv_offload.cache.peers import READER, PeerDirectories, PeerDirectory, lock_reader
 from kv_offload.cache.slots import Slots
 from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, Life, content_of, live
 
@@ -79,6 +79,19 @@ def read(peer: PeerDirectory, keys: list[bytes]) -> int:
         assert [int(words[slot, word]) for word in range(WORDS)] == content_of(key).tolist()
     peer.release(slots)
     return len(leased)
+
+
+def test_whose_seat_was_removed_reads_no_peers(tmp_path: Path) -> None:
+    """Somebody empties the pool's folder, and another engine takes the same number."""
+    make_seat(tmp_path)
+    peers = find(tmp_path)
+    assert len(peers.all) == 1
+    (tmp_path / OWN.parent / READER).unlink()
+    peers.refresh()
+    assert not peers.all
+    assert lock_reader(tmp_path / OWN.parent, makes=True) is not None
+    peers.refresh()
+    assert not peers.all
 
 
 def test_peers_are_the_other_seats_whose_arenas_are_alike(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.cache.directory import DIRECTORY, Directory, open_directory, read_names
 from kv_offload.messages import OffloadWorkerMetadata, RankReport, Window
 from kv_offload.scheduler import windows
+from kv_offload.scheduler.request import Hit
 from tests.kv_offload.test_host_pool import PooledEngine
 
 SLOTS = 30
@@ -151,8 +152,14 @@ def test_a_window_is_closed_at_once_and_unmapped_without_leases(
     bed.manager.peers.directories.refresh()
     assert bed.plan() == ()
     assert not bed.readable
+    bed.map_all()
+    assert not bed.readable  # late reports open nothing
     assert bed.plan() == ()
+    assert not bed.engine.offload._windows.has_work
     bed.manager.complete_load(load)
+    assert bed.engine.offload.has_pending_work  # an idle engine holds no memory of others
+    monkeypatch.setattr(bed.engine.offload._windows, "_is_to_rest", lambda: True)
+    assert not bed.engine.offload.has_pending_work
     assert bed.plan() == (Window(1, {}),)
     bed.report({}, 0)
     assert 1 in bed.engine.offload._windows._mapped
@@ -190,3 +197,21 @@ def test_bytes_from_peers_are_counted(memory_folder, monkeypatch) -> None:
     assert bed.engine.offload.gauges()["peer_slots"] == SLOTS
     bed.plan()
     assert bed.engine.offload.gauges()["leased_slots"] == 0
+
+
+def test_a_hit_whose_blocks_are_still_being_written_here_is_leased_with_each_offer(
+    memory_folder, monkeypatch
+) -> None:
+    bed = Bed(memory_folder, monkeypatch)
+    bed.make_peer()
+    bed.plan()
+    bed.map_all()
+    manager, lookups = bed.manager, bed.engine.offload._lookups
+    manager.prepare_store(KEYS[:1])
+    assert manager.readable(KEYS[:1]).all()
+    assert not manager.holds(manager.find(KEYS[:1])).any()
+    hit = Hit(0, 4, 4, KEYS[:1], manager.forgotten - 1, lookups._arrivals, bed.now)
+    assert lookups._still_holds(hit, 0, 4)
+    manager.prepare_load(KEYS[:1])
+    bed.plan()
+    assert not lookups._still_holds(hit, 0, 4)

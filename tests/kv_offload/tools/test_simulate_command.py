@@ -108,10 +108,14 @@ def test_a_trace_that_cannot_be_replayed(simulate, trace, problem):
     assert problem in done.err
 
 
-def test_a_trace_that_is_not_there(command):
-    done = command("simulate", "nowhere", "--cpu-bytes=1GiB", "--model-config=nowhere")
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("nowhere", "No such file or directory"), ("x" * 300, "File name too long")],
+)
+def test_a_trace_that_is_not_there(command, path, problem):
+    done = command("simulate", path, "--cpu-bytes=1GiB", "--model-config=nowhere")
     assert done.status == 2
-    assert "nowhere: cannot be read: No such file or directory. Give a file of JSON" in done.err
+    assert f"{path}: cannot be read: {problem}. Give a file of JSON" in done.err
 
 
 def test_a_pipe_is_read_and_said_to_be_waited_for(tmp_path, simulate, command):

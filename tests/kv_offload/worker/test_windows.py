@@ -129,3 +129,15 @@ def test_slots_are_numbered_as_the_arena_of_the_rank_has_them(num_slots: int) ->
 
 def test_an_arena_with_more_slots_than_plans_can_number_has_no_windows() -> None:
     assert count_windows((1 << WINDOW_BITS) + 1) == 0 < count_windows(1 << WINDOW_BITS)
+
+
+def test_a_change_is_reported_each_time_it_is_asked_for(ranks: Ranks) -> None:
+    """The report of the first time may have been lost."""
+    ranks.attach()
+    ranks.reader.step()
+    assert ranks.reader.report().windows is None
+    ranks.reader.step(windows=[Window(0, {0: ranks.arena}, SLOTS)])
+    assert ranks.reader.report().windows == {0: (ranks.arena, SLOTS)}
+    for _ in range(2):
+        ranks.reader.step(windows=[Window(0, {})])
+        assert ranks.reader.report().windows == {}

@@ -125,9 +125,12 @@ class Mapping:
                 f"use a smaller pool or free memory"
             ) from error
         # Children must not inherit it, because the kernel copies page-locked memory at fork.
-        self._advise(mmap.MADV_DONTFORK)
+        is_private = self._advise(mmap.MADV_DONTFORK)
         # A core dump would be as large as the pool, and reveal users' prompts.
-        self._advise(mmap.MADV_DONTDUMP)
+        if not (self._advise(mmap.MADV_DONTDUMP) and is_private):
+            logger.warning(
+                "the system refuses to keep host memory out of core dumps and forked processes"
+            )
         # With huge pages there are fewer pages to lock. Kernels without them refuse this advice.
         self._advise(mmap.MADV_HUGEPAGE)
         self._node = numa_node
@@ -172,8 +175,8 @@ class Mapping:
         if not self.shared:
             self._advise(mmap.MADV_DONTNEED, offset)
 
-    def _advise(self, advice: int, offset: int = 0) -> None:
-        _libc.madvise(self.address + offset, self.nbytes - offset, advice)
+    def _advise(self, advice: int, offset: int = 0) -> bool:
+        return not _libc.madvise(self.address + offset, self.nbytes - offset, advice)
 
     def describe(self) -> str:
         """Describe where the pages come from, for the log."""

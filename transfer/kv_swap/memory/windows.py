@@ -5,7 +5,7 @@ All windows have the same length, at least that of the arena. So slot `s` of win
 read it. Windows begin where a piece of page-locked memory may begin.
 
 A thread maps files, and page-locks and unlocks them piece by piece. It leaves the driver alone for
-`REST` times as long as each call took, because launches wait for the call. Pages are faulted in
+`REST` times as long as each locking took, because launches wait for the call. Pages are faulted in
 before, which the driver would do more slowly.
 """
 
@@ -35,6 +35,9 @@ from kv_swap.memory.mapping import (
 from kv_swap.memory.registration import REST, choose_piece_bytes
 
 logger = logging.getLogger(__name__)
+
+UNLOCK_REST = 1.0
+"""Replaces `REST` while memory is unlocked: its owner is gone, and who comes next may need it."""
 
 MAX_RESERVED_BYTES = 32 << 40
 """A process has 128 TiB of addresses, and CUDA reserves some for all memory that it could map."""
@@ -176,7 +179,8 @@ class Windows:
             if self._register is not None:
                 with self._changed:
                     if not self._released and not self._stopping:
-                        self._changed.wait(REST * self._driver_seconds)
+                        rest = REST if act == self._map_more else UNLOCK_REST
+                        self._changed.wait(rest * self._driver_seconds)
         atexit.unregister(self._stop)
 
     def _wait(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:

@@ -12,6 +12,7 @@ I/O. Numbers are little-endian:
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from pathlib import Path
@@ -61,7 +62,7 @@ class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def encode(self) -> bytes:
         """Return the first region's bytes. Raises `TierError` if the description is too long."""
-        text = msgspec.json.encode(self)
+        text = json.dumps(msgspec.structs.asdict(self)).encode()  # any path, UTF-8 or not
         if _FIELDS.size + len(text) > FIRST_REGION_BYTES:
             raise TierError(
                 f"the description of a tier takes {len(text)} bytes, at most "
@@ -108,8 +109,8 @@ def read_region(fd: int, path: Path) -> FileDescription | str:
 def _parse(text: bytes) -> FileDescription | str:
     """Return the description in an intact first region, or why this version cannot use it."""
     try:
-        found = msgspec.json.decode(text, type=FileDescription)
-    except (msgspec.DecodeError, RecursionError) as error:
+        found = msgspec.convert(json.loads(text), FileDescription)
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
         return f"its first region describes no file of this version: {error}"
     if found.nbytes >= _LARGEST_FILE_BYTES:
         return "its first region describes no file of this version: it would be too large"

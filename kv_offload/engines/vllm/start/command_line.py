@@ -1,7 +1,7 @@
 """Checks vLLM's arguments before an engine starts, and logs why the plugin is not in use.
 
-vLLM does not record that the argument was given empty, or that a key was given twice. Imports no
-vLLM, because most engines that start without the plugin do not want it.
+vLLM does not record that the argument was given empty, or that a key was given twice. Imports vLLM
+only where this connector is loaded: most engines that start without the plugin do not want it.
 """
 
 from __future__ import annotations
