@@ -83,12 +83,25 @@ def poison(_worker: Any) -> None:
 
 
 def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
-    """Put every block of a kind where another one was, in the host memory of these ranks."""
+    """Put every block of a kind where another one was, in the host memory of these ranks.
+
+    What was loaded from a peer is moved in the peer's memory.
+    """
     half = worker_of_process()
     if half.rank in ranks:
-        slots = half.transfer._state.arena.view()
-        used = np.array(sorted(half.noted[kind]), int)  # none, where a check will fail
-        slots[used] = slots[np.roll(used, 7)]
+        slots = [slot_bytes(half, number) for number in sorted(half.noted[kind])]
+        moved = [slot.copy() for slot in slots]
+        for number, slot in enumerate(slots):
+            slot[:] = moved[number - 7 % len(slots)]
+
+
+def slot_bytes(half: Any, number: int) -> np.ndarray[Any, Any]:
+    """Return the bytes of a slot, by the number that copies have for it."""
+    own = half.transfer._state.arena.view()
+    if number < len(own):
+        return own[number]
+    window, slot = divmod(number, half.transfer.windows.window_slots)
+    return np.memmap(half._peers._paths[window - 1], np.uint8, "r+", shape=own.shape)[slot]
 
 
 def kv_memory(half: Any) -> list[torch.Tensor]:
