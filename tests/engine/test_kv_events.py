@@ -175,6 +175,7 @@ def test_a_router_knows_what_is_on_a_disk_also_after_a_restart(model_folder, tmp
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     subscriber = Subscriber(tmp_path)
     disk = {"path": str(tmp_path / "disk"), "bytes": f"{4 * SLOTS * BLOCK_BYTES}B"}
+    more = {"disk": disk, "eviction_policy": "lru", "load_or_recompute": "always_load"}
     expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
 
     def check_disk(running: Engine) -> set[Any]:
@@ -185,12 +186,12 @@ def test_a_router_knows_what_is_on_a_disk_also_after_a_restart(model_folder, tmp
         assert all(router.on_disk == below for router in subscriber.routers)
         return below
 
-    with published(model_folder, subscriber, disk=disk, eviction_policy="lru") as running:
+    with published(model_folder, subscriber, **more) as running:
         assert running.generate_each(PROMPTS) == expected
         left = check_disk(running)
         assert len(left) > SLOTS, "what host memory has evicted, too"
         assert not any(router.without_tokens for router in subscriber.routers)
-    with published(model_folder, subscriber, disk=disk, eviction_policy="lru") as another:
+    with published(model_folder, subscriber, **more) as another:
         assert another.generate_each(PROMPTS[:1]) == expected[:1]
         assert check_disk(another) >= left
         assert all(len(left - router.without_tokens) == 6 for router in subscriber.routers)
