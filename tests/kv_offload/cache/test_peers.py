@@ -14,8 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,14 @@ from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_direct
 from kv_offload.cache.key_index import Names
 from kv_offload.cache.peers import READER, PeerDirectories, PeerDirectory, lock_reader
 from kv_offload.cache.slots import Slots
-from tests.kv_offload.cache.test_pool_killed import NUM_SLOTS, WORDS, Life, content_of, live
+from tests.kv_offload.cache.test_pool_killed import (
+    NUM_SLOTS,
+    WORDS,
+    Life,
+    act_until_killed,
+    content_of,
+    live,
+)
 
 KEYS = [b"key %d" % number for number in range(46)]
 OWN = Path("seat-7", "rank-0.kind.own")
@@ -336,28 +341,15 @@ def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
 
 
 def read_and_end(pool: Path, lines: int) -> None:
-    """Be a reader until so many lines have run; ends with SIGKILL, or with 1 after an error."""
-    left = lines
+    """Be a reader until so many lines have run."""
 
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(("cache/peers.py", os.path.basename(__file__))):
-            return None
-        left -= event == "line"
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    try:
-        sys.settrace(trace)
+    def act() -> None:
         peers = find(pool)
         while True:
             for peer in peers.all:
                 read(peer, KEYS)
-    except BaseException as error:  # noqa: BLE001 - this is a copy of the process that runs tests
-        sys.settrace(None)
-        os.write(2, repr(error).encode())
-        os._exit(1)
+
+    act_until_killed(act, lines, ("cache/peers.py", os.path.basename(__file__)))
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -91,12 +91,23 @@ class Life:
 
 
 def live(folder: Path, seed: int, lines: int, board: mmap.mmap) -> None:
-    """Be a process until so many lines have run; ends with SIGKILL, or with 1 after an error."""
+    """Be a process until so many lines have run."""
+
+    def act() -> None:
+        life = Life(folder, seed, board)
+        while True:
+            life.step()
+
+    act_until_killed(act, lines, TRACED)
+
+
+def act_until_killed(act: Callable[[], None], lines: int, traced: tuple[str, ...]) -> None:
+    """Run so many lines of files with these endings; end with SIGKILL, or with 1 after an error."""
     left = lines
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(TRACED):
+        if not frame.f_code.co_filename.endswith(traced):
             return None
         left -= event == "line"
         if left < 0:
@@ -105,9 +116,7 @@ def live(folder: Path, seed: int, lines: int, board: mmap.mmap) -> None:
 
     try:
         sys.settrace(trace)
-        life = Life(folder, seed, board)
-        while True:
-            life.step()
+        act()
     except BaseException as error:  # noqa: BLE001 - this is a copy of the process that runs tests
         sys.settrace(None)
         os.write(2, repr(error).encode())
