@@ -6,7 +6,7 @@ read it. Windows begin where a piece of page-locked memory may begin.
 
 A thread maps files, and page-locks and unlocks them piece by piece. It leaves the driver alone for
 `REST` times as long as each locking took, because launches wait for the call. Pages are faulted in
-before, which the driver would do more slowly.
+before, outside the driver's calls.
 """
 
 from __future__ import annotations
