@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import tempfile
 import time
 from collections import Counter
@@ -167,6 +168,27 @@ ENGINES = st.fixed_dictionaries(
 )
 
 
+class StallingClock:
+    """Stands for `time.monotonic`, in seconds: it goes on when it is read, and sometimes by much.
+
+    So a machine that stands still at a bad moment does so again when the example is repeated.
+    """
+
+    TICK_SECONDS = 20e-6
+    STALLS = (0.001, 0.004, 0.02, 1.0, 10.0)
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._share = chance.choice((0.0, 0.002, 0.02, 0.2))
+        self._now = 1000.0
+
+    def __call__(self) -> float:
+        self._now += self.TICK_SECONDS
+        if self._chance.random() < self._share:
+            self._now += self._chance.choice(self.STALLS)
+        return self._now
+
+
 class InjectedError(RuntimeError):
     """Raised by a hook that a test has armed."""
 
@@ -177,6 +199,10 @@ class Interleavings(RuleBasedStateMachine):
     async_scheduling: ClassVar[bool]
     ranks: ClassVar[int]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cleanup = contextlib.ExitStack()
+
     @initialize(
         arguments=ENGINES,
         blocks=st.sampled_from((14, 20, 40)),
@@ -184,6 +210,7 @@ class Interleavings(RuleBasedStateMachine):
         lags=st.booleans(),
         waits=st.booleans(),
         together=st.booleans(),
+        stalls=st.integers(0, 1 << 16),
     )
     def start(
         self,
@@ -193,9 +220,12 @@ class Interleavings(RuleBasedStateMachine):
         lags: bool,
         waits: bool,
         together: bool,
+        stalls: int,
     ) -> None:
         late = lags and self.async_scheduling
-        self.cleanup = contextlib.ExitStack()
+        self.cleanup.enter_context(
+            mock.patch("time.monotonic", StallingClock(random.Random(stalls)))
+        )
         for name, few in (("MANY_RUNNING", 2), ("WAITING_SHARE", 1)) if together else ():
             self.cleanup.enter_context(
                 mock.patch(f"kv_offload.scheduler.stores.planner.{name}", few)
@@ -625,20 +655,23 @@ class Interleavings(RuleBasedStateMachine):
             for position, token in enumerate(answer, begin):
                 assert token in engine.model.sampled[request_id, position], request_id
 
-    def wake_tier(self) -> None:
-        """Run until nothing is left to write: a tier that pauses would be used again any moment."""
+    def wake_tiers(self) -> None:
+        """Run until nothing is left to write: a pause of a tier could end at any moment."""
         tiers = self.engine.offload.tiers.tiers.values()
+        pauses = [pause for tier in tiers for pause in (tier._reads, tier._writes)]
         for _ in range(20):
-            if all(not tier.is_open or (tier.may_read and tier.may_write) for tier in tiers):
-                return
-            for tier in tiers:
-                for pause in (tier._reads, tier._writes):
-                    pause._until = 0.0
+            for pause in pauses:
+                pause._until = 0.0
             self.engine.run()
+            if not any(pause._until for pause in pauses):
+                return
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
+        with self.cleanup:  # also where something fails: other tests run in this process
+            if hasattr(self, "engine"):
+                self.come_to_rest()
+
+    def come_to_rest(self) -> None:
         engine = self.engine
         for rank in engine.ranks:
             rank.copies.stuck = False
@@ -655,7 +688,7 @@ class Interleavings(RuleBasedStateMachine):
         engine.finish_steps()
         engine.step(2, copies=True)  # for the ends of stores that a drain has given up
         engine.run()
-        self.wake_tier()
+        self.wake_tiers()
         self.holds()
         for request_id, request in self.requests.items():
             assert request.is_finished()
@@ -674,7 +707,6 @@ class Interleavings(RuleBasedStateMachine):
         HAPPENED["late promotions"] += int(engine.totals["late_promotions"])
         engine.check_rest()
         engine.connector.shutdown()
-        self.cleanup.close()
 
 
 def _variants() -> list[type[Interleavings]]:
