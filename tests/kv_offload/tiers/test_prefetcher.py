@@ -89,6 +89,46 @@ def test_a_queued_request_finds_in_host_memory_what_was_below(make):
     assert engine.totals["late_promotions"] == 0
 
 
+def steps_of_turn(engine: QueueEngine, name: str, *, queued: bool) -> int:
+    """Return the steps to the first token of a request that the engine lacks.
+
+    With `queued` it comes while another one runs, and the steps count from the end of that one.
+    """
+    engine.add(f"busy before {name}", [len(name), 9, 9, 9, 9], 60)
+    engine.step(4, copies=True)
+    assert f"busy before {name}" in engine.answers
+    if queued:
+        engine.add(name, PROMPTS[0], 2)
+        engine.step(6, copies=True)
+        assert name not in engine.answers
+    engine.abort(f"busy before {name}")
+    if not queued:
+        engine.add(name, PROMPTS[0], 2)
+    steps = 0
+    while name not in engine.answers:
+        engine.step(1, copies=True)
+        steps += 1
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    return steps
+
+
+def test_after_a_pause_a_turn_that_was_queued_starts_as_fast_as_from_host_memory(make):
+    """A tool ran so long that host memory has dropped the conversation."""
+    engine = make()
+    engine.abort("busy")
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    below = steps_of_turn(engine, "below", queued=True)
+    assert engine.totals["prefetched_slots"] == FULL_BLOCKS
+    in_host_memory = steps_of_turn(engine, "in host memory", queued=True)
+    assert engine.totals["prefetched_slots"] == engine.totals["promoted_slots"] == FULL_BLOCKS
+    assert engine.totals["hit_tokens"] == 2 * ALL_TOKENS
+    engine.offload.manager.reset()
+    not_queued = steps_of_turn(engine, "not queued", queued=False)
+    assert below == in_host_memory < not_queued
+
+
 def test_no_more_is_read_ahead_than_a_share_of_host_memory(make):
     """More would evict what was read for those before. Those that run make room for the next."""
     engine = make()
