@@ -158,6 +158,22 @@ def test_the_oldest_go_and_objects_of_others_stay(server):
         assert (len(done.failed), done.mismatches, done.error) == (17, 0, None)
 
 
+def test_a_listing_that_lags_costs_nothing_that_was_written_since(server, monkeypatch):
+    """It has objects that are gone, and lacks newer ones."""
+    old, new = named(16, "old"), named(16, "new")
+    with S3Bed(URL, 16) as bed:
+        bed.put(old)
+        lagging = list(bed.client.entries())
+        assert len(lagging) == 16
+        bed.client.remove([entry.key for entry in lagging[:4]])
+        bed.put(new)
+        with monkeypatch.context() as patch:
+            patch.setattr(bed.client, "entries", lambda: iter(lagging))
+            assert sweep(bed.client, 8 * RECORD_BYTES) == 9 * RECORD_BYTES
+        assert bed.get(new).failed == ()
+        wait_until(lambda: sweep(bed.client, 8 * RECORD_BYTES) == 0, "the bound is not kept")
+
+
 def test_who_writes_keeps_the_bound(server):
     limit = 16 * RECORD_BYTES
     with S3Bed(URL, 16, max_bytes=limit) as bed:
