@@ -1,6 +1,7 @@
-"""Groups whose blocks vLLM gives to no other request, under its own scheduler.
+"""Groups of which a hit needs nothing, under vLLM's own scheduler.
 
-A ring has the tokens that are still to be compressed, and must have them when a step begins. A
+A ring has the tokens that are still to be compressed, and must have them when a step begins. So
+does a window of tokens that a latent will cover; vLLM gives its blocks to other requests, too. A
 window that is replayed is empty before the first token that its request has computed itself.
 """
 
@@ -10,6 +11,7 @@ from itertools import chain
 
 import pytest
 
+import kv_offload.engines.vllm.model.groups as groups_module
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
     FULL,
@@ -20,6 +22,7 @@ from tests.support.played_cases import (
     harsh_engine,
     serve_under_pressure,
     store,
+    wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
 
@@ -29,6 +32,15 @@ CASES: dict[str, tuple[tuple[CacheGroup, ...], int]] = {
     "ring": ((FULL, RING), 27),
     "ring first": ((CacheGroup(0, 4, chunk_tokens=4, is_scratch=True), CacheGroup(1, 4)), 27),
     "replay": ((FULL, REPLAY), 36),
+    "open latents": ((FULL, CacheGroup(1, 2, chunk_tokens=4, is_scratch=True)), 42),
+    "kept at ends": (
+        (
+            *(CacheGroup(0, 8), CacheGroup(1, 4, 9, retention_tokens=0)),
+            CacheGroup(2, 2, 4, retention_tokens=0),
+            CacheGroup(3, 1, chunk_tokens=4, is_scratch=True),
+        ),
+        52,
+    ),
     "blocks of four sizes": (
         (
             *(CacheGroup(0, 8), CacheGroup(1, 4, 9), CacheGroup(2, 2, 4)),
@@ -71,6 +83,35 @@ def test_no_block_of_scratch_is_copied():
     assert set(chain(*load.pairs[:, :1].tolist())) == set(attention[:4])
     assert len(ring) == 1
     engine.rest()
+
+
+@both_ways
+def test_tokens_of_complete_latents_are_neither_stored_nor_loaded():
+    """vLLM gives a request blocks for them, and later gives these to others by their hash."""
+    groups = (FULL, CacheGroup(1, 2, chunk_tokens=4, is_scratch=True))
+    engine = store(PlayedEngine(groups), PROMPT)
+    assert len(engine.offload.manager.readable_slots()) == 5
+    request = engine.add("b", PROMPT)
+    output = engine.schedule()
+    (load,) = output.kv_connector_metadata.loads
+    attention, _ = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    assert set(chain(*load.pairs[:, :1].tolist())) == set(attention[:5])
+    engine.run()
+    engine.add("c", [*PROMPT[:20], *OTHER])
+    engine.step(copies=True)
+    assert engine.model.requests["c"].first_computed == 20
+    assert engine.totals["hit_tokens"] == 20, "the second hit is vLLM's own"
+    engine.rest()
+
+
+def test_a_latent_that_a_hit_does_not_complete_would_lack_its_tokens(monkeypatch):
+    """The control: hits end at multiples of 4 tokens, and latents cover 12."""
+    rule = groups_module._keeps_open_latents
+    monkeypatch.setattr(groups_module, "_keeps_open_latents", lambda layers, _: rule(layers, 12))
+    engine = PlayedEngine((FULL, CacheGroup(1, 2, chunk_tokens=12, is_scratch=True)))
+    store(engine, PROMPT).add("b", PROMPT)
+    with wrong_bytes():
+        engine.run()
 
 
 @both_ways

@@ -39,6 +39,7 @@ from vllm.v1.request import Request
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.engines.vllm.model.groups import COMPRESSOR_STATES
 from tests.support.inputs import transfer_config as ours
 
 Options = dict[str, Any]
@@ -87,6 +88,11 @@ def make_request(
     )
 
 
+def spans_blocks(block_tokens: int, chunk_tokens: int | None) -> bool:
+    """Return whether scratch keeps the tokens of a chunk in several blocks, unlike a ring."""
+    return chunk_tokens is not None and chunk_tokens > block_tokens
+
+
 def make_spec(
     block_tokens: int,
     window_tokens: int | None = None,
@@ -99,7 +105,8 @@ def make_spec(
 ) -> Any:
     """Return a spec whose page has `PAGE_WORDS` words.
 
-    Scratch with a window is one that is replayed after a hit, without one it is a ring.
+    Scratch with a window is one that is replayed after a hit. With chunks that span blocks, it
+    keeps tokens until a latent covers a chunk of them. Otherwise it is a ring.
     """
     if holds_state:
         return MambaSpec(
@@ -118,11 +125,15 @@ def make_spec(
         "head_size": PAGE_WORDS // block_tokens,
         "dtype": torch.float32,
     }
-    if is_scratch and window_tokens is None:
+    if is_scratch and window_tokens is None and not spans_blocks(block_tokens, chunk_tokens):
         return CircularBufferSpec(**shape, dcp_sharded=False)
     if is_scratch:
         shape["head_size"] *= 2  # one latent vector in place of a key and a value
-        return SlidingWindowMLASpec(**shape, sliding_window=window_tokens, bounded_replay=True)
+        return SlidingWindowMLASpec(
+            **shape,
+            sliding_window=window_tokens or chunk_tokens,
+            bounded_replay=window_tokens is not None,
+        )
     if chunk_tokens is not None:
         return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk_tokens)
     if window_tokens is None:
@@ -152,6 +163,11 @@ def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
     return KVCacheTensor(size=size, shared_by=layers)
 
 
+def _name_of(group: CacheGroup) -> str:
+    spans = spans_blocks(group.block_tokens, group.chunk_tokens)
+    return COMPRESSOR_STATES if group.is_scratch and spans else ""
+
+
 def make_kv_cache_config(
     groups: Sequence[CacheGroup],
     num_blocks: int,
@@ -167,7 +183,7 @@ def make_kv_cache_config(
     With several `modules` of MTP vLLM keeps more tokens than a window has.
     """
     retention = {g.retention_tokens for g in groups} - {None}
-    layers = [f"layer.{group.group_id}" for group in groups]
+    layers = [f"layer.{group.group_id}{_name_of(group)}" for group in groups]
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[make_tensor(num_blocks * PAGE_WORDS * 8, layers, PAGE_WORDS * 8)],

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import CacheGroup
+from tests.support.configurations import spans_blocks
 
 VOCABULARY = 2
 
@@ -46,6 +47,12 @@ def answer(prompt: Sequence[int], max_tokens: int = 4, weights: int = 0) -> Toke
         tokens.append(next_token(kv))
         kv = name_prefix(kv, tokens[-1])
     return tokens
+
+
+def _is_ring(group: CacheGroup) -> bool:
+    """Return whether scratch has one block, for the last tokens."""
+    spans = spans_blocks(group.block_tokens, group.chunk_tokens)
+    return group.window_tokens is None and not spans
 
 
 @dataclasses.dataclass
@@ -286,7 +293,7 @@ class PlayedModel:
     def _scratch(self, place: Place, positions: NDArray[np.int64]) -> Any:
         """Return in which blocks and rows a request's scratch has these tokens; a ring has one."""
         tokens = place.group.block_tokens
-        slots = positions // tokens if place.group.window_tokens else np.zeros_like(positions)
+        slots = np.zeros_like(positions) if _is_ring(place.group) else positions // tokens
         return place.blocks[slots], positions % tokens
 
     def write(self, place: Place, inputs: list[int], start: int, drafts: int) -> None:
@@ -296,7 +303,7 @@ class PlayedModel:
             positions = np.arange(end - 1 - drafts, end)
             targets, rows = place.blocks[place.running_slot :][: 1 + drafts], 0
         elif group.is_scratch:
-            kept = end - group.block_tokens if group.window_tokens is None else start
+            kept = end - group.block_tokens if _is_ring(group) else start
             positions = np.arange(max(start, kept), end)
             targets, rows = self._scratch(place, positions)
         else:

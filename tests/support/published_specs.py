@@ -60,14 +60,14 @@ def deepseek_v4(ratios: Sequence[int] = (1, 4, 128, 4, 128)) -> Specs:
             *(256, 512, torch.uint8), tokens_per_state=ratio, state_content_bytes=584, **packed
         )
         states = {4: (4, 2 * 512 * 2, 8), 128: (8, 512 * 2, 128)}[ratio]
-        specs[f"{layer}.state"] = _latent_window(
+        specs[f"{layer}.compressor.state_cache"] = _latent_window(
             *(states[0], states[1], torch.float32, states[2]), alignment=576
         )
         if ratio == 4:
             specs[f"{layer}.indexer"] = _latent(
                 *(256, 132, torch.uint8), tokens_per_state=4, alignment=576
             )
-            specs[f"{layer}.indexer.state"] = _latent_window(
+            specs[f"{layer}.indexer.compressor.state_cache"] = _latent_window(
                 *(4, 2 * 128 * 2, torch.float32, 8), alignment=576
             )
     return specs

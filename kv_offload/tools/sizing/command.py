@@ -203,8 +203,8 @@ def _notes(size: SlotSize) -> Iterator[str]:
         )
     if size.model.ratios:
         yield (
-            f"Windows, and tokens that are not compressed yet, take {size.end_slots} slots where a "
-            "prompt ends, whose blocks are smaller than a slot."
+            f"Windows, and tokens from which the next latents are also made, take {size.end_slots} "
+            "slots where a prompt ends, whose blocks are smaller than a slot."
         )
     elif len(size.groups) > 1:
         padding = sum(size.groups.values()) * size.group_layers - sum(size.model.layers.values())

@@ -1,7 +1,7 @@
 """The slots of DeepSeek V4, whose latents cover several tokens, as planned by vLLM 0.32 and 0.33.
 
 Every layer has a window of latents. Most layers also keep one latent per 4 or 128 tokens (with an
-index if it is 4), and the tokens that are not compressed yet.
+index if it is 4), and the tokens that the next latent is made from.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _buckets(
         sizes = [head_size, index_size] if ratio == 4 else [head_size]
         numbers = [tokens * 2 * sides * size for size in sizes]
         pages = {_page(number * FLOAT32_BYTES): count for number in numbers}
-        yield Bucket(tokens, sides * ratio, pages)
+        # Where a prompt ends, a latent of one side is complete: of its tokens, none is needed.
+        yield Bucket(tokens, ratio * sides if sides > 1 else 1, pages)
 
 
 def _page(size_bytes: int) -> int:

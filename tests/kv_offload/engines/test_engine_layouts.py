@@ -169,7 +169,7 @@ def build_model(name: str, layout: str) -> Built:
     for group, planned in zip(
         cache_groups(built.config), built.config.kv_cache_groups, strict=True
     ):
-        assert group.is_scratch != planned.kv_cache_spec.prefix_cacheable
+        assert group.is_scratch or planned.kv_cache_spec.prefix_cacheable
     return built
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import override_forward_context
+from vllm.models.deepseek_v4.compressor import CompressorMetadata, CompressorStateCache
+from vllm.models.deepseek_v4.cpu import cpu_compressor
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -19,8 +24,17 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.engines.vllm.model.groups import cache_groups, ranks_with_equal_bytes
-from tests.support.configurations import make_kv_cache_config, make_spec, set_layers
+from kv_offload.engines.vllm.model.groups import (
+    COMPRESSOR_STATES,
+    cache_groups,
+    ranks_with_equal_bytes,
+)
+from tests.support.configurations import (
+    make_kv_cache_config,
+    make_spec,
+    make_vllm_config,
+    set_layers,
+)
 from tests.support.planning import groups_of_stage
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 
@@ -111,6 +125,115 @@ def test_a_stage_without_a_layer_of_a_group_knows_its_rule(group):
     uniform = UniformTypeKVCacheSpecs(block_size=group.block_tokens, kv_cache_specs=specs)
     config.kv_cache_groups[1].kv_cache_spec = uniform
     assert cache_groups(config) == (FULL, group)
+
+
+STATES = "0.attn" + COMPRESSOR_STATES
+
+
+def open_latents(latent_tokens: int, *others: CacheGroup, name: str = STATES, **more: Any) -> Any:
+    """Return the groups of a model that keeps tokens until a latent covers so many."""
+    config = make_kv_cache_config((CacheGroup(0, 8), *others), 40)
+    spec = spec_of(SlidingWindowMLASpec, sliding_window=latent_tokens, **more)
+    config.kv_cache_groups.append(KVCacheGroupSpec([name], spec))
+    return cache_groups(config)[-1]
+
+
+def test_tokens_of_latents_that_a_hit_completes_are_not_stored():
+    """vLLM's hits end at multiples of 8 tokens here, as ours do."""
+    assert open_latents(4) == CacheGroup(1, 4, chunk_tokens=4, is_scratch=True)
+    others = (CacheGroup(1, 32), CacheGroup(2, 4, 9))
+    assert open_latents(32, *others) == CacheGroup(3, 4, chunk_tokens=32, is_scratch=True)
+
+
+@pytest.mark.parametrize(
+    ("latent_tokens", "others", "more"),
+    [
+        # Latents of 4 tokens are also made from the 4 tokens before.
+        (8, (), {}),
+        # A hit may end within a latent.
+        (16, (), {}),
+        (12, (CacheGroup(1, 4, 9),), {}),
+        (4, (dataclasses.replace(STATE, group_id=1),), {}),
+        # Several MTP modules compute the last tokens of a hit again.
+        (4, (), {"extra_retained_tokens": 2}),
+        # Another layer may read its window from any token on.
+        (4, (), {"name": "0.attn.window"}),
+    ],
+)
+def test_tokens_that_a_latent_after_a_hit_may_be_made_from_are_stored(latent_tokens, others, more):
+    group = open_latents(latent_tokens, *others, **more)
+    window = latent_tokens + more.get("extra_retained_tokens", 0)
+    assert group == CacheGroup(1 + len(others), 4, window)
+
+
+@pytest.mark.parametrize(("ratio", "head_size"), [(4, 512), (4, 128), (128, 512)])
+def test_no_latent_after_a_hit_is_made_from_tokens_that_are_not_stored(ratio, head_size):
+    """Each token of V4's own compressor gathers the rows that its latent is made from.
+
+    So the rules above fit the layers of the installed vLLM: their names, kinds and windows.
+    """
+    config = make_vllm_config({})
+    with set_current_vllm_config(config):
+        states = CompressorStateCache(
+            2 * (1 + (ratio == 4)) * head_size, torch.float32, ratio, STATES
+        )
+    spec = states.get_kv_cache_spec(config)
+    latents = MLAAttentionSpec(
+        block_size=256, num_kv_heads=1, head_size=512, dtype=torch.uint8, tokens_per_state=ratio
+    )
+    groups = [KVCacheGroupSpec(["0.kv"], latents), KVCacheGroupSpec([states.prefix], spec)]
+    _, group = cache_groups(
+        SimpleNamespace(kv_cache_groups=groups, prefix_cache_retention_interval=0)
+    )
+    # A request that has hit its first 256 tokens computes the 256 after these.
+    positions = torch.arange(256, 512)
+    found = gathered_tokens(ratio, head_size, spec.block_size, positions)
+    complete = (positions + 1) % ratio == 0
+    read_before = {token for token in found[complete].flatten().tolist() if token < 256}
+    assert read_before == (set() if ratio == 128 else {252, 253, 254, 255})
+    first = 256 if group.is_scratch else group.first_needed_token(256)
+    assert all(first <= token for token in read_before)
+    assert group.is_scratch == (not read_before)
+
+
+def gathered_tokens(
+    ratio: int, head_size: int, block_tokens: int, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return the tokens that V4's compressor gathers for each position, `(positions, window)`.
+
+    Its kernel, which not every CPU has, then compresses those of the positions that end a latent.
+    """
+    found = []
+    compressor = SimpleNamespace(
+        **{"compress_ratio": ratio, "overlap": ratio == 4, "coff": 1 + (ratio == 4)},
+        **{"head_dim": head_size, "ape": None, "rms_norm_eps": 0.0, "_norm_weight_fp32": None},
+        state_cache=SimpleNamespace(prefix="states", kv_cache=None),
+        k_cache_prefix="latents",
+        _static_forward_context={"latents": SimpleNamespace(kv_cache=torch.zeros(2, 64, 1))},
+    )
+    # The table has the request's blocks in order, so that rows are tokens.
+    states = CompressorMetadata(
+        block_table=torch.arange(512 // block_tokens, dtype=torch.int32)[None],
+        slot_mapping=positions,
+        block_size=block_tokens,
+        token_to_req_indices=torch.zeros(len(positions), dtype=torch.int32),
+    )
+    latents = SimpleNamespace(slot_mapping=positions)
+    kernels = {
+        "save_partial_states_cpu": lambda *_: None,
+        "compress_norm_rope_store_cpu": lambda _, rows, *__: found.append(rows),
+        "compress_norm_rope_store_indexer_cpu": lambda _, rows, *__: found.append(rows),
+    }
+    context = SimpleNamespace(attn_metadata={"states": states, "latents": latents})
+    with override_forward_context(context), mock.patch.multiple(cpu_compressor, **kernels):
+        cpu_compressor.DeepseekV4CPUCompressor.forward(
+            compressor,
+            torch.zeros(len(positions), 2 * compressor.coff * head_size),
+            positions,
+            SimpleNamespace(cos_sin_cache=None),
+        )
+    (rows,) = found
+    return rows
 
 
 def latent(**more: Any) -> MLAAttentionSpec:

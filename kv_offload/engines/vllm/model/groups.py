@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,14 @@ SPECS = FULL_SPECS | WINDOW_SPECS | {CHUNK_SPEC, STATE_SPEC}
 
 Subclasses with other rules have their own names and are refused, except those whose blocks vLLM
 never gives to another request (`is_scratch`). `docs/design/cache_groups.md` has a line for each."""
+
+COMPRESSOR_STATES = ".compressor.state_cache"
+"""How DeepSeek V4 ends the names of layers that keep tokens until a latent covers them."""
+
+OVERLAPPING_WINDOW_TOKENS = 8
+"""The window of such a layer if a latent covers 4 tokens: it is also made from the 4 before these.
+
+vLLM 0.31 to 0.33 has one other kind, with a window of the 128 tokens that a latent covers."""
 
 
 def is_scratch(spec: Any) -> bool:
@@ -102,7 +111,37 @@ def cache_groups(
         has_proof = not (group.holds_state or group.is_scratch)
         sees_next_token = drops_last_block and may_be_of_head and has_proof
         groups.append(dataclasses.replace(group, sees_next_token=sees_next_token))
+    # With states, a hit of vLLM's own may end within a block.
+    if not any(group.holds_state for group in groups):
+        hit_tokens = math.lcm(*(group.block_tokens for group in groups))
+        for planned, group in zip(kv_cache_config.kv_cache_groups, groups, strict=True):
+            names = planned.layer_names
+            if _keeps_open_latents([(name, specs[name]) for name in names], hit_tokens):
+                groups[group.group_id] = CacheGroup(
+                    group.group_id,
+                    group.block_tokens,
+                    chunk_tokens=group.window_tokens,
+                    is_scratch=True,
+                    unnamed_tokens=group.unnamed_tokens,
+                )
     return tuple(groups)
+
+
+def _keeps_open_latents(layers: Sequence[tuple[str, Any]], hit_tokens: int) -> bool:
+    """Return whether layers keep only tokens of latents that are not complete yet.
+
+    A latent is made from the tokens that it covers, when the last of them is computed. Hits end at
+    multiples of `hit_tokens`. If each of these completes a latent, no query after a hit reads what
+    such a layer keeps of the tokens before.
+    """
+    return bool(layers) and all(
+        name.endswith(COMPRESSOR_STATES)
+        and type(spec).__name__ == "SlidingWindowMLASpec"
+        and spec.sliding_window != OVERLAPPING_WINDOW_TOKENS
+        and not spec.extra_retained_tokens
+        and not hit_tokens % spec.sliding_window
+        for name, spec in layers
+    )
 
 
 def _specs_of_other_stages(group: KVCacheGroupSpec) -> list[Any]:

@@ -53,7 +53,7 @@ def size(tmp_path: Path, command: Command) -> Command:
         ("Qwen3-Next-80B-A3B", "-tp 4", "blocks of 272 tokens"),
         ("Llama-3.1-8B", "--kv-cache-dtype nvfp4", "8 KV heads x 128 x 0.5 bytes + scales"),
         ("DeepSeek-V3.2", "--kv-cache-dtype fp8_ds_mla", "48,068 = 61 layers x 656 bytes + 61"),
-        ("DeepSeek-V4-Flash", "-tp 8", "take 22 slots where a prompt ends"),
+        ("DeepSeek-V4-Flash", "-tp 8", "take 6 slots where a prompt ends"),
         ("DeepSeek-V4-Flash", "-tp 8", "hold equal bytes and keep them once."),
     ],
 )
