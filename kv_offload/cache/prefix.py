@@ -37,9 +37,9 @@ class CacheGroup:
       attention).
     - `holds_state`: a query reads the state after the previous token (Mamba, gated delta nets). A
       block holds the state after its last token; some blocks of a prefix are never made.
-    - `is_scratch`: a query reads only data that the request itself has written: a ring of keys that
-      are not compressed yet, or a window that the engine recomputes after a hit. Its blocks are
-      never stored or loaded.
+    - `is_scratch`: a query reads only data that the request itself has written: keys that are not
+      compressed yet, of which there are none where a hit ends, or a window that the engine
+      recomputes after a hit. Its blocks are never stored or loaded.
     - `sees_next_token`: the KV of a token also depends on the next token, because a draft head is
       fed both. The KV of a block's last token then depends on a token that only the hash of the
       next block covers. So a hit needs a proof: the block after its end is readable too.

@@ -15,6 +15,7 @@ from kv_swap.engine import Direction, SwapJob
 from kv_swap.factory import create_engine
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kv_offload.cache.prefix import PrefixMap
 from kv_offload.engines.vllm.model.groups import cache_groups, scratch_layers
 from kv_offload.engines.vllm.model.layout import (
     describe_kv_caches,
@@ -212,6 +214,20 @@ def test_blocks_of_models_that_cannot_be_built_here_come_back(name, layout):
     built = build_model(name, layout)
     round_trip(built)
     assert describe_pages(make_vllm_config({}), built.config, built.caches)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slots_of_one_size_have_little_empty_room(name):
+    """Else slots of several sizes would be worth their cost (`docs/design/cache_groups.md`)."""
+    config = build_model(name, "BLHNC").config
+    specs, groups = layer_specs(config), cache_groups(config)
+    tokens, used, slots = 2048, 0, 0
+    prefixes = PrefixMap(groups, 1, make_block_hash_with_group_id)
+    for group, planned in zip(groups, config.kv_cache_groups, strict=True):
+        count = len(prefixes.needed_slots(group, 0, tokens))
+        used += count * sum(specs[layer].page_size_bytes for layer in planned.layer_names)
+        slots += count
+    assert used > 0.8 * slots * bytes_per_block(config)
 
 
 def test_pages_of_scratch_take_no_room_in_a_slot():

@@ -205,8 +205,13 @@ def gathered_tokens(
     """
     found = []
     compressor = SimpleNamespace(
-        **{"compress_ratio": ratio, "overlap": ratio == 4, "coff": 1 + (ratio == 4)},
-        **{"head_dim": head_size, "ape": None, "rms_norm_eps": 0.0, "_norm_weight_fp32": None},
+        compress_ratio=ratio,
+        overlap=ratio == 4,
+        coff=1 + (ratio == 4),
+        head_dim=head_size,
+        ape=None,
+        rms_norm_eps=0.0,
+        _norm_weight_fp32=None,
         state_cache=SimpleNamespace(prefix="states", kv_cache=None),
         k_cache_prefix="latents",
         _static_forward_context={"latents": SimpleNamespace(kv_cache=torch.zeros(2, 64, 1))},
