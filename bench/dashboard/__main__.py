@@ -53,6 +53,7 @@ def panels(dashboard: dict[str, Any]) -> list[Panel]:
                 "title": panel["title"],
                 "place": [panel["gridPos"][key] for key in "xywh"],
                 "unit": defaults.get("unit", ""),
+                "max": defaults.get("max"),
                 "stacked": stacking == "normal",
                 "queries": {one["legendFormat"]: one["expr"] for one in panel.get("targets", ())},
             }

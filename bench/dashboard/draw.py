@@ -99,7 +99,8 @@ def _plot(panel: Panel, width: int, height: int, seconds: int) -> list[str]:
     legend, legend_lines = _legend([one["name"] for one in series], width)
     right, bottom = width - RIGHT, height - TIMES - LEGEND * legend_lines - 6
     lines = stacked(series) if panel["stacked"] else [one["values"] for one in series]
-    top = _top(max((value for line in lines for _, value in line), default=0), unit)
+    highest = max((value for line in lines for _, value in line), default=0)
+    top = panel["max"] or _top(highest, unit)
     parts = []
 
     def place(at: float, value: float) -> str:
@@ -118,8 +119,16 @@ def _plot(panel: Panel, width: int, height: int, seconds: int) -> list[str]:
         parts.append(
             f'<text x="{x}" y="{bottom + 14}" font-size="10" text-anchor="middle">{minute} min</text>'
         )
-    for color, line in zip(itertools.cycle(COLORS), lines):
+    # The first line of a stack is the lowest, so its area is drawn over those of the others.
+    colored = [*zip(itertools.cycle(COLORS), lines, strict=False)]
+    for color, line in reversed(colored):
         points = " ".join(place(at, value) for at, value in line)
+        if panel["stacked"] and line:
+            ends = place(line[-1][0], 0), place(line[0][0], 0)
+            parts.append(
+                f'<polygon points="{points} {" ".join(ends)}" fill="white" stroke="none"/>'
+                f'<polygon points="{points} {" ".join(ends)}" fill="{color}" opacity="0.3"/>'
+            )
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
     return [*parts, *(f'<g transform="translate(0 {bottom + 28})">', *legend, "</g>")]
 
@@ -141,8 +150,8 @@ def _top(highest: float, unit: str) -> float:
 def _legend(names: Sequence[str], width: int) -> tuple[list[str], int]:
     """Return the names with the colors of their lines, and the number of lines that they take."""
     parts, x, line = [], 8.0, 0
-    for color, name in zip(itertools.cycle(COLORS), names):
-        size = 18 + 5.6 * len(name)
+    for color, name in zip(itertools.cycle(COLORS), names, strict=False):
+        size = 22 + 5.9 * len(name)
         if x > 8 and x + size > width - 8:
             x, line = 8.0, line + 1
         y = line * LEGEND
