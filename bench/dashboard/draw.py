@@ -38,7 +38,9 @@ def shown(value: float, unit: str) -> str:
         return f"{100 * value:.3g} %"
     if unit == "s":
         return f"{value:.3g} s" if value >= 1 or not value else f"{1e3 * value:.3g} ms"
-    step, names = (1024, (" B", " KiB", " MiB", " GiB")) if unit == "bytes" else (1000, ("", *"kMG"))
+    step, names = (
+        (1024, (" B", " KiB", " MiB", " GiB")) if unit == "bytes" else (1000, ("", *"kMG"))
+    )
     if unit == "Bps":
         names = (" B/s", " kB/s", " MB/s", " GB/s")
     power = 0
@@ -53,7 +55,7 @@ def stacked(series: Sequence[dict[str, Any]]) -> list[list[list[float]]]:
     found = []
     for one in series:
         values = [[at, below.get(at, 0) + value] for at, value in one["values"]]
-        below |= {at: value for at, value in values}
+        below |= dict(values)
         found.append(values)
     return found
 
@@ -76,7 +78,7 @@ def draw(document: dict[str, Any]) -> str:
             parts.append(f'<text x="4" y="15" font-weight="bold">{escape(panel["title"])}</text>')
         else:
             parts.append(
-                f'<rect width="{inside[0]}" height="{inside[1]}" rx="2" fill="white" stroke="#ddd"/>'
+                f'<rect width="{inside[0]}" height="{inside[1]}" fill="white" stroke="#ddd"/>'
                 f'<text x="8" y="17" font-weight="bold">{escape(panel["title"])}</text>'
             )
             plot = _plot if panel["type"] == "timeseries" else _last_value
@@ -117,7 +119,8 @@ def _plot(panel: Panel, width: int, height: int, seconds: int) -> list[str]:
     for minute in range(seconds // 60 + 1):
         x = place(60 * minute, 0).partition(",")[0]
         parts.append(
-            f'<text x="{x}" y="{bottom + 14}" font-size="10" text-anchor="middle">{minute} min</text>'
+            f'<text x="{x}" y="{bottom + 14}" font-size="10" text-anchor="middle">'
+            f"{minute} min</text>"
         )
     # The first line of a stack is the lowest, so its area is drawn over those of the others.
     colored = [*zip(itertools.cycle(COLORS), lines, strict=False)]
@@ -129,7 +132,9 @@ def _plot(panel: Panel, width: int, height: int, seconds: int) -> list[str]:
                 f'<polygon points="{points} {" ".join(ends)}" fill="white" stroke="none"/>'
                 f'<polygon points="{points} {" ".join(ends)}" fill="{color}" opacity="0.3"/>'
             )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        )
     return [*parts, *(f'<g transform="translate(0 {bottom + 28})">', *legend, "</g>")]
 
 

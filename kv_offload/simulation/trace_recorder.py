@@ -55,7 +55,7 @@ class TraceRecorder:
         self._began = time.monotonic()
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         # Each counter belongs to one thread.
-        self._dropped = self._failed = self._told = 0
+        self._dropped = self._failed = self._reported = 0
         self._thread = threading.Thread(target=self._run, name="kv-offload-trace", daemon=True)
         self._thread.start()
 
@@ -86,7 +86,7 @@ class TraceRecorder:
     def take_errors(self) -> int:
         """Return how many requests have been left out since the last call."""
         errors = self._dropped + self._failed
-        new, self._told = errors - self._told, errors
+        new, self._reported = errors - self._reported, errors
         return new
 
     def close(self, seconds: float) -> None:

@@ -57,7 +57,7 @@ class StorePlanner:
         self._requests, self._prefixes = core.requests, core.prefixes
         self._manager, self._retention = core.manager, core.retention
         self._transfers, self._statistics = core.transfers, core.statistics
-        self._tell = core.tell
+        self._subscribers = core.subscribers
         self.budget = StoreBudget(
             core.slots.block_bytes,
             int(config.max_pinned_share * (len(pool.blocks) - 1)),
@@ -296,8 +296,8 @@ class StorePlanner:
         if taken:
             self.budget.count_planned(taken)
             self._transfers.plan_store(stored, blocks[:taken])
-            for tell in self._tell.stores:
-                tell(spans, keys, new, stored)
+            for notify in self._subscribers.stores:
+                notify(spans, keys, new, stored)
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         """Retain the examined slots of the requests that hint so."""
