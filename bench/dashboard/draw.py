@@ -22,7 +22,7 @@ PICTURE = ROOT / "docs/images/dashboard.svg"
 
 COLUMN, ROW = 42, 26
 """Pixels of one unit of the grid, which has 24 columns."""
-HEAD, LEFT, RIGHT, TIMES, LEGEND = 26, 58, 10, 18, 14
+HEAD, LEFT, RIGHT, TIMES, LEGEND = 26, 58, 24, 18, 14
 """Pixels around a plot: title, values, right margin, times, and each line of the legend."""
 COLORS = (
     *("#3b8a4a", "#c99400", "#2a78c2", "#d1662b", "#c23b4b"),
