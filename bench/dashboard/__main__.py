@@ -155,7 +155,7 @@ def record(prometheus: str, seconds: int) -> dict[str, Any]:
     """Run the server under load; return the panels with their series."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plugin = {
+        plugin: dict[str, Any] = {
             "cpu_bytes": HOST_BYTES,
             "disk": {"path": str(folder / "disk"), "bytes": DISK_BYTES},
         }
