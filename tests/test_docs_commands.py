@@ -228,7 +228,7 @@ def test_the_manifest_fits_together_and_into_its_limit(tmp_path):
     assert [int(share) << 30 for share in shares] == [pool, limit - pool - shm_bytes, shm_bytes]
 
     says = r"`cpu_bytes: (\d+%)` of a limit of (\S+) is (\d+ GiB)"
-    ((percentage, limit_text, share),) = re.findall(says, text)
+    ((percentage, limit_text, share),) = re.findall(says, " ".join(text.split()))
     limit = parse_size(limit_text, 0)
     assert parse_size(percentage, limit) == parse_size(share, 0) <= limit - (16 << 30)
     assert set(re.findall(r"--memory=(\S+)", text)) == {limit_text.removesuffix("Gi") + "g"}
