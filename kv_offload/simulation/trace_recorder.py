@@ -162,7 +162,7 @@ def _begin_file(path: Path) -> int | None:
 
     A file is taken if it is not empty, another process records to it, or it is another user's.
     """
-    # A pipe that nobody reads would wait for its reader.
+    # A pipe without a reader would block.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path, flags, 0o600)

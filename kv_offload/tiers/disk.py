@@ -78,7 +78,7 @@ class DiskTier(Tier):
         """Write the rest of the index."""
         if self._index is not None:
             if not self.is_settled:
-                self._reset_is_reported = False  # whoever starts it again should know
+                self._reset_is_reported = False  # an operator who restarts should see it again
                 self._report_reset([])
             self._index.close(timeout_seconds)
 
@@ -190,7 +190,7 @@ class DiskTier(Tier):
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         super().next_step(oldest, now)
-        # After new weights that a rank reported in a step nobody waits for the disk.
+        # After new weights that a rank reported in a step, no call waits for the disk.
         if not self.is_settled and self.index.problem:
             self._report_reset([])
 

@@ -204,7 +204,7 @@ class Announcer:
                 yield BlocksRemoved(group, of_group, self._tier)
 
     def _store(self, slots: Slots) -> Iterator[BlocksStored]:
-        """Announce the blocks in these slots that routers do not know, or must hear of again."""
+        """Announce the blocks in these slots that routers do not know, or must get again."""
         announced = self._announced
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end

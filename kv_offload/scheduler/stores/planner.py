@@ -216,7 +216,7 @@ class StorePlanner:
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
-        """Store nothing until an operator resumes stores; or resume, whoever paused them."""
+        """Store nothing until an operator resumes stores; or resume, whatever paused them."""
         self._candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.start_over()
         if paused:
@@ -318,7 +318,7 @@ class StorePlanner:
             self._retention.keep(slots[slots >= 0], cursor.hints.keep)
 
     def _give_up_late(self) -> None:
-        """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""
+        """Give up stores that have run for `MAX_STORE_SECONDS`, so that no reset waits longer."""
         late = self._transfers.give_up_stores(self._transfers.step_time.seconds - MAX_STORE_SECONDS)
         if late:
             logger.error(
