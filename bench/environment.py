@@ -11,6 +11,7 @@ has CUDA and vLLM, nothing is installed: this checkout is added to them through 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -37,6 +38,20 @@ _START = time.monotonic()
 
 class InstallError(Exception):
     """An installation step failed; the message is for the user."""
+
+
+def need_library(name: str, package: str) -> None:
+    """Raise `InstallError` if the system lacks a library that vLLM's CPU engine links to.
+
+    Without it the engine only warns, and fails later with a message that does not name it.
+    """
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        raise InstallError(
+            f"vLLM's CPU engine needs {name} of the system; on Debian or Ubuntu run "
+            f"`apt-get install {package}`"
+        ) from error
 
 
 def say(message: str) -> None:
@@ -190,6 +205,7 @@ def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
     os.environ.pop("PYTHONPATH", None)  # also for pip, which would count its packages as installed
     # Packages were installed uncompiled: without cached bytecode every start takes 8 s more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    need_library("libnuma.so.1", "libnuma1")
     python = cpu_engine(version, dev=dev)
     run(python, arguments, {key: os.environ.get(key, CPU_ENGINE[key]) for key in CPU_ENGINE})
 

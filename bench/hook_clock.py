@@ -25,7 +25,7 @@ HOOKS = tuple(
 The two hooks that vLLM calls once per layer are excluded: timing them would cost more than they
 do."""
 
-OWN_HOOKS = ("begin_step", "hear_ranks")
+OWN_HOOKS = ("begin_step", "apply_rank_reports")
 """Additional functions that this project makes the engine call."""
 
 

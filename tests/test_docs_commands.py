@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fastapi import FastAPI
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.config import EXTRA_CONFIG, SCHEMA, trace_config
@@ -28,12 +30,21 @@ from kv_offload.config.disk_folder import INDEX_FILE
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.config.sizes import parse_size
 from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.engines.vllm.control import ControlRoutes
 from kv_offload.engines.vllm.versions import check_version
 from kv_offload.errors import UnsupportedError
+from kv_offload.hints import read_hints
 from kv_offload.tools.main import COMMANDS, main
 from kv_offload.worker.pool import user_folder
-from tests.kv_offload.tools.status.server import HITS, having, page_server
+from tests.kv_offload.tools.status.server import (
+    HITS,
+    PageHandler,
+    PageServer,
+    having,
+    page_server,
+)
 from tests.support.published_models import PUBLISHED
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/use/*.md"))]
@@ -51,7 +62,8 @@ NOT_RUN = {
     *(".", "make", "pip", "docker"),
 }
 """They need a server, a network, Docker, a trace or a model, or their answer depends on the
-machine."""
+machine. Commands of ours, `curl`, `ps` and `grep` run in tests below with stand-ins, those of `make
+demo` and the proof in `engine/test_readme.py`, the wheel in `make wheel`. Nothing runs Docker."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +228,7 @@ def test_the_manifest_fits_together_and_into_its_limit(tmp_path):
     assert [int(share) << 30 for share in shares] == [pool, limit - pool - shm_bytes, shm_bytes]
 
     says = r"`cpu_bytes: (\d+%)` of a limit of (\S+) is (\d+ GiB)"
-    ((percentage, limit_text, share),) = re.findall(says, text)
+    ((percentage, limit_text, share),) = re.findall(says, " ".join(text.split()))
     limit = parse_size(limit_text, 0)
     assert parse_size(percentage, limit) == parse_size(share, 0) <= limit - (16 << 30)
     assert set(re.findall(r"--memory=(\S+)", text)) == {limit_text.removesuffix("Gi") + "g"}
@@ -308,3 +320,120 @@ def test_every_command_of_ours_that_a_page_shows_runs(
     assert set(ran.values()) <= {0, 1}, ran
     assert {shown.split()[0] for shown in ran} == set(COMMANDS)
     assert capsys.readouterr().out
+
+
+class PostingHandler(PageHandler):
+    """Accepts everything, and keeps what clients post: path, authorization, body."""
+
+    posted: list[tuple[str, str | None, str]]
+
+    def do_POST(self) -> None:  # noqa: N802 - the name of http.server
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.posted.append((self.path, self.headers.get("Authorization"), body))
+        self.answer("{}")
+
+
+def run_blocks(programs: set[str], folder: Path, address: str = "") -> dict[str, str]:
+    """Run the blocks of docs/use that have one of these programs; return outputs by page."""
+    outputs = {}
+    for page in PAGES[1:]:
+        found = [
+            block.text
+            for block in blocks(page)
+            if block.language in {"", "sh"} and programs & set(block.programs)
+        ]
+        script = "\n".join(found).replace("localhost:8000", address or "localhost:8000")
+        for block in blocks(page):
+            if block.language == "json":
+                (folder / "prompts.jsonl").write_text(block.text)
+        if found:
+            done = subprocess.run(
+                ["bash", "-e", "-o", "pipefail", "-c", script], cwd=folder, text=True, timeout=60,
+                capture_output=True, check=False, env={**os.environ, "VLLM_API_KEY": "a key"},
+            )  # fmt: skip
+            assert done.returncode == 0, f"{script}\n{done.stderr}"
+            outputs[page.name] = done.stdout
+    return outputs
+
+
+def test_requests_that_pages_send_with_curl_are_those_that_the_plugin_takes(tmp_path):
+    PostingHandler.posted = []
+    with PageServer(PostingHandler).running() as server:
+        pages = run_blocks({"curl"}, tmp_path, server.address)
+    assert {"operating.md", "requests.md", "security.md"} <= pages.keys()
+    app = FastAPI()
+    ControlRoutes().attach_router(app)
+    ours = {route.path for route in app.routes if "kv-offload" in getattr(route, "path", "")}
+    called = {path for path, *_ in PostingHandler.posted}
+    assert called == {"/v1/completions", *ours}
+    for path, authorization, body in PostingHandler.posted:
+        if path in ours:
+            assert authorization == "Bearer a key"
+        else:
+            request = json.loads(body)
+            read_hints(request.get("kv_transfer_params", {}), request.get("cache_salt"))
+
+
+@contextmanager
+def process_named(name: str) -> Iterator[int]:
+    process = subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 60"])
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_commands_that_look_for_processes_and_lines_find_them(tmp_path):
+    line = "INFO kv-offload: rank 0 holds 8 slots"
+    (tmp_path / "server.log").write_text(f"INFO vLLM\n{line}\n")
+    with process_named("VLLM::EngineCore") as pid:
+        wait_until(lambda: b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        pages = run_blocks({"ps", "grep"}, tmp_path)
+    assert re.search(rf"^ *{pid} +{os.getpid()} .* VLLM::EngineCore", pages["containers.md"], re.M)
+    assert pages["troubleshooting.md"] == f"{line}\n"
+
+
+def bench_commands() -> Iterator[str]:
+    """Yield every `python -m bench...` that a page shows, with its arguments."""
+    for page in sorted(ROOT.glob("docs/**/*.md")):
+        text = page.read_text().replace("\\\n", " ")
+        for found in re.findall(r"python -m (bench\.[^`#\n]*)", text):
+            yield " ".join(found.split())
+
+
+PARSE = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, sys.argv
+        print("parsed:", *sys.argv)
+"""
+
+
+def test_commands_of_benches_that_pages_show_are_accepted():
+    """Their arguments are parsed; `tests/bench` and `make test-all` run the benches small."""
+    commands = {*bench_commands()}
+    assert len(commands) > 10
+    parsed = []
+    for command in sorted(commands):
+        module, *words = shlex.split(command)
+        file = ROOT / module.replace(".", "/")
+        source = (file / "__main__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+        if words and "argparse" in source:
+            parsed.append([module, *words, "--help"])
+        else:
+            assert words in ([], ["--pages"], ["serving-gqa8.json"]), command
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, json.dumps(parsed)],
+        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parsed: ") == len(parsed) > 4
+    benches = re.findall(
+        r"bench/\w+/bench_\w+\.py", "".join(page.read_text() for page in ROOT.glob("docs/**/*.md"))
+    )
+    assert len(benches) >= 4
+    assert [path for path in benches if not (ROOT / path).is_file()] == []

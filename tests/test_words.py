@@ -25,7 +25,8 @@ FEW = 20
 LEFT = re.compile(
     r"\b(mends|left_over|front_end|distrust_stores|take_lost|take_risen|worth_keeping|"
     r"cut_short|wishes|leftovers|OtherSizes|TracedConfig|behind_\w+|"
-    r"RunningOperations|of late|in the mean|anew|lately|learnt)\b",
+    r"RunningOperations|of late|in the mean|anew|lately|learnt|"
+    r"hear_\w+|tell_\w+|\w*_told|is_brought|nobody_\w+)\b",
     re.IGNORECASE,
 )
 """Words that were given up for those of the field, and for plain English."""

@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arguments import names
 from bench.machine import machine, output_of, write_result
 from bench.pool.workload import WORKLOADS, Share, Workload
 from bench.serving.process import EngineError, EngineProcess, progress
@@ -155,13 +156,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         usage=argparse.SUPPRESS,
     )
     parser.add_argument("--shape", choices=WORKLOADS, default="small")
-    parser.add_argument("--columns", type=lambda text: text.split(","), default=[*COLUMNS])
+    parser.add_argument("--columns", type=names(COLUMNS), default=[*COLUMNS])
     parser.add_argument("--pool-path", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--out", type=Path, help="file for the result")
-    arguments = parser.parse_args(words)
-    if unknown := set(arguments.columns) - COLUMNS.keys():
-        parser.error(f"unknown columns {sorted(unknown)}; choose from {', '.join(COLUMNS)}")
-    return arguments
+    return parser.parse_args(words)
 
 
 def run(arguments: argparse.Namespace, document: Document, pool_path: Path) -> None:

@@ -32,29 +32,16 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from bench.arguments import names
 from bench.serving.process import progress
 from bench.serving.report import save, tables, unproven
 from bench.serving.runs import SECTIONS, Bench
 from bench.serving.settings import COLUMNS, OFF, OURS, PEER
 from bench.serving.shapes import SHAPES
 from kv_offload.tools.arguments import add_count
-
-
-def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser for a comma-separated list of words from `allowed`."""
-
-    def split(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := set(chosen) - set(allowed):
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(allowed)}"
-            )
-        return chosen
-
-    return split
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

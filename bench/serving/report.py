@@ -301,32 +301,46 @@ def _hooks(_document: Document, found: Rounds) -> str:
     return markdown_rows(["", *found], rows) if found else ""
 
 
-def _summary(document: Document) -> str:
-    """Return the summary table of the README."""
-    found: Rounds = document["results"]
-    computes = OFF if OFF in found else PEER
-    columns = [computes, *(column for column in (PEER, OURS) if column in found)]
-    last = str(document["shape"]["prompt_tokens"][-1])
-    shape = document["shape"]
+def _summary_columns(document: Document) -> list[str]:
+    """Return the columns of the README's tables; without `off`, the peer's computed prompts."""
+    found = document["results"]
+    return [OFF if OFF in found else PEER, *(name for name in (PEER, OURS) if name in found)]
+
+
+def _summary_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    names = {PEER: "vLLM's OffloadingConnector"}
+    head = ["", "computed again", *(names.get(column, column) for column in columns[1:])]
+    return markdown_rows(head, rows)
+
+
+def _summary_ttft(document: Document) -> str:
+    """Return times to first token for the README."""
+    found, columns = document["results"], _summary_columns(document)
+    lengths = document["shape"]["prompt_tokens"]
     rows = []
-    for tokens in (document["shape"]["prompt_tokens"][1], int(last)):
+    for tokens in (lengths[1], lengths[-1]):
         row = [f"TTFT of a repeated prompt, {tokens:,} tokens, ms"]
         for place, column in enumerate(columns):
             key = "repeated" if place else "computed"
             times = [one["ttft"][str(tokens)][key] for one in found[column] if "ttft" in one]
             row.append(_cell_of_rounds(times, 1e3, 0))
         rows.append(row)
+    return _summary_rows(columns, rows)
+
+
+def _summary_throughput(document: Document) -> str:
+    """Return throughput for the README."""
+    found, columns = document["results"], _summary_columns(document)
+    shape = document["shape"]
     batch = f"{shape['batch_prompts']} {{}} prompts of {shape['batch_tokens']:,} tokens at once"
+    rows = []
     for hits, which in (("100", "repeated"), ("0", "new")):
         row = [f"{batch.format(which)}, thousand tokens/s"]
         for place, column in enumerate(columns):
             rounds = [one["throughput"] for one in found[column] if "throughput" in one]
-            rates = _rates(document, rounds, hits if place else "0")
-            row.append(_cell_of_rounds(rates, 1e-3))
+            row.append(_cell_of_rounds(_rates(document, rounds, hits if place else "0"), 1e-3))
         rows.append(row)
-    names = {PEER: "vLLM's OffloadingConnector"}
-    head = ["", "computed again", *(names.get(column, column) for column in columns[1:])]
-    return markdown_rows(head, rows)
+    return _summary_rows(columns, rows)
 
 
 def _pinning(document: Document) -> str:
@@ -382,7 +396,8 @@ def _lookups(document: Document) -> str:
 
 
 WHOLE: dict[str, Callable[[Document], str]] = {
-    "summary": _summary,
+    "summary_ttft": _summary_ttft,
+    "summary_throughput": _summary_throughput,
     "pinning": _pinning,
     "bursts": _bursts,
     "replicas": _replicas,

@@ -82,24 +82,24 @@ class Core:
         self.watch = StepWatch()
         self.announcer: Announcer | None = None
         self.quotas: Quotas | None = None
-        self.tell = self._subscribers(observers, has_tier=has_tier)
+        self.subscribers = self._make_subscribers(observers, has_tier=has_tier)
 
-    def _subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
-        tell, prefixes = Subscribers(), self.prefixes
+    def _make_subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
+        subscribers, prefixes = Subscribers(), self.prefixes
         if self.config.max_share_per_salt < 1:
             share = self.config.max_share_per_salt
             self.quotas = Quotas(self.manager, share, self.statistics.count)
-            tell.add_quotas(self.quotas)
+            subscribers.add_quotas(self.quotas)
         if observers.describe is not None:
             self.announcer = Announcer(self.manager, prefixes, observers.describe)
-            tell.add_announcer(self.announcer)
+            subscribers.add_announcer(self.announcer)
         if observers.report_span is not None:
-            tell.add_spans(Spans(observers.report_span))
+            subscribers.add_spans(Spans(observers.report_span))
         if MissRatioCurve.can_estimate(prefixes):
             num_slots, count = self.slots.num_slots, self.statistics.count
             estimates = MissRatioCurve(self.config, prefixes, num_slots, count, with_tier=has_tier)
-            tell.add_other_sizes(estimates)
+            subscribers.add_other_sizes(estimates)
         if observers.recorder is not None:
             hash_block_tokens = self.engine.pool.hash_block_size
-            tell.add_recorder(observers.recorder, hash_block_tokens, self.statistics)
-        return tell
+            subscribers.add_recorder(observers.recorder, hash_block_tokens, self.statistics)
+        return subscribers

@@ -276,7 +276,7 @@ class RequestTable:
             assert tracked.request_id == request_id
             match tracked.phase:
                 case Phase.WAITING:
-                    assert not tracked.arriving, "others wait for a load that nobody runs"
+                    assert not tracked.arriving, "others wait for a load that never runs"
                 case Phase.LOADING:
                     assert tracked.loaded is not None
                     assert tracked.cursor is not None

@@ -18,7 +18,7 @@ class Resets:
 
     def __init__(self, core: Core, stores: StorePlanner, tiers: LowerTiers) -> None:
         self._manager, self._retention = core.manager, core.retention
-        self._requests, self._tell = core.requests, core.tell
+        self._requests, self._subscribers = core.requests, core.subscribers
         self._stores, self._tiers = stores, tiers
         self._weight_loads: dict[int, int] = {}
         self._weights_changed = False
@@ -63,15 +63,15 @@ class Resets:
             self._empty(weights_changed=True)
             self._weights_changed = False
         self._requests.engine_was_reset()
-        for tell in self._tell.engine_reset:
-            tell()
+        for notify in self._subscribers.engine_reset:
+            notify()
 
     def _empty(self, *, weights_changed: bool) -> bool:
         """Drop all blocks and the backlog of stores; return whether there were any blocks."""
         held = self._manager.slots_in_use > 0
         self._retention.drop()
         self._manager.reset()
-        for tell in self._tell.emptied:
-            tell()
+        for notify in self._subscribers.emptied:
+            notify()
         self._stores.forget(weights_changed=weights_changed)
         return self._tiers.clear(weights_changed=weights_changed) or held

@@ -59,7 +59,7 @@ class OffloadScheduler:
         self.manager, self.watch = core.manager, core.watch
         self._transfers, self._requests = core.transfers, core.requests
         self._statistics, self._retention = core.statistics, core.retention
-        self._tell, self._quotas = core.tell, core.quotas
+        self._subscribers, self._quotas = core.subscribers, core.quotas
         self._lookups = Lookups(core.prefixes, core.manager)
         mode, block_bytes = config.load_or_recompute, slots.block_bytes
         overlaps, queue = engine.loads_overlap, self._transfers.load_queue
@@ -93,8 +93,8 @@ class OffloadScheduler:
         tracked = self._requests.get(request_id)
         if tracked is None or not self._admissions.still_waits(tracked, num_computed_tokens):
             return False
-        for tell in self._tell.lookup:
-            tell(tracked)
+        for notify in self._subscribers.lookup:
+            notify(tracked)
         return True
 
     def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
@@ -105,8 +105,8 @@ class OffloadScheduler:
         """
         tracked = self._requests.track(request)
         tracked.brought = brought and tracked.cursor is None
-        for tell in self._tell.lookup:
-            tell(tracked)
+        for notify in self._subscribers.lookup:
+            notify(tracked)
         return self._admissions.match(tracked, num_computed_tokens)
 
     def allocated(
@@ -116,8 +116,8 @@ class OffloadScheduler:
         tracked = self._requests.track(request)
         hit = tracked.hit
         self._admissions.allocated(tracked, blocks, num_external_tokens)
-        for tell in self._tell.admission:
-            tell(tracked, hit, num_external_tokens)
+        for notify in self._subscribers.admission:
+            notify(tracked, hit, num_external_tokens)
 
     def allocation_failed(
         self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
@@ -140,8 +140,8 @@ class OffloadScheduler:
         # Steps in flight run before the stores that are planned now, so the tokens that they
         # compute count. Drafts and placeholders have no hashes.
         end_tokens = min(request.num_computed_tokens, request.num_tokens)
-        for tell in self._tell.request_end:
-            tell(request, end_tokens)
+        for notify in self._subscribers.request_end:
+            notify(request, end_tokens)
         self._stores.request_ends(tracked.cursor, end_tokens)
 
     def _end_request(self, tracked: TrackedRequest) -> None:
@@ -178,7 +178,7 @@ class OffloadScheduler:
         loads, waits = transfers.num_loads > 0, transfers.plans_synchronous_load
         self.watch.begin(output, loads=loads, waits=waits)
         plan = transfers.seal(self._requests.admissions)
-        for add in self._tell.plans:
+        for add in self._subscribers.plans:
             try:
                 plan = add(plan)
             except Exception:
@@ -243,8 +243,8 @@ class OffloadScheduler:
             self._effects.load_ended(load.request.request_id, ok=ok)
             self._statistics.count("failed_loads", not ok)
         self._transfers.end_load(load)
-        for tell in self._tell.load_end:
-            tell(load)
+        for notify in self._subscribers.load_end:
+            notify(load)
 
     def _end_store(self, store: Transfer) -> None:
         if store.outcome is Outcome.OK:
@@ -262,10 +262,10 @@ class OffloadScheduler:
         self.resets.weights_were_loaded(
             {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
         )
-        told = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
-        self.watch.load_rate.hear(told)
+        speeds = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
+        self.watch.load_rate.add_reports(speeds)
         self.tiers.learn(report)
-        for take in self._tell.reports:
+        for take in self._subscribers.reports:
             self._survive(take, report)
         for rank, news in report.ranks.items():
             if news.store_bytes_per_second is not None:
@@ -310,10 +310,10 @@ class OffloadScheduler:
 
         One step follows the start, which reports all gauges: until then they read 0.
         """
-        if not self._statistics.has_told:
+        if not self._statistics.has_reported:
             return True
         idle, transfers = not self._requests.admitted, self._transfers
-        if any(has_work(idle) for has_work in self._tell.has_work):
+        if any(has_work(idle) for has_work in self._subscribers.has_work):
             return True
         if transfers.pinned_blocks or self._stores.backlog.slots:
             return True
@@ -332,8 +332,8 @@ class OffloadScheduler:
             arenas = {rank.rank: Path(rank.arena) for rank in capacities}
             if len(arenas) != self._engine.num_ranks:
                 raise UnsupportedError(
-                    f"host_pool: of {self._engine.num_ranks} ranks only {sorted(arenas)} have told "
-                    "which memory they have, and blocks are kept by all of them: remove the key"
+                    f"host_pool: of {self._engine.num_ranks} ranks only {sorted(arenas)} have "
+                    "reported their memory, and blocks are kept by all of them: remove the key"
                 )
             manager.open(arenas)
             manager.share(self._engine.wake)
@@ -354,14 +354,14 @@ class OffloadScheduler:
 
     def close(self) -> None:
         """Stop the threads of recorder and tiers when the engine shuts down."""
-        for close in self._tell.close:
+        for close in self._subscribers.close:
             close()
         self.tiers.close()
         self.manager.close()
 
     def take_announcements(self) -> list[Announcement]:
         """Return the announcements that routers get in this step."""
-        return [told for take in self._tell.announcements for told in take()]
+        return [one for take in self._subscribers.announcements for one in take()]
 
     # -- figures -------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class OffloadScheduler:
         """
         idle = at_once or not self._requests.admitted
         self._statistics.count("hook_errors", errors)
-        for work in self._tell.work:
+        for work in self._subscribers.work:
             work(idle)
         return self._statistics.take(idle=idle)
 

@@ -67,7 +67,7 @@ class Spans:
         if hit is not None and hit.decision is not None:
             attributes["kv_offload.engine_hit_tokens"] = hit.start_tokens
             attributes["kv_offload.recomputed_tokens"] = hit.declined_tokens
-        self._tell(Span("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes))
+        self._send(Span("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes))
 
     def load_ended(self, load: Transfer) -> None:
         """Report the span of a load that every rank has ended."""
@@ -82,9 +82,9 @@ class Spans:
         start_ns = end_ns - round((time.monotonic() - load.sent) * 1e9)
         ok = load.outcome is Outcome.OK
         request = load.request.request
-        self._tell(Span("kv_offload.load", request, start_ns, end_ns, attributes, ok))
+        self._send(Span("kv_offload.load", request, start_ns, end_ns, attributes, ok))
 
-    def _tell(self, span: Span) -> None:
+    def _send(self, span: Span) -> None:
         if self._report is None:
             return
         try:

@@ -19,8 +19,8 @@ class Statistics:
         self._manager = manager
         self._read_gauges = read_gauges
         self._stats = OffloadStats()
-        self._told = {"evictions": 0, "stored_slots": 0}
-        self._gauges_told: dict[str, float] = {}
+        self._reported = {"evictions": 0, "stored_slots": 0}
+        self._reported_gauges: dict[str, float] = {}
         self._gauges_due = 0.0
 
     def count(self, name: str, amount: float) -> None:
@@ -36,9 +36,9 @@ class Statistics:
         self._stats.observe(name, value)
 
     @property
-    def has_told(self) -> bool:
+    def has_reported(self) -> bool:
         """True once the gauges have been reported: until then they read 0."""
-        return bool(self._gauges_told)
+        return bool(self._reported_gauges)
 
     def take(self, *, idle: bool) -> OffloadStats | None:
         """Return the counters since the last call, and gauges that changed; None if nothing did.
@@ -49,14 +49,14 @@ class Statistics:
         manager = self._manager
         counted = {"evictions": manager.evictions, "stored_slots": manager.stored_slots}
         for name, total in counted.items():
-            self.count(name, total - self._told[name])
-        self._told = counted
+            self.count(name, total - self._reported[name])
+        self._reported = counted
         now = time.monotonic()
         if idle or now >= self._gauges_due:
             self._gauges_due = now + GAUGE_SECONDS
             gauges = self._read_gauges()
             for name, value in gauges.items():
-                if self._gauges_told.get(name) != value:
+                if self._reported_gauges.get(name) != value:
                     self._stats.gauge(name, value)
-            self._gauges_told = gauges
+            self._reported_gauges = gauges
         return self._stats.take()

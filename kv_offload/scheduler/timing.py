@@ -29,7 +29,7 @@ MIN_TOKENS_PER_REQUEST = 10
 """A step with fewer decodes or checks drafts: most of its tokens do not belong to prompts."""
 
 
-def tells_of_prompts(tokens: int, requests: int) -> bool:
+def measures_prompts(tokens: int, requests: int) -> bool:
     """Return whether a step with these numbers spends most of its time on prompts."""
     return tokens >= MIN_PREFILL_TOKENS and tokens >= requests * MIN_TOKENS_PER_REQUEST
 
@@ -44,17 +44,17 @@ class CopyRate:
 
     def __init__(self) -> None:
         self._recent = RecentMedian()
-        self._told: dict[int, RecentMedian] = {}
+        self._reported: dict[int, RecentMedian] = {}
         self._computed = 0
 
-    def hear(self, told: Mapping[int, float | None]) -> None:
+    def add_reports(self, speeds: Mapping[int, float | None]) -> None:
         """Add the speeds that ranks report now; None for a rank that reports none."""
-        news = {rank: speed for rank, speed in told.items() if speed is not None}
+        news = {rank: speed for rank, speed in speeds.items() if speed is not None}
         if not news:
             return
         for rank, speed in news.items():
-            self._told.setdefault(rank, RecentMedian(MIN_MEASUREMENTS)).add(speed)
-        silent = [known.value for rank, known in self._told.items() if rank not in news]
+            self._reported.setdefault(rank, RecentMedian(MIN_MEASUREMENTS)).add(speed)
+        silent = [known.value for rank, known in self._reported.items() if rank not in news]
         self.learn(min([*news.values(), *silent]))
         if self._recent.has_risen:
             self._computed = COPY_EVERY - 1
@@ -83,7 +83,7 @@ class CopyRate:
 
 
 class StepTime:
-    """A clock that runs only while the engine steps. It tells which copies hang.
+    """A clock that runs only while the engine steps. It shows which copies hang.
 
     Ranks start and report copies only in steps, and the user of an in-process engine may not step
     for minutes. So at most `MAX_STEP_SECONDS` of the time between two steps count.
@@ -149,7 +149,7 @@ class PrefillRate:
 
     def learn(self, tokens: int, requests: int, seconds: float) -> None:
         """Add the time of a step, unless it says nothing about prompts."""
-        if tells_of_prompts(tokens, requests):
+        if measures_prompts(tokens, requests):
             size = tokens.bit_length()
             if size not in self._recent:
                 self._recent[size] = RecentMedian()
@@ -290,11 +290,11 @@ class StepWatch:
         At most as many tokens count as any step has computed: more may not fit in one.
         """
         tokens = min(tokens, self._most_tokens)
-        return self.prefill_rate.seconds(tokens) or 0.0 if tells_of_prompts(tokens, 1) else 0.0
+        return self.prefill_rate.seconds(tokens) or 0.0 if measures_prompts(tokens, 1) else 0.0
 
     def _expected_seconds(self, step: Step) -> float:
         """Return the minimum time of a step: of its prompts' tokens, or of a token per request."""
-        if tells_of_prompts(step.tokens, step.requests):
+        if measures_prompts(step.tokens, step.requests):
             return self.prefill_rate.seconds(step.tokens) or 0.0
         return self.decode_seconds.value if step.tokens and self.decode_seconds else 0.0
 

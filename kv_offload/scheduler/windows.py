@@ -50,10 +50,10 @@ class Windows:
         self._statistics, self._slots = core.statistics, core.slots
         self._mapped: dict[int, Mapped] = {}
         self._growing: dict[PeerDirectory, tuple[int, float]] = {}
-        core.tell.plans.append(self._plan)
-        core.tell.reports.append(self._take_report)
-        core.tell.load_end.append(self._count)
-        core.tell.has_work.append(lambda _idle: self.has_work and not self._is_to_rest())
+        core.subscribers.plans.append(self._plan)
+        core.subscribers.reports.append(self._take_report)
+        core.subscribers.load_end.append(self._count)
+        core.subscribers.has_work.append(lambda _idle: self.has_work and not self._is_to_rest())
 
     # -- the step ------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class _Notes:
 
 
 class MissRatioCurve:
-    """Follows requests, and tells `count` the tokens that caches of other sizes would have had.
+    """Follows requests, and reports to `count` the tokens that caches of other sizes would have.
 
     Only for models with one cache group that reads all tokens, since a window or a state is as
     large as many tokens. The sampled keys of a request are noted when it is admitted and when it
@@ -102,7 +102,7 @@ class MissRatioCurve:
         # Tokens that the hits of each miniature stand for.
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
         self._looked_up = self._found = 0
-        self._told = dict.fromkeys(OTHER_SIZES, 0)
+        self._reported = dict.fromkeys(OTHER_SIZES, 0)
 
     @staticmethod
     def can_estimate(prefixes: PrefixMap) -> bool:
@@ -175,16 +175,16 @@ class MissRatioCurve:
         for _ in range(served):
             self._serve(*self._turns.popleft())
         if served:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         found = 0 if self._with_tier else self._found - self._sampled.get("same", 0)
         for name, sampled in self._sampled.items():
             # A counter cannot fall: a lower estimate counts once it has grown again.
             estimate = min(found + sampled, self._looked_up)
-            if estimate > self._told[name]:
-                self._count(f"hit_tokens_at_{name}", estimate - self._told[name])
-                self._told[name] = estimate
+            if estimate > self._reported[name]:
+                self._count(f"hit_tokens_at_{name}", estimate - self._reported[name])
+                self._reported[name] = estimate
 
     def _serve(self, size: str, notes: _Notes | None) -> None:
         if notes is None:

@@ -55,7 +55,7 @@ class TraceRecorder:
         self._began = time.monotonic()
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         # Each counter belongs to one thread.
-        self._dropped = self._failed = self._told = 0
+        self._dropped = self._failed = self._reported = 0
         self._thread = threading.Thread(target=self._run, name="kv-offload-trace", daemon=True)
         self._thread.start()
 
@@ -86,7 +86,7 @@ class TraceRecorder:
     def take_errors(self) -> int:
         """Return how many requests have been left out since the last call."""
         errors = self._dropped + self._failed
-        new, self._told = errors - self._told, errors
+        new, self._reported = errors - self._reported, errors
         return new
 
     def close(self, seconds: float) -> None:
@@ -162,7 +162,7 @@ def _begin_file(path: Path) -> int | None:
 
     A file is taken if it is not empty, another process records to it, or it is another user's.
     """
-    # A pipe that nobody reads would wait for its reader.
+    # A pipe without a reader would block.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path, flags, 0o600)

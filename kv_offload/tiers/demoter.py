@@ -44,7 +44,7 @@ class Demoter:
     def __init__(self, core: Core, tier: Tier, bytes_per_second: float) -> None:
         """Write at most `bytes_per_second` on each rank."""
         self._host = host = core.manager
-        self._transfers, self._tell, self._tier = core.transfers, core.tell, tier
+        self._transfers, self._subscribers, self._tier = core.transfers, core.subscribers, tier
         slot_bytes = core.slots.slot_bytes
         self._job_slots = max(1, JOB_BYTES // slot_bytes)
         self._rank_slots_per_second = bytes_per_second / slot_bytes
@@ -131,8 +131,8 @@ class Demoter:
         moves = self._transfers.plan_tier_copy(
             Kind.DEMOTE, tier, keys, held, places, max_slots=self._job_slots
         )
-        for tell in self._tell.demotions:
-            tell(moves)
+        for notify in self._subscribers.demotions:
+            notify(moves)
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 

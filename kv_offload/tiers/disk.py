@@ -46,9 +46,9 @@ class DiskTier(Tier):
         self._open_index = open_index
         self._index: DiskIndex | None = None
         self._ends_with_process = not outlives
-        self._told_of_reset = False
+        self._reset_is_reported = False
         self._set_aside: deque[int] = deque()
-        self._told_of_bad_places = False
+        self._bad_places_are_reported = False
 
     @property
     def is_open(self) -> bool:
@@ -78,8 +78,8 @@ class DiskTier(Tier):
         """Write the rest of the index."""
         if self._index is not None:
             if not self.is_settled:
-                self._told_of_reset = False  # whoever starts it again should know
-                self._tell_of_reset([])
+                self._reset_is_reported = False  # an operator who restarts should see it again
+                self._report_reset([])
             self._index.close(timeout_seconds)
 
     @property
@@ -153,8 +153,8 @@ class DiskTier(Tier):
         surplus = len(self._set_aside) - self.manager.usable_slots // SET_ASIDE_SHARE
         back = [self._set_aside.popleft() for _ in range(surplus)]
         self.manager.complete_load(np.array(back, np.int32))
-        if self._set_aside and not self._told_of_bad_places:
-            self._told_of_bad_places = True
+        if self._set_aside and not self._bad_places_are_reported:
+            self._bad_places_are_reported = True
             logger.warning(
                 "kv-offload: slots of the disk that could not be written or read are set aside "
                 "until the next start, at most one of %d; tier_slots_set_aside counts them",
@@ -181,23 +181,23 @@ class DiskTier(Tier):
         if self.is_settled:
             return True
         if "" not in problems and not self.index.wait_ended(timeout_seconds):
-            self._tell_of_reset(problems)
+            self._report_reset(problems)
             return False
         self.is_settled = self._ends_with_process = True
-        if self._told_of_reset:
+        if self._reset_is_reported:
             logger.info("kv-offload: the disk has been emptied for a restart, too")
         return True
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         super().next_step(oldest, now)
-        # After new weights that a rank reported in a step nobody waits for the disk.
+        # After new weights that a rank reported in a step, no call waits for the disk.
         if not self.is_settled and self.index.problem:
-            self._tell_of_reset([])
+            self._report_reset([])
 
-    def _tell_of_reset(self, problems: Sequence[str]) -> None:
-        if self._told_of_reset:
+    def _report_reset(self, problems: Sequence[str]) -> None:
+        if self._reset_is_reported:
             return
-        self._told_of_reset = True
+        self._reset_is_reported = True
         logger.error(
             "kv-offload: the disk could not be emptied for a restart: %s. This process serves "
             "nothing of before the reset, but an engine that is started with this disk may: remove "

@@ -74,12 +74,12 @@ class LowerTiers:
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
             if (manager := tier.manager) is not None:
                 if core.announcer is not None:
-                    core.tell.add_announcer_below(core.announcer, manager, tier.name)
+                    core.subscribers.add_announcer_below(core.announcer, manager, tier.name)
                 if core.quotas is not None:
                     share, count = core.config.max_share_per_salt, core.statistics.count
                     quotas = Quotas(manager, share, count, tier.name, tier.evict)
                     self._quotas[tier.name] = quotas
-                    core.tell.add_quotas_below(core.quotas, quotas)
+                    core.subscribers.add_quotas_below(core.quotas, quotas)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
         self.promoter = Promoter(core, self.tiers, lookups, costs)
@@ -146,7 +146,7 @@ class LowerTiers:
     def learn(self, report: OffloadWorkerMetadata) -> None:
         """Take the speeds that ranks have measured."""
         for name, tier in self.tiers.items():
-            tier.rate.hear(
+            tier.rate.add_reports(
                 {
                     rank: (news.promote_bytes_per_second or {}).get(name)
                     for rank, news in report.ranks.items()

@@ -34,7 +34,8 @@ class Question:
     def is_open(self) -> bool:
         """Return whether a request may wait for the answer.
 
-        The call that closes the question tells the tier, so that `Tier.readable` knows the answer.
+        The call that closes the question reports it to the tier, whose `readable` then knows the
+        answer.
         """
         if not self._closed:
             waited = time.monotonic() - self._asked

@@ -36,7 +36,11 @@ class Search:
         costs: LoadCosts,
         reads: Reads,
     ) -> None:
-        self._prefixes, self._host, self._tell = core.prefixes, core.manager, core.tell
+        self._prefixes, self._host, self._subscribers = (
+            core.prefixes,
+            core.manager,
+            core.subscribers,
+        )
         self._slot_bytes = core.slots.slot_bytes
         self._tiers, self._lookups, self._costs, self._reads = tiers, lookups, costs, reads
 
@@ -121,8 +125,8 @@ class Search:
         begun = self._reads.begin(missing, sources, parents)
         self._host.prepare_copy(parents)  # a quota evicts none of what this reads the rest of
         try:
-            for tell in self._tell.promotions:
-                tell(request, start, end, [transfer for transfer, _ in begun])
+            for notify in self._subscribers.promotions:
+                notify(request, start, end, [transfer for transfer, _ in begun])
         finally:
             self._host.complete_load(parents)
         first_tokens = first_tokens[absent]

@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> Report:
     if not any(request.hash_ids for request in requests):
         raise ConfigError(
             f"{path}: no prompt fills a block of {size.block_tokens} tokens, so the trace does not "
-            "tell which prompts repeat: give one of longer prompts"
+            "show which prompts repeat: give one of longer prompts"
         )
     if size.prompt_bytes:
         raise UnsupportedError(

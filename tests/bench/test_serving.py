@@ -138,9 +138,12 @@ def test_the_tables_have_the_range_the_floor_the_least_lead_and_what_failed():
 
 
 def test_the_readme_has_the_first_questions_with_their_ranges():
-    text = table(document(), "summary")
-    assert text.startswith("|  | computed again | vLLM's OffloadingConnector | kv-offload |")
+    head = "|  | computed again | vLLM's OffloadingConnector | kv-offload |"
+    text = table(document(), "summary_ttft")
+    assert text.startswith(head)
     assert "| TTFT of a repeated prompt, 4,096 tokens, ms | 200 | 150 (149 to 150) |" in text
+    text = table(document(), "summary_throughput")
+    assert text.startswith(head)
     assert (
         "repeated prompts of 8,192 tokens at once, thousand tokens/s | 39.3 | 7.0 | 8.0 |" in text
     )
@@ -178,15 +181,15 @@ def test_a_table_that_differs_from_its_result_is_found(tmp_path, monkeypatch):
     """The control."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     page = tmp_path / "page.md"
-    text = "before\n<!-- table: summary of kept -->\n| 1 |\n<!-- end -->\nafter\n"
+    text = "before\n<!-- table: summary_ttft of kept -->\n| 1 |\n<!-- end -->\nafter\n"
     page.write_text(text)
     assert filled(page) == text, "there is no result yet"
     (tmp_path / "h100").mkdir()
     (tmp_path / "h100/kept.json").write_text(json.dumps(document()))
     written = filled(page)
-    shown = table(document(), "summary")
+    shown = table(document(), "summary_ttft")
     assert written.startswith(
-        f"before\n<!-- table: summary of kept -->\n\n{shown}\n\ngpu a GPU, vllm 0.33.0"
+        f"before\n<!-- table: summary_ttft of kept -->\n\n{shown}\n\ngpu a GPU, vllm 0.33.0"
     )
     assert "a contiguous load moves 1.1 GB/s" in written
     assert written.endswith(": [h100/kept.json](h100/kept.json)\n\n<!-- end -->\nafter\n")

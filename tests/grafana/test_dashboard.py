@@ -102,6 +102,14 @@ def test_the_dashboard_asks_for_a_data_source_servers_models_and_engines():
     assert used == {"instance", "model", "engine", "__rate_interval", "__range"}
 
 
+def test_the_dashboard_links_to_its_alerts_and_to_other_dashboards():
+    others, alerts = DASHBOARD["links"]
+    assert set(others["tags"]) < set(DASHBOARD["tags"])
+    searched = alerts["url"].partition("/alerting/list?search=")[2]
+    assert searched
+    assert all(rule["alert"].startswith(searched) for rule in alert_rules())
+
+
 def test_every_alert_has_a_remedy_and_a_case_in_which_it_fires():
     cases = yaml.safe_load(TESTS_OF_ALERTS.read_text())["tests"]
     fires = "".join(

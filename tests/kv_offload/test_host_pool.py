@@ -185,7 +185,7 @@ def test_ranks_that_the_handshake_leaves_out_are_asked(memory_folder: Path) -> N
 def test_a_pool_is_not_opened_for_some_of_the_ranks(memory_folder: Path) -> None:
     engine = PooledEngine(memory_folder, slots=30, ranks=2, handshake=False)
     arena = str(engine.seat / "rank-1.kind.token")
-    with pytest.raises(UnsupportedError, match=r"of 2 ranks only \[1\] have told"):
+    with pytest.raises(UnsupportedError, match=r"of 2 ranks only \[1\] have reported"):
         engine.offload.take_capacities([WorkerCapacity(1, 30, 30, arena=arena)])
     assert not (engine.seat / "directory").exists()
 
@@ -282,7 +282,7 @@ def test_what_was_planned_is_sent_although_peers_cannot_be_mapped(memory_folder:
     def fail(_: Any) -> Any:
         raise RuntimeError("no windows")
 
-    engine.offload._tell.plans.append(fail)
+    engine.offload._subscribers.plans.append(fail)
     engine.serve("stored", PREFIXES[0])
     engine.rest()
     assert engine.totals["hook_errors"] > 0

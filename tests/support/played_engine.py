@@ -247,7 +247,7 @@ class PlayedEngine:
     def held_back(self) -> list[Any]:
         """What routers are not told before a copy has ended."""
         found: list[Any] = []
-        for take in self.offload._tell.announcements:
+        for take in self.offload._subscribers.announcements:
             found += take.__self__.held_back
         return found
 

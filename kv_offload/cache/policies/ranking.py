@@ -280,6 +280,6 @@ class Ranking:
         """Raise `AssertionError` naming the first broken invariant, in O(entries)."""
         entries = sum(len(part) for parts in self._entries.values() for part in parts)
         assert entries == self._num_entries, f"{self._num_entries} entries count, not {entries}"
-        assert entries <= 2 * self._max_entries, f"{entries} entries, which nobody sweeps"
+        assert entries <= 2 * self._max_entries, f"{entries} entries, never swept"
         queued = sum(len(slots) for _, _, slots in self._queue)
         assert queued == self._queued, f"{self._queued} slots count as queued, not {queued}"

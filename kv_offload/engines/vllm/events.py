@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 MEDIA = {"": "CPU", "disk": "STORAGE"}
 """vLLM's own names, by tier; routers may mistake an unknown name for the GPU."""
 
-Said: TypeAlias = tuple[int | None, str | None, tuple[Any, ...] | None]
+Description: TypeAlias = tuple[int | None, str | None, tuple[Any, ...] | None]
 """Id and name of the LoRA adapter, and the other extra keys in the block's hash."""
 
-NOTHING: Said = (None, None, None)
+NOTHING: Description = (None, None, None)
 
 
 def events_are_on(vllm_config: VllmConfig) -> bool:
@@ -34,7 +34,7 @@ def events_are_on(vllm_config: VllmConfig) -> bool:
 
 def describe_blocks(
     request: Request, first_token: int, end_token: int, block_tokens: int
-) -> list[Said] | None:
+) -> list[Description] | None:
     """Return by block what its hash covers beyond the tokens; None if nothing.
 
     See `Describe`.
@@ -43,15 +43,15 @@ def describe_blocks(
     embeds = getattr(request, "prompt_embeds", None)
     if lora is None and not request.mm_features and not request.cache_salt and embeds is None:
         return None
-    said: list[Said] = []
+    descriptions: list[Description] = []
     adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
     place = 0  # index among the multimodal inputs
     for first in range(first_token, end_token, block_tokens):
         keys, place = kv_cache_utils.generate_block_hash_extra_keys(
             request, first, first + block_tokens, place
         )
-        said.append((*adapter, keys))
-    return said
+        descriptions.append((*adapter, keys))
+    return descriptions
 
 
 class EventMaker:
@@ -70,9 +70,9 @@ class EventMaker:
 
     def _stored(self, blocks: BlocksStored) -> BlockStored:
         group, parent = blocks.group, blocks.parent
-        said: Sequence[Said] = [one or NOTHING for one in blocks.said]
-        lora_id, lora_name, _ = said[0] if said else NOTHING
-        extra_keys = kv_cache_utils.to_event_extra_keys([keys for _, _, keys in said])
+        descriptions: Sequence[Description] = [one or NOTHING for one in blocks.descriptions]
+        lora_id, lora_name, _ = descriptions[0] if descriptions else NOTHING
+        extra_keys = kv_cache_utils.to_event_extra_keys([keys for _, _, keys in descriptions])
         return BlockStored(
             block_hashes=_external(blocks.hashes),
             parent_block_hash=None if parent is None else _external([parent])[0],
@@ -81,7 +81,7 @@ class EventMaker:
             block_size=group.block_tokens if blocks.tokens else 0,
             lora_id=lora_id,
             lora_name=lora_name,
-            extra_keys=extra_keys if said else None,
+            extra_keys=extra_keys if descriptions else None,
             **self._kinds[group.group_id],
             **_place_of(blocks),
         )

@@ -103,7 +103,7 @@ def make_room(engine_scheduler: Any, stranded: set[str]) -> None:
     )
 
 
-def tell_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: bool) -> list[Any]:
+def report_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: bool) -> list[Any]:
     """Report failed loads to vLLM before it learns that they have ended.
 
     vLLM recomputes these requests, or ends them with an error. Returns the requests that this call
@@ -116,7 +116,7 @@ def tell_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: boo
     return end_with_error(engine_scheduler, failed)
 
 
-def tell_loaded(engine_scheduler: Any) -> None:
+def report_loaded(engine_scheduler: Any) -> None:
     """Make vLLM ask its connector which loads have ended, outside of a step's output."""
     from vllm.v1.outputs import KVConnectorOutput
 

@@ -15,7 +15,7 @@ from kv_offload.engines.vllm.model.layout import (
     layer_regions,
 )
 from kv_offload.engines.vllm.patches import EXECUTE_MODEL, LOAD_WEIGHTS
-from kv_offload.engines.vllm.patches.patch import tell
+from kv_offload.engines.vllm.patches.patch import add_listener
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,7 +93,7 @@ class VLLMRank:
 
         model = getattr(find_runner(), "get_model", lambda: None)()
         if hasattr(type(model), "load_weights"):
-            tell(LOAD_WEIGHTS, model, count)
+            add_listener(LOAD_WEIGHTS, model, count)
         return lambda: loads
 
     def forward_context(self) -> object | None:
@@ -126,4 +126,4 @@ def before_each_step(call: Callable[..., None]) -> None:
     """
     runner = find_runner()
     if runner is not None:
-        tell(EXECUTE_MODEL, runner, call)
+        add_listener(EXECUTE_MODEL, runner, call)

@@ -38,7 +38,7 @@ class BlocksStored:
 
     - `parent`: hash of the block before the first; None at the beginning of a prompt.
     - `tokens`: empty for blocks that an earlier process left, of which only the hashes are known.
-    - `said`: the engine's own description of each block.
+    - `descriptions`: the engine's own description of each block.
     - `tier`: the name of their tier; empty for host memory.
     """
 
@@ -46,7 +46,7 @@ class BlocksStored:
     hashes: list[bytes]
     parent: bytes | None
     tokens: list[int]
-    said: list[Any]
+    descriptions: list[Any]
     tier: str = ""
 
 
@@ -84,7 +84,7 @@ class Announcer:
         self._prefixes = prefixes
         self._records = BlockRecords(manager.num_slots, prefixes, describe)
         # By slot, the record that routers know; up to the last slot that was announced.
-        self._told: list[Record | None] = []
+        self._announced: list[Record | None] = []
         # Slots to announce again, in order, and by slot whether that is still to be done.
         self._again = NO_SLOTS
         self._is_again = bytearray(manager.num_slots)
@@ -142,11 +142,11 @@ class Announcer:
 
     def engine_was_reset(self) -> None:
         """Announce everything again, parents first: the engine's reset made routers forget it."""
-        slots = [slot for slot, known in enumerate(self._told) if known is not None]
-        told = np.array(slots, np.int32)
+        slots = [slot for slot, known in enumerate(self._announced) if known is not None]
+        announced = np.array(slots, np.int32)
         again = np.zeros(self._manager.num_slots, np.uint8)
-        again[told] = 1
-        self._again, self._is_again = self._records.by_depth(told), bytearray(again)
+        again[announced] = 1
+        self._again, self._is_again = self._records.by_depth(announced), bytearray(again)
 
     @property
     def has_more(self) -> bool:
@@ -157,11 +157,11 @@ class Announcer:
 
     def take(self) -> list[Announcement]:
         """Return the announcements of this step."""
-        told = list(self._take()) if self.has_more else []
+        announced = list(self._take()) if self.has_more else []
         if len(self.held_back) > MAX_LOOKS:
             for key in [*islice(self.held_back, MAX_LOOKS)]:
                 self.held_back.move_to_end(key)  # the others are next
-        return told
+        return announced
 
     def _take(self) -> Iterator[Announcement]:
         now, self._again = self._again[:MAX_AGAIN], self._again[MAX_AGAIN:]
@@ -172,7 +172,7 @@ class Announcer:
             change = changes.popleft()
             slots = change.slots
             if slots is None:
-                slots = np.arange(len(self._told), dtype=np.int32)
+                slots = np.arange(len(self._announced), dtype=np.int32)
             left = self._stored_left if change.readable else removed_left
             if len(slots) > left:
                 changes.appendleft(Change(slots[left:], change.readable))
@@ -189,14 +189,14 @@ class Announcer:
 
     def _remove(self, slots: Slots) -> Iterator[BlocksRemoved]:
         """Announce that what routers know of these slots is gone."""
-        told, groups = self._told, self._prefixes.groups
+        announced, groups = self._announced, self._prefixes.groups
         hashes: list[list[bytes]] = [[] for _ in groups]
         for slot in slots.tolist():
-            record = told[slot] if slot < len(told) else None
+            record = announced[slot] if slot < len(announced) else None
             if record is not None:
                 key, position, *_ = record
                 hashes[position].append(self._prefixes.hash_of(groups[position], key))
-                told[slot] = None
+                announced[slot] = None
                 self._is_again[slot] = 0
                 self._log.restored.discard(slot)
         for group, of_group in zip(groups, hashes, strict=True):
@@ -204,18 +204,18 @@ class Announcer:
                 yield BlocksRemoved(group, of_group, self._tier)
 
     def _store(self, slots: Slots) -> Iterator[BlocksStored]:
-        """Announce the blocks in these slots that routers do not know, or must hear of again."""
-        told = self._told
+        """Announce the blocks in these slots that routers do not know, or must get again."""
+        announced = self._announced
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
         keys: list[Any] = self._manager.readable_keys(slots)
         without_tokens: dict[int, list[bytes]] = {}
         for slot, key in zip(slots.tolist(), keys, strict=True):
-            if slot >= len(told):
-                told += [None] * (slot + 1 - len(told))
+            if slot >= len(announced):
+                announced += [None] * (slot + 1 - len(announced))
             if key is None:
                 continue
-            found, known = self._records.of(slot, key), told[slot]
+            found, known = self._records.of(slot, key), announced[slot]
             # A block without a record is from an earlier process.
             record = found or (key, self._prefixes.position_of(key), None, b"", None)
             if known is not None and known[0] != key:
@@ -223,7 +223,7 @@ class Announcer:
             if known == record and not self._is_again[slot]:
                 continue
             if not record[3]:
-                self._mark_told(slot, record)
+                self._mark_announced(slot, record)
                 group = self._prefixes.groups[record[1]]
                 without_tokens.setdefault(record[1], []).append(self._prefixes.hash_of(group, key))
                 continue
@@ -244,22 +244,22 @@ class Announcer:
                 held = np.array([slot for slot, _ in run], np.int32)
                 self.held_back.setdefault(parent, deque()).append(held)
             else:
-                yield self._tell(run)
+                yield self._announce(run)
 
-    def _tell(self, run: Run) -> BlocksStored:
+    def _announce(self, run: Run) -> BlocksStored:
         for slot, record in run:
             self._log.restored.discard(slot)
-            self._mark_told(slot, record)
+            self._mark_announced(slot, record)
         _, position, parent, _, _ = run[0][1]
         group, hash_of = self._prefixes.groups[position], self._prefixes.hash_of
         tokens = array("i", b"".join(record[3] for _, record in run))
         hashes = [hash_of(group, record[0]) for _, record in run]
         before = None if parent is None else hash_of(group, parent)
-        said = [record[4] for _, record in run]
-        return BlocksStored(group, hashes, before, tokens.tolist(), said, self._tier)
+        descriptions = [record[4] for _, record in run]
+        return BlocksStored(group, hashes, before, tokens.tolist(), descriptions, self._tier)
 
-    def _mark_told(self, slot: int, record: Record) -> None:
-        self._told[slot] = record
+    def _mark_announced(self, slot: int, record: Record) -> None:
+        self._announced[slot] = record
         self._is_again[slot] = 0
         if record[0] in self.held_back:
             self._released.append(record[0])
@@ -272,7 +272,7 @@ class Announcer:
         """Return whether this key is still to be announced as loadable."""
         if slot < 0 or self._records.of(slot, key) is None:
             return False
-        known = self._told[slot] if slot < len(self._told) else None
+        known = self._announced[slot] if slot < len(self._announced) else None
         return known is None or known[0] != key or bool(self._is_again[slot])
 
     def _release(self) -> Iterator[BlocksStored]:

@@ -78,12 +78,12 @@ class BlockRecords:
         before = self._prefixes.slot_keys(request.block_hashes, group, first - 1, first)
         parents = [before[0] if first else None, *keys[:-1]]
         tokens = array("i", request.all_token_ids[first * size : last * size]).tobytes()
-        said = self.describe(request, first * size, last * size, size) or [None] * len(keys)
+        descriptions = self.describe(request, first * size, last * size, size) or [None] * len(keys)
         step = len(tokens) // len(keys)
         self._make_room(max(slot_of.get(key, 0) for key in keys))
         for at, (key, parent) in enumerate(zip(keys, parents, strict=True)):
             if (slot := slot_of.get(key)) is None:
                 continue
             of_block = tokens[at * step : (at + 1) * step]
-            self._record_of[slot] = (key, position, parent, of_block, said[at])
+            self._record_of[slot] = (key, position, parent, of_block, descriptions[at])
             self._depth_of[slot] = first + at

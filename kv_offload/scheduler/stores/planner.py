@@ -57,7 +57,7 @@ class StorePlanner:
         self._requests, self._prefixes = core.requests, core.prefixes
         self._manager, self._retention = core.manager, core.retention
         self._transfers, self._statistics = core.transfers, core.statistics
-        self._tell = core.tell
+        self._subscribers = core.subscribers
         self.budget = StoreBudget(
             core.slots.block_bytes,
             int(config.max_pinned_share * (len(pool.blocks) - 1)),
@@ -216,7 +216,7 @@ class StorePlanner:
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
-        """Store nothing until an operator resumes stores; or resume, whoever paused them."""
+        """Store nothing until an operator resumes stores; or resume, whatever paused them."""
         self._candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.start_over()
         if paused:
@@ -296,8 +296,8 @@ class StorePlanner:
         if taken:
             self.budget.count_planned(taken)
             self._transfers.plan_store(stored, blocks[:taken])
-            for tell in self._tell.stores:
-                tell(spans, keys, new, stored)
+            for notify in self._subscribers.stores:
+                notify(spans, keys, new, stored)
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         """Retain the examined slots of the requests that hint so."""
@@ -318,7 +318,7 @@ class StorePlanner:
             self._retention.keep(slots[slots >= 0], cursor.hints.keep)
 
     def _give_up_late(self) -> None:
-        """Give up the stores that have run for `MAX_STORE_SECONDS`, so that nobody waits longer."""
+        """Give up stores that have run for `MAX_STORE_SECONDS`, so that no reset waits longer."""
         late = self._transfers.give_up_stores(self._transfers.step_time.seconds - MAX_STORE_SECONDS)
         if late:
             logger.error(

@@ -51,7 +51,7 @@ class Chosen:
 
     def link(self, bytes_per_second: float, loads: int = 15) -> None:
         for _ in range(loads):
-            self.watch.load_rate.hear({0: bytes_per_second})
+            self.watch.load_rate.add_reports({0: bytes_per_second})
 
     def request(self, request_id: str, tokens: int, computed: int = 0) -> Any:
         request = Named(request_id=request_id, num_tokens=tokens, num_computed_tokens=computed)

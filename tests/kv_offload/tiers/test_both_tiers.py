@@ -222,8 +222,8 @@ def test_a_quota_leaves_the_beginning_of_a_prompt_whose_rest_is_read(tmp_path):
     prompt = [*[1, 0, 0] * 18, 1, 0, 1]  # 14 blocks, where a tenant has 16
     serve("a", prompt)
     engine.offload.manager.reset()
-    for tell in engine.offload._tell.emptied:
-        tell()
+    for notify in engine.offload._subscribers.emptied:
+        notify()
     serve("its beginning", prompt[: 7 * 4 + 1])
     serve("other", [0] * 37)
     engine.totals.clear()

@@ -17,7 +17,7 @@ from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import EngineState, find_waker
 from kv_offload.engines.vllm.patches.waiting import skip_lookups
 from kv_offload.engines.vllm.start.log import FirstHits, log_pool
-from kv_offload.engines.vllm.start.members import is_brought, is_chosen
+from kv_offload.engines.vllm.start.members import is_chosen, served_by_peer_connector
 from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -141,7 +141,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         rank = self._local_rank()
         if rank is not None:
             offload.resets.weights_were_loaded(rank.weight_loads)
-        brought = is_brought(self, multi, request.request_id)
+        brought = served_by_peer_connector(self, multi, request.request_id)
         match = offload.match(request, num_computed_tokens, brought=brought)
         requests.keep_at(request, match.shared_tokens)
         return match.tokens, match.asynchronous
@@ -165,7 +165,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         loading = self.offload_scheduler.in_flight.loading
         return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
-    def hear_ranks(self, report: OffloadWorkerMetadata | None) -> None:
+    def apply_rank_reports(self, report: OffloadWorkerMetadata | None) -> None:
         """Apply a step's report, then the current report of a rank in this process.
 
         A step's report dates from the launch of the step. With asynchronous scheduling it reports
@@ -180,7 +180,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.take_report(report)
 
     @survives(lambda self, report: None)  # a report that was not applied is repeated
-    def hear_drain(self, report: OffloadWorkerMetadata) -> None:
+    def apply_drain_report(self, report: OffloadWorkerMetadata) -> None:
         """Apply a rank's report between two steps."""
         self._take_report(report)
 

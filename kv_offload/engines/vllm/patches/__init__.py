@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 from kv_offload.engines.vllm.patches.hints import CHECK_HINTS
-from kv_offload.engines.vllm.patches.patch import Patch, Setup, tell_first
+from kv_offload.engines.vllm.patches.patch import Patch, Setup, notify_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
-from kv_offload.engines.vllm.patches.update_from_output import hear_ranks_first
+from kv_offload.engines.vllm.patches.update_from_output import apply_reports_first
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
     clear_uncomputed_hashes,
     drop_stale_session_hashes,
@@ -19,8 +19,8 @@ from kv_offload.engines.vllm.patches.waiting import skip_waiting
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
 from kv_offload.engines.vllm.start.command_line import check_settings
 
-EXECUTE_MODEL = Patch("model runner.execute_model", tell_first, "rank")
-LOAD_WEIGHTS = Patch("model.load_weights", tell_first, "rank")
+EXECUTE_MODEL = Patch("model runner.execute_model", notify_first, "rank")
+LOAD_WEIGHTS = Patch("model.load_weights", notify_first, "rank")
 PATCHES = (
     Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", check_settings, "process"),
     CHECK_HINTS,
@@ -31,7 +31,7 @@ PATCHES = (
         keep_on_sleep,
         needed=lambda setup: setup.config.keep_on_sleep,
     ),
-    Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", hear_ranks_first),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", apply_reports_first),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", clear_uncomputed_hashes),
     Patch("vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled", skip_waiting),
     Patch(

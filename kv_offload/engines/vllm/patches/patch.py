@@ -84,7 +84,7 @@ class Patch:
             self.install(owner, found)
 
 
-def tell(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
+def add_listener(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
     """Make a method of this one object call `listener` first, with the same arguments."""
     found = vars(owner).get(patch.method) or _method_of_class(owner, patch.method)
     patch.install(owner, found, listener)
@@ -109,7 +109,7 @@ def _method_of_class(owner: Any, name: str) -> Method:
     return method
 
 
-def tell_first(listener: Callable[..., None], original: Method, *args: Any, **kwargs: Any) -> Any:
+def notify_first(listener: Callable[..., None], original: Method, *args: Any, **kwargs: Any) -> Any:
     """Call `listener` with the arguments, then the original method."""
     listener(*args, **kwargs)
     return original(*args, **kwargs)

@@ -83,7 +83,7 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
         return
     answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
     for answer in answers:
-        connector.hear_drain(answer)
+        connector.apply_drain_report(answer)
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:
@@ -92,7 +92,7 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
         requests.recompute(engine_scheduler, waiting)
         # `loaded` includes requests whose loads have failed. vLLM frees aborted requests.
         connector.loaded |= offload.take_effects(between_steps=True).loaded
-        requests.tell_loaded(engine_scheduler)
+        requests.report_loaded(engine_scheduler)
         requests.give_blocks_back(engine_scheduler, waiting - in_flight.loading | loaded)
 
 

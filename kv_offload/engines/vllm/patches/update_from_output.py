@@ -17,7 +17,7 @@ from kv_offload.engines.vllm.locate import connectors_in, connectors_with_report
 logger = logging.getLogger(__name__)
 
 
-def hear_ranks_first(
+def apply_reports_first(
     original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
     """Run around `Scheduler.update_from_output`.
@@ -40,7 +40,7 @@ def hear_ranks_first(
         requests.add_ends(outputs, ended)
     for connector in connectors_in(self.connector):
         if connector.loaded:  # no rank had anything to report, so vLLM did not ask
-            requests.tell_loaded(self)
+            requests.report_loaded(self)
     if stranded:  # rare
         requests.make_room(self, stranded)
     return outputs
@@ -59,7 +59,7 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
         offload = connector.offload_scheduler
         if reported is not None and reported.invalid_block_ids:
             offload.others_load_failed()  # ours name no blocks
-        connector.hear_ranks(report)
+        connector.apply_rank_reports(report)
         effects = offload.take_effects()
         stranded |= effects.stranded
         # Only loads that have not failed, in case an error follows.
@@ -68,7 +68,7 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
             ended += requests.end_lost(engine_scheduler, effects.tainted)
         if effects.failed:
             recomputes = offload.config.on_load_failure == "recompute"
-            ended += requests.tell_failed(engine_scheduler, effects.failed, recomputes=recomputes)
+            ended += requests.report_failed(engine_scheduler, effects.failed, recomputes=recomputes)
             connector.loaded |= effects.failed
     return ended
 

@@ -40,7 +40,7 @@ def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
     if members.asks_for_us(self.kv_transfer_config):
         check_keys(sys.argv)
-        tell_ray_of_file(os.environ)
+        name_file_to_ray(os.environ)
     early.check_arguments(self)
     config = original(self, *args, **kwargs)
     ranks.note_local_replicas(config, supervised_replicas(sys.argv))
@@ -67,7 +67,7 @@ def _log_not_in_use() -> None:
         logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
 
 
-def tell_ray_of_file(environ: MutableMapping[str, str]) -> None:
+def name_file_to_ray(environ: MutableMapping[str, str]) -> None:
     """Make engines and ranks started by Ray read the file that the environment names here."""
     names = [name for name in environ.get(RAY_VARIABLES, "").split(",") if name.strip()]
     if FILE_VARIABLE in environ and FILE_VARIABLE not in names:

@@ -37,7 +37,9 @@ def is_asked_of_member() -> bool:
     return any(isinstance(cls, type) and issubclass(cls, MultiConnector) for cls in callers("cls"))
 
 
-def is_brought(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
+def served_by_peer_connector(
+    connector: Any, enclosing: Sequence[MultiConnector], request_id: str
+) -> bool:
     """Return whether a member that is asked before this connector loads tokens of a request.
 
     Called while the MultiConnectors ask this connector. The member may have answered in an earlier

@@ -1,6 +1,6 @@
 """Facts that ranks exchange with the scheduler at start; the number of replicas on this host.
 
-A replica's configuration may not tell how many replicas there are. vLLM makes each replica of a
+A replica's configuration may not say how many replicas there are. vLLM makes each replica of a
 dense model a separate engine. With external load balancing, and if a user starts the replicas
 (`VLLM_DP_SIZE`), every process claims to have one. So the front end records the number; otherwise
 it is inferred from the address at which replicas meet.

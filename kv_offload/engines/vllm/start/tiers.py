@@ -125,7 +125,7 @@ def make_folder(config: DiskConfig, vllm_config: VllmConfig) -> Path:
 
 def replica_index(vllm_config: VllmConfig) -> int:
     """Return the index of this data-parallel replica; each replica has a separate folder."""
-    # Replicas of a dense model do not see each other; only this index tells them apart.
+    # Replicas of a dense model do not see each other; they differ only in this index.
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
