@@ -49,11 +49,11 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def write_result(path: Path, document: dict[str, Any]) -> None:
-    """Write a result as JSON atomically, and create its folder."""
+def write_result(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
+    """Write a result as JSON atomically, and create its folder; without `indent` as one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".part")
-    written.write_text(json.dumps(document, indent=1) + "\n")
+    written.write_text(json.dumps(document, indent=indent) + "\n")
     written.replace(path)
 
 

@@ -193,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     add_count(parser, "--seconds", of="seconds of load", default=360)
     arguments = parser.parse_args(words)
-    write_result(arguments.out, record(arguments.prometheus, arguments.seconds))
+    write_result(arguments.out, record(arguments.prometheus, arguments.seconds), indent=None)
     print(f"wrote {arguments.out}")
     return 0
 
