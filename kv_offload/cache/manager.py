@@ -158,13 +158,13 @@ class CacheManager:
         if self.changes is not None:
             self.changes.were_restored(slots)
 
-    def readable_keys(self, slots: Slots) -> list[Key]:
+    def readable_keys(self, slots: Slots) -> list[Key | None]:
         """Return the key of each slot, which was given out; None if no key of it can be loaded."""
         keys = self._index.keys_of(slots)
         readable = self._running.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
 
-    def keys_of(self, slots: Slots) -> list[Key]:
+    def keys_of(self, slots: Slots) -> list[Key | None]:
         """Return the key of each slot, readable or not, which was given out; None if it has none.
 
         A reset drops the keys of slots that a store is still writing.

@@ -11,23 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from kv_swap.memory.arena_file import find_arenas, lock_file
+from kv_swap.memory.arena_file import find_arenas
 
 from kv_offload.cache.directory import read_directory
 from kv_offload.cache.peers import arena_kinds
+from kv_offload.cache.seats import LOCK, find_seats, lock_file, seat_number
 from kv_offload.config.schema import SCHEMA
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.output import Report, make_table, printable
-from kv_offload.worker.pool import (
-    ABOUT,
-    LOCK,
-    About,
-    find_seats,
-    free_seat,
-    seat_number,
-    user_folder,
-)
+from kv_offload.worker.pool import ABOUT, About, free_seat, user_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,15 +21,11 @@ from typing import Any
 
 import msgspec
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.arena_file import (
-    ArenaFiles,
-    find_arenas,
-    find_free_bytes,
-    lock_file,
-    make_private_folder,
-)
+from kv_swap.memory.arena_file import ArenaFiles, find_arenas, make_private_folder
 from kv_swap.tiers.probe import find_filesystem
 
+from kv_offload.cache.directory import DIRECTORY
+from kv_offload.cache.seats import LOCK, find_seats, lock_file, seat_number
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.capacity import read_boot
@@ -38,7 +33,7 @@ from kv_offload.worker.sharing import SharingRanks
 
 logger = logging.getLogger(__name__)
 
-LOCK, ABOUT, DIRECTORY = "lock", "about.json", "directory"
+ABOUT = "about.json"
 
 FILESYSTEM = "tmpfs"
 """The only filesystem allowed for pools. A ramfs does not report its free space, and files of a
@@ -139,7 +134,7 @@ class Pool:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(about))
         new.rename(seat / ABOUT)
-        return Seat(seat, self.contents, find_free_bytes(seat), lock)
+        return Seat(seat, self.contents, _free_bytes(seat), lock)
 
 
 @dataclass
@@ -211,12 +206,6 @@ def user_folder(path: Path) -> Path:
     return path / f"kv-offload-{os.geteuid()}"
 
 
-def find_seats(pool: Path) -> list[Path]:
-    """Return the seats of a pool, by number."""
-    seats = [path for path in pool.iterdir() if re.fullmatch(r"seat-\d+", path.name)]
-    return sorted(seats, key=seat_number)
-
-
 def free_seat(seat: Path) -> int | None:
     """Free the memory of a seat; return its bytes, or None if an engine holds the seat."""
     lock = lock_file(seat / LOCK)
@@ -253,15 +242,24 @@ def _last_used(seat: Path) -> float:
     return max(times)
 
 
-def seat_number(seat: Path) -> int:
-    """Return the number in the name of a seat."""
-    return int(seat.name.removeprefix("seat-"))
-
-
 def digest(value: Any) -> str:
     """Return a digest of a value: 16 letters."""
     text = json.dumps(value if not isinstance(value, Mapping) else {**value}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _free_bytes(seat: Path) -> int:
+    """Return the bytes of memory that a seat's arenas have which no process uses.
+
+    Locks each arena for a moment, during which no process can adopt it.
+    """
+    free_bytes = 0
+    for name, nbytes in find_arenas(seat).items():
+        with contextlib.suppress(OSError):
+            if (lock := lock_file(seat / name)) is not None:
+                os.close(lock)
+                free_bytes += nbytes
+    return free_bytes
 
 
 def _has(seat: Path, contents: str) -> bool:

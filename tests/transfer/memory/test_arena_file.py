@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.arena_file import ArenaFiles, find_arenas, lock_file, make_private_folder
+from kv_swap.memory.arena_file import ArenaFiles, find_arenas, make_private_folder
 
 SLOTS, SLOT_BYTES = 4, 4096
 NBYTES = SLOTS * SLOT_BYTES
@@ -110,14 +110,6 @@ def test_a_folder_that_others_could_have_written_is_refused(tmp_path: Path) -> N
     for path in (folder, tmp_path / "link", tmp_path / "none" / "pool"):
         with pytest.raises(PinnedMemoryError, match="cannot keep host memory in"):
             make_private_folder(path)
-
-
-def test_a_lock_is_had_once(tmp_path: Path) -> None:
-    first = lock_file(tmp_path / "lock")
-    assert first is not None
-    assert lock_file(tmp_path / "lock") is None
-    os.close(first)
-    assert lock_file(tmp_path / "lock") is not None
 
 
 def test_no_bytes_are_lost_when_the_arena_is_populated(tmp_path: Path) -> None:

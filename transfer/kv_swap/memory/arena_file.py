@@ -48,20 +48,6 @@ def make_private_folder(path: Path) -> None:
         )
 
 
-def lock_file(path: Path) -> int | None:
-    """Create a file if there is none, and lock it until its descriptor is closed.
-
-    Returns the descriptor; None if another process has the lock. Raises `OSError`.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
-
-
 def find_arenas(folder: Path) -> dict[str, int]:
     """Return the arenas of a folder by name, with the bytes of memory that each has taken."""
     arenas = {}
@@ -71,20 +57,6 @@ def find_arenas(folder: Path) -> dict[str, int]:
             if stat.S_ISREG(found.st_mode):
                 arenas[path.name] = found.st_blocks * 512
     return arenas
-
-
-def find_free_bytes(folder: Path) -> int:
-    """Return the bytes of memory taken by a folder's arenas that no process uses.
-
-    Locks each arena for a moment, during which no process can adopt it.
-    """
-    free_bytes = 0
-    for name, nbytes in find_arenas(folder).items():
-        with contextlib.suppress(OSError):
-            if (lock := lock_file(folder / name)) is not None:
-                os.close(lock)
-                free_bytes += nbytes
-    return free_bytes
 
 
 def rank_of(name: str) -> int:
