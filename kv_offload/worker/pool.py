@@ -40,7 +40,7 @@ FILESYSTEM = "tmpfs"
 hugetlbfs cannot be written."""
 
 ORPHAN_SECONDS = 24 * 3600.0
-"""Memory that no engine holds or has used for this many seconds is freed by the next engine that
+"""A pool that no engine holds or has used for this many seconds is emptied by the next engine that
 starts with a pool in the same place."""
 
 LOCK_SECONDS = 1.0
@@ -221,24 +221,35 @@ def free_seat(seat: Path) -> int | None:
     return sum(arenas.values())
 
 
+def is_held(seat: Path) -> bool:
+    """Return whether an engine holds a seat. No engine can take the seat during the check."""
+    lock = lock_file(seat / LOCK)
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
 def _free_orphans(pool: Path) -> None:
-    """Free memory left long ago in other pools; the seats of this one are about to be used."""
+    """Empty other pools that were left long ago; the seats of this one are about to be used."""
     oldest = time.time() - ORPHAN_SECONDS
     for other in pool.parent.iterdir():
-        seats: list[Path] = []
         with contextlib.suppress(OSError):
             seats = find_seats(other) if other != pool and other.is_dir() else []
-        for seat in seats:
-            with contextlib.suppress(OSError):
-                if _last_used(seat) < oldest and (freed := free_seat(seat)):
+            # An engine also reads seats that none holds.
+            if any(_last_used(seat) >= oldest or is_held(seat) for seat in seats):
+                continue
+            for seat in seats:
+                if freed := free_seat(seat):
                     logger.info("kv-offload: freed %d bytes that %s had kept", freed, seat)
 
 
 def _last_used(seat: Path) -> float:
-    """Return when an engine last used a seat, or started to. Raises `OSError` if none did."""
-    times = [(seat / ABOUT).stat().st_mtime]
-    with contextlib.suppress(FileNotFoundError):  # that engine has not got that far
-        times.append((seat / DIRECTORY).stat().st_mtime)
+    """Return when an engine last used a seat, or started to; 0 if none got that far."""
+    times = [0.0]
+    for name in (ABOUT, DIRECTORY):
+        with contextlib.suppress(FileNotFoundError):
+            times.append((seat / name).stat().st_mtime)
     return max(times)
 
 

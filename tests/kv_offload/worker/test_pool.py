@@ -206,3 +206,18 @@ def test_what_was_not_used_for_long_in_another_pool_is_freed(
     assert kept == {"bare": 0, "new": NBYTES, "old": 0, "rests": NBYTES, "young": NBYTES}
     again, _ = start(folder.with_name("old"), MODEL)
     assert again.folder == pools["old"].folder
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_of_a_pool_in_use_nothing_is_freed(folder: Path, lives: bool) -> None:
+    """Its engines read what others left, however long ago, and so do those that start again."""
+    other = folder.with_name("other")
+    left, _ = start(other, MODEL)
+    reader, _ = start(other, MODEL)
+    past = time.time() - pool.ORPHAN_SECONDS - 10
+    for path in [*left.folder.iterdir(), *(reader.folder.iterdir() if lives else ())]:
+        os.utime(path, (past, past))
+    for seat in (left,) if lives else (left, reader):
+        seat.leave()
+    start(folder, MODEL)
+    assert memory_of(left) == memory_of(reader) == NBYTES
