@@ -51,6 +51,7 @@ REFRESH_SECONDS = 1.0
 """Interval at which the seats of a pool are listed. It delays the first read from a new engine, and
 the unmapping of an arena that was removed."""
 
+
 class PeerDirectory:
     """The directory of another seat, which an engine writes, or has left.
 

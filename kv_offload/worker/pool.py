@@ -22,11 +22,14 @@ from typing import Any
 import msgspec
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.arena_file import ArenaFiles, find_arenas, make_private_folder
+from kv_swap.memory.reading import Readers
+from kv_swap.memory.registration import MemoryRoom
 from kv_swap.tiers.probe import find_filesystem
 
 from kv_offload.cache.directory import DIRECTORY
 from kv_offload.cache.seats import LOCK, find_seats, lock_file, seat_number
 from kv_offload.config import OffloadConfig
+from kv_offload.config.host_memory import read_available_memory
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.capacity import read_boot
 from kv_offload.worker.sharing import SharingRanks
@@ -149,6 +152,16 @@ class Seat:
     files: ArenaFiles | None = None
     """The arena files of this rank, once requested."""
 
+    def __post_init__(self) -> None:
+        self._readers = Readers(self.folder)
+
+    def wait_for_readers(self, lack: str) -> bool:
+        """Wait a moment for peers that still have memory of this seat, whose arenas were removed.
+
+        Returns False on all ranks but one, and once it is in vain. See `Readers.wait`.
+        """
+        return self.lock >= 0 and not find_arenas(self.folder) and self._readers.wait(lack)
+
     def arena_files(
         self,
         rank: int,
@@ -162,7 +175,8 @@ class Seat:
         """Return the arena files of a rank; `pages` describes the layout of a slot."""
         place = [rank, num_ranks, sharing.index, sharing.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
-        self.files = ArenaFiles(self.folder, rank, kind, reserve=reserve)
+        room = MemoryRoom(read_available_memory, 0) if reserve else None
+        self.files = ArenaFiles(self.folder, rank, kind, room, reserve=reserve)
         return self.files
 
     @property

@@ -15,8 +15,8 @@ import pytest
 
 from kv_offload.cache import lasting
 from kv_offload.cache.lasting import LastingManager
-from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.policies import make_policy
+from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slots import MissingKeyError, Run, Slots
 
 NUM_SLOTS = 120

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +28,11 @@ from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.mapping import (
     Pieces,
     PinnedRegistrar,
-    ReadMapping,
     release_addresses,
     reserve_addresses,
     whole_pages,
 )
+from kv_swap.memory.reading import ReadMapping
 from kv_swap.memory.registration import REST, choose_piece_bytes
 
 logger = logging.getLogger(__name__)
@@ -228,21 +229,14 @@ class Windows:
         self._publish(window, peer, peer.pieces.ready_bytes // self._slot_bytes)
 
     def _map(self, window: int, peer: _Peer) -> ReadMapping:
-        nbytes = peer.num_slots * self._slot_bytes
+        if not 0 < peer.num_slots <= self.window_slots:
+            raise PinnedMemoryError(
+                f"{peer.num_slots} slots are wanted, and a window has {self.window_slots}"
+            )
         writable = self._register is not None and self._register.writes
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        fd = os.open(peer.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(fd).st_size
-            if not 0 < whole_pages(nbytes) <= min(size, self._window_bytes):
-                raise PinnedMemoryError(
-                    f"it has {size} bytes, and {peer.num_slots} slots of {self._slot_bytes} bytes "
-                    f"are wanted, of at most {self.window_slots}"
-                )
-            address = self.arena_address + (window + 1) * self._window_bytes
-            return ReadMapping(address, nbytes, fd, writable=writable)
-        finally:
-            os.close(fd)
+        address = self.arena_address + (window + 1) * self._window_bytes
+        nbytes = peer.num_slots * self._slot_bytes
+        return ReadMapping(address, nbytes, Path(peer.path), writable=writable)
 
     def _call_driver(self, call: Callable[[int], None], piece: int, rest: float) -> None:
         began = time.monotonic()
