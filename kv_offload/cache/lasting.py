@@ -241,18 +241,21 @@ class LastingManager(CacheManager):
         super().complete_load(free)
 
     def _make_room(self, wanted: int) -> None:
-        """If too few slots are free, have the policy count what peers have used.
+        """If too few slots are free, have the policy know what peers have used."""
+        if wanted > self.usable_slots - self.slots_in_use:
+            self.count_peer_uses()
 
-        Slots that a store writes, or that have no key, do not count.
-        """
-        if wanted <= self.usable_slots - self.slots_in_use:
-            return
+    def count_peer_uses(self) -> None:
+        """See `CacheManager`. Slots that a store writes, or that have no key, do not count."""
         used = self.directory.take_marks()
         if len(used):
             used = used[used < self._index.given_out]
             named = [key is not None for key in self.readable_keys(used)]
             # The beginnings of prompts, which mostly have lower slots, count as used last.
-            self._policy.use(used[np.array(named, bool)][::-1])
+            used = used[np.array(named, bool)][::-1]
+            self._policy.use(used)
+            if self.on_peer_uses is not None:
+                self.on_peer_uses(used)
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """See `CacheManager`."""
