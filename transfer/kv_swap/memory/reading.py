@@ -105,7 +105,8 @@ class ReadMapping(Mapping):
             _control(folder, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, os.getpid(), 1)
             self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
             stack.callback(os.close, self._fd)
-            if (size := os.fstat(self._fd).st_size) < whole_pages(nbytes):
+            size = os.fstat(self._fd).st_size
+            if size < whole_pages(nbytes):
                 raise PinnedMemoryError(f"it has {size} bytes, and {nbytes} are wanted")
             super().__init__(nbytes, fd=self._fd, address=address)
             self._held = stack.pop_all()
