@@ -61,7 +61,7 @@ def check_available(
             raise CapacityError(
                 f"{lack}. Lower cpu_bytes, end what else takes memory, or give the process more."
             )
-        may_wait = any(gather(wait(lack)))
+        may_wait = any(waited for (waited,) in gather((wait(lack),)))
     part = new_bytes / least.size_bytes
     if part <= LARGE_PART:
         return None

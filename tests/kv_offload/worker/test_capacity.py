@@ -108,8 +108,8 @@ def test_memory_that_others_are_about_to_free_is_waited_for(
             available.append(100 * GIB + HEADROOM)
         return len(lacks) < 5
 
-    def gather(own: object) -> list[object]:
-        return [own, own] if isinstance(own, tuple) else [False, own]
+    def gather(own: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return [own, own] if len(own) == 2 else [(False,), own]
 
     if frees:
         assert check_available(asking("100GiB"), gather, wait=wait)
