@@ -162,6 +162,7 @@ class PeerDirectories:
         """Replaced as a whole, so any thread may read it."""
         # By seat and inode; kept by whoever holds leases.
         self._opened: WeakValueDictionary[tuple[Path, int], PeerDirectory] = WeakValueDictionary()
+        self._dropped: list[PeerDirectory] = []
         self._reader: Callable[[], object] | None = None
         """Ends the lock of this seat's leases."""
         self._reader_inode = 0
@@ -179,6 +180,7 @@ class PeerDirectories:
 
     def refresh(self) -> None:
         """List the seats of the pool."""
+        self._dropped.clear()
         with self._refreshing:
             if self._ended.is_set() or seat_number(self._seat) >= MAX_PEERS:
                 return
@@ -191,6 +193,10 @@ class PeerDirectories:
             self.all = found
         if self._changed is not None:
             self._changed()
+
+    def drop(self, peer: PeerDirectory) -> None:
+        """Let go of a directory that nothing reads any more, on the thread: to unmap it takes long."""
+        self._dropped.append(peer)
 
     def _may_read(self) -> bool:
         """Return whether this process has the leases of its seat, of which it takes the lock.

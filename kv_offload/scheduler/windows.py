@@ -72,10 +72,12 @@ class Windows:
         usable = {peer: slots for peer in wanted if (slots := peer.usable_slots)}
         for gone in self._growing.keys() - usable.keys():
             del self._growing[gone]
+            peers.directories.drop(gone)
         for seat, mapped in [*self._mapped.items()]:
             is_due = now - mapped.sent >= PATIENCE_SECONDS and self._is_pending(mapped)
             if mapped.ends and not mapped.ranks:
                 del self._mapped[seat]
+                peers.directories.drop(mapped.peer)
             elif not mapped.ends and mapped.peer not in usable:
                 mapped.is_closed = True
                 peers.open(mapped.peer, 0)

@@ -202,6 +202,7 @@ def test_a_removed_directory_is_unmapped_once_nothing_reads_it(
         bed.report({}, rank)
     while bed.engine.offload.has_pending_work:  # an idle engine steps no longer
         bed.plan()
+    bed.manager.peers.directories.refresh()
     assert not is_mapped(bed.seat / DIRECTORY)
 
 
