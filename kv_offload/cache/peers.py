@@ -195,7 +195,7 @@ class PeerDirectories:
             self._changed()
 
     def drop(self, peer: PeerDirectory) -> None:
-        """Let go of a directory that nothing reads any more. The thread unmaps it: that takes long."""
+        """Let go of a directory that nothing reads. The thread unmaps it, which takes long."""
         self._dropped.append(peer)
 
     def _may_read(self) -> bool:
