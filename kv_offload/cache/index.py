@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ class KeyMap:
         for key in keys:
             del shards[hash(key) & mask][key]
 
-    def rename_all(self, key_of: list[Key], values: Sequence[int], keys: Sequence[Key]) -> None:
+    def rename_all(self, key_of: list[Any], values: Sequence[int], keys: Sequence[Key]) -> None:
         """Rename the keys of `values` to new, distinct `keys`; updates `key_of` (value to key)."""
         shards, mask = self._shards, self._mask
         for key, value in zip(keys, values, strict=True):
@@ -95,7 +96,7 @@ class SlotIndex:
         """Only slots below this are given out. Never below `given_out`."""
         self.num_orphans = 0
         self._slot_of = KeyMap(self.num_slots)
-        self._key_of: list[Key] = []  # by slot; None if free or an orphan
+        self._key_of: list[Any] = []  # keys by slot; None if free or an orphan
         self._free: list[int] = []
 
     @property
@@ -180,7 +181,7 @@ class SlotIndex:
         free = [slot for slot in range(end - 1, first - 1, -1) if self._key_of[slot] is None]
         self._free = free + self._free
 
-    def keys_of(self, slots: Slots) -> list[Key]:
+    def keys_of(self, slots: Slots) -> list[Key | None]:
         """Return the key of each slot, None if it has none."""
         key_of = self._key_of
         return [key_of[slot] for slot in slots.tolist()]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from kv_offload.cache.directory import SLOT_BYTES, Directory
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.peer_slots import PeerSlots
-from kv_offload.cache.peers import lock_reader
 from kv_offload.cache.policies.base import EvictionPolicy
+from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import NO_SLOTS, Key, Run, Runs, Slots
 from kv_offload.errors import CapacityError
@@ -104,7 +104,7 @@ class LastingManager(CacheManager):
         self.restore([keys[row] for row in rows], slots[rows], usable_slots)
         self.adopted_slots += len(rows)
 
-    def _of_peers(self, keys: Sequence[Any], own: NDArray[np.bool_]) -> list[int]:
+    def _of_peers(self, keys: Sequence[Key], own: NDArray[np.bool_]) -> list[int]:
         """Return the rows of the keys that are not readable here, if there are peers."""
         if self.peers is None or not self.peers.opened or own.all():
             return []
@@ -113,25 +113,23 @@ class LastingManager(CacheManager):
 
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """See `CacheManager`. A key that a peer seems to have must be reserved before its load."""
-        found, others = super().readable(keys), cast(Sequence[Any], keys)
+        found = super().readable(keys)
         if self.peers is not None and self.peers.opened and not found.any():
-            return self.peers.look_up(others)  # true of most prompts
+            return self.peers.look_up(keys)  # true of most prompts
         if (rows := self._of_peers(keys, found)) and self.peers is not None:
-            found[rows] = self.peers.look_up([others[row] for row in rows])
+            found[rows] = self.peers.look_up([keys[row] for row in rows])
         return found
 
     def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """See `CacheManager`. A key that a peer seems to have is not lacking."""
         lacking = super().lacks(keys)
         if (rows := self._of_peers(keys, ~lacking)) and self.peers is not None:
-            others: Sequence[Any] = [keys[row] for row in rows]
-            lacking[rows] = self.peers.find(others) < 0
+            lacking[rows] = self.peers.find([keys[row] for row in rows]) < 0
         return lacking
 
     def reserve(self, keys: Sequence[Key]) -> bool:
         """See `CacheManager`."""
-        wanted: Sequence[Any] = keys
-        return self.peers is None or self.peers.reserve(wanted)
+        return self.peers is None or self.peers.reserve(keys)
 
     def end_step(self) -> None:
         """Give back what was reserved in this step and not loaded."""
@@ -145,9 +143,8 @@ class LastingManager(CacheManager):
             slots = super().prepare_load(keys)
             self.directory.use(distinct(slots)[::-1])
             return slots
-        others: Sequence[Any] = [keys[row] for row in rows]
         slots = np.empty(len(keys), np.int32)
-        slots[rows] = self.peers.hold(others)
+        slots[rows] = self.peers.hold([keys[row] for row in rows])
         slots[own] = local = super().prepare_load([*compress(keys, own.tolist())])
         self.directory.use(distinct(local)[::-1])
         return slots
@@ -179,8 +176,7 @@ class LastingManager(CacheManager):
         """See `CacheManager`. A key that a peer has is not worth a slot."""
         wanted = np.ones(len(keys), bool)
         if self.peers is not None:
-            offered: Sequence[Any] = keys
-            wanted = self.peers.find(offered, uses=True) < 0
+            wanted = self.peers.find(keys, uses=True) < 0
         if not wanted.all():
             must = np.repeat([run.must for run in runs], [run.keys for run in runs])
             wanted |= must
@@ -234,37 +230,42 @@ class LastingManager(CacheManager):
         if leased.any() and now >= self._readers_due:
             self._readers_due = now + READERS_SECONDS
             for reader in self.directory.readers_of(self._leased):
-                lock = lock_reader(self._folder.with_name(f"seat-{reader}"))
-                if lock is not None:  # while it is locked, no other process begins to read
-                    self.directory.end_leases(self._leased, reader)
-                    os.close(lock)
+                seat = self._folder.with_name(f"seat-{reader}")
+                with contextlib.suppress(OSError):
+                    lock = lock_file(seat / READER, creates=False)
+                    if lock is not None:  # while it is locked, no other process begins to read
+                        self.directory.end_leases(self._leased, reader)
+                        os.close(lock)
             leased = self.directory.are_leased(self._leased)
         free, self._leased = self._leased[~leased], self._leased[leased]
         super().complete_load(free)
 
     def _make_room(self, wanted: int) -> None:
-        """If too few slots are free, have the policy count what peers have used.
+        """If too few slots are free, have the policy know what peers have used."""
+        if wanted > self.usable_slots - self.slots_in_use:
+            self.count_peer_uses()
 
-        Slots that a store writes, or that have no key, do not count.
-        """
-        if wanted <= self.usable_slots - self.slots_in_use:
-            return
+    def count_peer_uses(self) -> None:
+        """See `CacheManager`. Slots that a store writes, or that have no key, do not count."""
         used = self.directory.take_marks()
         if len(used):
             used = used[used < self._index.given_out]
             named = [key is not None for key in self.readable_keys(used)]
             # The beginnings of prompts, which mostly have lower slots, count as used last.
-            self._policy.use(used[np.array(named, bool)][::-1])
+            used = used[np.array(named, bool)][::-1]
+            self._policy.use(used)
+            if self.on_peer_uses is not None:
+                self.on_peer_uses(used)
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """See `CacheManager`."""
         super().complete_store(slots, ok=ok)
         if not ok:
             return
-        keys: Sequence[Any] = self.readable_keys(slots)
-        named = [row for row, key in enumerate(keys) if key is not None]  # None after a reset
-        if named:
-            self.directory.publish(slots[named], [keys[row] for row in named])
+        keys = self.readable_keys(slots)  # None after a reset
+        named = [key is not None for key in keys]
+        if any(named):
+            self.directory.publish(slots[named], [key for key in keys if key is not None])
 
     def forget(self, slots: Slots) -> None:
         """See `CacheManager`."""

@@ -22,7 +22,7 @@ key, without a pause to reorganise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 
 import numpy as np
@@ -51,6 +51,8 @@ class CacheManager:
         """Slots that had a key at the start, left by an earlier process."""
         self.changes: ChangeLog | None = None
         """Set by the consumer of the changes."""
+        self.on_peer_uses: Callable[[Slots], None] | None = None
+        """Set by the consumer: gets distinct slots that peers have used, the most recent last."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
         self._running = SlotRefcounts(num_slots)  # includes orphans
@@ -158,13 +160,13 @@ class CacheManager:
         if self.changes is not None:
             self.changes.were_restored(slots)
 
-    def readable_keys(self, slots: Slots) -> list[Key]:
+    def readable_keys(self, slots: Slots) -> list[Key | None]:
         """Return the key of each slot, which was given out; None if no key of it can be loaded."""
         keys = self._index.keys_of(slots)
         readable = self._running.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
 
-    def keys_of(self, slots: Slots) -> list[Key]:
+    def keys_of(self, slots: Slots) -> list[Key | None]:
         """Return the key of each slot, readable or not, which was given out; None if it has none.
 
         A reset drops the keys of slots that a store is still writing.
@@ -187,6 +189,9 @@ class CacheManager:
     def use(self, slots: Slots) -> None:
         """Count an access to distinct slots that have a key, the last of them the most recent."""
         self._policy.use(slots)
+
+    def count_peer_uses(self) -> None:
+        """Count what peers have used since the last call, as loads here are counted."""
 
     def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
         """Return which slots with a key the policy considers worth a write to the tier below."""

@@ -48,7 +48,7 @@ class PeerSlots:
         self.is_cut_off = False
         """True once this engine was reset: peers may have KV that was computed before."""
         self.opened: tuple[Opened, ...] = ()
-        # By seat: also of peers that are not opened any more, until their last lease ends.
+        # By seat: only those with leases, opened or not. Others would stay mapped once removed.
         self._leased: dict[int, PeerDirectory] = {}
         self._lost: set[bytes] = set()
         self._lost_until = 0.0
@@ -115,11 +115,11 @@ class PeerSlots:
         for opened in self.opened:
             rows = np.flatnonzero(slots >> WINDOW_BITS == opened.peer.number + 1)
             if len(rows):
-                before = self._leased.get(opened.peer.number, opened.peer)
-                assert before is opened.peer or not before.num_leases, "another engine's leases"
-                self._leased[opened.peer.number] = opened.peer
                 own = Names(names.words[rows], names.hashes[rows])
                 good[rows] = opened.peer.lease(_own(slots[rows]), own)
+                if good[rows].any():
+                    before = self._leased.setdefault(opened.peer.number, opened.peer)
+                    assert before is opened.peer, "another engine's leases"
         reserved.update(zip(compress(wanted, good.tolist()), slots[good].tolist(), strict=True))
         if good.all():
             return True
@@ -148,6 +148,8 @@ class PeerSlots:
         """End a load of slots, successful or not."""
         for peer, own in self._by_peer(slots):
             peer.release(own)
+            if not peer.num_leases:
+                del self._leased[peer.number]
 
     def drop(self) -> bool:
         """End what was reserved in this step; return whether there was anything."""
@@ -173,7 +175,7 @@ class PeerSlots:
 
     def has_leases(self, peer: PeerDirectory) -> bool:
         """Return whether loads may read slots of a peer."""
-        return self._leased.get(peer.number) is peer and peer.num_leases > 0
+        return self._leased.get(peer.number) is peer
 
     def cut_off(self) -> None:
         """Find nothing from now on. Loads under way go on."""

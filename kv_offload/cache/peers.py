@@ -13,17 +13,16 @@ of used slots, and the leases of this one. A slot of another engine is read betw
 So one of both sees the other. No two publications have the same sum, so an unchanged sum means that
 the slot had the key all the time, and has it until the lease ends. This holds at whatever
 instruction owner or reader stop or end. A reader that has ended is known by the lock of its seat
-(`lock_reader`): then the owner ends its leases.
+(`READER`): then the owner ends its leases.
 
 docs/design/host_pool.md has the argument.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import logging
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -42,6 +41,7 @@ from kv_offload.cache.directory import (
     read_names,
 )
 from kv_offload.cache.key_index import Names
+from kv_offload.cache.seats import READER, find_seats, lock_file, seat_number
 from kv_offload.cache.slot_refcounts import SlotRefcounts
 from kv_offload.cache.slots import Slots
 
@@ -50,30 +50,6 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 1.0
 """Interval at which the seats of a pool are listed. It delays the first read from a new engine, and
 the unmapping of an arena that was removed."""
-
-READER = "reader"
-"""Locked by the process that sets and clears the leases of a seat's engine."""
-
-SEAT = re.compile(r"seat-(\d+)")
-
-
-def lock_reader(seat: Path, *, makes: bool = False) -> int | None:
-    """Lock the leases of a seat's engine; None if a process has them.
-
-    The kernel ends the lock with the process, whose tokens and stores then reach nobody: what its
-    ranks may still read does not matter. Returns a descriptor, which ends the lock when closed.
-    """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if makes else 0)
-    try:
-        fd = os.open(seat / READER, flags, 0o600)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
 
 
 class PeerDirectory:
@@ -86,7 +62,7 @@ class PeerDirectory:
         self, seat: Path, contents: Contents, inode: int, files: Mapping[int, str], reader: int
     ) -> None:
         self.seat, self.files = seat, files
-        self.number = _number(seat)
+        self.number = seat_number(seat)
         self.contents, self.inode = contents, inode
         self._leases = contents.leases[:, reader]
         self._held = SlotRefcounts(contents.num_slots)
@@ -186,6 +162,7 @@ class PeerDirectories:
         """Replaced as a whole, so any thread may read it."""
         # By seat and inode; kept by whoever holds leases.
         self._opened: WeakValueDictionary[tuple[Path, int], PeerDirectory] = WeakValueDictionary()
+        self._dropped: list[PeerDirectory] = []
         self._reader: Callable[[], object] | None = None
         """Ends the lock of this seat's leases."""
         self._reader_inode = 0
@@ -203,32 +180,41 @@ class PeerDirectories:
 
     def refresh(self) -> None:
         """List the seats of the pool."""
+        self._dropped.clear()
         with self._refreshing:
-            if self._ended.is_set() or _number(self._seat) >= MAX_PEERS:
+            if self._ended.is_set() or seat_number(self._seat) >= MAX_PEERS:
                 return
-            if self._reader is None:
-                lock = lock_reader(self._seat, makes=True)
-                if lock is None:
-                    return
-                self._reader = weakref.finalize(self, os.close, lock)
-                self._reader_inode = os.fstat(lock).st_ino
             found: tuple[PeerDirectory, ...] = ()
-            if self._has_seat:
-                found = tuple(filter(None, map(self._find, _seats(self._seat))))
+            with contextlib.suppress(OSError):  # somebody has removed the seat or the pool
+                if self._may_read():
+                    found = tuple(filter(None, map(self._find, self._others())))
             if found == self.all:
                 return
             self.all = found
         if self._changed is not None:
             self._changed()
 
-    @property
-    def _has_seat(self) -> bool:
-        """False if somebody has removed the seat: another engine may have its number by now."""
-        try:
-            found = os.stat(self._seat / READER, follow_symlinks=False)
-        except OSError:
-            return False
-        return found.st_ino == self._reader_inode
+    def drop(self, peer: PeerDirectory) -> None:
+        """Let go of a directory that nothing reads. The thread unmaps it, which takes long."""
+        self._dropped.append(peer)
+
+    def _may_read(self) -> bool:
+        """Return whether this process has the leases of its seat, of which it takes the lock.
+
+        False once the seat was removed: another engine may have its number. Raises `OSError`.
+        """
+        if self._reader is None:
+            lock = lock_file(self._seat / READER)
+            if lock is None:
+                return False
+            self._reader = weakref.finalize(self, os.close, lock)
+            self._reader_inode = os.fstat(lock).st_ino
+        return os.stat(self._seat / READER, follow_symlinks=False).st_ino == self._reader_inode
+
+    def _others(self) -> list[Path]:
+        """Return the other seats of the pool whose slots can be named."""
+        seats = find_seats(self._seat.parent)
+        return [one for one in seats if one != self._seat and seat_number(one) < MAX_PEERS]
 
     def _find(self, seat: Path) -> PeerDirectory | None:
         """Return the directory of a seat, if its arenas are alike and there.
@@ -241,7 +227,7 @@ class PeerDirectories:
             return None
         peer = self._opened.get((seat, inode))
         if peer is None:
-            peer = PeerDirectory.open(seat, self._kinds, _number(self._seat))
+            peer = PeerDirectory.open(seat, self._kinds, seat_number(self._seat))
             if peer is None:
                 return None
             self._opened[seat, peer.inode] = peer
@@ -266,21 +252,6 @@ def arena_kinds(seat: Path) -> dict[int, str]:
 def _kind(arena: str) -> str:
     """Return an arena's name without its token; the rest describes the layout."""
     return arena.rpartition(".")[0]
-
-
-def _number(seat: Path) -> int:
-    """Return the number of a seat; `MAX_PEERS` for another folder."""
-    found = SEAT.fullmatch(seat.name)
-    return MAX_PEERS if found is None else int(found[1])
-
-
-def _seats(own: Path) -> list[Path]:
-    """Return the other seats of a pool whose slots can be named, by number."""
-    try:
-        seats = [own.parent / name for name in os.listdir(own.parent)]
-    except OSError:
-        return []
-    return sorted((one for one in seats if one != own and _number(one) < MAX_PEERS), key=_number)
 
 
 def _refresh(peers: weakref.ref[PeerDirectories], ended: threading.Event) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kv_offload.errors import KVOffloadError
 
-Key: TypeAlias = Hashable
-"""The name of a block's contents: opaque and hashable."""
+Key: TypeAlias = bytes
+"""The name of a block's contents. Only a directory needs bytes: replayed traces have numbers."""
 
 Slots: TypeAlias = NDArray[np.int32]
 """Slot numbers, shape `(n,)`. Arrays, because a prompt has thousands of blocks."""

@@ -70,6 +70,7 @@ class Quotas:
         self._shares: dict[Owner, Share] = {}
         self._by_number: dict[int, tuple[Owner, Share]] = {}
         self._next_share = self._next_batch = 1
+        manager.on_peer_uses = self._used_by_peers
 
     def stores_planned(
         self, spans: Iterable[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
@@ -140,6 +141,11 @@ class Quotas:
             own = slots[self._share_of[slots] == share.number]
             self._add(share, distinct(own)[::-1])
 
+    def _used_by_peers(self, slots: Slots) -> None:
+        numbers = self._share_of[slots]
+        for number in np.unique(numbers[numbers > 0]).tolist():
+            self._add(self._by_number[number][1], slots[numbers == number])
+
     def _add(self, share: Share, slots: Slots) -> None:
         if not len(slots):
             return
@@ -164,6 +170,7 @@ class Quotas:
 
     def _evict(self, share: Share, surplus: int) -> None:
         """Forget up to `surplus` blocks of an owner."""
+        self._manager.count_peer_uses()
         evicted = 0
         for _ in range(min(MAX_LOOKS, len(share.batches))):
             if evicted >= surplus:

@@ -70,10 +70,14 @@ class Windows:
         changes = []
         wanted = () if peers.is_cut_off else peers.directories.all
         usable = {peer: slots for peer in wanted if (slots := peer.usable_slots)}
+        for gone in self._growing.keys() - usable.keys():
+            del self._growing[gone]
+            peers.directories.drop(gone)
         for seat, mapped in [*self._mapped.items()]:
             is_due = now - mapped.sent >= PATIENCE_SECONDS and self._is_pending(mapped)
             if mapped.ends and not mapped.ranks:
                 del self._mapped[seat]
+                peers.directories.drop(mapped.peer)
             elif not mapped.ends and mapped.peer not in usable:
                 mapped.is_closed = True
                 peers.open(mapped.peer, 0)
@@ -150,12 +154,13 @@ class Windows:
             return True
         listed = () if peers.is_cut_off else peers.directories.all
         if any(
-            not mapped.ends
-            and (mapped.peer not in listed or not mapped.peer.usable_slots)
+            not mapped.ranks
+            if mapped.ends
+            else (mapped.peer not in listed or not mapped.peer.usable_slots)
             and not peers.has_leases(mapped.peer)
             for mapped in self._mapped.values()
         ):
-            return True  # its memory is free only once it is unmapped
+            return True  # its memory is free only once arenas and directory are unmapped
         return any(
             peer.number not in self._mapped and peer.usable_slots == peer.contents.num_slots
             for peer in listed

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,7 +77,7 @@ def _growing_runs(rarity_bits: int) -> list[tuple[int, int, int]]:
 class SampledRequest(NamedTuple):
     """The sampled keys of a request in prefix order; those from `first` on are looked up."""
 
-    keys: Sequence[Key]
+    keys: Sequence[Any]
     first: int = 0
     prompt_tokens: int = 0
 

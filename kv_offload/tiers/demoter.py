@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +116,7 @@ class Demoter:
         host, tier = self._host, self._tier
         if not tier.is_shared:  # else another engine may use the blocks next
             slots = slots[host.should_demote(slots)]
-        found: list[tuple[Any, int]] = [
+        found = [
             (key, slot)
             for key, slot in zip(host.readable_keys(slots), slots.tolist(), strict=True)
             if key is not None

@@ -11,23 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from kv_swap.memory.arena_file import find_arenas, lock_file
+from kv_swap.memory.arena_file import find_arenas
 
 from kv_offload.cache.directory import read_directory
 from kv_offload.cache.peers import arena_kinds
+from kv_offload.cache.seats import find_seats, seat_number
 from kv_offload.config.schema import SCHEMA
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
 from kv_offload.tools.output import Report, make_table, printable
-from kv_offload.worker.pool import (
-    ABOUT,
-    LOCK,
-    About,
-    find_seats,
-    free_seat,
-    seat_number,
-    user_folder,
-)
+from kv_offload.worker.pool import ABOUT, About, free_seat, is_held, user_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +95,7 @@ def _read(folder: Path) -> Iterator[SeatState]:
         about = _about(seat)
         alike = [one for one in kinds if one.parent == seat.parent and kinds[one] == kind != {}]
         _, readable, slots = read_directory(seat) or ((), (), 0)
-        memory_bytes, runs = sum(find_arenas(seat).values()), _runs(seat)
+        memory_bytes, runs = sum(find_arenas(seat).values()), is_held(seat)
         if not (memory_bytes or runs):  # it was freed: its folder and lock stay
             continue
         yield SeatState(
@@ -127,15 +120,6 @@ def _about(seat: Path) -> About:
         return msgspec.json.decode((seat / ABOUT).read_bytes(), type=About)
     except (OSError, RecursionError, msgspec.DecodeError):  # an engine ended before it wrote it
         return About()
-
-
-def _runs(seat: Path) -> bool:
-    """Return whether an engine holds a seat. No engine can take the seat during the check."""
-    lock = lock_file(seat / LOCK)
-    if lock is None:
-        return True
-    os.close(lock)
-    return False
 
 
 def _remove(folder: Path, name: str) -> tuple[int, str]:

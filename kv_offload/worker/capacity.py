@@ -28,29 +28,40 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_available(
-    traced: ResolvedConfig, gather: Callable[[Any], list[Any]], kept_bytes: int = 0
+    traced: ResolvedConfig,
+    gather: Callable[[Any], list[Any]],
+    kept_bytes: int = 0,
+    wait: Callable[[str], bool] | None = None,
 ) -> str | None:
     """Refuse a replica if its share and the headroom exceed the memory available on this host now.
 
     `kept_bytes` of the share are already taken, kept from an earlier process. All ranks of the
     replica must call this before any of them takes memory. `gather` collects a value from every
-    rank, and waits for all. The share of a replica that spans hosts is divided by ranks. Returns a
-    warning if the share is more than `LARGE_PART` of the available memory. Raises `CapacityError`.
+    rank, and waits for all. The share of a replica that spans hosts is divided by ranks. `wait`
+    gets a description of what is lacking; while it returns True on any rank, memory may become
+    available. Returns a warning if the share is more than `LARGE_PART` of the available memory.
+    Raises `CapacityError`.
     """
-    this_host = read_boot()
-    reports = gather((this_host, read_available_memory()))
-    here = [memory for host, memory in reports if host == this_host]
-    least = min(here, key=lambda memory: memory.size_bytes)
-    share_bytes = traced.config.host_bytes * len(here) // len(reports)
+    this_host, may_wait = read_boot(), wait is not None
     headroom = headroom_bytes(traced.host)
-    new_bytes = max(0, share_bytes - kept_bytes)
-    if new_bytes + headroom > least.size_bytes:
+    while True:
+        reports = gather((this_host, read_available_memory()))
+        here = [memory for host, memory in reports if host == this_host]
+        least = min(here, key=lambda memory: memory.size_bytes)
+        share_bytes = traced.config.host_bytes * len(here) // len(reports)
+        new_bytes = max(0, share_bytes - kept_bytes)
+        if new_bytes + headroom <= least.size_bytes:
+            break
         part = f", {describe_bytes(share_bytes)} of it here" if len(here) < len(reports) else ""
-        raise CapacityError(
+        lack = (
             f"{traced.describe_request()}{part}, but only {describe_bytes(least.size_bytes)} are "
-            f"available now ({least.source}), of which {format_size(headroom)} must stay free. "
-            f"Lower cpu_bytes, end what else takes memory, or give the process more."
+            f"available now ({least.source}), of which {format_size(headroom)} must stay free"
         )
+        if wait is None or not may_wait:
+            raise CapacityError(
+                f"{lack}. Lower cpu_bytes, end what else takes memory, or give the process more."
+            )
+        may_wait = any(waited for (waited,) in gather((wait(lack),)))
     part = new_bytes / least.size_bytes
     if part <= LARGE_PART:
         return None

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,30 +21,29 @@ from typing import Any
 
 import msgspec
 from kv_swap.errors import PinnedMemoryError
-from kv_swap.memory.arena_file import (
-    ArenaFiles,
-    find_arenas,
-    find_free_bytes,
-    lock_file,
-    make_private_folder,
-)
+from kv_swap.memory.arena_file import ArenaFiles, find_arenas, make_private_folder
+from kv_swap.memory.reading import Readers
+from kv_swap.memory.registration import MemoryRoom
 from kv_swap.tiers.probe import find_filesystem
 
+from kv_offload.cache.directory import DIRECTORY
+from kv_offload.cache.seats import LOCK, find_seats, lock_file, seat_number
 from kv_offload.config import OffloadConfig
+from kv_offload.config.host_memory import read_available_memory
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker.capacity import read_boot
 from kv_offload.worker.sharing import SharingRanks
 
 logger = logging.getLogger(__name__)
 
-LOCK, ABOUT, DIRECTORY = "lock", "about.json", "directory"
+ABOUT = "about.json"
 
 FILESYSTEM = "tmpfs"
 """The only filesystem allowed for pools. A ramfs does not report its free space, and files of a
 hugetlbfs cannot be written."""
 
 ORPHAN_SECONDS = 24 * 3600.0
-"""Memory that no engine holds or has used for this many seconds is freed by the next engine that
+"""A pool that no engine holds or has used for this many seconds is emptied by the next engine that
 starts with a pool in the same place."""
 
 LOCK_SECONDS = 1.0
@@ -139,7 +137,7 @@ class Pool:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(about))
         new.rename(seat / ABOUT)
-        return Seat(seat, self.contents, find_free_bytes(seat), lock)
+        return Seat(seat, self.contents, _free_bytes(seat), lock)
 
 
 @dataclass
@@ -154,6 +152,16 @@ class Seat:
     files: ArenaFiles | None = None
     """The arena files of this rank, once requested."""
 
+    def __post_init__(self) -> None:
+        self._readers = Readers(self.folder)
+
+    def wait_for_readers(self, lack: str) -> bool:
+        """Wait a moment for peers that still have memory of this seat, whose arenas were removed.
+
+        Returns False on all ranks but one, and once it is in vain. See `Readers.wait`.
+        """
+        return self.lock >= 0 and not find_arenas(self.folder) and self._readers.wait(lack)
+
     def arena_files(
         self,
         rank: int,
@@ -167,7 +175,8 @@ class Seat:
         """Return the arena files of a rank; `pages` describes the layout of a slot."""
         place = [rank, num_ranks, sharing.index, sharing.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
-        self.files = ArenaFiles(self.folder, rank, kind, reserve=reserve)
+        room = MemoryRoom(read_available_memory, 0) if reserve else None
+        self.files = ArenaFiles(self.folder, rank, kind, room, reserve=reserve)
         return self.files
 
     @property
@@ -211,12 +220,6 @@ def user_folder(path: Path) -> Path:
     return path / f"kv-offload-{os.geteuid()}"
 
 
-def find_seats(pool: Path) -> list[Path]:
-    """Return the seats of a pool, by number."""
-    seats = [path for path in pool.iterdir() if re.fullmatch(r"seat-\d+", path.name)]
-    return sorted(seats, key=seat_number)
-
-
 def free_seat(seat: Path) -> int | None:
     """Free the memory of a seat; return its bytes, or None if an engine holds the seat."""
     lock = lock_file(seat / LOCK)
@@ -232,36 +235,56 @@ def free_seat(seat: Path) -> int | None:
     return sum(arenas.values())
 
 
+def is_held(seat: Path) -> bool:
+    """Return whether an engine holds a seat. No engine can take the seat during the check."""
+    lock = lock_file(seat / LOCK)
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
 def _free_orphans(pool: Path) -> None:
-    """Free memory left long ago in other pools; the seats of this one are about to be used."""
+    """Empty other pools that were left long ago; the seats of this one are about to be used."""
     oldest = time.time() - ORPHAN_SECONDS
     for other in pool.parent.iterdir():
-        seats: list[Path] = []
         with contextlib.suppress(OSError):
             seats = find_seats(other) if other != pool and other.is_dir() else []
-        for seat in seats:
-            with contextlib.suppress(OSError):
-                if _last_used(seat) < oldest and (freed := free_seat(seat)):
+            # An engine also reads seats that none holds.
+            if any(_last_used(seat) >= oldest or is_held(seat) for seat in seats):
+                continue
+            for seat in seats:
+                if freed := free_seat(seat):
                     logger.info("kv-offload: freed %d bytes that %s had kept", freed, seat)
 
 
 def _last_used(seat: Path) -> float:
-    """Return when an engine last used a seat, or started to. Raises `OSError` if none did."""
-    times = [(seat / ABOUT).stat().st_mtime]
-    with contextlib.suppress(FileNotFoundError):  # that engine has not got that far
-        times.append((seat / DIRECTORY).stat().st_mtime)
+    """Return when an engine last used a seat, or started to; 0 if none got that far."""
+    times = [0.0]
+    for name in (ABOUT, DIRECTORY):
+        with contextlib.suppress(FileNotFoundError):
+            times.append((seat / name).stat().st_mtime)
     return max(times)
-
-
-def seat_number(seat: Path) -> int:
-    """Return the number in the name of a seat."""
-    return int(seat.name.removeprefix("seat-"))
 
 
 def digest(value: Any) -> str:
     """Return a digest of a value: 16 letters."""
     text = json.dumps(value if not isinstance(value, Mapping) else {**value}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _free_bytes(seat: Path) -> int:
+    """Return the bytes of memory that a seat's arenas have which no process uses.
+
+    Locks each arena for a moment, during which no process can adopt it.
+    """
+    free_bytes = 0
+    for name, nbytes in find_arenas(seat).items():
+        with contextlib.suppress(OSError):
+            if (lock := lock_file(seat / name)) is not None:
+                os.close(lock)
+                free_bytes += nbytes
+    return free_bytes
 
 
 def _has(seat: Path, contents: str) -> bool:

@@ -208,7 +208,7 @@ class Announcer:
         announced = self._announced
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
-        keys: list[Any] = self._manager.readable_keys(slots)
+        keys = self._manager.readable_keys(slots)
         without_tokens: dict[int, list[bytes]] = {}
         for slot, key in zip(slots.tolist(), keys, strict=True):
             if slot >= len(announced):

@@ -20,7 +20,8 @@ import pytest
 
 from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_directory
 from kv_offload.cache.key_index import Names
-from kv_offload.cache.peers import READER, PeerDirectories, PeerDirectory, lock_reader
+from kv_offload.cache.peers import PeerDirectories, PeerDirectory
+from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slots import Slots
 from tests.kv_offload.cache.test_pool_killed import (
     NUM_SLOTS,
@@ -94,7 +95,7 @@ def test_whose_seat_was_removed_reads_no_peers(tmp_path: Path) -> None:
     (tmp_path / OWN.parent / READER).unlink()
     peers.refresh()
     assert not peers.all
-    assert lock_reader(tmp_path / OWN.parent, makes=True) is not None
+    assert lock_file(tmp_path / OWN.parent / READER) is not None
     peers.refresh()
     assert not peers.all
 

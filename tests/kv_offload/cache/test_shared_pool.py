@@ -15,8 +15,8 @@ import pytest
 
 from kv_offload.cache import lasting
 from kv_offload.cache.lasting import LastingManager
-from kv_offload.cache.peers import lock_reader
 from kv_offload.cache.policies import make_policy
+from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slots import MissingKeyError, Run, Slots
 
 NUM_SLOTS = 120
@@ -263,7 +263,7 @@ def test_only_a_reader_that_has_ended_loses_its_leases(
         now[0] += 10
         owner.serve(blocks(first, 30))
     assert len(owner.kept()) == NUM_SLOTS - 4 * lives
-    assert (lock_reader(tmp_path / "seat-1") is None) is lives
+    assert (lock_file(tmp_path / "seat-1" / READER) is None) is lives
 
 
 def test_the_next_reader_of_a_seat_has_no_leases(tmp_path: Path) -> None:

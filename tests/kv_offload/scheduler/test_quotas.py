@@ -15,6 +15,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.scheduler.quotas import MAX_LOOKS, Quotas
+from tests.kv_offload.cache.test_shared_pool import blocks, make_pool
 from tests.support.played_cases import BLOCK, OTHER, PROMPT, forget
 from tests.support.played_engine import PlayedEngine
 
@@ -59,6 +60,28 @@ def test_counts_hold_whatever_is_stored_used_held_and_evicted(number):
         most = SLOTS // 4 + len(keys) + sum(map(len, held))
         assert quotas.slots_of(owner) <= most
     assert counted["quota_evictions"] > 100
+
+
+def test_what_peers_use_of_a_tenant_stays_while_its_other_blocks_go(tmp_path: Path) -> None:
+    """Memory has room, so that the policy evicts nothing."""
+    owner, reader = make_pool(tmp_path, 2)
+    manager = owner.manager
+    quotas = Quotas(manager, 0.5, lambda name, amount: None)
+
+    def store(tenant: str, keys: list[bytes]) -> None:
+        slots = manager.prepare_store(keys)
+        quotas.filled(tenant, slots)
+        manager.complete_store(slots)
+
+    store("b", blocks(900, 10))
+    for first in range(0, 60, 10):
+        store("a", blocks(first, 10))
+    assert reader.serve(blocks(0, 10)) == 10
+    assert reader.serve(blocks(900, 10)) == 10
+    store("a", blocks(500, 30))
+    left = [*range(10), *range(40, 60), *range(500, 530), *range(900, 910)]
+    assert owner.kept() == {b"%036d" % number for number in left}
+    quotas.check_integrity()
 
 
 played = pytest.mark.filterwarnings("default")

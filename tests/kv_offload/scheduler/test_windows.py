@@ -169,6 +169,45 @@ def test_a_window_is_closed_at_once_and_unmapped_without_leases(
     assert bed.plan() == ()
 
 
+def is_mapped(file: Path) -> bool:
+    """Return whether this process has a file mapped that was removed."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.endswith(f" {file} (deleted)") for line in lines)
+
+
+@pytest.mark.parametrize("state", ["growing", "mapped", "used"])
+def test_a_removed_directory_is_unmapped_once_nothing_reads_it(
+    memory_folder, monkeypatch, state: str
+) -> None:
+    """Else an engine would keep the memory of each directory that it has seen."""
+    bed = Bed(memory_folder, monkeypatch)
+    directory = bed.make_peer(usable=SLOTS if state != "growing" else SLOTS - 1)
+    bed.plan()
+    if state != "growing":
+        bed.map_all()
+    if state == "used":
+        assert bed.readable == 4
+        assert bed.manager.reserve(KEYS)
+        load = bed.manager.prepare_load(KEYS)
+    directory.close()
+    del directory
+    (bed.seat / DIRECTORY).unlink()
+    bed.manager.peers.directories.refresh()
+    if state == "used":
+        bed.plan()
+        assert is_mapped(bed.seat / DIRECTORY)
+        bed.manager.complete_load(load)
+    for rank in range(2):
+        bed.plan()
+        bed.report({}, rank)
+    for _ in range(10):
+        if bed.engine.offload.has_pending_work:  # else an idle engine does not step
+            bed.plan()
+    assert not bed.engine.offload.has_pending_work
+    bed.manager.peers.directories.refresh()
+    assert not is_mapped(bed.seat / DIRECTORY)
+
+
 def test_a_retired_seat_is_mapped_again_for_the_next_engine(memory_folder, monkeypatch) -> None:
     bed = Bed(memory_folder, monkeypatch)
     directory = bed.make_peer()

@@ -9,6 +9,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.cache.peer_slots import PeerSlots
 from tests.kv_offload.test_host_pool import PooledEngine, meet
+from tests.support.manual_tier import REMOTE, manual_remote
 from tests.support.played_cases import PROMPT
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -37,3 +38,47 @@ def test_what_a_peer_evicts_while_it_is_looked_up_is_computed(memory_folder, tmp
     assert not engine.totals["peers_read_bytes"]
     assert not engine.totals["hook_errors"]
     engine.check_rest()
+
+
+def reads_from(engine: PooledEngine) -> dict[str, float]:
+    return {name: engine.totals[f"{name}_read_bytes"] for name in ("peers", "disk", "remote")}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_block_is_in_the_tiers_of_the_engine_that_stored_it_alone(
+    memory_folder, tmp_path, shares: bool
+) -> None:
+    """A tier is written once a pool. What one engine's disk alone has, another one computes."""
+    with manual_remote():
+        owner, engine = (
+            PooledEngine(
+                memory_folder,
+                async_scheduling=True,
+                more={
+                    "disk": {"path": str(path), "bytes": "1MiB", "keep_on_restart": False},
+                    **(REMOTE if shares else {}),
+                },
+            )
+            for path in (tmp_path / "first", tmp_path / "second")
+        )
+        meet(owner, engine)
+        owner.serve("stored", PROMPT)
+        engine.serve("loaded", PROMPT)
+        owner.rest()
+        engine.rest()
+        assert reads_from(engine)["peers"] > 0
+        written = [one.totals["demoted_slots"] for one in (owner, engine)]
+        assert written == [(1 + shares) * len(owner.blocks_on_disk()), 0]
+        assert owner.blocks_on_disk()
+        manager = owner.offload.manager
+        manager.forget(np.array([*manager.readable_slots().values()], np.int32))
+        assert engine.scheduler.reset_prefix_cache()
+        engine.totals.clear()
+        engine.serve("again", PROMPT)
+        engine.rest()
+        read = reads_from(engine)
+        assert (read["peers"], read["disk"]) == (0, 0)
+        assert (read["remote"] > 0) == (engine.totals["hit_tokens"] > 0) == shares
+        assert engine.blocks_on_disk() == owner.blocks_on_disk()
+        for one in (owner, engine):
+            one.connector.shutdown()

@@ -90,6 +90,37 @@ def test_all_ranks_decide_by_the_least_that_one_of_them_saw():
     assert ranks.calls == 6, "a rank that refuses has told the others before"
 
 
+@pytest.mark.parametrize("frees", [False, True])
+def test_memory_that_others_are_about_to_free_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, frees: bool
+) -> None:
+    """By all ranks, as long as one of them has a reason to."""
+    available = [HEADROOM]
+    monkeypatch.setattr(
+        "kv_offload.worker.capacity.read_available_memory",
+        lambda: HostMemory(available[-1], "MemAvailable in /proc/meminfo"),
+    )
+    lacks: list[str] = []
+
+    def wait(lack: str) -> bool:
+        lacks.append(lack)
+        if frees and len(lacks) == 3:
+            available.append(100 * GIB + HEADROOM)
+        return len(lacks) < 5
+
+    def gather(own: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return [own, own] if len(own) == 2 else [(False,), own]
+
+    if frees:
+        assert check_available(asking("100GiB"), gather, wait=wait)
+        assert len(lacks) == 3
+    else:
+        with pytest.raises(CapacityError, match="but only 2 GiB"):
+            check_available(asking("100GiB"), gather, wait=wait)
+        assert len(lacks) == 5
+    assert lacks[0].endswith("of which 2 GiB must stay free")
+
+
 def test_a_replica_that_spans_hosts_needs_the_part_of_each():
     ranks = Ranks(("a", 200 * GIB), ("a", 200 * GIB), ("b", 60 * GIB), ("a", 200 * GIB))
     traced = asking("200GiB")

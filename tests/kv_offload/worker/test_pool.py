@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_swap.memory import reading
 from kv_swap.memory.arena_file import find_arenas
+from kv_swap.memory.mapping import release_addresses, reserve_addresses
+from kv_swap.memory.reading import ReadMapping
 
 from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker import pool
@@ -90,6 +93,28 @@ def test_what_ranks_left_of_other_contents_is_gone_before_any_rank_takes_memory(
     second = Pool(folder, {"tensor_parallel_size": "2"}).take_seat(0, gather)
     assert second.folder == first.folder
     assert left == [0]
+
+
+def test_peers_that_read_a_seat_without_arenas_are_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have memory that was removed; of arenas that are there, the next engine takes over."""
+    waits: list[float] = []
+    monkeypatch.setattr(reading.time, "sleep", waits.append)
+    first, (name,) = start(folder, MODEL)
+    address = reserve_addresses(NBYTES)
+    mapped = ReadMapping(address, NBYTES, first.folder / name, writable=False)
+    first.leave()
+    second = Pool(folder, MODEL).take_seat(0, alone)
+    assert not second.wait_for_readers("a lack")
+    second.leave()
+    third = Pool(folder, OTHER).take_seat(0, alone)
+    assert third.wait_for_readers("a lack")
+    assert not Seat(third.folder, OTHER, 0).wait_for_readers("a lack"), "another rank"
+    mapped.close()
+    release_addresses(address, mapped.nbytes)
+    assert not third.wait_for_readers("a lack")
+    assert len(waits) == 2
 
 
 @pytest.mark.parametrize("num_peers", [0, 1])
@@ -206,3 +231,18 @@ def test_what_was_not_used_for_long_in_another_pool_is_freed(
     assert kept == {"bare": 0, "new": NBYTES, "old": 0, "rests": NBYTES, "young": NBYTES}
     again, _ = start(folder.with_name("old"), MODEL)
     assert again.folder == pools["old"].folder
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_of_a_pool_in_use_nothing_is_freed(folder: Path, lives: bool) -> None:
+    """Its engines read what others left, however long ago, and so do those that start again."""
+    other = folder.with_name("other")
+    left, _ = start(other, MODEL)
+    reader, _ = start(other, MODEL)
+    past = time.time() - pool.ORPHAN_SECONDS - 10
+    for path in [*left.folder.iterdir(), *(reader.folder.iterdir() if lives else ())]:
+        os.utime(path, (past, past))
+    for seat in (left,) if lives else (left, reader):
+        seat.leave()
+    start(folder, MODEL)
+    assert memory_of(left) == memory_of(reader) == NBYTES

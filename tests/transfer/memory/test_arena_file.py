@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kv_swap.errors import PinnedMemoryError
+from kv_swap.memory import reading
 from kv_swap.memory.arena import HostArena
-from kv_swap.memory.arena_file import ArenaFiles, find_arenas, lock_file, make_private_folder
+from kv_swap.memory.arena_file import ArenaFiles, find_arenas, make_private_folder
+from kv_swap.memory.registration import MemoryRoom
+from kv_swap.memory.windows import Windows
+
+from tests.support.waiting import wait_until
 
 SLOTS, SLOT_BYTES = 4, 4096
 NBYTES = SLOTS * SLOT_BYTES
 
 
-def files(folder: Path, rank: int = 0, kind: str = "kind", *, reserve: bool = True) -> ArenaFiles:
-    return ArenaFiles(folder, rank, kind, reserve=reserve)
+def files(
+    folder: Path,
+    rank: int = 0,
+    kind: str = "kind",
+    room: MemoryRoom | None = None,
+    *,
+    reserve: bool = True,
+) -> ArenaFiles:
+    return ArenaFiles(folder, rank, kind, room, reserve=reserve)
 
 
 def arena(of: ArenaFiles, nbytes: int = NBYTES) -> tuple[str, HostArena]:
@@ -100,6 +113,75 @@ def test_a_filesystem_without_room_is_refused_and_nothing_is_left(tmp_path: Path
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.fixture
+def reader(memory_folder: Path) -> Iterator[Windows]:
+    """Reads the arena of a predecessor, and lets go of it once that was removed."""
+    name = arena(files(memory_folder, kind="before"))[0]
+    own = HostArena(SLOTS, SLOT_BYTES, register=None, num_windows=1)
+    assert own.windows is not None
+    own.windows.attach(0, str(memory_folder / name), SLOTS)
+    wait_until(lambda: own.windows.ready_slots == [SLOTS])
+    yield own.windows
+    own.windows.detach(0)
+
+
+def removed_and_mapped(folder: Path) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(str(folder) in line and line.endswith("(deleted)") for line in lines)
+
+
+def test_the_memory_of_a_removed_arena_is_waited_for(
+    memory_folder: Path, reader: Windows, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another process has mapped is not free, and it learns only now that it is gone."""
+    looks = []
+
+    def read() -> tuple[int, str]:
+        looks.append(removed_and_mapped(memory_folder))
+        if len(looks) == 2:
+            reader.detach(0)
+        return (0 if looks[-1] else NBYTES), "a test"
+
+    files(memory_folder, kind="after", room=MemoryRoom(read, 0)).create(NBYTES, 0)
+    assert looks[:2] == [True, True]
+    assert not looks[-1]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning.startswith(f"0 bytes are available (a test), {NBYTES} are wanted next")
+    assert f"processes [{os.getpid()}] read arenas of {memory_folder}" in warning
+    assert "waiting up to 120 s" in warning
+
+
+def test_who_does_not_let_go_is_waited_for_so_long(
+    memory_folder: Path, reader: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(reading.time, "monotonic", lambda: 50.0 * next(now))
+    waited: list[float] = []
+    monkeypatch.setattr(reading.time, "sleep", waited.append)
+    lacking = files(memory_folder, kind="after", room=MemoryRoom(lambda: (5, "a test"), 0))
+    with pytest.raises(PinnedMemoryError) as caught:
+        lacking.create(NBYTES, 0)
+    for part in (
+        "5 bytes are available",
+        f"{NBYTES} are wanted",
+        "use a smaller pool",
+        "processes",
+    ):
+        assert part in str(caught.value)
+    assert len(waited) == 3
+    assert find_arenas(memory_folder) == {}
+
+
+def test_nobody_is_waited_for_where_nobody_reads(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading.time, "sleep", lambda _: pytest.fail("it waits"))
+    arena(files(memory_folder, kind="before"))
+    lacking = files(memory_folder, kind="after", room=MemoryRoom(lambda: (0, "a test"), 0))
+    with pytest.raises(PinnedMemoryError, match="0 bytes are available"):
+        lacking.create(NBYTES, 0)
+
+
 def test_a_folder_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     make_private_folder(folder)
@@ -110,14 +192,6 @@ def test_a_folder_that_others_could_have_written_is_refused(tmp_path: Path) -> N
     for path in (folder, tmp_path / "link", tmp_path / "none" / "pool"):
         with pytest.raises(PinnedMemoryError, match="cannot keep host memory in"):
             make_private_folder(path)
-
-
-def test_a_lock_is_had_once(tmp_path: Path) -> None:
-    first = lock_file(tmp_path / "lock")
-    assert first is not None
-    assert lock_file(tmp_path / "lock") is None
-    os.close(first)
-    assert lock_file(tmp_path / "lock") is not None
 
 
 def test_no_bytes_are_lost_when_the_arena_is_populated(tmp_path: Path) -> None:

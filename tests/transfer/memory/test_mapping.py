@@ -84,7 +84,7 @@ def test_no_mmap_waits_until_all_pages_are_there():
 
 
 def test_a_kernel_that_cannot_populate_is_no_error(file, monkeypatch):
-    monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 4711)
+    monkeypatch.setattr(mapping, "MADV_POPULATE_WRITE", 4711)
     made = Mapping(4 * PAGE, fd=file)
     made.populate(0, 4 * PAGE)
     assert resident_bytes(made.address, made.nbytes) == 0

@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from kv_swap.memory import registration
+from kv_swap.memory import mapping, registration
+from kv_swap.memory import windows as windows_module
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.windows import Windows, window_slots
 
-from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped
+from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 from tests.support.waiting import wait_until
 
 PIECE = 4 * PAGE
@@ -155,7 +156,7 @@ def test_no_page_is_allocated_in_a_file(folder, caplog):
     _, windows = make_arena(reading)
     windows.attach(0, str(path), SLOTS)
     wait_until(lambda: "copies can read 4 of 10 slots" in caplog.text)
-    assert f"has not allocated {2 * PAGE} of {4 * PAGE} bytes" in caplog.text
+    assert f"has allocated only the first {6 * PAGE} of {8 * PAGE} bytes" in caplog.text
     assert windows.ready_slots == [4, 0]
     assert path.stat().st_blocks * 512 == 6 * PAGE
     windows.detach(0)
@@ -163,11 +164,35 @@ def test_no_page_is_allocated_in_a_file(folder, caplog):
     assert not reading.live
 
 
+def test_pages_that_were_swapped_out_are_there(folder, monkeypatch):
+    """Of those `mincore` says, as it does here, that they are not in memory."""
+    monkeypatch.setattr(mapping._libc, "mincore", lambda address, nbytes, found: 0)
+    _, windows = make_arena(Registrar())
+    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    wait_until(lambda: windows.ready_slots[0] == SLOTS)
+
+
+def test_pages_are_faulted_in_while_the_driver_is_left_alone(folder, monkeypatch):
+    """Its rest has no end here; only the piece that is locked next is faulted in."""
+    monkeypatch.setattr(windows_module, "REST", 1e12)
+    reading = Registrar()
+    reading.writes = True  # then the kernel faults in no neighbours
+    arena, windows = make_arena(reading)
+    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    second = arena.address + number(windows, 0, 4) * PAGE
+    wait_until(lambda: resident_bytes(second, PIECE) == PIECE)
+    assert windows.ready_slots[0] == 4
+    assert resident_bytes(second + PIECE, 2 * PAGE) == 0
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda path: None, "No such file"),
-        (lambda path: make_file(path, SLOTS - 1), f"it has {9 * PAGE} bytes, and 10 slots"),
+        (
+            lambda path: make_file(path, SLOTS - 1),
+            f"it has {9 * PAGE} bytes, and {10 * PAGE} are wanted",
+        ),
         (lambda path: path.symlink_to(make_file(path.with_name("other"))), "symbolic links"),
     ],
 )

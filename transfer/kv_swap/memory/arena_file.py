@@ -23,6 +23,8 @@ from pathlib import Path
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.mapping import whole_pages
+from kv_swap.memory.reading import Readers
+from kv_swap.memory.registration import MemoryRoom
 from kv_swap.memory.shared import SharedMemory
 
 
@@ -48,20 +50,6 @@ def make_private_folder(path: Path) -> None:
         )
 
 
-def lock_file(path: Path) -> int | None:
-    """Create a file if there is none, and lock it until its descriptor is closed.
-
-    Returns the descriptor; None if another process has the lock. Raises `OSError`.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
-
-
 def find_arenas(folder: Path) -> dict[str, int]:
     """Return the arenas of a folder by name, with the bytes of memory that each has taken."""
     arenas = {}
@@ -71,20 +59,6 @@ def find_arenas(folder: Path) -> dict[str, int]:
             if stat.S_ISREG(found.st_mode):
                 arenas[path.name] = found.st_blocks * 512
     return arenas
-
-
-def find_free_bytes(folder: Path) -> int:
-    """Return the bytes of memory taken by a folder's arenas that no process uses.
-
-    Locks each arena for a moment, during which no process can adopt it.
-    """
-    free_bytes = 0
-    for name, nbytes in find_arenas(folder).items():
-        with contextlib.suppress(OSError):
-            if (lock := lock_file(folder / name)) is not None:
-                os.close(lock)
-                free_bytes += nbytes
-    return free_bytes
 
 
 def rank_of(name: str) -> int:
@@ -97,20 +71,24 @@ class ArenaFiles:
     """The arenas of one rank in its engine's folder, which no other engine uses now.
 
     With `reserve`, all memory is allocated when a file is created, because the kernel kills a
-    process that touches memory that the filesystem no longer has. Without it, memory is allocated
-    as it is page-locked, where a shortage is only an error.
+    process that touches memory that the filesystem no longer has; `room`, if given, must have it.
+    Without it, memory is allocated as it is page-locked, where a shortage is only an error.
     """
 
-    def __init__(self, folder: Path, rank: int, kind: str, *, reserve: bool) -> None:
-        self.folder, self._rank, self._kind, self._reserve = folder, rank, kind, reserve
+    def __init__(
+        self, folder: Path, rank: int, kind: str, room: MemoryRoom | None = None, *, reserve: bool
+    ) -> None:
+        self.folder, self._rank, self._kind = folder, rank, kind
+        self._room, self._reserve = room, reserve
         self.name = ""
         """The name of the arena that was opened last."""
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
         """Open the arena that a predecessor left, or create one; remove this rank's other arenas.
 
-        Returns its name, under which `num_peers` processes may attach. Raises `PinnedMemoryError`
-        if the filesystem has too little memory.
+        Returns its name, under which `num_peers` processes may attach. Where memory is lacking,
+        waits for processes that still read removed arenas. Raises `PinnedMemoryError` if there is
+        too little.
         """
         opened: tuple[str, int] | None = None
         for name in self._own():
@@ -135,7 +113,7 @@ class ArenaFiles:
             raise PinnedMemoryError(
                 f"cannot keep an arena of {nbytes} bytes in {self.folder}: {error.strerror}; mount "
                 f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
-                f"Memory), remove unused files, or use a smaller pool"
+                f"Memory), remove unused files, free memory, or use a smaller pool"
             ) from error
         return name, SharedMemory(fd, nbytes, None)
 
@@ -177,14 +155,26 @@ class ArenaFiles:
         return None
 
     def _take_memory(self, fd: int, nbytes: int) -> None:
-        """Check that the filesystem has the memory that the file still needs, and reserve it."""
+        """Check that there is the memory that the file still needs, and reserve it."""
         missing = whole_pages(nbytes) - os.fstat(fd).st_blocks * 512
+        readers, waits = Readers(self.folder), True
+        while lack := self._describe_lack(fd, missing):
+            if not waits:
+                raise OSError(errno.ENOSPC, lack + readers.describe())
+            waits = readers.wait(lack)
+        if self._reserve and missing > 0:
+            os.posix_fallocate(fd, 0, whole_pages(nbytes))
+
+    def _describe_lack(self, fd: int, missing: int) -> str:
+        """Describe a lack of memory for `missing` bytes; empty if there is none."""
         room = os.fstatvfs(fd)
         left = room.f_bavail * room.f_frsize
         if missing > left:
-            raise OSError(errno.ENOSPC, f"it has {left} bytes left, and {missing} are missing")
-        if self._reserve and missing > 0:
-            os.posix_fallocate(fd, 0, whole_pages(nbytes))
+            return f"the filesystem has {left} bytes left, and {missing} are missing"
+        if self._room is not None and missing > 0:
+            spare_bytes, figures = self._room.spare_bytes(missing)
+            return figures if spare_bytes < 0 else ""
+        return ""
 
     def _open(self, name: str, flags: int) -> int:
         path = self.folder / name

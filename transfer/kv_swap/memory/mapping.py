@@ -20,10 +20,10 @@ from kv_swap.memory.numa import prefer_node
 
 logger = logging.getLogger(__name__)
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 """From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name them."""
 
-_PROT_NONE = 0
+PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 """From linux/mman.h."""
@@ -61,7 +61,7 @@ def describe_limits() -> str:
     return ", ".join(parts)
 
 
-def _map(nbytes: int, protection: int, fd: int | None, address: int = 0) -> int:
+def map_memory(nbytes: int, protection: int, fd: int | None, address: int = 0) -> int:
     """Map a file from its start, or anonymous memory, and return its address. Raises `OSError`.
 
     An `address` must be reserved; it is replaced.
@@ -83,7 +83,7 @@ def reserve_addresses(nbytes: int) -> int:
 
     Raises `OSError` if the process has too few.
     """
-    found = _map(nbytes + _HUGE_PAGE_BYTES, _PROT_NONE, None)
+    found = map_memory(nbytes + _HUGE_PAGE_BYTES, PROT_NONE, None)
     address = -(-found // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     release_addresses(found, address - found)
     release_addresses(address + nbytes, found + _HUGE_PAGE_BYTES - address)
@@ -118,7 +118,7 @@ class Mapping:
         self.nbytes = whole_pages(nbytes)
         self.shared = fd is not None
         try:
-            self.address = _map(self.nbytes, self._protection, fd, address)
+            self.address = map_memory(self.nbytes, self._protection, fd, address)
         except OSError as error:
             raise PinnedMemoryError(
                 f"cannot map {self.nbytes} bytes of host memory: {error}; {describe_limits()}; "
@@ -154,16 +154,21 @@ class Mapping:
             pages = np.ctypeslib.as_array(memory)[:: mmap.PAGESIZE]
             pages[:] = 0
             return
+        self._fault_in(offset, nbytes, MADV_POPULATE_WRITE)
+
+    def _fault_in(self, offset: int, nbytes: int, advice: int) -> None:
         end = offset + nbytes
         for start in range(offset, end, _CALL_BYTES):
-            length = min(_CALL_BYTES, end - start)
-            if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE):
+            if _libc.madvise(self.address + start, min(_CALL_BYTES, end - start), advice):
                 code = ctypes.get_errno()
                 if code != errno.EINVAL:
                     raise OSError(code, os.strerror(code))
 
     def missing_bytes(self, offset: int, nbytes: int) -> int:
-        """Return the bytes of a range without pages; shared memory may have pages of others."""
+        """Return the bytes that a range still takes; shared memory may have pages of others.
+
+        Pages that were swapped out take memory again.
+        """
         if not self.shared:
             return nbytes
         pages = np.zeros(nbytes // mmap.PAGESIZE, np.uint8)
@@ -187,41 +192,6 @@ class Mapping:
     def close(self) -> None:
         """Unmap the memory. Nothing may be registered, and no access may follow."""
         release_addresses(self.address, self.nbytes)
-
-
-class ReadMapping(Mapping):
-    """The first `nbytes` of a file that another process writes, mapped in reserved addresses.
-
-    With `writable`, the kernel would let this process write. Raises `PinnedMemoryError`.
-    """
-
-    def __init__(self, address: int, nbytes: int, fd: int, *, writable: bool) -> None:
-        if not writable:
-            self._protection = mmap.PROT_READ
-        self._fault_in = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-        super().__init__(nbytes, fd=fd, address=address)
-
-    def populate(self, offset: int, nbytes: int) -> None:
-        """Fault the pages of a range in; releases the GIL.
-
-        Raises `OSError` if the file lacks some, which an access would allocate. Kernels before
-        Linux 5.14 leave it to the first access.
-        """
-        if missing_bytes := self.missing_bytes(offset, nbytes):
-            raise OSError(
-                errno.ENODATA, f"its owner has not allocated {missing_bytes} of {nbytes} bytes"
-            )
-        end = offset + nbytes
-        for start in range(offset, end, _CALL_BYTES):
-            _libc.madvise(self.address + start, min(_CALL_BYTES, end - start), self._fault_in)
-
-    def describe(self) -> str:
-        """Describe whose pages they are, for the log."""
-        return "of another process"
-
-    def close(self) -> None:
-        """Unmap the file; the addresses stay reserved. See `Mapping.close`."""
-        _map(self.nbytes, _PROT_NONE, None, self.address)
 
 
 class PinnedRegistrar(Protocol):

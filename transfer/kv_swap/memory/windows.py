@@ -5,8 +5,8 @@ All windows have the same length, at least that of the arena. So slot `s` of win
 read it. Windows begin where a piece of page-locked memory may begin.
 
 A thread maps files, and page-locks and unlocks them piece by piece. It leaves the driver alone for
-`REST` times as long as each locking took, because launches wait for the call. Pages are faulted in
-before, outside the driver's calls.
+`REST` times as long as each locking took, because launches wait for the call. Meanwhile it faults
+in the pages of the next piece.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +28,11 @@ from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.mapping import (
     Pieces,
     PinnedRegistrar,
-    ReadMapping,
     release_addresses,
     reserve_addresses,
     whole_pages,
 )
+from kv_swap.memory.reading import ReadMapping
 from kv_swap.memory.registration import REST, choose_piece_bytes
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class _Peer:
     pieces: Pieces | None = None
     """None without page-locking."""
     next_piece: int = 0
+    is_populated: bool = False
+    """True if the pages of `next_piece` are faulted in."""
     is_done: bool = False
     """True if nothing more of it will be mapped or locked."""
 
@@ -103,7 +106,7 @@ class Windows:
         # Only the thread uses these three. The memory of stuck windows could not be unmapped.
         self._mapped: dict[int, _Peer] = {}
         self._stuck: set[int] = set()
-        self._driver_seconds = 0.0
+        self._rests_until = 0.0
         # Guards what follows. Its lock is reentrant, because `release` may run as a finaliser.
         self._changed = threading.Condition()
         self._wanted: dict[int, _Peer] = {}
@@ -169,18 +172,12 @@ class Windows:
     def _work(self) -> None:
         while (found := self._wait()) is not None:
             act, window, peer = found
-            self._driver_seconds = 0.0
             try:
                 act(window, peer)
             except Exception as error:  # noqa: BLE001 - other windows must still be served
                 if act == self._unmap_more:
                     self._stuck.add(window)
                 self._failed(window, peer, error)
-            if self._register is not None:
-                with self._changed:
-                    if not self._released and not self._stopping:
-                        rest = REST if act == self._map_more else UNLOCK_REST
-                        self._changed.wait(rest * self._driver_seconds)
         atexit.unregister(self._stop)
 
     def _wait(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:
@@ -188,7 +185,11 @@ class Windows:
         with self._changed:
             while not self._stopping:
                 if (found := self._next()) is not None:
-                    return found
+                    rest = self._rests_until - time.monotonic()
+                    if rest <= 0 or self._released or found[0] == self._populate:
+                        return found
+                    self._changed.wait(rest)
+                    continue
                 if self._released:
                     self._release_addresses()
                     return None
@@ -202,10 +203,11 @@ class Windows:
                 return self._unmap_more, window, peer
         for window, peer in self._wanted.items():
             if not peer.is_done and window not in self._stuck:
-                return self._map_more, window, peer
+                return self._lock_more if peer.is_populated else self._populate, window, peer
         return None
 
-    def _map_more(self, window: int, peer: _Peer) -> None:
+    def _populate(self, window: int, peer: _Peer) -> None:
+        """Map a file, or fault in the pages of its next piece."""
         if peer.mapping is None:
             peer.mapping = mapping = self._map(window, peer)
             self._mapped[window] = peer
@@ -217,31 +219,30 @@ class Windows:
         assert peer.pieces is not None, "a window without page-locking is mapped at once"
         start, end = peer.pieces.range(peer.next_piece)
         peer.mapping.populate(start, end - start)
-        self._call_driver(peer.pieces.lock, peer.next_piece)
+        peer.is_populated = True
+
+    def _lock_more(self, window: int, peer: _Peer) -> None:
+        assert peer.pieces is not None, "only populated pieces are locked"
+        self._call_driver(peer.pieces.lock, peer.next_piece, REST)
+        peer.is_populated = False
         peer.next_piece += 1
         self._publish(window, peer, peer.pieces.ready_bytes // self._slot_bytes)
 
     def _map(self, window: int, peer: _Peer) -> ReadMapping:
-        nbytes = peer.num_slots * self._slot_bytes
+        if not 0 < peer.num_slots <= self.window_slots:
+            raise PinnedMemoryError(
+                f"{peer.num_slots} slots are wanted, and a window has {self.window_slots}"
+            )
         writable = self._register is not None and self._register.writes
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        fd = os.open(peer.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(fd).st_size
-            if not 0 < whole_pages(nbytes) <= min(size, self._window_bytes):
-                raise PinnedMemoryError(
-                    f"it has {size} bytes, and {peer.num_slots} slots of {self._slot_bytes} bytes "
-                    f"are wanted, of at most {self.window_slots}"
-                )
-            address = self.arena_address + (window + 1) * self._window_bytes
-            return ReadMapping(address, nbytes, fd, writable=writable)
-        finally:
-            os.close(fd)
+        address = self.arena_address + (window + 1) * self._window_bytes
+        nbytes = peer.num_slots * self._slot_bytes
+        return ReadMapping(address, nbytes, Path(peer.path), writable=writable)
 
-    def _call_driver(self, call: Callable[[int], None], piece: int) -> None:
+    def _call_driver(self, call: Callable[[int], None], piece: int, rest: float) -> None:
         began = time.monotonic()
         call(piece)
-        self._driver_seconds = time.monotonic() - began
+        ended = time.monotonic()
+        self._rests_until = ended + rest * (ended - began)
 
     def _publish(self, window: int, peer: _Peer, ready_slots: int) -> None:
         ready_slots = min(peer.num_slots, ready_slots)
@@ -255,7 +256,7 @@ class Windows:
     def _unmap_more(self, window: int, peer: _Peer) -> None:
         if peer.pieces is not None and peer.next_piece:
             peer.next_piece -= 1
-            self._call_driver(peer.pieces.unlock, peer.next_piece)
+            self._call_driver(peer.pieces.unlock, peer.next_piece, UNLOCK_REST)
             return
         assert peer.mapping is not None, "only mapped windows are unmapped"
         is_unmapped = True

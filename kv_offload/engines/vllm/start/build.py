@@ -126,9 +126,9 @@ def build_worker(engine: Engine) -> OffloadWorker:
     parallel, seat = engine.vllm_config.parallel_config, None
     if engine.pool is not None:
         seat = engine.pool.take_seat(parallel.rank, ranks.gather_over_ranks)
-    kept_bytes = 0 if seat is None else seat.kept_bytes
+    kept_bytes, wait = (0, None) if seat is None else (seat.kept_bytes, seat.wait_for_readers)
     try:
-        warning = check_available(engine.traced, ranks.gather_over_ranks, kept_bytes)
+        warning = check_available(engine.traced, ranks.gather_over_ranks, kept_bytes, wait)
     except BaseException:
         if seat is not None:
             seat.leave()
