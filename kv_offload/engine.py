@@ -104,7 +104,11 @@ class BlockState(Protocol):
     """By request id: cache group, block id and number of tokens of each state that the step caches.
 
     A state need not be where its tokens would be in the request's block table: the engine moves the
-    blocks of drafts within it, and keeps the state before a prompt's end in a separate block."""
+    blocks of drafts within it, and keeps the state before a prompt's end in a separate block. Nor
+    need its tokens fill a block."""
+
+    def get_block_ids(self, req_id: str) -> Any:
+        """Return the block table of a request that the step runs, by cache group."""
 
 
 class StepOutput(Protocol):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_offload.cache.slots import MissingKeyError
 from kv_offload.errors import UnsupportedError
 
 SlotKey = bytes
@@ -135,6 +137,17 @@ class PrefixMap:
         For that token, a window could begin too late, a state would already include it, scratch
         would lack the tokens that it is compressed with, and a draft head's KV would lack a proof.
         """
+        may_end_inside = len({group.block_tokens for group in self.groups}) == 1 and all(
+            group.reads_all or (group.holds_state and not group.sees_next_token)
+            for group in self.groups
+        )
+        has_tails = may_end_inside and not self.reads_all
+        is_finer = hash_block_tokens < self.alignment_tokens
+        self.tail_tokens = hash_block_tokens if has_tails and is_finer else 0
+        """Hits of states may also end at multiples of this, inside of blocks; 0 if they cannot."""
+        has_proofs = any(group.sees_next_token for group in self.groups)
+        self.proof_tokens = self.tail_tokens * has_proofs
+        """Tokens after such an end that the key of a draft head's block covers as well."""
 
     def align(self, tokens: int) -> int:
         """Return the largest multiple of `alignment_tokens` that is at most `tokens`."""
@@ -155,6 +168,25 @@ class PrefixMap:
             return list(ends)
         suffix = self._suffix[group.group_id]
         return [block_hash + suffix for block_hash in ends]
+
+    def tail_keys(
+        self, hashes: Sequence[bytes], group: CacheGroup, end_tokens: int
+    ) -> list[SlotKey]:
+        """Return the key of the block inside of which a prefix ends; none if it ends with a block.
+
+        It is the hash at the end of the prefix. If KV depends on the next token, it is the next
+        hash, which is the proof as well. Raises `MissingKeyError` if there is no such block.
+        """
+        if not end_tokens % group.block_tokens or group.is_scratch:
+            return []
+        step = self.tail_tokens
+        if not step or end_tokens % step:
+            raise MissingKeyError(
+                f"no block ends at token {end_tokens}: blocks of cache group {group.group_id} have "
+                f"{group.block_tokens} tokens"
+            )
+        block_hash = hashes[end_tokens // step - 1 + group.sees_next_token]
+        return [block_hash + self._suffix[group.group_id] if group.group_id else block_hash]
 
     def key_before(self, hashes: Sequence[bytes], position: int, slot: int) -> SlotKey | None:
         """Return the key of the slot without which this slot is useless; None if there is none."""
@@ -206,14 +238,17 @@ class PrefixMap:
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return the number of slots that extend a prefix from `start_tokens` to `end_tokens`."""
         needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
-        return sum(map(len, needed))
+        return sum(map(len, needed)) + sum(
+            end_tokens % group.block_tokens > 0 for group in self.stored_groups
+        )
 
     def needed_tokens(self, start_tokens: int, end_tokens: int) -> NDArray[np.int64]:
         """Return the first token of each slot of `needed_keys`, shape `(keys,)`."""
         tokens = [
-            np.arange(slots.start, slots.stop, dtype=np.int64) * group.block_tokens
-            for group in self.groups
+            np.arange(slots.start, stop, dtype=np.int64) * group.block_tokens
+            for group in self.stored_groups
             for slots in [self.needed_slots(group, start_tokens, end_tokens)]
+            for stop in [slots.stop + (end_tokens % group.block_tokens > 0)]
         ]
         return np.concatenate(tokens)
 
@@ -225,6 +260,7 @@ class PrefixMap:
         for group in self.groups:
             slots = self.needed_slots(group, start_tokens, end_tokens)
             keys += self.slot_keys(hashes, group, slots.start, slots.stop)
+            keys += self.tail_keys(hashes, group, end_tokens)
         return keys
 
     def chain_keys(
@@ -238,7 +274,7 @@ class PrefixMap:
         return self.slot_keys(hashes, group, first, last)
 
     def chain_key(self, hashes: Sequence[bytes], end_tokens: int) -> SlotKey:
-        """Return the one of `chain_keys` that ends at `end_tokens`, aligned, which has a hash."""
+        """Return the one of `chain_keys` that ends at `end_tokens`, where there is a hash."""
         block_hash = hashes[end_tokens // self._hash_block_tokens - 1]
         return block_hash + self._chain_suffix if self._chain_suffix else block_hash
 
@@ -263,7 +299,11 @@ class PrefixMap:
 
     def hashed_end(self, hashes: Sequence[bytes], limit_tokens: int) -> int:
         """Return the last aligned token, at most `limit_tokens`, up to which there are hashes."""
-        return self.align(min(limit_tokens, len(hashes) * self._hash_block_tokens))
+        return self.align(self.hashed_tokens(hashes, limit_tokens))
+
+    def hashed_tokens(self, hashes: Sequence[bytes], limit_tokens: int) -> int:
+        """Return up to which token there are hashes, at most `limit_tokens`."""
+        return min(limit_tokens, len(hashes) * self._hash_block_tokens)
 
     def longest_hits(
         self,
@@ -275,9 +315,9 @@ class PrefixMap:
     ) -> tuple[int, int]:
         """Return up to where a prefix of `start_tokens` can be extended, or `start_tokens`.
 
-        Also returns that for only the groups that read all tokens. The two are equal unless there
-        are groups of both kinds. Groups that read all tokens are not looked up before
-        `known_tokens`, because they are known to have everything there.
+        Also returns that for only the groups that read all tokens, in whole blocks. The two are
+        equal unless there are groups of both kinds. Groups that read all tokens are not looked up
+        before `known_tokens`, because they are known to have everything there.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
         next token, the slot after the end must be readable too; it may be beyond `limit_tokens`.
@@ -301,7 +341,38 @@ class PrefixMap:
             if len(self._search_order) == 1:
                 break  # the only group covers this end
         end = max(end, start_tokens)
-        return end, max(end, full_end or 0)
+        full_end = max(end, full_end or 0)
+        if self.tail_tokens:
+            end = self._tail_end(hashes, readable, start_tokens, end, full_end, limit_tokens)
+        return end, full_end
+
+    def _tail_end(
+        self,
+        hashes: Sequence[bytes],
+        readable: Readable,
+        start_tokens: int,
+        end_tokens: int,
+        full_tokens: int,
+        limit_tokens: int,
+    ) -> int:
+        """Return the largest end inside of a block beyond `end_tokens`, or `end_tokens`.
+
+        `full_tokens` is how far the groups that read all tokens have whole blocks. Looks at the
+        block after that, and at the one before: an earlier end saves a block's tokens at most.
+        """
+        step, block = self.tail_tokens, self.alignment_tokens
+        # A block that lacks its proof is not in `full_tokens`; a tail has its proof.
+        most = full_tokens + (2 if self.proof_tokens else 1) * block - 1
+        hashed = self.hashed_tokens(hashes, limit_tokens + self.proof_tokens)
+        last = min(hashed - self.proof_tokens, most)
+        first = max(end_tokens, full_tokens - block) + step
+        ends = [end for end in range(last - last % step, first - 1, -step) if end % block]
+        group = next(group for group in self.stored_groups if group.holds_state)
+        found = readable([key for end in ends for key in self.tail_keys(hashes, group, end)])
+        for end in compress(ends, found.tolist()):
+            if readable(self.needed_keys(hashes, start_tokens, end)).all():
+                return end
+        return end_tokens
 
     def _covered_end(
         self,

@@ -53,7 +53,8 @@ class Subscribers:
     - `load_end`: all ranks have ended a load.
     - `request_end`: a request that was admitted ends; with its computed tokens.
     - `stores`: stores are planned; with the spans that were examined, their keys, the new keys
-      among them, and the slots that the first of these have got.
+      among them, and the slots that the first of these have got. `tails`: the same, of blocks
+      inside of which a prefix ends.
     - `promotions`: a part of a request's prefix, from token to token, is read from lower tiers.
     - `demotions`: slots are written to a tier.
     - `emptied`: host memory is empty. `engine_reset`: so is the engine's own cache.
@@ -69,6 +70,7 @@ class Subscribers:
         self.load_end: list[Callable[[Transfer], None]] = []
         self.request_end: list[Callable[[Request, int], None]] = []
         self.stores: list[StoresPlanned] = []
+        self.tails: list[StoresPlanned] = []
         self.promotions: list[Callable[[Request, int, int, Sequence[Transfer]], None]] = []
         self.demotions: list[Callable[[Sequence[Transfer]], None]] = []
         self.emptied: list[Callable[[], None]] = []
@@ -105,6 +107,7 @@ class Subscribers:
     def add_quotas(self, quotas: Quotas) -> None:
         """Bound what one tenant takes of host memory."""
         self.stores.append(quotas.stores_planned)
+        self.tails.append(quotas.stores_planned)
         self.promotions.append(quotas.promoted)
         self.load_end.append(quotas.load_ended)
         self.emptied.append(quotas.clear)

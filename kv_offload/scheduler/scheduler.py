@@ -144,6 +144,21 @@ class OffloadScheduler:
             notify(request, end_tokens)
         self._stores.request_ends(tracked.cursor, end_tokens)
 
+    def tail_finished(
+        self,
+        request: Request,
+        states: Sequence[tuple[int, int, int]],
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Plan the stores of the blocks inside of which a request ends, before `finished`.
+
+        `states` are as in `BlockState`. Nothing of the request is in flight.
+        """
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.cursor is None or tracked.loaded is not None:
+            return  # nothing of it was computed
+        self._stores.tail_ends(tracked.cursor, request.num_computed_tokens, states, block_ids)
+
     def _end_request(self, tracked: TrackedRequest) -> None:
         self._lookups.arrived(tracked)
         self._requests.end(tracked)

@@ -76,7 +76,8 @@ class Search:
             read_end = read.end_tokens
         else:
             return nothing
-        if read_end <= start or prefixes.chain_key(hashes, read_end) not in self._host:
+        hashed = prefixes.hashed_tokens(hashes, limit)
+        if not start < read_end <= hashed or prefixes.chain_key(hashes, read_end) not in self._host:
             return nothing  # host memory was emptied since
         parts = [(first, transfer) for first, transfer in read.parts if first < read_end]
         return Read(start, read_end, end, min(read.host_tokens, read_end), parts)

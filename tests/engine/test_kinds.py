@@ -36,3 +36,21 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, arguments):
         # The same tokens end in the same blocks, which are known.
         assert ours.blocks_stored() == 0
         assert all_differ(ours.reload(PROMPTS, one_by_one=True, corrupted=True), reloaded)
+
+
+def test_a_hit_inside_a_block_gives_the_same_tokens(model_folder):
+    """The first answers compute the same: vLLM ends a chunk of a prompt at its last hash."""
+    unit = 16
+    arguments = {**KINDS[1].values[1], "prefix_match_unit": unit}
+    with engine(model_folder, "qwen3_next", **arguments) as plain:
+        block_tokens = plain.scheduler.cache_config.block_size
+        expected = plain.generate_each(PROMPTS)
+    with offloading(model_folder, "qwen3_next", **arguments) as ours:
+        computed = ours.generate_each(PROMPTS)
+        reloaded = ours.reload(PROMPTS, one_by_one=True)
+        assert [computed, reloaded] == [expected, expected]
+        assert ours.cached_tokens == [(len(prompt) - 1) // unit * unit for prompt in PROMPTS]
+        assert any(tokens % block_tokens for tokens in ours.cached_tokens)
+        ours.settle()
+        assert ours.blocks_stored() == 0
+        assert all_differ(ours.reload(PROMPTS, one_by_one=True, corrupted=True), reloaded)

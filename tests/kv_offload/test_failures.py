@@ -226,6 +226,24 @@ def test_a_failed_load_is_not_taken_for_loaded_where_an_error_hides_its_failure(
     assert request.num_output_tokens > 0
 
 
+def test_a_failed_load_is_not_taken_for_loaded_where_the_engine_cannot_be_told(
+    holding, monkeypatch
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the engine cannot be told")
+
+    monkeypatch.setattr("kv_offload.engines.vllm.requests.report_failed", fail)
+    engine = holding()
+    engine.may_fail = True  # the others of that step end
+    request = start_load(engine)
+    engine.run_copies(fail=True)
+    for number in range(3):
+        engine.add(f"{number}", OTHER)
+        engine.step(2)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.answers.get("a", []) == []
+
+
 @pytest.mark.parametrize("ended", ["not", "copied", "reported", "failed"])
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(holding, ended, paused):

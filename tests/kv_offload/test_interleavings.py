@@ -68,6 +68,9 @@ GROUPS = (
     (CacheGroup(0, TOKENS, holds_state=True), CacheGroup(1, TOKENS), CacheGroup(2, TOKENS, 6)),
 )
 
+HITS_INSIDE = [(FULL, STATE)]
+"""Those whose hits may end inside of blocks."""
+
 TEXTS = [
     [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1],
     [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1],
@@ -153,6 +156,7 @@ ENGINES = st.fixed_dictionaries(
         "slots": st.sampled_from((64, 64, 8, 3)),
         "scheduling_policy": st.sampled_from(("fcfs", "priority")),
         "drafts": st.sampled_from((0, 0, 2)),
+        "match_tokens": st.sampled_from((None, 2)),
         "tier": st.sampled_from((None, None, 1024, 136, "remote", "both")),
         "events": st.booleans(),
         "plugin": st.fixed_dictionaries(
@@ -243,6 +247,8 @@ class Interleavings(RuleBasedStateMachine):
                 self.cleanup.enter_context(mock.patch(f"kv_offload.tiers.{name}", seconds))
         if late or any(group.holds_state for group in arguments["groups"]):
             arguments["drafts"] = 0
+        if arguments["groups"] not in HITS_INSIDE:
+            del arguments["match_tokens"]
         self.engine = PlayedEngine(
             **arguments,
             timing=Lagging(eager=False) if late else None,

@@ -10,6 +10,7 @@ computed.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import queue
 from collections import ChainMap, Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -200,15 +201,16 @@ class PlayedEngine:
     def _find_checkpoint(self, start: int, end: int, block_tokens: int) -> tuple[int, int]:
         """Return how far into a prefill a state is kept, and where in the table; 0 for nowhere."""
         coordinator = self.scheduler.kv_cache_manager.coordinator
-        (offset,), (slot,) = compute_mamba_prefill_checkpoints(
-            [end],
-            [end - start],
-            hash_block_size=self.hash_block_tokens,
-            mamba_block_size=block_tokens,
-            checkpoint_alignment=1,
-            drop_eagle_block=self.scheduler.use_eagle_block_drop,
-            cache_hit_alignment_tokens=coordinator._cache_hit_alignment_tokens,
-        )
+        rule = {
+            "hash_block_size": self.hash_block_tokens,
+            "mamba_block_size": block_tokens,
+            "checkpoint_alignment": 1,
+            "drop_eagle_block": self.scheduler.use_eagle_block_drop,
+        }
+        find = compute_mamba_prefill_checkpoints
+        if "cache_hit_alignment_tokens" in inspect.signature(find).parameters:  # from vLLM 0.32
+            rule["cache_hit_alignment_tokens"] = coordinator._cache_hit_alignment_tokens
+        (offset,), (slot,) = find([end], [end - start], **rule)
         return offset, slot
 
     def _publish(self, batch: Any) -> None:
@@ -459,7 +461,7 @@ class PlayedEngine:
             names, group_id = self.known[key]
             for rank, played in enumerate(self.ranks):
                 own = self._names_on(rank, names, group_id)
-                found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
+                found = self._rows(played.copies.arena[slot], group_id)[: len(own)]
                 self.check_slot(slot, found - group_id, own)
 
         for rank, played in enumerate(self.ranks):
@@ -472,8 +474,14 @@ class PlayedEngine:
                 if name.startswith(prefix) and name.removeprefix(prefix) in self.known:
                     names, group_id = self.known[name.removeprefix(prefix)]
                     own = self._names_on(rank, names, group_id)
-                    found = content.view(np.int64).reshape(len(own), -1)
+                    found = self._rows(content, group_id)[: len(own)]
                     self.check_slot(name, found - group_id, own)
+
+    def _rows(self, content: NDArray[np.uint8], group_id: int) -> NDArray[np.int64]:
+        """Return the words of each token, or of the state, that a rank has in a slot."""
+        group = self.groups[group_id]
+        rows = 1 if group.holds_state else group.block_tokens // self.model.context_ranks
+        return content.view(np.int64).reshape(rows, -1)
 
     def _names_on(self, rank: int, names: NDArray[np.int64], group_id: int) -> NDArray[np.int64]:
         """Return what a rank has of a block: its share of the tokens, or the whole state."""
@@ -505,6 +513,17 @@ class PlayedEngine:
                     )
                     first = end - 1 if group.holds_state else end - tokens
                     self.known[key] = np.array(names[first:end], np.int64), group.group_id
+            self._learn_tails(hashes, names)
+
+    def _learn_tails(self, hashes: Sequence[bytes], names: Sequence[int]) -> None:
+        """Learn the keys of blocks that are full up to a hash within them, as far as it names."""
+        step, proof = self._prefixes.tail_tokens, self._prefixes.proof_tokens
+        for end in range(step, len(hashes) * step - proof + 1, step) if step else ():
+            for group in self._prefixes.stored_groups:
+                first = end - 1 if group.holds_state else end - end % group.block_tokens
+                for key in self._prefixes.tail_keys(hashes, group, end):
+                    # That of a proof may be the key of the whole block.
+                    self.known.setdefault(key, (np.array(names[first:end]), group.group_id))
 
     def check_pins(self) -> None:
         """Check that every pin is a reference on a block that is not free."""

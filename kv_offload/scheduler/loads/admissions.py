@@ -183,12 +183,14 @@ class Admissions:
         for group, ids in zip(self._prefixes.groups, tracked.cursor.block_ids, strict=True):
             if group.is_scratch:
                 continue
-            first, last = start_tokens // group.block_tokens, end_tokens // group.block_tokens
+            first, last = start_tokens // group.block_tokens, -(-end_tokens // group.block_tokens)
             # A window group has null blocks before its window, never after it.
             skipped = ids[first:last].count(self._null_block_id)
             blocks += ids[first + skipped : last]
             hashes = tracked.request.block_hashes
-            keys += self._prefixes.slot_keys(hashes, group, first + skipped, last)
+            whole = end_tokens // group.block_tokens
+            keys += self._prefixes.slot_keys(hashes, group, first + skipped, whole)
+            keys += self._prefixes.tail_keys(hashes, group, end_tokens)
         try:
             slots = self._manager.prepare_load(keys)
         except MissingKeyError:

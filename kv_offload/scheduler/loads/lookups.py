@@ -171,9 +171,9 @@ class Lookups:
         """
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         first_end = start_tokens + prefixes.alignment_tokens
-        end = prefixes.hashed_end(hashes, self.limit_tokens(tracked, start_tokens))
+        end = prefixes.hashed_tokens(hashes, self.limit_tokens(tracked, start_tokens))
         # Where one slot is left, it may be the last of the request, which is not loaded alone.
-        if end <= first_end:
+        if prefixes.align(end) <= first_end:
             return None
         key = prefixes.chain_key(hashes, first_end)
         owner = self.arriving.get(key)

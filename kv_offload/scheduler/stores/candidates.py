@@ -63,7 +63,7 @@ class StoreCandidates:
         """
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
-        end_tokens = self._wanted(cursor, end_tokens)
+        end_tokens = self.wanted(cursor, end_tokens)
         known = end_tokens if self._names_follow else self._named(cursor, end_tokens)
         for position, group, tokens, slot_hashes in self._groups:
             at = next_slot[position]
@@ -110,7 +110,7 @@ class StoreCandidates:
 
     def has_more(self, cursor: StoreCursor, end_tokens: int) -> bool:
         """Say whether `end_tokens` completes a slot beyond those that were examined or skipped."""
-        end_tokens = self._wanted(cursor, end_tokens)
+        end_tokens = self.wanted(cursor, end_tokens)
         return any(
             end_tokens >= (cursor.next_slot[position] + 1) * tokens
             for position, _, tokens, _ in self._groups
@@ -132,7 +132,7 @@ class StoreCandidates:
     def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
         """Return by cache group how many slots have blocks and names by `end_tokens`."""
         hashes = cursor.request.block_hashes
-        named = self._named(cursor, self._wanted(cursor, end_tokens))
+        named = self._named(cursor, self.wanted(cursor, end_tokens))
         ends = [0] * len(cursor.block_ids)
         for position, _, tokens, slot_hashes in self._groups:
             blocks = len(cursor.block_ids[position])
@@ -149,7 +149,7 @@ class StoreCandidates:
         known = max(0, min(end_tokens, cursor.request.num_tokens) - prefixes.unnamed_tokens)
         return prefixes.align(known) if len(prefixes.groups) > 1 else known
 
-    def _wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
+    def wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return up to which token a request is to be stored."""
         if self.paused or not cursor.hints.store:
             return 0

@@ -74,7 +74,7 @@ class StoreChoice:
                 looked_at = sum(min(enough, len(ids)) for ids in cursor.block_ids)
                 if lacking_blocks < looked_at <= checks:
                     checks -= looked_at
-                    room = self._count_own(cursor, enough) - lacking_blocks
+                    room = min(slots_left, self._count_own(cursor, enough) - lacking_blocks)
             ids, suffix = cursor.block_ids[position], suffixes[position]
             begin, end = end, end + last - first
             offset, before, unknown = first - begin, len(new), -1
@@ -92,7 +92,7 @@ class StoreChoice:
                 block = ids[at + offset]
                 if pool_blocks[block].block_hash != key + suffix:
                     chosen.gone.append((span, at + offset))
-                elif slots_left <= 0 or room <= 0:
+                elif room <= 0:
                     chosen.cut.append((span, at - begin))
                     break
                 else:

@@ -11,14 +11,16 @@ import numpy as np
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import NO_SLOTS
-from kv_offload.engine import RunningRequests, StepOutput
+from kv_offload.engine import BlockState, RunningRequests, StepOutput
 from kv_offload.scheduler.core import Core
+from kv_offload.scheduler.observers import StoresPlanned
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.stores.backlog import StoreBacklog
 from kv_offload.scheduler.stores.budget import PIN_STEPS, StoreBudget
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
+from kv_offload.scheduler.stores.tails import StoreTails, Tail
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +72,12 @@ class StorePlanner:
         )
         self._refusals = Refusals()
         self._choice = StoreChoice(core.prefixes, pool, self._refusals.keys)
+        self._tails = StoreTails(core.prefixes, pool, self._candidates, self._refusals.keys)
         self.backlog = StoreBacklog(self._candidates, core.statistics)
         self._grown_blocks = 0
         self._paused_by_refusals = False
         """True if too many blocks did not fit packed slots: then new weights end the pause, too."""
+        self._block_state: BlockState | None = None
         self._states: Mapping[str, Sequence[tuple[int, int, int]]] = {}
         """By request, the states that a step names: cache group, block and number of tokens."""
         self._waiting: set[str] = set()
@@ -92,6 +96,8 @@ class StorePlanner:
             free_blocks = self._pool.get_num_free_blocks() - self.budget.reserved_blocks
             self.backlog.examine(min(self._slots_left(), free_blocks))
         self._grown_blocks = self._follow(output)
+        for tail in self._tails.take():
+            self._store_tail(tail)
         self._pin_chosen()
         self._manager.catch_up()
         self.backlog.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
@@ -100,8 +106,9 @@ class StorePlanner:
         """Follow the requests of a step; return how many blocks those that ran before have got."""
         self.budget.prompt_growth = 0
         unfinished = self._candidates.take_unfinished()
-        block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
-        self._states = {} if block_state is None else block_state.boundary_state_offloads
+        self._block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
+        state = self._block_state
+        self._states = {} if state is None else state.boundary_state_offloads
         if self._states:
             unfinished.update(self._states)
         scheduled = output.num_scheduled_tokens
@@ -124,7 +131,7 @@ class StorePlanner:
         self._expect_growth(cursor, computed + scheduled, scheduled)
         loaded = tracked.scheduled(block_ids)
         if self._states:
-            self._place_states(cursor)
+            self._place_states(cursor, computed + scheduled)
         if loaded is not None:
             # Host memory has what was loaded, but may have evicted what the GPU had before it.
             self._candidates.examine(cursor, loaded[0])
@@ -144,13 +151,21 @@ class StorePlanner:
             # A window takes the blocks of a step before it gives back those that it has left.
             self.budget.prompt_growth += min(blocks, group.held_blocks(blocks) + step_blocks)
 
-    def _place_states(self, cursor: StoreCursor) -> None:
+    def _place_states(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Note the blocks of the states that this step names, which may have moved."""
-        for group_id, block_id, tokens in self._states.get(cursor.request.request_id, ()):
-            slot, inside = divmod(tokens, self._prefixes.groups[group_id].block_tokens)
+        request_id, inside = cursor.request.request_id, []
+        for state in self._states.get(request_id, ()):
+            group_id, block_id, tokens = state
+            slot, rest = divmod(tokens, self._prefixes.groups[group_id].block_tokens)
             ids = cursor.block_ids[group_id]
-            if not inside and slot <= len(ids):
+            if rest:
+                inside.append(state)
+            elif slot <= len(ids):
                 ids[slot - 1] = block_id
+        if inside:
+            assert self._block_state is not None
+            block_ids = self._block_state.get_block_ids(request_id)
+            self._tails.note(cursor, end_tokens, inside, block_ids)
 
     def _follow_running(
         self, cached: RunningRequests, scheduled: Mapping[str, int], unfinished: set[str]
@@ -182,7 +197,7 @@ class StorePlanner:
                 else:
                     grown_blocks += grown
             if self._states:
-                self._place_states(cursor)
+                self._place_states(cursor, computed[index] + scheduled[request_id])
             if waits and grown == 1 and request_id not in unfinished:
                 waiting.add(request_id)
             else:
@@ -204,6 +219,29 @@ class StorePlanner:
         self._candidates.examine(cursor, end_tokens)
         self._pin_chosen()
         self._statistics.count("deferred_slots", self.backlog.keep(cursor, end_tokens))
+
+    def tail_ends(
+        self,
+        cursor: StoreCursor,
+        end_tokens: int,
+        states: Sequence[tuple[int, int, int]],
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Plan the stores of the blocks inside of which a request ends."""
+        self._tails.note(cursor, end_tokens, states, block_ids)
+        for tail in self._tails.take():
+            self._store_tail(tail)
+
+    def _store_tail(self, tail: Tail) -> None:
+        """Plan the stores of a tail's blocks: all of them, or none."""
+        chosen = self._tails.choose(tail, self._manager.slot_numbers(tail.keys))
+        count = len(chosen.new)
+        if count and (self._lacking_blocks or count > self._slots_left()):
+            self._statistics.skipped("no_budget", count)
+            return
+        self._store(chosen, tail.spans, tail.keys, self._subscribers.tails)
+        if tail.cursor.hints.keep is not None:
+            self._retain(tail.spans, tail.keys)
 
     def _count_unwanted(self, cursor: StoreCursor, end_tokens: int) -> None:
         if not cursor.hints.store or self.paused:
@@ -261,6 +299,10 @@ class StorePlanner:
             return 0
         return self.budget.slots_left(self._transfers.pinned_blocks)
 
+    @property
+    def _lacking_blocks(self) -> int:
+        return max(0, self.budget.reserved_blocks - self._pool.get_num_free_blocks())
+
     def _pin_chosen(self) -> None:
         """Choose from the candidates, take slots for new keys and pin the blocks that got one."""
         spans, keys = self._candidates.take()
@@ -268,18 +310,23 @@ class StorePlanner:
             return
         # Lists, not arrays: mostly decodes have filled a block each, and none of them has a slot.
         slots = self._manager.slot_numbers(keys)
-        lacking = max(0, self.budget.reserved_blocks - self._pool.get_num_free_blocks())
-        chosen = self._choice.choose(spans, keys, slots, self._slots_left(), lacking)
+        chosen = self._choice.choose(spans, keys, slots, self._slots_left(), self._lacking_blocks)
         if chosen.gone:
             self._statistics.skipped("moved_on", self._choice.count_moved_on(chosen))
         for span, passed in chosen.cut:
             self._candidates.rewind(span, passed)
         if chosen.new or chosen.along:
-            self._store(chosen, spans, keys)
+            self._store(chosen, spans, keys, self._subscribers.stores)
         if any(cursor.hints.keep is not None for cursor, _, _, _ in spans):
             self._retain(spans, keys)
 
-    def _store(self, chosen: Chosen, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
+    def _store(
+        self,
+        chosen: Chosen,
+        spans: Sequence[Span],
+        keys: Sequence[SlotKey],
+        subscribers: Iterable[StoresPlanned],
+    ) -> None:
         along = np.array(chosen.along, np.int32) if chosen.along else NO_SLOTS
         new, blocks = list(chosen.new), chosen.blocks
         runs = self._choice.runs_of(chosen) if self._manager.reads_runs else ()
@@ -296,7 +343,7 @@ class StorePlanner:
         if taken:
             self.budget.count_planned(taken)
             self._transfers.plan_store(stored, blocks[:taken])
-            for notify in self._subscribers.stores:
+            for notify in subscribers:
                 notify(spans, keys, new, stored)
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:

@@ -157,6 +157,49 @@ def test_a_hit_loads_exactly_the_blocks_that_are_read(case):
             assert len(set(keys)) == len(keys) == case.prefixes.count_slots(case.start, end)
 
 
+@st.composite
+def tails(draw: st.DrawFn) -> tuple[PrefixMap, list[bytes], set[bytes], int]:
+    """Draw a hybrid model, the hashes of a text, keys that host memory has, and a limit."""
+    tokens, per_block = draw(st.sampled_from([2, 4])), draw(st.sampled_from([3, 4]))
+    proof = draw(st.booleans())
+    groups = [
+        CacheGroup(0, tokens * per_block, sees_next_token=proof),
+        CacheGroup(1, tokens * per_block, holds_state=True),
+    ]
+    prefixes = PrefixMap(groups, tokens, make_key)
+    hashes = make_hashes(draw(st.integers(0, 16)))
+    keys = {key for group in groups for key in prefixes.slot_keys(hashes, group, 0, 9)}
+    for end in range(tokens, (len(hashes) - proof) * tokens + 1, tokens):
+        keys |= {key for group in groups for key in prefixes.tail_keys(hashes, group, end)}
+    gone = draw(st.sets(st.sampled_from(sorted(keys)), max_size=6)) if keys else set()
+    limit = draw(st.sampled_from([len(hashes), len(hashes) // 2])) * tokens
+    return prefixes, hashes, keys - gone, max(0, limit - draw(st.integers(0, 1)))
+
+
+@given(tails())
+def test_a_hit_ends_inside_a_block_where_all_that_is_read_is_there(case):
+    prefixes, hashes, keys, limit = case
+    block, step = prefixes.alignment_tokens, prefixes.tail_tokens
+    proof = prefixes.proof_tokens // step
+
+    def is_served(end: int) -> bool:
+        """Return whether attention has all blocks up to `end` and a proof, and there is a state."""
+        has = [hashes[i - 1] in keys for i in range(block // step, end // step + 1, block // step)]
+        proved = end // step + proof
+        if end % block:
+            has += [proved <= len(hashes) and hashes[proved - 1] in keys]
+        elif proof:
+            next_end = (end + block) // step
+            has += [next_end <= len(hashes) and hashes[next_end - 1] in keys]
+        return all(has) and slot_key(hashes[end // step - 1], 1) in keys
+
+    found, full = prefixes.longest_hits(hashes, among(keys), 0, limit)
+    served = [0, *(end for end in range(step, limit + 1, step) if is_served(end))]
+    # An end that saves less than a block beyond whole ones is not looked for further back.
+    known = [end for end in served if end % block == 0 or end > full - block]
+    assert found == max(known)
+
+
 FULL = CacheGroup(0, 4)
 HASHES = make_hashes(8)
 

@@ -217,5 +217,6 @@ def test_where_as_many_loads_hang_as_may_be_under_way_prompts_are_computed(monke
     monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_WAIT_SECONDS", -1.0)
     engine.step(4)
     assert engine.answers.keys() & {"0", "1", "2"} == {"1", "2"}
+    assert engine.totals["recomputed_tokens"] > 0, "their hits count as computed"
     engine.run()
     engine.check_rest()

@@ -41,8 +41,9 @@ class Bed:
         self.spans.append((SimpleNamespace(block_ids=ids), 0, len(ids[0]) - 1, len(ids[0])))
         self.keys.append(key)
 
-    def choose(self, lacking):
-        chosen = self.choice.choose(self.spans, self.keys, [-1] * len(self.keys), 1000, lacking)
+    def choose(self, lacking, slots_left=1000):
+        slots = [-1] * len(self.keys)
+        chosen = self.choice.choose(self.spans, self.keys, slots, slots_left, lacking)
         return len(chosen.new), len(chosen.cut)
 
 
@@ -82,3 +83,11 @@ def test_a_step_looks_at_a_bounded_number_of_blocks():
     for _ in range(30):
         bed.add(300, 300)
     assert bed.choose(200) == (MAX_CHECKS // (2 * 201), 30 - MAX_CHECKS // (2 * 201))
+
+
+@pytest.mark.parametrize("lacking", [0, 50])
+def test_the_budget_is_that_of_all_requests_together(lacking):
+    bed = Bed(FULL)
+    for _ in range(5):
+        bed.add(100)
+    assert bed.choose(lacking, slots_left=2) == (2, 3)

@@ -203,6 +203,17 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
                 *loaded,
             }
 
+    @survives(lambda self, *_: False)
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Store the blocks inside of which a request ends; called before its end."""
+        self.offload_scheduler.tail_finished(request, partial_tail_offloads, block_ids)
+        return False
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -1,0 +1,114 @@
+"""The blocks inside of which a prefix ends, where the engine has kept the states at its end.
+
+The engine names these states once: in the step that copies them to blocks of their own, or at the
+end of a request that stops there. The request still writes the other blocks, but only after that
+end, and nothing reads what a store copies from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.engine import BlockPool
+from kv_offload.scheduler.request import StoreCursor
+from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
+from kv_offload.scheduler.stores.choice import Chosen
+
+
+@dataclass(slots=True)
+class Tail:
+    """The blocks of a request inside of which a prefix ends: a span, a key and a block of each."""
+
+    cursor: StoreCursor
+    spans: list[Span] = field(default_factory=list)
+    keys: list[SlotKey] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+class StoreTails:
+    """Collects the tails of a step that are to be stored."""
+
+    def __init__(
+        self,
+        prefixes: PrefixMap,
+        pool: BlockPool,
+        candidates: StoreCandidates,
+        refused: Collection[SlotKey],
+    ) -> None:
+        self._prefixes, self._pool = prefixes, pool
+        self._candidates, self._refused = candidates, refused
+        self._noted: list[Tail] = []
+
+    def note(
+        self,
+        cursor: StoreCursor,
+        computed_tokens: int,
+        states: Sequence[tuple[int, int, int]],
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Note the tails of a request whose table is `block_ids`, where the engine has its states.
+
+        `states` are cache groups, blocks and numbers of tokens. `computed_tokens` are computed
+        before the stores run.
+        """
+        if not self._prefixes.tail_tokens:
+            return
+        for end_tokens in {tokens for _, _, tokens in states}:
+            if self._is_wanted(cursor, computed_tokens, end_tokens):
+                state_of = {group: block for group, block, tokens in states if tokens == end_tokens}
+                tail = self._collect(cursor, end_tokens, state_of, block_ids)
+                if tail is not None:
+                    self._noted.append(tail)
+
+    def _is_wanted(self, cursor: StoreCursor, computed_tokens: int, end_tokens: int) -> bool:
+        """Return whether a tail is to be stored, and its proof, where it needs one, computed."""
+        proof_tokens = self._prefixes.proof_tokens
+        if proof_tokens:
+            proof_tokens += self._prefixes.unnamed_tokens
+        known = min(computed_tokens, cursor.request.num_tokens)
+        return (
+            end_tokens + proof_tokens <= known
+            and self._candidates.wanted(cursor, end_tokens) == end_tokens
+        )
+
+    def _collect(
+        self,
+        cursor: StoreCursor,
+        end_tokens: int,
+        state_of: dict[int, int],
+        block_ids: Sequence[Sequence[int]],
+    ) -> Tail | None:
+        """Return a tail; None without the states of all groups."""
+        prefixes, blocks = self._prefixes, self._pool.blocks
+        tail = Tail(cursor)
+        for position, group in enumerate(prefixes.groups):
+            slot = end_tokens // group.block_tokens
+            for key in prefixes.tail_keys(cursor.request.block_hashes, group, end_tokens):
+                block = block_ids[position][slot]
+                if group.holds_state:
+                    block = state_of.get(group.group_id, self._pool.null_block.block_id)
+                    if blocks[block].block_hash != key + prefixes.pool_key_suffix[position]:
+                        return None
+                tail.spans.append((cursor, position, slot, slot + 1))
+                tail.keys.append(key)
+                tail.blocks.append(block)
+        return tail
+
+    def take(self) -> list[Tail]:
+        """Return what was noted since the last call."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def choose(self, tail: Tail, slots: Sequence[int]) -> Chosen:
+        """Choose those of a tail's blocks that have no slot in `slots`; none if one was refused."""
+        chosen = Chosen(along=[slot for slot in slots if slot >= 0])
+        if any(key in self._refused for key in tail.keys):
+            return chosen
+        for span, key, block, slot in zip(tail.spans, tail.keys, tail.blocks, slots, strict=True):
+            if slot < 0:
+                chosen.new[key] = None
+                chosen.blocks.append(block)
+                chosen.runs.append(span)
+        return chosen

@@ -1,0 +1,298 @@
+"""Hits that end inside a block of a hybrid model, under vLLM's own scheduler.
+
+vLLM keeps the state at the last hash of a prompt, inside of a block. Every state and all KV that a
+step begins with is checked, and every slot of host memory as far as its key says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.scheduler.stores.tails import StoreTails
+from tests.kv_offload.test_draft_head import HeadEngine
+from tests.support.played_cases import (
+    BLOCK,
+    FULL,
+    OTHER,
+    PROMPT,
+    STATE,
+    WINDOW,
+    both_runners,
+    both_ways,
+    forget,
+    harsh_engine,
+    serve_under_pressure,
+    slow,
+    start_load,
+    store,
+    wrong_bytes,
+)
+from tests.support.played_engine import PlayedEngine
+
+LARGE = 2 * BLOCK
+ATTENTION, STATES = CacheGroup(0, LARGE), CacheGroup(1, LARGE, holds_state=True)
+HEAD = dataclasses.replace(ATTENTION, sees_next_token=True)
+WHOLE, END = 2 * LARGE, 20
+"""Tokens of `PROMPT` in whole blocks, and up to the last hash before its last token."""
+
+KINDS = {
+    "two groups": (ATTENTION, STATES),
+    "states first": (CacheGroup(0, LARGE, holds_state=True), CacheGroup(1, LARGE)),
+    "two of each": (
+        ATTENTION,
+        STATES,
+        CacheGroup(2, LARGE),
+        CacheGroup(3, LARGE, holds_state=True),
+    ),
+}
+
+
+def engine_of(*groups: CacheGroup, **arguments: Any) -> PlayedEngine:
+    return PlayedEngine(groups or (ATTENTION, STATES), match_tokens=2, **arguments)
+
+
+def hit_tokens(engine: PlayedEngine, prompt: list[int]) -> int:
+    """Forget what the engine has; return how much of a prompt it loads from host memory."""
+    forget(engine).serve("again", prompt)
+    return int(engine.totals["hit_tokens"])
+
+
+def tails_in(engine: PlayedEngine) -> int:
+    """Return how many blocks of attention host memory has that are not full."""
+    found = [engine.known[key] for key in engine.offload.manager.readable_slots()]
+    attention = [(names, engine.groups[group_id]) for names, group_id in found]
+    return sum(len(n) < g.block_tokens for n, g in attention if not g.holds_state)
+
+
+@both_ways
+@both_runners
+@pytest.mark.parametrize("groups", KINDS.values(), ids=KINDS)
+def test_a_prompt_is_loaded_up_to_its_last_hash(groups):
+    engine = store(engine_of(*groups, blocks=60), PROMPT)
+    assert hit_tokens(engine, PROMPT) == END
+    assert hit_tokens(engine, [*PROMPT[:END], 0, 0, 0, 0, 0]) == END
+    assert hit_tokens(engine, [*PROMPT[: END - 1], 1 - PROMPT[END - 1], *OTHER]) == WHOLE
+    engine.rest()
+
+
+def test_a_tail_is_stored_once():
+    engine = store(engine_of(), PROMPT)
+    assert tails_in(engine) == 1
+    before = engine.offload.manager.readable_slots()
+    assert hit_tokens(engine, PROMPT) == END
+    assert engine.offload.manager.readable_slots().items() >= before.items()
+    assert tails_in(engine) == 1
+
+
+@both_ways
+def test_a_tail_in_the_first_block_is_a_hit(async_scheduling):
+    engine = store(engine_of(), PROMPT[:5])
+    assert hit_tokens(engine, PROMPT[:5]) == 4
+
+
+@both_ways
+@pytest.mark.parametrize("head", [ATTENTION, HEAD], ids=["any group's", "known"])
+def test_a_draft_head_has_its_proof(head):
+    """A hash more is needed: the KV of a draft head depends on the next token."""
+    engine = HeadEngine((head, STATES), match_tokens=2, max_model_len=60)
+    engine.model.strict = False
+    store(engine, PROMPT)
+    assert hit_tokens(engine, PROMPT) == END - 2
+    assert hit_tokens(engine, [*PROMPT[: END - 2], 1 - PROMPT[END - 2], *OTHER]) <= LARGE
+    engine.rest()
+
+
+PRESSED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts of the text": {"drafts": 3},
+    "states within a prefill": {"checkpoints": 1},
+    "two ranks": {"ranks": 2},
+}
+
+
+@both_ways
+@pytest.mark.parametrize("arguments", PRESSED.values(), ids=PRESSED)
+def test_preemptions_and_aborts(arguments):
+    engine = harsh_engine(
+        (ATTENTION, STATES),
+        match_tokens=2,
+        blocks=20,
+        slots=60,
+        max_model_len=60,
+        plugin={"max_pinned_share": 0.5},
+        **arguments,
+    )
+    serve_under_pressure(engine)
+    assert tails_in(engine) > 0
+    engine.rest()
+
+
+@both_runners
+@pytest.mark.parametrize("head", [ATTENTION, HEAD], ids=["any group's", "known"])
+def test_drafts_that_are_rejected(head):
+    engine = HeadEngine(
+        (head, STATES),
+        match_tokens=2,
+        blocks=20,
+        slots=60,
+        max_model_len=60,
+        async_scheduling=True,
+        plugin={"max_pinned_share": 0.5},
+    )
+    engine.model.strict = False
+    serve_under_pressure(engine)
+    assert tails_in(engine) > 0
+    engine.rest()
+    assert engine.rejected > 10
+
+
+@both_ways
+def test_a_request_that_ends_where_its_state_is_leaves_its_tail(async_scheduling):
+    engine = engine_of()
+    request = engine.add("a", PROMPT)
+    while request.num_computed_tokens < END:
+        engine.step(copies=True)
+    assert request.num_computed_tokens == END
+    engine.abort("a")
+    engine.run()
+    assert tails_in(engine) == 1
+    assert hit_tokens(engine, PROMPT) == END
+
+
+def test_a_request_that_ends_before_it_has_run_leaves_nothing():
+    engine = store(engine_of(), PROMPT)
+    request = engine.add("a", PROMPT)
+    engine.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.offload.manager.reset()
+    engine.abort("a")
+    engine.rest()
+    assert tails_in(engine) == 0
+
+
+@both_ways
+def test_a_load_of_a_tail_that_fails_is_computed(async_scheduling):
+    engine = store(engine_of(), PROMPT)
+    start_load(engine)
+    engine.run_copies(fail=True)
+    engine.run()
+    assert engine.totals["failed_loads"] == 1
+    engine.rest()
+
+
+def test_requests_with_the_same_tail_wait_for_one_load():
+    engine = store(engine_of(), PROMPT)
+    start_load(engine, "a")
+    engine.add("b", PROMPT)
+    engine.step(2)
+    assert engine.offload.gauges()["running_loads"] == 1
+    engine.run()
+    assert engine.totals["hit_tokens"] == END
+    engine.rest()
+
+
+@pytest.mark.parametrize("tokens", [END - 1, END + 1], ids=["shorter", "as long"])
+def test_the_longer_of_two_hits_inside_a_block_wins(tokens):
+    engine = store(engine_of(), PROMPT)
+    engine.serve("in the engine's own cache", PROMPT[:tokens])
+    engine.totals.clear()
+    engine.serve("again", PROMPT)
+    assert engine.totals["hit_tokens"] == (END - WHOLE if tokens < END else 0)
+    engine.rest()
+
+
+def test_hints_are_heeded():
+    engine = engine_of()
+    hints = {"kv_transfer_params": {"kv_offload": {"store": False}}}
+    engine.serve("not stored", PROMPT, 1, extra_args=hints)
+    assert not engine.offload.manager.readable_slots()
+    forget(engine)
+    hints = {"kv_transfer_params": {"kv_offload": {"retain_seconds": 600}}}
+    engine.serve("retained", PROMPT, 1, extra_args=hints)
+    assert tails_in(engine) == 1
+    stored = len(engine.offload.manager.readable_slots())
+    assert engine.offload.gauges()["retained_slots"] == stored
+
+
+def test_a_tail_is_stored_as_a_whole_or_not_at_all():
+    engine = slow(1, groups=(ATTENTION, STATES), match_tokens=2)
+    engine.serve("stored", PROMPT, 1)
+    assert tails_in(engine) == 0
+    assert engine.totals["skipped_no_budget"] == 2
+    assert hit_tokens(engine, PROMPT) == WHOLE
+
+
+def test_routers_know_tails_by_their_hashes():
+    engine = engine_of(events=True)
+    engine.serve("stored", PROMPT, 1)
+    assert engine.reset()
+    engine.serve("again", PROMPT)
+    assert engine.totals["hit_tokens"] == END
+    engine.rest()
+    assert all(router.without_tokens for router in engine.routers)
+
+
+def test_a_tail_comes_back_from_a_disk(tmp_path: Path):
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    engine = store(engine_of(plugin={"disk": disk}), PROMPT)
+    engine.offload.manager.reset()
+    assert hit_tokens(engine, PROMPT) == END
+    engine.rest()
+    engine.connector.shutdown()
+
+
+def test_a_shorter_request_does_not_wait_for_a_tail_that_is_read(tmp_path: Path):
+    """It shares the whole blocks of the read, and has no hash where that ends."""
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    engine = store(engine_of(plugin={"disk": disk}), PROMPT)
+    engine.offload.manager.reset()
+    (tier,) = engine.ranks[0].tiers
+    tier.stuck = True
+    engine.add("reads", PROMPT)
+    engine.add("shorter", PROMPT[: END - 2])
+    engine.step(2)
+    tier.stuck = False
+    engine.rest()
+    assert engine.totals["hit_tokens"] == END + WHOLE
+    assert engine.totals["hook_errors"] == 0
+    engine.connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("groups", "arguments"),
+    [
+        ((FULL,), {}),
+        ((FULL, STATE), {}),
+        ((FULL, WINDOW), {}),
+        ((ATTENTION, STATES, CacheGroup(2, 2, 6)), {"match_tokens": 2, "blocks": 60}),
+        ((FULL, STATE), {"match_tokens": 2, "ranks": 2, "context_ranks": 2}),
+    ],
+    ids=["attention", "states", "windows", "states and windows", "split blocks"],
+)
+def test_other_models_do_nothing_for_tails(groups, arguments, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("this is done for tails alone")
+
+    monkeypatch.setattr(PrefixMap, "_tail_end", refuse)
+    monkeypatch.setattr(StoreTails, "_collect", refuse)
+    engine = store(PlayedEngine(groups, **arguments), PROMPT)
+    engine.serve("again", PROMPT)
+    assert engine.totals["hit_tokens"] >= WHOLE
+    assert engine.totals["hook_errors"] == 0
+
+
+def test_the_control_stores_the_block_before(monkeypatch):
+    collect = StoreTails._collect
+
+    def shifted(self: Any, cursor: Any, end: int, states: Any, ids: Any) -> Any:
+        return collect(self, cursor, end, states, [[0, *group] for group in ids])
+
+    monkeypatch.setattr(StoreTails, "_collect", shifted)
+    with wrong_bytes():
+        store(engine_of(), PROMPT)
