@@ -49,7 +49,7 @@ class Size:
     rounds: int
 
 
-FULL, TRIAL = Size(100_000, 300), Size(4096, 1)
+FULL, TRIAL = Size(100_000, 200), Size(4096, 1)
 
 
 class Pool:
@@ -135,27 +135,25 @@ def pool(size: Size) -> Iterator[Pool]:
 
 
 def test_lookups_in_peers(benchmark: Any, pool: Pool, size: Size) -> None:
-    took: dict[tuple[str, str, int], list[float]] = {}
+    took: dict[str, list[float]] = {}
+
+    def note(case: str, hashes: list[bytes], found: int, group: str = "full") -> None:
+        took.setdefault(case, []).append(pool.look_up(hashes, group, found))
 
     def turn() -> None:
         half = pool.hashes_of(0)[: BLOCKS // 2]
-        for peers in (0, 1, 3, 7):
-            pool.open(peers)
-            for group in GROUPS:
-                times = took.setdefault(("missing", group, peers), [])
-                times.append(pool.look_up(pool.new_hashes(), group, 0))
-            times = took.setdefault(("half here, the rest missing", "full", peers), [])
+        for count, peers in ((0, "without peers"), (1, "1 peer"), (3, "3 peers"), (7, "7 peers")):
+            pool.open(count)
+            note(f"missing, {peers}", pool.new_hashes(), 0)
             rest = pool.new_hashes(BLOCKS - len(half))
-            times.append(pool.look_up([*half, *rest], "full", len(half)))
-        for where, engine in (("here", 0), ("in the last peer", PEERS)):
-            times = took.setdefault((where, "full", PEERS), [])
-            times.append(pool.look_up(pool.hashes_of(engine), "full", BLOCKS))
+            note(f"half of it here, {peers}", [*half, *rest], len(half))
+            note(f"missing, windows alone, {peers}", pool.new_hashes(), 0, "window")
+        note("all of it here, 7 peers", pool.hashes_of(0), BLOCKS)
+        note("all of it in one of 7 peers", pool.hashes_of(PEERS), BLOCKS)
 
     benchmark.pedantic(turn, rounds=size.rounds)
-    rows = [
-        {"blocks": where, "attention": group, "peers": peers, "seconds": spread(times)}
-        for (where, group, peers), times in sorted(took.items())
-    ]
+    order = sorted(took, key=lambda case: case.rpartition(",")[0])
+    rows = [{"case": case, "seconds": spread(took[case])} for case in order]
     assert len(rows) == 14
     if size is FULL:
         for row in rows:
