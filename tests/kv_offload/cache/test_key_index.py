@@ -29,7 +29,7 @@ def hashes_of(keys: list[bytes]) -> np.ndarray:
 def found(index: KeyIndex, keys: list[bytes]) -> list[bool]:
     """Return for each key whether it may be in some slot."""
     ((_, rows),) = candidates([index], hashes_of(keys))
-    return np.isin(np.arange(len(keys)), rows).tolist()
+    return [row in rows for row in range(len(keys))]
 
 
 @pytest.mark.parametrize("lengths", [(0,), (20,), (36,), (32, 36), (36, 32), (KEY_BYTES + 1, 20)])
