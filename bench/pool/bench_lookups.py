@@ -1,10 +1,12 @@
-"""The CPU time of looking up the 2,048 blocks of a 32k prompt in the peers of a host pool.
+"""The CPU time of looking up a 32k prompt, of 2,048 blocks, in the engines of a host pool.
 
 Run with `KV_OFFLOAD_BENCH_RESULTS=bench/results/cpu pytest bench/pool/bench_lookups.py
 --benchmark-enable`, which writes `lookups.json` there. Each of eight engines has 100,000 full
-slots. All cases take turns, each time with new keys; times are CPU time of the thread, so work of
-other processes does not count, but what they take of the caches does. Without the option everything
-runs at a small size, once.
+slots. A lookup is that of the scheduler, with leases of all blocks of a hit. A model with full
+attention asks for the first blocks of a prompt, and for more while none is missing; one with
+sliding windows alone asks for all blocks. All cases take turns, each time with new keys; times are
+CPU time of the thread, so work of other processes does not count, but what they take of the caches
+does. Without the option everything runs at a small size, once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,16 +27,17 @@ from bench.serving.stats import spread
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.peer_slots import PeerSlots
 from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.scheduler.loads.lookups import Lookups
+from kv_offload.scheduler.request import TrackedRequest
 
-KEYS = 2048
-NAME_BYTES = 36
-"""Bytes of a block's key: vLLM's hash and the number of the cache group."""
+BLOCKS, BLOCK_TOKENS = 2048, 16
+TOKENS = BLOCKS * BLOCK_TOKENS
+HASH_BYTES = 32
 PEERS = 7
-MISSING_IN = {
-    0: "missing, without peers",
-    1: "missing in 1 peer",
-    3: "missing in 3 peers",
-    7: "missing in 7 peers",
+GROUPS = {
+    "full": CacheGroup(0, BLOCK_TOKENS),
+    "window": CacheGroup(0, BLOCK_TOKENS, window_tokens=TOKENS),
 }
 
 
@@ -45,11 +49,11 @@ class Size:
     rounds: int
 
 
-FULL, TRIAL = Size(100_000, 300), Size(4096, 1)
+FULL, TRIAL = Size(100_000, 200), Size(4096, 1)
 
 
 class Pool:
-    """Engines of one pool, without ranks; the first one looks up keys in the others."""
+    """Engines of one pool, without ranks; the first one looks up prompts in the others."""
 
     def __init__(self, folder: Path, size: Size) -> None:
         self._size = size
@@ -62,7 +66,11 @@ class Pool:
         self.peers.directories.refresh()
         self._others = self.peers.directories.all
         assert len(self._others) == PEERS
-        self._of_a_peer: list[Any] = list(managers[-1].readable_slots())
+        self._of = {0: [*managers[0].readable_slots()], PEERS: [*managers[-1].readable_slots()]}
+        self._prefixes = {
+            name: PrefixMap([group], BLOCK_TOKENS, lambda key, group: key + bytes([group] * 4))
+            for name, group in GROUPS.items()
+        }
 
     def _engine(self, seat: Path) -> LastingManager:
         """Return the manager of an engine all slots of which have blocks."""
@@ -74,35 +82,39 @@ class Pool:
         manager.limit_slots(0)
         manager.open({0: arena})
         manager.limit_slots(slots)
-        for first in range(0, slots, KEYS):
-            keys = self.new_keys(min(KEYS, slots - first))
+        for first in range(0, slots, BLOCKS):
+            keys = self.new_hashes(min(BLOCKS, slots - first))
             manager.complete_store(manager.prepare_store(keys))
         assert len(manager.readable_slots()) == slots
         return manager
 
-    def new_keys(self, count: int = KEYS) -> list[bytes]:
-        """Return keys that no engine has."""
-        return [self._random.bytes(NAME_BYTES) for _ in range(count)]
+    def new_hashes(self, count: int = BLOCKS) -> list[bytes]:
+        """Return hashes of blocks that no engine has."""
+        return [self._random.bytes(HASH_BYTES) for _ in range(count)]
 
-    def keys_of_a_peer(self) -> list[Any]:
-        """Return keys that one of the peers has, the last one."""
-        first = int(self._random.integers(len(self._of_a_peer) - KEYS + 1))
+    def hashes_of(self, engine: int) -> list[bytes]:
+        """Return hashes of blocks of an engine: the first one, or the last."""
+        own: list[Any] = self._of[engine]
+        first = int(self._random.integers(len(own) - BLOCKS + 1))
         # Of the same bytes, but not the same objects.
-        return [bytes([*key]) for key in self._of_a_peer[first : first + KEYS]]
+        return [bytes([*key]) for key in own[first : first + BLOCKS]]
 
     def open(self, count: int) -> None:
-        """Look up keys in so many peers from now on, the last ones."""
+        """Look up prompts in so many peers from now on, the last ones."""
         for number, peer in enumerate(self._others):
             self.peers.open(peer, self._size.slots if number >= PEERS - count else 0)
 
-    def look_up(self, keys: list[Any], *, has: bool, leases: bool = False) -> float:
-        """Look up keys, lease what is found if asked to, and return the seconds of CPU time."""
+    def look_up(self, hashes: list[bytes], group: str, blocks: int) -> float:
+        """Look up a prompt of which so many blocks are found; return the seconds of CPU time."""
+        request: Any = SimpleNamespace(request_id="0", block_hashes=hashes, num_tokens=TOKENS + 1)
+        tracked = TrackedRequest(request)
+        [hash(one) for one in hashes]  # the engine has looked for them before
+        lookups = Lookups(self._prefixes[group], self.manager)
         began = time.thread_time()
-        found = self.manager.readable(keys)
-        if leases:
-            assert self.manager.reserve(keys)
+        hit = lookups.find(tracked, 0)
         took = time.thread_time() - began
-        assert found.all() if has else not found.any()
+        assert hit is not None
+        assert hit.tokens == blocks * BLOCK_TOKENS
         self.manager.end_step()
         assert not self.peers.num_leases
         return took
@@ -125,22 +137,25 @@ def pool(size: Size) -> Iterator[Pool]:
 def test_lookups_in_peers(benchmark: Any, pool: Pool, size: Size) -> None:
     took: dict[str, list[float]] = {}
 
+    def note(case: str, hashes: list[bytes], found: int, group: str = "full") -> None:
+        took.setdefault(case, []).append(pool.look_up(hashes, group, found))
+
     def turn() -> None:
-        for count, case in MISSING_IN.items():
+        half = pool.hashes_of(0)[: BLOCKS // 2]
+        for count, peers in ((0, "without peers"), (1, "1 peer"), (3, "3 peers"), (7, "7 peers")):
             pool.open(count)
-            times = took.setdefault(case, [])
-            times.append(pool.look_up(pool.new_keys(), has=False))
-        for name, leases in (("in one of 7 peers", False), ("in one of 7 peers, leased", True)):
-            times = took.setdefault(name, [])
-            times.append(pool.look_up(pool.keys_of_a_peer(), has=True, leases=leases))
+            note(f"missing, {peers}", pool.new_hashes(), 0)
+            rest = pool.new_hashes(BLOCKS - len(half))
+            note(f"half of it here, {peers}", [*half, *rest], len(half))
+            note(f"missing, windows alone, {peers}", pool.new_hashes(), 0, "window")
+        note("all of it here, 7 peers", pool.hashes_of(0), BLOCKS)
+        note("all of it in one of 7 peers", pool.hashes_of(PEERS), BLOCKS)
 
     benchmark.pedantic(turn, rounds=size.rounds)
-    rows = [
-        {"case": case, "rounds": len(times), "seconds": spread(times)}
-        for case, times in took.items()
-    ]
-    assert len(rows) == len(MISSING_IN) + 2
+    order = sorted(took, key=lambda case: case.rpartition(",")[0])
+    rows = [{"case": case, "seconds": spread(took[case])} for case in order]
+    assert len(rows) == 14
     if size is FULL:
         for row in rows:
             print(row)
-        keep_rows("lookups.json", rows, keys=KEYS, slots=size.slots)
+        keep_rows("lookups.json", rows, keys=BLOCKS, slots=size.slots, rounds=size.rounds)

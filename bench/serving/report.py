@@ -392,7 +392,7 @@ def _replicas(document: Document) -> str:
 def _lookups(document: Document) -> str:
     """Format a result of `bench/pool/bench_lookups.py`: one row per case."""
     rows = [[row["case"], shown_spread(row["seconds"], 1e3, 2)] for row in document["rows"]]
-    return markdown_rows([f"{document['keys']:,} keys", "CPU time, ms, median (range)"], rows)
+    return markdown_rows([f"{document['keys']:,} blocks", "CPU time, ms, median (range)"], rows)
 
 
 WHOLE: dict[str, Callable[[Document], str]] = {

@@ -46,12 +46,12 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.key_index import (
     CELL_BYTES,
-    KEY_BYTES,
     NAME_WORDS,
     TAG_BYTES,
     WAYS,
     KeyIndex,
     Names,
+    same_words,
 )
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
@@ -129,6 +129,7 @@ class Contents:
         self.leases = self.leases.reshape(num_slots, MAX_PEERS)
         at = HEADER_BYTES + marks + leases
         self.entries = np.frombuffer(memory, ENTRY, num_slots, at)
+        self._words = self.entries.view("<u8").reshape(num_slots, -1)
         at += num_slots * ENTRY_BYTES
         tags = np.frombuffer(memory, "<u2", num_slots * WAYS, at)
         at += num_slots * TAG_BYTES
@@ -190,14 +191,13 @@ class Contents:
         ]
         return np.array(fits, bool)
 
-    def find(self, names: Names) -> Slots:
-        """Return the slot whose entry names each key, -1 if none does; sums are not verified."""
-        found = np.full(len(names.hashes), -1, np.int32)
-        slots, rows = self.index.slots(names.hashes)
-        entries = self.entries[slots]
-        same = (entries["name"] == names.words[rows]).all(axis=1) & (entries["sum"] != 0)
-        found[rows[same]] = slots[same]
-        return found
+    def have(
+        self, slots: NDArray[np.signedinteger], words: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """Return for each slot whether its entry has the name in `words`; sums are not verified."""
+        entries = self._words.take(slots, axis=0)
+        have: NDArray[np.bool_] = same_words(entries[:, -NAME_WORDS:], words) & (entries[:, 0] != 0)
+        return have
 
     def mark(self, slots: Slots) -> None:
         """Mark a use of slots, which the owner counts when it evicts.
@@ -300,8 +300,8 @@ class Directory:
         self._version += 1
         sums = np.zeros(len(slots), np.uint64)
         for row, (slot, key) in enumerate(zip(slots.tolist(), keys, strict=True)):
-            if len(key) <= KEY_BYTES:
-                name = text[row * step : (row + 1) * step]
+            name = text[row * step : (row + 1) * step]
+            if len(key) + 1 == name[0] and name.startswith(key, 1):  # else it has no name
                 sums[row] = entry_sum(self._generation, slot, self._version, name)
         entries = self._contents.entries
         entries["name"][slots] = names.words

@@ -9,7 +9,8 @@ The index is only a hint: readers verify the entry of a slot. One process writes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -50,14 +51,16 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, keys: Sequence[bytes]) -> Names:
-        """Return the names of keys; fast if all keys have the same length."""
-        lengths = [*map(len, keys)]
-        distinct = {*lengths}
-        if len(distinct) == 1:
-            return cls.of_words(_pad(b"".join(keys), len(keys), lengths[0]))
+        """Return the names of keys; takes 40 ns per key if all have the same length.
+
+        The keys have at most two lengths, as vLLM's do: with and without a cache group.
+        """
+        text = b"".join(keys)
+        if keys and len(keys[0]) * len(keys) == len(text):
+            return cls.of_words(_pad(text, len(keys), len(keys[0])))
         words = np.zeros((len(keys), NAME_WORDS), np.uint64)
-        for length in distinct:
-            own = [row for row, other in enumerate(lengths) if other == length]
+        for length in {*map(len, keys)}:
+            own = [row for row, key in enumerate(keys) if len(key) == length]
             words[own] = _pad(b"".join([keys[row] for row in own]), len(own), length)
         return cls.of_words(words)
 
@@ -73,16 +76,10 @@ class Names(NamedTuple):
         return [text[at + 1 : at + max(1, text[at])] for at in range(0, len(text), step)]
 
 
-def hash_keys(keys: Sequence[bytes]) -> NDArray[np.uint64]:
-    """Return the hashes of keys, equal to those of `Names`; takes 40 ns per key.
-
-    The keys may have at most two lengths, as vLLM's do: with and without a cache group. With more
-    lengths, some hashes may belong to no key.
-    """
-    text = b"".join(keys)
-    if keys and len(keys[0]) * len(keys) == len(text):
-        return _mix(_pad(text, len(keys), len(keys[0])))
-    return Names.of(keys).hashes
+def same_words(words: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return for each name whether it is the other one's, both `(n, NAME_WORDS)`."""
+    same: NDArray[np.bool_] = reduce(np.bitwise_or, (words ^ others).T) == 0
+    return same
 
 
 def _pad(text: bytes, count: int, length: int) -> NDArray[np.uint64]:
@@ -107,16 +104,7 @@ class KeyIndex:
 
     def __init__(self, tags: NDArray[np.uint16], cells: NDArray[np.uint32]) -> None:
         self._tags, self._cells = tags, cells
-        self.words = tags.view("<u8")
-        """The tags, four at a time."""
-
-    def slots(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Return the slots in which keys may be, and for each of these the row of the key."""
-        buckets = _buckets(hashes, len(self._tags))
-        rows, ways = np.nonzero(self._tags[buckets] == _tags(hashes)[:, None])
-        slots = self._cells[buckets[rows], ways].astype(np.intp)
-        valid = slots < len(self._tags)
-        return slots[valid], rows[valid]
+        self._words = tags.view("<u8")  # four tags each
 
     def add(self, slots: Slots, hashes: NDArray[np.uint64]) -> None:
         """Add keys; in a full bucket, one of the keys is replaced."""
@@ -143,22 +131,29 @@ class KeyIndex:
         self._tags[:] = 0
 
 
-def may_have(indices: Sequence[KeyIndex], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return for each index and key whether the key may be there, shape `(indices, keys)`.
+Candidates = tuple[NDArray[np.intp], NDArray[np.intp]]
+"""Slots in which keys may be, and for each of these the row of its key."""
 
-    True for one absent key in 65,536; never False for a key that is there. Reads one cache line per
-    index and key.
+
+def candidates(indices: Sequence[KeyIndex], hashes: NDArray[np.uint64]) -> Iterator[Candidates]:
+    """Yield for each index the slots in which keys may be; one for 65,536 absent keys.
+
+    Never leaves out a slot whose key is in the index. Reads one cache line per index and key.
     """
-    tags = _tags(hashes).repeat(WAYS)
-    words = TAG_BYTES // 8
-    read = np.empty((len(indices), len(hashes), words), np.uint64)
-    buckets = {count: _buckets(hashes, count) for count in {len(one.words) for one in indices}}
-    for row, index in zip(read, indices, strict=True):
-        index.words.take(buckets[len(index.words)], axis=0, out=row, mode="clip")
-    fits = read.reshape(len(indices), len(hashes) * words).view("<u2") == tags
-    # The ways of a bucket are eight bytes, which are compared at once.
-    maybe: NDArray[np.bool_] = fits.view("<u8") != 0
-    return maybe
+    tags, buckets = _tags(hashes).repeat(WAYS), {}
+    for index in indices:
+        count = len(index._tags)
+        if count not in buckets:
+            buckets[count] = _buckets(hashes, count)
+        read = index._words.take(buckets[count], axis=0)
+        cells = np.flatnonzero(read.reshape(-1).view("<u2") == tags)
+        if not len(cells):
+            yield cells, cells
+            continue
+        rows, ways = cells // WAYS, cells % WAYS
+        slots = index._cells[buckets[count][rows], ways].astype(np.intp)
+        valid = slots < count
+        yield slots[valid], rows[valid]
 
 
 def _buckets(hashes: NDArray[np.uint64], count: int) -> NDArray[np.intp]:

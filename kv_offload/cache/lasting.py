@@ -104,27 +104,23 @@ class LastingManager(CacheManager):
         self.restore([keys[row] for row in rows], slots[rows], usable_slots)
         self.adopted_slots += len(rows)
 
-    def _of_peers(self, keys: Sequence[Key], own: NDArray[np.bool_]) -> list[int]:
-        """Return the rows of the keys that are not readable here, if there are peers."""
-        if self.peers is None or not self.peers.opened or own.all():
-            return []
-        rows: list[int] = np.flatnonzero(~own).tolist()
-        return rows
-
     def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """See `CacheManager`. A key that a peer seems to have must be reserved before its load."""
-        found = super().readable(keys)
-        if self.peers is not None and self.peers.opened and not found.any():
-            return self.peers.look_up(keys)  # true of most prompts
-        if (rows := self._of_peers(keys, found)) and self.peers is not None:
-            found[rows] = self.peers.look_up([keys[row] for row in rows])
+        ask: list[Callable[[Sequence[Key]], NDArray[np.bool_]]] = [super().readable]
+        if self.peers is not None and self.peers.opened and len(keys):
+            # Whoever has the first of them has most of them.
+            ask.insert(keys[0] in self, self.peers.look_up)
+        found = ask[0](keys)
+        for other in ask[1:]:
+            if not found.all():
+                found[~found] = other(_of(keys, ~found))
         return found
 
     def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
         """See `CacheManager`. A key that a peer seems to have is not lacking."""
         lacking = super().lacks(keys)
-        if (rows := self._of_peers(keys, ~lacking)) and self.peers is not None:
-            lacking[rows] = self.peers.find([keys[row] for row in rows]) < 0
+        if self.peers is not None and lacking.any():
+            lacking[lacking] = self.peers.find(_of(keys, lacking)) < 0
         return lacking
 
     def reserve(self, keys: Sequence[Key]) -> bool:
@@ -139,13 +135,13 @@ class LastingManager(CacheManager):
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
         """See `CacheManager`. What has no slot here must be reserved at a peer."""
         own = super().readable(keys)
-        if not (rows := self._of_peers(keys, own)) or self.peers is None:
+        if self.peers is None or own.all():
             slots = super().prepare_load(keys)
             self.directory.use(distinct(slots)[::-1])
             return slots
         slots = np.empty(len(keys), np.int32)
-        slots[rows] = self.peers.hold([keys[row] for row in rows])
-        slots[own] = local = super().prepare_load([*compress(keys, own.tolist())])
+        slots[~own] = self.peers.hold(_of(keys, ~own))
+        slots[own] = local = super().prepare_load(_of(keys, own))
         self.directory.use(distinct(local)[::-1])
         return slots
 
@@ -181,7 +177,7 @@ class LastingManager(CacheManager):
             must = np.repeat([run.must for run in runs], [run.keys for run in runs])
             wanted |= must
             self.left_to_peers += len(keys) - int(wanted.sum())
-            keys, runs = [*compress(keys, wanted.tolist())], _runs_of(runs, wanted)
+            keys, runs = _of(keys, wanted), _runs_of(runs, wanted)
         self._make_room(len(keys))
         slots, worth = super().offer(keys, runs, along)
         wanted[wanted] = worth
@@ -292,6 +288,11 @@ class LastingManager(CacheManager):
             self.peers.close()
         if self._directory is not None:
             self._directory.close()
+
+
+def _of(keys: Sequence[Key], wanted: NDArray[np.bool_]) -> list[Key]:
+    """Return the wanted keys."""
+    return [*keys] if wanted.all() else [*compress(keys, wanted.tolist())]
 
 
 def _runs_of(runs: Runs, wanted: NDArray[np.bool_]) -> list[Run]:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, repeat
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.key_index import Names, hash_keys, may_have
+from kv_offload.cache.key_index import NAME_WORDS, Names, candidates
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
-from kv_offload.cache.slots import MissingKeyError, Slots
+from kv_offload.cache.slots import NO_SLOTS, MissingKeyError, Slots
 from kv_offload.messages import WINDOW_BITS, peer_slots
 
 LOST_SECONDS = 30.0
@@ -33,6 +33,49 @@ class Opened:
 
     peer: PeerDirectory
     num_slots: int
+
+
+class Found:
+    """Keys that lookups of this step have found in peers, one a row; the first row of a key counts.
+
+    What is asked for is nearly always what one lookup after the other has found, in this order.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+        self._begins: dict[bytes, int] = {}
+        """The row in which a lookup began, by its key."""
+        self._row_of: dict[bytes, int] = {}
+        """Empty, or the row of every key."""
+        self.slots = NO_SLOTS
+        """-1 for a key that was lost."""
+        self.words = np.empty((0, NAME_WORDS), np.uint64)
+        """The keys' names."""
+        self.are_leased = np.empty(0, bool)
+
+    def add(self, keys: Sequence[bytes], slots: Slots, words: NDArray[np.uint64]) -> None:
+        """Add what a lookup has found."""
+        self._begins.setdefault(keys[0], len(self._keys))
+        self._row_of.clear()
+        self._keys += keys
+        self.slots = np.concatenate((self.slots, slots))
+        self.words = np.concatenate((self.words, words))
+        self.are_leased = np.append(self.are_leased, np.zeros(len(keys), bool))
+
+    def rows_of(self, keys: Sequence[bytes]) -> NDArray[np.intp]:
+        """Return the row of each key, -1 for one that was not found."""
+        first, all_keys = self._begins.get(keys[0], 0), self._keys
+        if all_keys[first : first + len(keys)] == keys:
+            return np.arange(first, first + len(keys))
+        if not self._row_of:
+            rows = reversed(range(len(all_keys)))
+            self._row_of = dict(zip(reversed(all_keys), rows, strict=True))
+        return np.fromiter(map(self._row_of.get, keys, repeat(-1)), np.intp, len(keys))
+
+    def lose(self, rows: NDArray[np.intp]) -> list[bytes]:
+        """Give up the slots of rows, and return the keys."""
+        self.slots[rows] = -1
+        return [self._keys[row] for row in rows.tolist()]
 
 
 class PeerSlots:
@@ -52,10 +95,7 @@ class PeerSlots:
         self._leased: dict[int, PeerDirectory] = {}
         self._lost: set[bytes] = set()
         self._lost_until = 0.0
-        self._found: dict[bytes, int] = {}
-        """Keys that lookups of this step have found, and their slots."""
-        self._reserved: dict[bytes, int] = {}
-        """The part of them that is leased."""
+        self._found = Found()
 
     def open(self, peer: PeerDirectory, num_slots: int) -> None:
         """Find slots of a peer below `num_slots` from now on; 0 closes it."""
@@ -65,26 +105,30 @@ class PeerSlots:
     def find(self, keys: Sequence[bytes], *, uses: bool = False) -> Slots:
         """Return for each key the slot of a peer that seems to have it, -1 if there is none.
 
-        Takes 0.3 ms for 2,048 keys that none of seven peers has. With `uses`, each key found counts
-        as a use for its owner. See `hash_keys` for the keys.
+        With `uses`, each key found counts as a use for its owner. See `Names.of` for the keys.
         """
-        found = np.full(len(keys), -1, np.int32)
         if not self.opened or not len(keys):
-            return found
-        maybe = may_have([one.peer.contents.index for one in self.opened], hash_keys(keys))
-        if not maybe.any():
-            return found
-        for opened, its in zip(self.opened, maybe, strict=True):
-            rows = np.flatnonzero(its & (found < 0))
+            return np.full(len(keys), -1, np.int32)
+        return self._find(keys, Names.of(keys), uses=uses)
+
+    def _find(self, keys: Sequence[bytes], names: Names, *, uses: bool = False) -> Slots:
+        found = np.full(len(keys), -1, np.int32)
+        indices = [one.peer.contents.index for one in self.opened]
+        asked = zip(self.opened, candidates(indices, names.hashes), strict=True)
+        for opened, (slots, rows) in asked:
             if not len(rows):
                 continue
             contents = opened.peer.contents
-            slots = contents.find(Names.of([keys[row] for row in rows.tolist()]))
-            has = (slots >= 0) & (slots < opened.num_slots)
-            rows, slots = rows[has], slots[has]
-            if uses and len(slots):
-                contents.mark(slots)
-            found[rows] = peer_slots(opened.peer.number, slots)
+            has = contents.have(slots, names.words.take(rows, axis=0))
+            has &= (slots < opened.num_slots) & (found[rows] < 0)
+            own = slots[has].astype(np.int32)
+            if uses and len(own):
+                contents.mark(own)
+            found[rows[has]] = peer_slots(opened.peer.number, own)
+            if (found >= 0).all():
+                # The rest of the prompt is likely there too: ask this peer first.
+                self.opened = opened, *(one for one in self.opened if one is not opened)
+                break
         if self._lost:
             if time.monotonic() >= self._lost_until:
                 self._lost.clear()
@@ -93,12 +137,15 @@ class PeerSlots:
 
     def look_up(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Return for each key whether a peer seems to have it; `reserve` may be called for it."""
-        slots = self.find(keys)
+        if not self.opened:
+            return np.zeros(len(keys), bool)
+        names = Names.of(keys)
+        slots = self._find(keys, names)
         has: NDArray[np.bool_] = slots >= 0
-        if not has.any():
-            return has
-        rows = np.flatnonzero(has).tolist()
-        self._found.update(zip([keys[row] for row in rows], slots[has].tolist(), strict=True))
+        if has.all():
+            self._found.add(keys, slots, names.words)
+        elif has.any():
+            self._found.add([*compress(keys, has.tolist())], slots[has], names.words[has])
         return has
 
     def reserve(self, keys: Sequence[bytes]) -> bool:
@@ -106,28 +153,27 @@ class PeerSlots:
 
         Returns False if a key was lost meanwhile, which is not found again for a while.
         """
-        found, reserved = self._found, self._reserved
-        wanted = [key for key in keys if key in found and key not in reserved] if found else []
-        if not wanted:
+        found = self._found
+        if not len(found.slots) or not len(keys):
             return True
-        slots = np.fromiter(map(found.__getitem__, wanted), np.int32, len(wanted))
-        names, good = Names.of(wanted), np.zeros(len(wanted), bool)
+        rows = found.rows_of(keys)
+        rows = rows[rows >= 0]
+        rows = rows[(found.slots[rows] >= 0) & ~found.are_leased[rows]]
+        slots, words, good = found.slots[rows], found.words[rows], np.zeros(len(rows), bool)
+        seats = (slots >> WINDOW_BITS) - 1
         for opened in self.opened:
-            rows = np.flatnonzero(slots >> WINDOW_BITS == opened.peer.number + 1)
-            if len(rows):
-                own = Names(names.words[rows], names.hashes[rows])
-                good[rows] = opened.peer.lease(_own(slots[rows]), own)
-                if good[rows].any():
+            its = seats == opened.peer.number
+            if its.any():
+                good[its] = opened.peer.lease(_own(slots[its]), words[its])
+                if good[its].any():
                     before = self._leased.setdefault(opened.peer.number, opened.peer)
                     assert before is opened.peer, "another engine's leases"
-        reserved.update(zip(compress(wanted, good.tolist()), slots[good].tolist(), strict=True))
+        found.are_leased[rows[good]] = True
         if good.all():
             return True
         if not self._lost:
             self._lost_until = time.monotonic() + LOST_SECONDS
-        for key in compress(wanted, (~good).tolist()):
-            del found[key]
-            self._lost.add(key)
+        self._lost.update(found.lose(rows[~good]))
         return False
 
     def hold(self, keys: Sequence[bytes]) -> Slots:
@@ -135,10 +181,13 @@ class PeerSlots:
 
         They count as used. Raises `MissingKeyError`; then nothing is held.
         """
-        try:
-            slots = np.fromiter(map(self._reserved.__getitem__, keys), np.int32, len(keys))
-        except KeyError as error:
-            raise MissingKeyError(f"{error} is not reserved: look it up in the same step") from None
+        rows = self._found.rows_of(keys)
+        reserved = rows >= 0
+        reserved[reserved] = self._found.are_leased[rows[reserved]]
+        if not reserved.all():
+            key = keys[int(reserved.argmin())]
+            raise MissingKeyError(f"{key!r} is not reserved: look it up in the same step")
+        slots = self._found.slots[rows]
         for peer, own in self._by_peer(slots):
             peer.hold(own)
             peer.contents.mark(own)
@@ -153,12 +202,12 @@ class PeerSlots:
 
     def drop(self) -> bool:
         """End what was reserved in this step; return whether there was anything."""
-        if not self._found:
+        if not len(self._found.slots):
             return False
-        self._found.clear()
-        reserved, self._reserved = self._reserved, {}
-        self.release(np.fromiter(reserved.values(), np.int32, len(reserved)))
-        return bool(reserved)
+        found, self._found = self._found, Found()
+        reserved = found.slots[found.are_leased]
+        self.release(reserved)
+        return len(reserved) > 0
 
     def _by_peer(self, slots: Slots) -> list[tuple[PeerDirectory, Slots]]:
         if not len(slots):

@@ -40,7 +40,6 @@ from kv_offload.cache.directory import (
     order_memory,
     read_names,
 )
-from kv_offload.cache.key_index import Names
 from kv_offload.cache.seats import READER, find_seats, lock_file, seat_number
 from kv_offload.cache.slot_refcounts import SlotRefcounts
 from kv_offload.cache.slots import Slots
@@ -111,16 +110,17 @@ class PeerDirectory:
         contents = self.contents
         return 0 if contents.is_retired else int(contents.header["usable_slots"])
 
-    def lease(self, slots: Slots, names: Names) -> NDArray[np.bool_]:
-        """Lease distinct slots in which keys were found; return those that have them, and do so
-        until `release`.
+    def lease(self, slots: Slots, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Lease distinct slots in which keys were found, whose names have these `words`.
+
+        Returns which of them have these keys, and do so until `release`.
         """
         contents = self.contents
         entries, generation = contents.entries, contents.generation
         order_memory()
         sums = entries["sum"][slots]
         order_memory()
-        good: NDArray[np.bool_] = (sums != 0) & (entries["name"][slots] == names.words).all(axis=1)
+        good: NDArray[np.bool_] = (sums != 0) & contents.have(slots, words)
         self._leases[slots] = 1
         order_memory()
         good &= entries["sum"][slots] == sums

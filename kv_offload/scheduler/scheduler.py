@@ -61,6 +61,7 @@ class OffloadScheduler:
         self._statistics, self._retention = core.statistics, core.retention
         self._subscribers, self._quotas = core.subscribers, core.quotas
         self._lookups = Lookups(core.prefixes, core.manager)
+        self._subscribers.emptied.append(self._lookups.emptied)
         mode, block_bytes = config.load_or_recompute, slots.block_bytes
         overlaps, queue = engine.loads_overlap, self._transfers.load_queue
         self._costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)

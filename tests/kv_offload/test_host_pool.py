@@ -19,11 +19,13 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
 from kv_offload.cache.directory import read_directory
+from kv_offload.cache.peer_slots import PeerSlots
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.engines.vllm.start import ranks
 from kv_offload.errors import CapacityError, UnsupportedError
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker import capacity
+from tests.support.loads import set_synchronous_loads
 from tests.support.manual_copies import ManualWindows
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_rank import PlayedExecutor
@@ -240,6 +242,29 @@ def test_an_engine_loads_straight_from_the_slots_of_another(
         rank.copies.arena[:] ^= 0x40
     with pytest.raises(AssertionError):
         engine.serve("again", PREFIXES[0])
+
+
+def test_those_that_share_what_is_loaded_from_a_peer_are_looked_up_in_no_block(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, engine = pooled(memory_folder, 2, slots=30)
+    owner.serve("first", PREFIXES[0], 1)
+    set_synchronous_loads(engine.offload, False)
+    look_up, asked = PeerSlots.look_up, []
+
+    def count(peers: PeerSlots, keys: list[bytes]) -> Any:
+        asked.append(len(keys))
+        return look_up(peers, keys)
+
+    monkeypatch.setattr(PeerSlots, "look_up", count)
+    for number in range(8):
+        engine.add(f"{number}", [*PREFIXES[0], number], 1)
+    engine.step(1)
+    assert asked == [len(PREFIXES[0]) // 4]
+    engine.run()
+    assert engine.totals["peers_read_bytes"] > 0
+    assert not engine.totals["hook_errors"]
+    assert len(engine.answers) == 8
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -129,8 +129,6 @@ class Lookups:
         known = start_tokens
         if patient:
             known = prefixes.end_within(self.arriving, hashes, start_tokens, limit)
-        if known > start_tokens and prefixes.chain_key(hashes, known) not in self._manager:
-            known = start_tokens  # host memory was emptied
         end, shared = prefixes.longest_hits(hashes, self.readable, start_tokens, limit, known)
         # Not in an answer: prompts do not diverge there, and each turn would cost a state.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
@@ -166,8 +164,8 @@ class Lookups:
         """Return the request whose load brings the first slot that this one needs, if any does.
 
         Takes O(1), since a thousand requests may share a prefix that is loaded for one of them.
-        Host memory has what is loaded, so it is a hit for every request that shares it. With
-        windows, states and proofs that is certain only for those that share all of it.
+        What is loaded is a hit for every request that shares it. With windows, states and proofs
+        that is certain only for those that share all of it.
         """
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         first_end = start_tokens + prefixes.alignment_tokens
@@ -177,7 +175,7 @@ class Lookups:
             return None
         key = prefixes.chain_key(hashes, first_end)
         owner = self.arriving.get(key)
-        if owner is None or key not in self._manager:  # else host memory was emptied
+        if owner is None:
             return None
         if not prefixes.serves_whole_requests:
             loaded_end = 0 if owner.loaded is None else owner.loaded[1]
@@ -204,6 +202,13 @@ class Lookups:
             # Another request that gave up waiting may load the same key.
             if self._owner_of.get(key) is tracked:
                 del self._owner_of[key]
+
+    def emptied(self) -> None:
+        """Let no request wait for a load of what was dropped meanwhile."""
+        for tracked in {*self._owner_of.values(), *self._not_indexed}:
+            tracked.arriving = []
+        self._owner_of.clear()
+        self._not_indexed.clear()
 
     @property
     def arriving(self) -> dict[SlotKey, TrackedRequest]:

@@ -366,6 +366,23 @@ def test_a_head_whose_tail_is_read_leaves_if_nothing_else_can():
     manager.check_integrity()
 
 
+def test_a_slot_that_lost_its_key_while_it_is_read_is_given_to_no_other_key():
+    """It was opened together with the first victim, and its child leaves before it."""
+    manager = CacheManager(AutoPolicy(3))
+    blocks = [(b"first", 50_000, None), (b"head", 100, None), (b"tail", 2000, b"head")]
+    for key, tokens, parent in blocks:
+        manager.complete_store(manager.offer([key], [Run(1, tokens, parent=parent)])[0])
+    manager.complete_store(manager.prepare_store([b"new"]))
+    assert manager.readable([b"first", b"head", b"tail"]).tolist() == [False, True, True]
+    read = manager.prepare_load([b"head"])
+    manager.forget(read)
+    given = manager.prepare_store([b"a", b"b", b"c"])
+    assert len(given) == 2
+    assert not {*given.tolist()} & {*read.tolist()}
+    manager.complete_load(read)
+    manager.check_integrity()
+
+
 def test_as_many_slots_are_given_as_nobody_holds_whatever_stands_behind_what():
     """Prompts of one tree, in a cache for a few blocks; loads and stores end at any time."""
     rng = random.Random(0)

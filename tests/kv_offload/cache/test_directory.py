@@ -131,6 +131,14 @@ def test_a_key_that_does_not_fit_is_named_nowhere(tmp_path: Path) -> None:
     assert found(directory) == {1: OLD}
 
 
+def test_keys_of_many_lengths_get_no_name_of_another(tmp_path: Path) -> None:
+    """Together they are as long as if all were as long as the first."""
+    directory = Directory(tmp_path, FILES, 4)
+    keys = [b"aa", b"b", b"cc", b"ddd"]
+    directory.publish(np.arange(4, dtype=np.int32), keys)
+    assert found(directory) == {0: b"aa"}
+
+
 @pytest.mark.parametrize(
     ("files", "num_slots"), [({0: "rank-0.kind.1"}, 4), ({**FILES, 1: "other"}, 4), (FILES, 5)]
 )

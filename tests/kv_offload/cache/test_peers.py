@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_directory
-from kv_offload.cache.key_index import Names
+from kv_offload.cache.key_index import Names, candidates
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
 from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slots import Slots
@@ -66,10 +66,11 @@ def only(peers: PeerDirectories) -> PeerDirectory:
 def lease(peer: PeerDirectory, keys: list[bytes]) -> tuple[list[bytes], Slots]:
     """Lease what a peer has of some keys; return these and their slots."""
     names = Names.of(keys)
-    slots = peer.contents.find(names)
-    rows = np.flatnonzero(slots >= 0)
-    good = peer.lease(slots[rows], Names(names.words[rows], names.hashes[rows]))
-    return [keys[row] for row in rows[good].tolist()], slots[rows[good]]
+    ((found, rows),) = candidates([peer.contents.index], names.hashes)
+    words, slots = names.words[rows], found.astype(np.int32)
+    has = peer.contents.have(slots, words)
+    good = peer.lease(slots[has], words[has])
+    return [keys[row] for row in rows[has][good].tolist()], slots[has][good]
 
 
 def read(peer: PeerDirectory, keys: list[bytes]) -> int:
@@ -173,7 +174,7 @@ def test_what_its_owner_does_before_the_lease_has_it_refused(
             act(directory, words, tmp_path / "seat-0")
 
     monkeypatch.setattr("kv_offload.cache.peers.order_memory", order)
-    good = peer.lease(SLOTS, names)
+    good = peer.lease(SLOTS, names.words)
     assert len(orders) >= 4
     assert not good.any()
     assert peer.num_leases == 0

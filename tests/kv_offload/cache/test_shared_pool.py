@@ -210,6 +210,46 @@ def test_of_two_loads_of_a_slot_the_last_one_ends_the_lease(tmp_path: Path) -> N
     assert not owner.manager.directory.are_leased(own).any()
 
 
+def test_hits_of_one_step_that_share_a_prefix_have_leases_each(tmp_path: Path) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    owner.serve(blocks(0, 8))
+    host, prompts = reader.manager, [blocks(0, count) for count in (4, 6, 8)]
+    for keys in prompts:
+        assert host.readable(keys).all()
+        assert host.reserve(keys)
+    assert host.readable(blocks(0, 8)).all()  # for a request that waits
+    loads = [host.prepare_load(keys) for keys in reversed(prompts)]
+    host.end_step()
+    own = owner.manager.find(blocks(0, 8))
+    for slots, keys in zip(loads, reversed(prompts), strict=True):
+        assert (slots & 0xFFFFFF).tolist() == owner.manager.find(keys).tolist()
+    for slots, left in zip(loads, (6, 4, 0), strict=True):
+        host.complete_load(slots)
+        assert owner.manager.directory.are_leased(own).tolist() == [
+            block < left for block in range(8)
+        ]
+    assert not reader.peers.num_leases
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (3, 5), (2, 4)])
+def test_of_a_prompt_only_what_is_not_here_is_loaded_from_a_peer(
+    tmp_path: Path, first: int, count: int
+) -> None:
+    owner, reader = make_pool(tmp_path, 2)
+    keys, here = blocks(0, 8), blocks(first, count)
+    owner.serve(keys)
+    slots, _ = reader.manager.offer(here, [Run(count, count, must=True)])
+    reader.manager.complete_store(slots)
+    load = reader.begin(keys)
+    assert len(load) == 8
+    assert reader.manager.owned(load).tolist() == slots.tolist()
+    assert reader.peers.num_leases == 8 - count
+    leased = owner.manager.directory.are_leased(owner.manager.find(keys))
+    assert leased.tolist() == [key not in here for key in keys]
+    reader.manager.complete_load(load)
+    assert not reader.peers.num_leases
+
+
 def test_what_is_reserved_and_not_loaded_is_given_back(tmp_path: Path) -> None:
     owner, reader = make_pool(tmp_path, 2)
     keys = blocks(0, 4)

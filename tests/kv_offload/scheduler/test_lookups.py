@@ -347,7 +347,8 @@ def test_those_that_share_what_is_loaded_are_looked_up_in_no_block(count_lookups
     counts = count_lookups(asked)
     assert [asked.match(f"{i}", tokens=49) for i in range(20)] == [None] * 20
     assert counts == []
-    asked.manager.reset()
+    asked.offload.resets.reset_cache()
+    assert asked.match("0", tokens=49) == 0, "it waited for what was loaded"
     assert asked.match("after a reset") == 0
 
 

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
 
+from kv_swap.tiers.engine import TierDirection
+
 from kv_offload.cache.peer_slots import PeerSlots
 from tests.kv_offload.test_host_pool import PooledEngine, meet
 from tests.support.manual_tier import REMOTE, manual_remote
@@ -22,16 +24,16 @@ def test_what_a_peer_evicts_while_it_is_looked_up_is_computed(memory_folder, tmp
     peer.serve("first", PROMPT)
     engine = PooledEngine(memory_folder, more={"disk": disk})
     meet(engine)
-    find, calls = PeerSlots.find, []
+    find, calls = PeerSlots._find, []
 
-    def find_no_longer(peers, keys, *, uses=False):
-        found = find(peers, keys, uses=uses)
+    def find_no_longer(peers, keys, names, *, uses=False):
+        found = find(peers, keys, names, uses=uses)
         calls.append(int((found >= 0).sum()))
         manager = peer.offload.manager
         manager.forget(np.array([*manager.readable_slots().values()], np.int32))
         return found
 
-    monkeypatch.setattr(PeerSlots, "find", find_no_longer)
+    monkeypatch.setattr(PeerSlots, "_find", find_no_longer)
     engine.serve("same", PROMPT)
     assert any(calls)
     assert not peer.offload.manager.readable_slots()
@@ -82,3 +84,36 @@ def test_a_block_is_in_the_tiers_of_the_engine_that_stored_it_alone(
         assert engine.blocks_on_disk() == owner.blocks_on_disk()
         for one in (owner, engine):
             one.connector.shutdown()
+
+
+def test_what_is_read_here_and_a_peer_has_by_now_is_waited_for(memory_folder, tmp_path):
+    """A request that has less of it on the GPU reads the rest; its slots are still written."""
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    engine = PooledEngine(memory_folder, more={"disk": disk})
+    host, tier = engine.offload.manager, engine.ranks[0].tier
+    engine.serve("first", PROMPT, 1)
+    engine.rest()
+    host.forget(np.array([*host.readable_slots().values()], np.int32))
+    assert engine.scheduler.reset_prefix_cache()
+    engine.serve("beginning", PROMPT[:9], 1)
+    try:
+        tier.stuck = True
+        engine.add("a", PROMPT, 2)
+        engine.step(3, copies=True)
+        assert len(host.readable_slots()) == 2
+        read = [job for job in tier.submitted if job.direction is TierDirection.PROMOTE]
+        assert sum(len(job.pairs) for job in read) == len(PROMPT) // 4 - 2
+        peer = PooledEngine(memory_folder)
+        peer.serve("same", PROMPT, 1)
+        meet(engine)
+        assert (host.peers.find([*peer.offload.manager.readable_slots()]) >= 0).all()
+        assert engine.scheduler.reset_prefix_cache()
+        engine.add("b", PROMPT, 2)
+        engine.step(3, copies=True)
+        assert not engine.totals["hook_errors"]
+        assert not engine.answers.keys() & {"a", "b"}
+    finally:
+        tier.stuck = False
+    engine.run()
+    engine.check_rest()
+    assert not engine.totals["hook_errors"]
