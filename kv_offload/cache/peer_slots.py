@@ -36,7 +36,7 @@ class Opened:
 
 
 class Found:
-    """Keys that lookups of this step have found in peers, one a row; the first row of a key counts.
+    """Keys that lookups of this step have found in peers, one a row. A key may have several rows.
 
     What is asked for is nearly always what one lookup after the other has found, in this order.
     """
@@ -45,8 +45,6 @@ class Found:
         self._keys: list[bytes] = []
         self._begins: dict[bytes, int] = {}
         """The row in which a lookup began, by its key."""
-        self._row_of: dict[bytes, int] = {}
-        """Empty, or the row of every key."""
         self.slots = NO_SLOTS
         """-1 for a key that was lost."""
         self.words = np.empty((0, NAME_WORDS), np.uint64)
@@ -56,21 +54,19 @@ class Found:
     def add(self, keys: Sequence[bytes], slots: Slots, words: NDArray[np.uint64]) -> None:
         """Add what a lookup has found."""
         self._begins.setdefault(keys[0], len(self._keys))
-        self._row_of.clear()
         self._keys += keys
         self.slots = np.concatenate((self.slots, slots))
         self.words = np.concatenate((self.words, words))
         self.are_leased = np.append(self.are_leased, np.zeros(len(keys), bool))
 
-    def rows_of(self, keys: Sequence[bytes]) -> NDArray[np.intp]:
-        """Return the row of each key, -1 for one that was not found."""
-        first, all_keys = self._begins.get(keys[0], 0), self._keys
-        if all_keys[first : first + len(keys)] == keys:
-            return np.arange(first, first + len(keys))
-        if not self._row_of:
-            rows = reversed(range(len(all_keys)))
-            self._row_of = dict(zip(reversed(all_keys), rows, strict=True))
-        return np.fromiter(map(self._row_of.get, keys, repeat(-1)), np.intp, len(keys))
+    def rows_of(self, keys: Sequence[bytes], allowed: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Return for each key one of the `allowed` rows that it has, -1 if it has none."""
+        first = self._begins.get(keys[0], 0)
+        end = first + len(keys)
+        if self._keys[first:end] == keys and allowed[first:end].all():
+            return np.arange(first, end)
+        row_of = {self._keys[row]: row for row in np.flatnonzero(allowed)[::-1].tolist()}
+        return np.fromiter(map(row_of.get, keys, repeat(-1)), np.intp, len(keys))
 
     def lose(self, rows: NDArray[np.intp]) -> list[bytes]:
         """Give up the slots of rows, and return the keys."""
@@ -156,9 +152,9 @@ class PeerSlots:
         found = self._found
         if not len(found.slots) or not len(keys):
             return True
-        rows = found.rows_of(keys)
+        rows = found.rows_of(keys, found.slots >= 0)
         rows = rows[rows >= 0]
-        rows = rows[(found.slots[rows] >= 0) & ~found.are_leased[rows]]
+        rows = rows[~found.are_leased[rows]]
         slots, words, good = found.slots[rows], found.words[rows], np.zeros(len(rows), bool)
         seats = (slots >> WINDOW_BITS) - 1
         for opened in self.opened:
@@ -181,11 +177,9 @@ class PeerSlots:
 
         They count as used. Raises `MissingKeyError`; then nothing is held.
         """
-        rows = self._found.rows_of(keys)
-        reserved = rows >= 0
-        reserved[reserved] = self._found.are_leased[rows[reserved]]
-        if not reserved.all():
-            key = keys[int(reserved.argmin())]
+        rows = self._found.rows_of(keys, self._found.are_leased)
+        if (rows < 0).any():
+            key = keys[int(rows.argmin())]
             raise MissingKeyError(f"{key!r} is not reserved: look it up in the same step")
         slots = self._found.slots[rows]
         for peer, own in self._by_peer(slots):

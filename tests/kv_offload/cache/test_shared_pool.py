@@ -16,6 +16,7 @@ import pytest
 from kv_offload.cache import lasting
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.policies import make_policy
+from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slots import MissingKeyError, Run, Slots
 
@@ -248,6 +249,72 @@ def test_of_a_prompt_only_what_is_not_here_is_loaded_from_a_peer(
     assert leased.tolist() == [key not in here for key in keys]
     reader.manager.complete_load(load)
     assert not reader.peers.num_leases
+
+
+def test_a_window_that_only_a_peer_has_is_loaded_though_its_search_went_back(
+    tmp_path: Path,
+) -> None:
+    """The search finds some of the blocks twice, and the load needs what is here, too."""
+    own, peer = make_pool(tmp_path, 2)
+    window = CacheGroup(1, 16, window_tokens=8 * 16 + 1)
+    prefixes = PrefixMap(
+        (CacheGroup(0, 16), window), 16, lambda block_hash, group: block_hash + bytes(4 * group)
+    )
+    hashes = [b"%032d" % number for number in range(40)]
+    for member, group, count in ((own, prefixes.groups[0], 40), (peer, window, 34)):
+        member.serve(prefixes.slot_keys(hashes, group, 0, count))
+    own.meet()
+    end, _ = prefixes.longest_hits(hashes, own.manager.readable, 0, 40 * 16)
+    assert end == 34 * 16
+    keys = prefixes.needed_keys(hashes, 0, end)
+    assert own.manager.reserve(keys)
+    slots = own.manager.prepare_load(keys)
+    assert len(own.manager.owned(slots)) == 34
+    own.manager.end_step()
+    own.manager.complete_load(slots)
+    assert not own.peers.num_leases
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_lookups_found_in_any_order_is_reserved_and_held(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    own, peer = make_pool(tmp_path, 2)
+    keys = blocks(0, 60)
+    peer.serve(keys)
+    for _ in range(100):
+        found: set[bytes] = set()
+        for _ in range(chance.randint(1, 4)):
+            asked = keys[(first := chance.randrange(40)) : first + chance.randint(1, 20)]
+            assert own.peers.look_up(asked).all()
+            found |= {*asked}
+        wanted = [key for key in keys[chance.randrange(40) :] if chance.random() < 0.9]
+        assert own.peers.reserve([*blocks(1000, chance.randrange(3)), *wanted])
+        if held := [key for key in wanted if key in found]:
+            slots = own.peers.hold(held)
+            assert own.peers.drop()
+            assert own.peers.num_leases == len(held)
+            own.peers.release(slots)
+        own.peers.drop()
+        assert not own.peers.num_leases
+
+
+def test_a_key_that_was_lost_and_is_found_again_in_the_same_step_is_reserved(
+    tmp_path: Path,
+) -> None:
+    own, peer = make_pool(tmp_path, 2)
+    keys = blocks(0, 4)
+    peer.serve(keys)
+    assert own.peers.look_up(keys).all()
+    slots = peer.manager.find(keys[2:3])
+    peer.manager.forget(slots)
+    assert not own.peers.reserve(keys)
+    own.peers._lost.clear()  # as when its time is over
+    peer.serve(keys)
+    assert own.peers.look_up(keys).all()
+    assert own.peers.reserve(keys)
+    own.peers.release(own.peers.hold(keys))
+    assert own.peers.drop()
+    assert not own.peers.num_leases
 
 
 def test_what_is_reserved_and_not_loaded_is_given_back(tmp_path: Path) -> None:
