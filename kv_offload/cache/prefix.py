@@ -238,9 +238,8 @@ class PrefixMap:
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return the number of slots that extend a prefix from `start_tokens` to `end_tokens`."""
         needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
-        return sum(map(len, needed)) + sum(
-            end_tokens % group.block_tokens > 0 for group in self.stored_groups
-        )
+        tails = (end_tokens % group.block_tokens > 0 for group in self.stored_groups)
+        return sum(map(len, needed)) + (sum(tails) if end_tokens > start_tokens else 0)
 
     def needed_tokens(self, start_tokens: int, end_tokens: int) -> NDArray[np.int64]:
         """Return the first token of each slot of `needed_keys`, shape `(keys,)`."""
@@ -248,7 +247,8 @@ class PrefixMap:
             np.arange(slots.start, stop, dtype=np.int64) * group.block_tokens
             for group in self.stored_groups
             for slots in [self.needed_slots(group, start_tokens, end_tokens)]
-            for stop in [slots.stop + (end_tokens % group.block_tokens > 0)]
+            for has_tail in [end_tokens > start_tokens and end_tokens % group.block_tokens > 0]
+            for stop in [slots.stop + has_tail]
         ]
         return np.concatenate(tokens)
 
@@ -260,7 +260,8 @@ class PrefixMap:
         for group in self.groups:
             slots = self.needed_slots(group, start_tokens, end_tokens)
             keys += self.slot_keys(hashes, group, slots.start, slots.stop)
-            keys += self.tail_keys(hashes, group, end_tokens)
+            if end_tokens > start_tokens:
+                keys += self.tail_keys(hashes, group, end_tokens)
         return keys
 
     def chain_keys(

@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup, PrefixMap
+from kv_offload.scheduler.stores import tails
 from kv_offload.scheduler.stores.tails import StoreTails
 from tests.kv_offload.test_draft_head import HeadEngine
 from tests.support.played_cases import (
@@ -94,6 +95,27 @@ def test_a_tail_is_stored_once():
 def test_a_tail_in_the_first_block_is_a_hit(async_scheduling):
     engine = store(engine_of(), PROMPT[:5])
     assert hit_tokens(engine, PROMPT[:5]) == 4
+
+
+@both_ways
+@pytest.mark.parametrize("where", ["host memory", "GPU cache"])
+def test_what_is_computed_after_a_hit_inside_a_block_ends_with_the_block(where):
+    """Where a backend keeps the last state within a prefill, vLLM would run past that end."""
+    first, second = [1] * 14, [1] * 12 + [0, 1] * 8
+    engine = store(engine_of(checkpoints=1, blocks=60), first)
+    if where == "host memory":
+        forget(engine)
+    store(engine, second)
+    engine.check_host_memory()
+    assert hit_tokens(engine, second) >= 3 * LARGE
+    engine.rest()
+
+
+def test_few_tokens_of_a_block_are_not_worth_a_tail(monkeypatch):
+    monkeypatch.setattr(tails, "LEAST_SHARE", 1)
+    engine = store(engine_of(), PROMPT)
+    assert tails_in(engine) == 0
+    assert hit_tokens(engine, PROMPT) == WHOLE
 
 
 @both_ways

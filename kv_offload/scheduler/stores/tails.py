@@ -17,6 +17,10 @@ from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen
 
 
+LEAST_SHARE = 8
+"""A tail is stored if it has this part of a block's tokens at least: it takes whole slots."""
+
+
 @dataclass(slots=True)
 class Tail:
     """The blocks of a request inside of which a prefix ends: a span, a key and a block of each."""
@@ -63,7 +67,10 @@ class StoreTails:
                     self._noted.append(tail)
 
     def _is_wanted(self, cursor: StoreCursor, computed_tokens: int, end_tokens: int) -> bool:
-        """Return whether a tail is to be stored, and its proof, where it needs one, computed."""
+        """Return whether a tail is worth its slots, and its proof, where it needs one, computed."""
+        block_tokens = self._prefixes.alignment_tokens
+        if end_tokens % block_tokens * LEAST_SHARE < block_tokens:
+            return False
         proof_tokens = self._prefixes.proof_tokens
         if proof_tokens:
             proof_tokens += self._prefixes.unnamed_tokens

@@ -14,6 +14,7 @@ from kv_offload.engines.vllm.patches.update_from_output import apply_reports_fir
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
     clear_uncomputed_hashes,
     drop_stale_session_hashes,
+    stop_at_block_end,
 )
 from kv_offload.engines.vllm.patches.waiting import skip_waiting
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
@@ -39,6 +40,7 @@ PATCHES = (
         drop_stale_session_hashes,
         needed=lambda setup: setup.version < (0, 33),
     ),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", stop_at_block_end),
     EXECUTE_MODEL,
     LOAD_WEIGHTS,
 )

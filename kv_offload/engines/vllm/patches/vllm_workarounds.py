@@ -47,3 +47,27 @@ def drop_stale_session_hashes(
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
     return original(self, session, *args, **kwargs)
+
+
+def stop_at_block_end(
+    original: Callable[..., int],
+    self: Any,
+    request: Any,
+    num_new_tokens: int,
+    num_new_local_computed_tokens: int = 0,
+    num_external_computed_tokens: int = 0,
+) -> int:
+    """Run around `Scheduler._mamba_block_aligned_split`; a chunk that begins in a block ends there.
+
+    After a hit that ended inside a block vLLM lets the last chunk of a prompt run past the end of
+    that block if the backend keeps the state at the prompt's last hash by itself. Nothing keeps the
+    state at the end of the block, but vLLM names the block that has the state at the beginning of
+    the chunk. The next hit would continue from that one.
+    """
+    known = num_new_local_computed_tokens, num_external_computed_tokens
+    count = original(self, request, num_new_tokens, *known)
+    start, block_tokens = request.num_computed_tokens + sum(known), self.cache_config.block_size
+    prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+    if start >= prefill_end or not start % block_tokens:
+        return count
+    return min(count, block_tokens - start % block_tokens)
