@@ -153,9 +153,11 @@ def test_lookups_in_peers(benchmark: Any, pool: Pool, size: Size) -> None:
 
     benchmark.pedantic(turn, rounds=size.rounds)
     order = sorted(took, key=lambda case: case.rpartition(",")[0])
-    rows = [{"case": case, "seconds": spread(took[case])} for case in order]
+    rows = [
+        {"case": case, "rounds": len(took[case]), "seconds": spread(took[case])} for case in order
+    ]
     assert len(rows) == 8
     if size is FULL:
         for row in rows:
             print(row)
-        keep_rows("lookups.json", rows, keys=BLOCKS, slots=size.slots, rounds=size.rounds)
+        keep_rows("lookups.json", rows, keys=BLOCKS, slots=size.slots)
