@@ -78,7 +78,7 @@ class Windows:
             if mapped.ends and not mapped.ranks:
                 del self._mapped[seat]
                 peers.directories.drop(mapped.peer)
-            elif not mapped.ends and mapped.peer not in usable:
+            elif not mapped.ends and (mapped.is_closed or mapped.peer not in usable):
                 mapped.is_closed = True
                 peers.open(mapped.peer, 0)
                 if not peers.has_leases(mapped.peer):
@@ -156,7 +156,7 @@ class Windows:
         if any(
             not mapped.ranks
             if mapped.ends
-            else (mapped.peer not in listed or not mapped.peer.usable_slots)
+            else (mapped.is_closed or mapped.peer not in listed or not mapped.peer.usable_slots)
             and not peers.has_leases(mapped.peer)
             for mapped in self._mapped.values()
         ):

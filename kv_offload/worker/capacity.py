@@ -43,11 +43,13 @@ def check_available(
     Raises `CapacityError`.
     """
     this_host, may_wait = read_boot(), wait is not None
-    headroom = headroom_bytes(traced.host)
     while True:
-        reports = gather((this_host, read_available_memory()))
-        here = [memory for host, memory in reports if host == this_host]
-        least = min(here, key=lambda memory: memory.size_bytes)
+        # Every rank must come to the same answer, or some would wait for the others' next report.
+        own = headroom_bytes(traced.host)
+        reports = gather((this_host, read_available_memory(), own))
+        here = [(memory, free) for host, memory, free in reports if host == this_host]
+        least = min((memory for memory, _ in here), key=lambda memory: memory.size_bytes)
+        headroom = max(free for _, free in here)
         share_bytes = traced.config.host_bytes * len(here) // len(reports)
         new_bytes = max(0, share_bytes - kept_bytes)
         if new_bytes + headroom <= least.size_bytes:
@@ -57,11 +59,16 @@ def check_available(
             f"{traced.describe_request()}{part}, but only {describe_bytes(least.size_bytes)} are "
             f"available now ({least.source}), of which {format_size(headroom)} must stay free"
         )
-        if wait is None or not may_wait:
+        # Ranks of other hosts may have enough, and not ask again.
+        if wait is None or not may_wait or len(here) < len(reports):
             raise CapacityError(
                 f"{lack}. Lower cpu_bytes, end what else takes memory, or give the process more."
             )
-        may_wait = any(waited for (waited,) in gather((wait(lack),)))
+        try:
+            waited = wait(lack)
+        except OSError:  # somebody has removed the folder
+            waited = False
+        may_wait = any(gather(waited))
     part = new_bytes / least.size_bytes
     if part <= LARGE_PART:
         return None

@@ -42,12 +42,13 @@ class PooledEngine(PlayedEngine):
 
     def __init__(self, folder: Path, *, more: Mapping[str, Any] = {}, **arguments: Any) -> None:
         plugin = {"host_pool": "chat", "host_pool_path": str(folder), **more}
-        given: dict[int, list[Any]] = {}
+        given: dict[Any, list[Any]] = {}
 
         def gather(value: Any) -> list[Any]:
             """Return what the ranks gave that were built before, and this one."""
-            given.setdefault(len(value), []).append(value)
-            return given[len(value)]
+            kind = isinstance(value, bool) or isinstance(value[1], HostMemory), type(value)
+            given.setdefault(kind, []).append(value)
+            return given[kind]
 
         folder.mkdir(exist_ok=True)
         with mock.patch.object(ranks, "gather_over_ranks", gather):

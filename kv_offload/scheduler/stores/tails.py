@@ -16,7 +16,6 @@ from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen
 
-
 LEAST_SHARE = 8
 """A tail is stored if it has this part of a block's tokens at least: it takes whole slots."""
 

@@ -225,6 +225,33 @@ def test_a_retired_seat_is_mapped_again_for_the_next_engine(memory_folder, monke
     assert bed.readable == 4
 
 
+def test_a_peer_that_is_out_of_sight_for_a_moment_is_mapped_again(
+    memory_folder, monkeypatch
+) -> None:
+    """As when its folder could not be listed, while a load keeps its window."""
+    bed = Bed(memory_folder, monkeypatch)
+    bed.make_peer()
+    bed.plan()
+    bed.map_all()
+    assert bed.readable == 4
+    assert bed.manager.reserve(KEYS)
+    load = bed.manager.prepare_load(KEYS)
+    (bed.seat / DIRECTORY).rename(bed.seat / "away")
+    bed.manager.peers.directories.refresh()
+    bed.plan()
+    (bed.seat / "away").rename(bed.seat / DIRECTORY)
+    bed.manager.peers.directories.refresh()
+    bed.manager.complete_load(load)
+    assert bed.engine.offload.has_pending_work
+    assert bed.plan() == (Window(1, {}),)
+    for rank in range(2):
+        bed.report({}, rank)
+    changes = [*bed.plan(), *bed.plan()]
+    assert changes == [Window(1, bed.paths, SLOTS)]
+    bed.map_all()
+    assert bed.readable == 4
+
+
 def test_bytes_from_peers_are_counted(memory_folder, monkeypatch) -> None:
     bed = Bed(memory_folder, monkeypatch)
     bed.make_peer()

@@ -77,8 +77,9 @@ class Ranks:
 
     def _gather(self, own: Any) -> list[Any]:
         self.calls += 1
-        assert own in self._told
-        return self._told
+        *told, headroom = own
+        assert tuple(told) in self._told
+        return [(*one, headroom) for one in self._told]
 
 
 def test_all_ranks_decide_by_the_least_that_one_of_them_saw():
@@ -108,8 +109,8 @@ def test_memory_that_others_are_about_to_free_is_waited_for(
             available.append(100 * GIB + HEADROOM)
         return len(lacks) < 5
 
-    def gather(own: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return [own, own] if len(own) == 2 else [(False,), own]
+    def gather(own: Any) -> list[Any]:
+        return [own, own] if isinstance(own, tuple) else [False, own]
 
     if frees:
         assert check_available(asking("100GiB"), gather, wait=wait)
@@ -119,6 +120,24 @@ def test_memory_that_others_are_about_to_free_is_waited_for(
             check_available(asking("100GiB"), gather, wait=wait)
         assert len(lacks) == 5
     assert lacks[0].endswith("of which 2 GiB must stay free")
+
+
+def test_ranks_whose_limits_differ_come_to_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that went on alone would leave the others in a gather that never ends."""
+    memory = HostMemory(100 * GIB + HEADROOM, "MemAvailable in /proc/meminfo")
+    monkeypatch.setattr("kv_offload.worker.capacity.read_available_memory", lambda: memory)
+
+    def gather(own: Any) -> list[Any]:
+        if not isinstance(own, tuple):
+            return [own, own]
+        host, found, headroom = own
+        return [own, (host, found, headroom + 1)]
+
+    def wait(lack: str) -> bool:
+        raise FileNotFoundError("the folder of the seat was removed")
+
+    with pytest.raises(CapacityError, match="must stay free"):
+        check_available(asking("100GiB"), gather, wait=wait)
 
 
 def test_a_replica_that_spans_hosts_needs_the_part_of_each():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,47 @@ def test_peers_that_read_a_seat_without_arenas_are_waited_for(
     release_addresses(address, mapped.nbytes)
     assert not third.wait_for_readers("a lack")
     assert len(waits) == 2
+
+
+def test_all_readers_of_a_folder_are_found_among_locks_of_others(tmp_path: Path) -> None:
+    """In whatever order they came; another program may have locked any part of the folder."""
+    with contextlib.ExitStack() as stack:
+        for first, count in ((500, 1), (300, 1), (400, 1), (350, 20), (900, 0)):
+            fd = os.open(tmp_path, os.O_RDONLY)
+            stack.callback(os.close, fd)
+            reading._control(fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, first, count)
+        assert reading.find_readers(tmp_path) == [300, 400, 500]
+    assert reading.find_readers(tmp_path) == []
+
+
+def test_a_forked_child_keeps_neither_memory_nor_lock_of_a_removed_arena(
+    memory_folder: Path,
+) -> None:
+    file = memory_folder / "rank-0.kind.token"
+    with file.open("wb") as written:
+        os.posix_fallocate(written.fileno(), 0, NBYTES)
+    address = reserve_addresses(NBYTES)
+    mapped = ReadMapping(address, NBYTES, file, writable=False)
+    (end, go_on), (is_there, there) = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(go_on)
+        os.write(there, b"!")
+        os.read(end, 1)
+        os._exit(0)
+    try:
+        assert os.read(is_there, 1)
+        inode = file.stat().st_ino
+        file.unlink()
+        mapped.close()
+        release_addresses(address, mapped.nbytes)
+        assert reading.find_readers(memory_folder) == []
+        held = [os.stat(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")]
+        assert inode not in {found.st_ino for found in held if stat.S_ISREG(found.st_mode)}
+    finally:
+        os.close(go_on)
+        os.waitpid(child, 0)
+        for descriptor in (end, there, is_there):
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize("num_peers", [0, 1])

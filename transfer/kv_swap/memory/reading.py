@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from pathlib import Path
 
 from kv_swap.errors import PinnedMemoryError
@@ -42,20 +43,45 @@ _FLOCK = struct.Struct("@hhqqi4x")
 def find_readers(folder: Path) -> list[int]:
     """Return the processes that read arenas of a folder, by their numbers in their containers."""
     found: list[int] = []
+    parts = [(0, 0)]  # start and length, to the end if that is 0
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     try:
-        while True:
-            after = found[-1] + 1 if found else 0
-            answer = _control(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, after, 0)
-            if answer[0] == fcntl.F_UNLCK:
-                return found
-            found.append(answer[2])
+        while parts:
+            start, length = parts.pop()
+            answer = _control(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, length)
+            kind, _, locked, locked_bytes, _ = answer
+            if kind == fcntl.F_UNLCK:
+                continue
+            if locked_bytes == 1:  # other programs may lock more
+                found.append(locked)
+            # The answer may be any of the locks.
+            if locked > start:
+                parts.append((start, locked - start))
+            after, end = locked + locked_bytes, start + length
+            if locked_bytes and not (length and after >= end):
+                parts.append((after, end - after if length else 0))
     finally:
         os.close(fd)
+    return sorted(found)
 
 
 def _control(fd: int, command: int, kind: int, start: int, length: int) -> tuple[int, ...]:
     return _FLOCK.unpack(fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)))
+
+
+_MAPPINGS: weakref.WeakSet[ReadMapping] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Close what a forked child has of these mappings: descriptors, but not the memory itself.
+
+    They would keep the memory of a removed arena, and the lock, as long as the child lives.
+    """
+    for mapping in _MAPPINGS:
+        mapping._held.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Readers:
@@ -110,6 +136,7 @@ class ReadMapping(Mapping):
                 raise PinnedMemoryError(f"it has {size} bytes, and {nbytes} are wanted")
             super().__init__(nbytes, fd=self._fd, address=address)
             self._held = stack.pop_all()
+        _MAPPINGS.add(self)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault the pages of a range in; releases the GIL.
