@@ -610,9 +610,12 @@ def test_the_documented_table_is_the_schema_whose_defaults_load(write):
 
 
 def test_the_documented_examples_name_every_key(write):
+    """Those of the page of keys, and of the one that has every kind of remote store."""
     named: set[str] = set()
-    for example in re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL):
-        given = trace_config({"config_file": write(example)}, {}, host=HOST).given
+    pages = DOCS.read_text() + DOCS.with_name("tiers.md").read_text()
+    for example in re.findall(r"```yaml\n(.*?)```", pages, re.DOTALL):
+        host = HostMemory(1 << 40, "a test")
+        given = trace_config({"config_file": write(example)}, {}, host=host).given
         named |= {name for name, value in given.items() if value.source != DEFAULT}
     assert {*SCHEMA} <= named
 

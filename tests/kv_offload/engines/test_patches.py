@@ -73,6 +73,7 @@ ALWAYS = {
     "update_from_output",
     "_preempt_request",
     "prefix_cache_lookup_enabled",
+    "_mamba_block_aligned_split",
 }
 
 

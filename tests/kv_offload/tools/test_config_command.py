@@ -70,7 +70,10 @@ def test_the_documented_run_is_real(tmp_path, command, monkeypatch):
     example, *_ = re.findall(r"```yaml\n(.*?)```", docs, re.DOTALL)
     (printed,) = re.findall(r"```\n(# Effective.*?)```", docs, re.DOTALL)
     (tmp_path / "kv-offload.yaml").write_text(example)
-    assert command("config", "kv-offload.yaml").out.replace(str(tmp_path), "/srv") == printed
+    found = command("config", "kv-offload.yaml").out.replace(str(tmp_path), "/srv")
+    begin, end = printed.split("...\n")
+    assert found.startswith(begin)
+    assert found.endswith(end)
 
 
 @pytest.mark.parametrize("name", ["it's here.yaml", 'a"b$HOME`x`.yaml', "ü\n.yaml", "\udcff.yaml"])

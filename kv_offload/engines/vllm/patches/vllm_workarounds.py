@@ -66,8 +66,8 @@ def stop_at_block_end(
     """
     known = num_new_local_computed_tokens, num_external_computed_tokens
     count = original(self, request, num_new_tokens, *known)
-    start, block_tokens = request.num_computed_tokens + sum(known), self.cache_config.block_size
+    block_tokens: int = self.cache_config.block_size
+    start = request.num_computed_tokens + sum(known)
     prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-    if start >= prefill_end or not start % block_tokens:
-        return count
-    return min(count, block_tokens - start % block_tokens)
+    inside = start % block_tokens
+    return count if start >= prefill_end or not inside else min(count, block_tokens - inside)
