@@ -26,6 +26,7 @@ from tests.engine.harness import (
     plain_answers,
 )
 from tests.support.inputs import BLOCK_BYTES, random_tokens
+from tests.support.patience import be_patient
 from tests.support.router import Router
 
 PAGE = Path(__file__).parents[2] / "docs/use/events.md"
@@ -173,6 +174,7 @@ def test_a_router_knows_what_is_in_host_memory(model_folder, tmp_path):
 
 def test_a_router_knows_what_is_on_a_disk_also_after_a_restart(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+    be_patient(monkeypatch)
     subscriber = Subscriber(tmp_path)
     disk = {"path": str(tmp_path / "disk"), "bytes": f"{4 * SLOTS * BLOCK_BYTES}B"}
     more = {"disk": disk, "eviction_policy": "lru", "load_or_recompute": "always_load"}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
+from kv_swap.tiers.remote import s3
 from kv_swap.tiers.remote.client import Fate, object_keys
 from kv_swap.tiers.remote.folder import FolderClient
 from kv_swap.tiers.remote.mooncake import MooncakeClient
@@ -94,6 +95,8 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any
         with S3Server(folder) as server, pytest.MonkeyPatch.context() as patch:
             for name, value in server.variables.items():
                 patch.setenv(name, value)
+            for name in ("CONNECT_SECONDS", "REQUEST_SECONDS"):
+                patch.setattr(s3, name, 60)  # other tests take the server's time
             yield Files(partial(S3Client, URL, PLENTY), partial(S3Bed, URL), folder)
     else:
         require_mooncake()
