@@ -189,9 +189,11 @@ def test_a_router_knows_what_is_on_a_disk_also_after_a_restart(model_folder, tmp
         return below
 
     with published(model_folder, subscriber, **more) as running:
-        assert running.generate_each(PROMPTS) == expected
+        assert running.generate_each(PROMPTS[:3]) == expected[:3]
+        running.settle()  # else a block may be evicted before a busy disk has it
+        assert running.generate_each(PROMPTS[3:]) == expected[3:]
         left = check_disk(running)
-        assert len(left) > SLOTS, "what host memory has evicted, too"
+        assert len(left) == 4 * 6 > SLOTS, "what host memory has evicted, too"
         assert not any(router.without_tokens for router in subscriber.routers)
     with published(model_folder, subscriber, **more) as another:
         assert another.generate_each(PROMPTS[:1]) == expected[:1]
