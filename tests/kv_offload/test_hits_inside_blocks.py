@@ -130,6 +130,13 @@ def test_a_draft_head_has_its_proof(head):
     engine.rest()
 
 
+SMALL: dict[str, Any] = {
+    "match_tokens": 2,
+    "blocks": 20,
+    "slots": 60,
+    "max_model_len": 60,
+    "plugin": {"max_pinned_share": 0.5},
+}
 PRESSED: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts of the text": {"drafts": 3},
@@ -143,11 +150,7 @@ PRESSED: dict[str, dict[str, Any]] = {
 def test_preemptions_and_aborts(arguments):
     engine = harsh_engine(
         (ATTENTION, STATES),
-        match_tokens=2,
-        blocks=20,
-        slots=60,
-        max_model_len=60,
-        plugin={"max_pinned_share": 0.5},
+        **SMALL,
         **arguments,
     )
     serve_under_pressure(engine)
@@ -160,12 +163,8 @@ def test_preemptions_and_aborts(arguments):
 def test_drafts_that_are_rejected(head):
     engine = HeadEngine(
         (head, STATES),
-        match_tokens=2,
-        blocks=20,
-        slots=60,
-        max_model_len=60,
         async_scheduling=True,
-        plugin={"max_pinned_share": 0.5},
+        **SMALL,
     )
     engine.model.strict = False
     serve_under_pressure(engine)

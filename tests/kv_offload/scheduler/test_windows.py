@@ -65,6 +65,10 @@ class Bed:
         for rank, path in self.paths.items():
             self.report({1: (path, slots)}, rank)
 
+    def unmap_all(self) -> None:
+        for rank in self.paths:
+            self.report({}, rank)
+
     @property
     def readable(self) -> int:
         return int(self.manager.readable(KEYS).sum())
@@ -215,8 +219,7 @@ def test_a_retired_seat_is_mapped_again_for_the_next_engine(memory_folder, monke
     bed.map_all()
     directory.retire()
     assert bed.plan() == (Window(1, {}),)
-    for rank in range(2):
-        bed.report({}, rank)
+    bed.unmap_all()
     directory.close()
     bed.make_peer()
     assert bed.plan() == (Window(1, bed.paths, SLOTS),)
@@ -244,8 +247,7 @@ def test_a_peer_that_is_out_of_sight_for_a_moment_is_mapped_again(
     bed.manager.complete_load(load)
     assert bed.engine.offload.has_pending_work
     assert bed.plan() == (Window(1, {}),)
-    for rank in range(2):
-        bed.report({}, rank)
+    bed.unmap_all()
     changes = [*bed.plan(), *bed.plan()]
     assert changes == [Window(1, bed.paths, SLOTS)]
     bed.map_all()
