@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
 import time
 import weakref
 from collections import Counter
@@ -280,6 +281,14 @@ def wait_until_noted(running: Engine, folder: str | Path) -> None:
     written = running.offload.gauges()["tier_slots_in_use"]
     assert written > 0
     wait_until(lambda: noted_blocks(Path(folder)) == written)
+
+
+def corrupt_arenas(folder: Path) -> None:
+    """Change all bytes of the arenas of a host pool, as their owners would not notice."""
+    for path in folder.glob("kv-offload-*/chat/seat-*/rank-*"):
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        np.frombuffer(memory, np.uint8)[:] ^= 0x40
 
 
 class Drafts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import signal
 import sys
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.engine.harness import (
     Engine,
     all_differ,
+    corrupt_arenas,
     full_blocks,
     offloading,
     plain_answers,
@@ -77,14 +76,6 @@ def meet(ours: Engine, peers: int) -> None:
     assert ours.offload.gauges()["peers"] == peers
 
 
-def corrupt(folder: Path) -> None:
-    """Change all bytes of the arenas of a pool, as their owners would not notice."""
-    for path in folder.glob("kv-offload-*/chat/seat-*/rank-*"):
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        np.frombuffer(memory, np.uint8)[:] ^= 0x40
-
-
 @pytest.mark.parametrize("state", ["runs", "stopped", "killed"])
 def test_two_engines_serve_what_a_third_computed(
     model_folder: Path, memory_folder: Path, state: str
@@ -115,7 +106,7 @@ def test_other_bytes_of_a_peer_change_the_answers(model_folder: Path, memory_fol
         offloading(model_folder, plugin=plugin(memory_folder)) as ours,
     ):
         meet(ours, 1)
-        corrupt(memory_folder)
+        corrupt_arenas(memory_folder)
         assert all_differ(ours.generate(PROMPTS), expected)
 
 

@@ -2,10 +2,12 @@
 
 usage: python -m tests.gpu.tier_run write MODELS_FOLDER PLUGIN_AS_JSON READY
        python -m tests.gpu.tier_run serve MODELS_FOLDER PLUGIN_AS_JSON
+       python -m tests.gpu.tier_run join MODELS_FOLDER PLUGIN_AS_JSON
 
 `write` answers the prompts of `engine_run`, and once the tier has all of them it names in the file
 READY how many blocks that are, and waits to be killed. `serve` answers them with what the tier has,
-and prints what was seen as one line of JSON.
+and `join` with what another engine of its host pool has; both print what was seen as one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import Engine, engine
+from tests.engine.harness import Engine, corrupt_arenas, engine, patiently
 from tests.engine.rank_calls import poison
 from tests.gpu.engine_run import SETTINGS, corrupt, one_by_one
 from tests.support.mooncake import missing
@@ -45,19 +47,35 @@ def write(models: Path, plugin: dict[str, Any], ready: str) -> None:
         stay(ready, ours.totals["demoted_slots"])
 
 
-def serve(models: Path, plugin: dict[str, Any]) -> None:
-    """Answer the prompts without the plugin, from the tier, and from garbage in host memory."""
+def meet(running: Engine) -> None:
+    """Wait until loads can read all of a peer's memory, which is page-locked bit by bit."""
+    for _ in patiently(200):
+        gauges = running.offload.gauges()
+        if gauges["peer_slots"] >= gauges["pool_slots"] == gauges["slots"]:
+            return
+        running.generate([[1, 2, 3]], max_tokens=1)
+        time.sleep(0.02)
+    raise AssertionError(f"the peer's memory is not page-locked: {gauges}")
+
+
+def serve(models: Path, plugin: dict[str, Any], *, joins: bool = False) -> None:
+    """Answer the prompts without the plugin, from elsewhere, and from garbage in host memory."""
     with engine(models, KIND, **SETTINGS) as plain:
         one_by_one(plain)
         result: dict[str, Any] = {"expected": one_by_one(plain)}
     with engine(models, KIND, plugin, **SETTINGS) as ours:
+        if joins:
+            meet(ours)
         poison(None)
         result["answers"] = one_by_one(ours)
         result["loaded_blocks"] = ours.blocks_loaded()
         result["totals"] = dict(ours.totals)
         settle(ours)
         ours.reset_gpu_cache()
-        corrupt(ours.slots, KIND)
+        if joins:
+            corrupt_arenas(Path(plugin["host_pool_path"]))
+        else:
+            corrupt(ours.slots, KIND)
         result["corrupted"] = one_by_one(ours)
         ours.assert_nothing_left()
     print_result(result)
@@ -69,7 +87,7 @@ def main(part: str, models: str, plugin: str, ready: str = "") -> None:
     if part == "write":
         write(Path(models), json.loads(plugin), ready)
     else:
-        serve(Path(models), json.loads(plugin))
+        serve(Path(models), json.loads(plugin), joins=part == "join")
 
 
 if __name__ == "__main__":
