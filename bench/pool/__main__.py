@@ -1,11 +1,13 @@
 """Compares replicas that share host memory with replicas that do not: real engines.
 
-usage: python -m bench.pool [--shape small|gqa8] [--columns host_pool,separate,one]
+usage: python -m bench.pool [--shape small|gqa8] [--columns host_pool,separate,one,mooncake]
                             [--pool-path FOLDER] [--out FILE.json]
 
     host_pool  two replicas, each with half of the host memory, in one pool
     separate   two replicas, each with half of the host memory for itself
     one        one replica with all of the host memory
+    mooncake   two replicas, each with a quarter of the host memory for itself, which give the other
+               half to a Mooncake store
 
 Conversations send one request per turn, each to a replica drawn at random; half of them go to each.
 A turn begins when the one before it has ended on all replicas. All columns have the same prompts,
@@ -13,11 +15,12 @@ and a replica serves as many requests at a time.
 
 Each replica has a GPU of its own, by CUDA_VISIBLE_DEVICES; on a host with one GPU both use that
 one. Replicas start at the same time. `gqa8` takes 48 GiB of host memory, in FOLDER (a tmpfs with
-room for it, /dev/shm by default) for the pool. The whole run takes five to six minutes.
+room for it, /dev/shm by default) for the pool. The whole run takes seven to eight minutes. The
+store is limited by nothing but Mooncake's defaults; what is faster to compute is not read from it.
 
 Everything is written to FILE after each turn, so that a run which is stopped by a time limit keeps
 what it has measured. The exit status is 1 if an engine failed, if the replicas of the pool did not
-read each other's memory, or if separate ones did.
+read each other's memory, or those with a store did not read the store, or if others did.
 """
 
 from __future__ import annotations
@@ -28,9 +31,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,14 @@ from bench.pool.workload import WORKLOADS, Share, Workload
 from bench.serving.process import EngineError, EngineProcess, progress
 from bench.serving.report import table
 from bench.serving.settings import OURS, EngineSettings
+from bench.tiers.__main__ import RATE, sharing_environment
+from tests.support.mooncake import Master, missing
 
-POOL, SEPARATE, ONE = "host_pool", "separate", "one"
-COLUMNS = {POOL: 2, SEPARATE: 2, ONE: 1}
+POOL, SEPARATE, ONE, MOONCAKE = "host_pool", "separate", "one", "mooncake"
+COLUMNS = {POOL: 2, SEPARATE: 2, ONE: 1, MOONCAKE: 2}
 """The number of replicas by column."""
+SHARED = {"peers_read_bytes": POOL, "remote_read_bytes": MOONCAKE}
+"""Counters of bytes from memory that replicas share, each with the only column that has any."""
 
 Document = dict[str, Any]
 Column = dict[str, Any]
@@ -61,13 +67,18 @@ def find_gpus() -> list[str]:
 
 
 def settings_of(
-    column: str, shape: str, gpus: Sequence[str], pool_path: Path, model: str
+    column: str, shape: str, gpus: Sequence[str], pool_path: Path, master: str, model: str
 ) -> list[EngineSettings]:
     """Return the settings of a column's replicas."""
     workload, replicas = WORKLOADS[shape], COLUMNS[column]
-    options: dict[str, Any] = {"cpu_bytes": workload.total_bytes // replicas}
+    nbytes = workload.total_bytes // replicas
+    options: dict[str, Any] = {"cpu_bytes": nbytes}
     if column == POOL:
         options |= {"host_pool": "bench", "host_pool_path": str(pool_path)}
+    if column == MOONCAKE:
+        given = nbytes // 2
+        remote = {"kind": "mooncake", "address": master, "bytes": given, "write_rate": RATE}
+        options = {"cpu_bytes": nbytes - given, "remote": remote}
     return [
         EngineSettings(
             replace(workload.shape(shape), gpu_blocks=workload.gpu_blocks),
@@ -130,7 +141,7 @@ def summary(workload: Workload, column: Column) -> dict[str, float]:
         "tokens_per_second": sum(one["prompt_tokens"] + workload.answer_tokens for one in requests)
         / seconds,
         "loaded_bytes": sum(replica["loaded_bytes"] for replica in everything),
-        "peers_read_bytes": sum(replica["peers_read_bytes"] for replica in everything),
+        **{name: sum(replica[name] for replica in everything) for name in SHARED},
         "stored_bytes": sum(replica["stored_bytes"] for replica in everything),
     }
 
@@ -143,9 +154,12 @@ def unproven(document: Document) -> list[str]:
             problems.append(f"{name}: {column['error']}")
         elif "summary" not in column:
             problems.append(f"{name}: stopped before the end")
-        elif (column["summary"]["peers_read_bytes"] > 0) is not (name == POOL):
-            nbytes = column["summary"]["peers_read_bytes"]
-            problems.append(f"NOT PROVEN: {name}: {nbytes:.0f} bytes came from peers")
+        else:
+            problems += [
+                f"NOT PROVEN: {name}: {counter} is {column['summary'][counter]:.0f}"
+                for counter, only in SHARED.items()
+                if (column["summary"][counter] > 0) is not (name == only)
+            ]
     return problems
 
 
@@ -162,15 +176,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def run(arguments: argparse.Namespace, document: Document, pool_path: Path) -> None:
-    """Measure all columns one after the other."""
+def run(arguments: argparse.Namespace, document: Document, pool_path: Path, master: Master) -> None:
+    """Measure all columns one after the other; the master runs only for its own."""
     shape, workload = arguments.shape, WORKLOADS[arguments.shape]
     # vLLM finds its compiled code by the model's path, also in a later run.
     model = str(Path(tempfile.gettempdir()) / f"bench-serving-{shape}")
     started: list[Replicas] = []
 
     def spawn(column: str) -> Replicas:
-        settings = settings_of(column, shape, document["gpus"], pool_path, model)
+        gpus = document["gpus"]
+        settings = settings_of(column, shape, gpus, pool_path, master.address, model)
         started.append(Replicas(column, settings))
         return started[-1]
 
@@ -186,12 +201,15 @@ def run(arguments: argparse.Namespace, document: Document, pool_path: Path) -> N
             column: Column = {"turns": []}
             document["columns"][name] = column
             try:
+                if name == MOONCAKE:
+                    master.start()
                 measure(replicas, workload, column, keep)
                 column["summary"] = summary(workload, column)
             except EngineError as error:
                 column["error"] = str(error)
                 progress(str(error))
             replicas.kill()
+            master.kill()
             keep()
             replicas = ahead or replicas
     finally:
@@ -199,22 +217,12 @@ def run(arguments: argparse.Namespace, document: Document, pool_path: Path) -> N
             one.kill()
 
 
-@contextmanager
-def hashing_alike() -> Iterator[None]:
-    """Have the processes that start inside compute the same keys, as a pool requires."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONHASHSEED"]
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
     arguments = parse(words)
+    if MOONCAKE in arguments.columns and (reason := missing()) is not None:
+        progress(f"nothing is measured: {MOONCAKE}: {reason}")
+        return 1
     document: Document = {
         "machine": machine(),
         "shape": arguments.shape,
@@ -224,11 +232,12 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     problems = []
     with (
-        hashing_alike(),
+        sharing_environment(),
+        Master(starts=False) as master,
         tempfile.TemporaryDirectory(prefix="bench-pool-", dir=arguments.pool_path) as folder,
     ):
         try:
-            run(arguments, document, Path(folder))
+            run(arguments, document, Path(folder), master)
         except KeyboardInterrupt:
             problems.append("stopped before the end")
     print(table(document, "replicas"))

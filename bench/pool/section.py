@@ -10,7 +10,13 @@ from bench.serving.engine import ServingEngine
 from bench.serving.sections import Result
 
 PEERS_SECONDS = 60
-COUNTERS = ("peers_read_bytes", "loaded_bytes", "stored_bytes", "skipped_in_pool")
+COUNTERS = (
+    "peers_read_bytes",
+    "remote_read_bytes",
+    "loaded_bytes",
+    "stored_bytes",
+    "skipped_in_pool",
+)
 
 
 def meet(engine: ServingEngine) -> float:

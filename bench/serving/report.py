@@ -381,11 +381,12 @@ def _replicas(document: Document) -> str:
             cells = [f"{100 * found['hit_share']:.1f}"]
             cells += [f"{1e3 * found[key]:.0f}" for key in ("ttft_p50", "ttft_p90")]
             cells += [f"{1e-3 * found['tokens_per_second']:.1f}"]
-            moved = ("loaded_bytes", "peers_read_bytes", "stored_bytes")
-            cells += [f"{1e-9 * found[key]:.1f}" for key in moved]
+            shared = found["peers_read_bytes"] + found.get("remote_read_bytes", 0)
+            moved = (found["loaded_bytes"], shared, found["stored_bytes"])
+            cells += [f"{1e-9 * nbytes:.1f}" for nbytes in moved]
             rows.append([name, f"{found['replicas']}", *cells])
     head = ["host memory", "replicas", "hits, % of repeated tokens", "TTFT p50, ms", "p90, ms"]
-    head += ["thousand tokens/s", "loaded, GB", "read from the other, GB", "stored, GB"]
+    head += ["thousand tokens/s", "loaded, GB", "read from peers or store, GB", "stored, GB"]
     return markdown_rows(head, rows)
 
 

@@ -163,16 +163,22 @@ def conclude(shown: str, problems: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def with_mooncake() -> Iterator[str]:
-    """Run a master and yield its address; child processes find what Mooncake needs."""
+def sharing_environment() -> Iterator[None]:
+    """Have child processes compute the same keys, and find the libraries of Mooncake."""
     before = dict(os.environ)
-    os.environ.update(environment(), PYTHONHASHSEED="0")  # keys mean the same to all engines
+    os.environ.update(environment(), PYTHONHASHSEED="0")
     try:
-        with Master(lease_seconds=30) as master:
-            yield master.address
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def with_mooncake() -> Iterator[str]:
+    """Run a master for engines that share keys, and yield its address."""
+    with sharing_environment(), Master(lease_seconds=30) as master:
+        yield master.address
 
 
 if __name__ == "__main__":
