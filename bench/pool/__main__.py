@@ -15,8 +15,8 @@ and a replica serves as many requests at a time.
 
 Each replica has a GPU of its own, by CUDA_VISIBLE_DEVICES; on a host with one GPU both use that
 one. Replicas start at the same time. `gqa8` takes 48 GiB of host memory, in FOLDER (a tmpfs with
-room for it, /dev/shm by default) for the pool. The whole run takes seven to eight minutes. The
-store is limited by nothing but Mooncake's defaults; what is faster to compute is not read from it.
+room for it, /dev/shm by default) for the pool. The whole run takes seven to eight minutes. Writes
+to the store are not limited; as by default, what is faster to compute is not read from it.
 
 Everything is written to FILE after each turn, so that a run which is stopped by a time limit keeps
 what it has measured. The exit status is 1 if an engine failed, if the replicas of the pool did not
@@ -97,6 +97,7 @@ class Replicas:
 
     def __init__(self, column: str, settings: Sequence[EngineSettings]) -> None:
         self.column = column
+        self.options = settings[0].options
         self._processes = [EngineProcess(one) for one in settings]
 
     def ask(self, name: str) -> list[Any]:
@@ -198,7 +199,7 @@ def run(arguments: argparse.Namespace, document: Document, pool_path: Path, mast
         for name, following in zip(arguments.columns, [*arguments.columns[1:], None], strict=True):
             # Importing vLLM takes seconds.
             ahead = spawn(following) if following else None
-            column: Column = {"turns": []}
+            column: Column = {"options": replicas.options, "turns": []}
             document["columns"][name] = column
             try:
                 if name == MOONCAKE:

@@ -137,6 +137,7 @@ def test_replicas_are_compared(tmp_path):
     assert [*found] == [*COLUMNS]
     shares = {name: column["summary"]["hit_share"] for name, column in found.items()}
     assert shares["separate"] < shares["host_pool"]
+    assert found["mooncake"]["options"]["remote"]["bytes"] == SMALL.total_bytes // 4
     for name, column in found.items():
         assert len(column["turns"]) == SMALL.turns
         assert all(len(turn) == COLUMNS[name] for turn in column["turns"])
