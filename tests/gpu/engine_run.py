@@ -21,6 +21,7 @@ import torch
 from kv_swap.cuda import state
 from kv_swap.engine import Direction, SwapJob
 
+from kv_offload.engines.vllm.model import groups
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 from kv_offload.scheduler.loads import decision
 from kv_offload.worker import forward_loads
@@ -32,7 +33,8 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
     random_tokens,
 )
-from tests.engine.rank_calls import pages, poison
+from tests.engine.rank_calls import kv_memory, pages, poison
+from tests.gpu.deepseek_v4 import use_portable_kernels
 from tests.support.processes import be_run
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
@@ -105,6 +107,8 @@ def corrupt(slots: np.ndarray, kind: str) -> None:
     """Change what host memory holds without making NaNs of it, which end runner V2."""
     if kind in ("jamba", "falcon_h1", "qwen3_next", "qwen3_next_mtp"):
         slots ^= 0x01  # exponents too; states in the place of keys would make NaNs
+    elif kind == "deepseek_v4":
+        slots[:] = 0  # in eight bits every change makes a NaN of some value
     else:
         slots[:] = np.roll(slots, 7, axis=0)  # right bytes in wrong places
 
@@ -113,6 +117,24 @@ def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
     """Return which KV tensors somebody holds although their engine has ended."""
     gc.collect()
     return [name for name, reference in watched.items() if reference() is not None]
+
+
+def answers_without_overlap(
+    models: Path, kind: str, plugin: dict[str, Any], settings: dict[str, Any]
+) -> list[list[int]]:
+    """Answer from host memory as if no latent were made from tokens before those that it covers.
+
+    Then what the compressors keep of the tokens before a hit is not loaded, and its memory has
+    other numbers.
+    """
+    groups.OVERLAPPING_WINDOW_TOKENS = 0
+    with engine(models, kind, plugin, **settings) as wrong:
+        one_by_one(wrong)
+        wrong.settle()
+        wrong.reset_gpu_cache()
+        for memory in kv_memory(wrong.rank):
+            memory.fill_(0x3F)  # 0.7 or 1.9 in every type; NaNs would end runner V2
+        return one_by_one(wrong)
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +146,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
     result: dict[str, Any] = {}
+    if kind == "deepseek_v4":
+        use_portable_kernels()
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     # A process can have its sleep mode once.
@@ -198,6 +222,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         ours.assert_nothing_left()
         watched = ours.watch_kv_tensors()
     result["kept"] = still_alive(watched)
+    if kind == "deepseek_v4":
+        result["without_overlap"] = answers_without_overlap(Path(models), kind, plugin, settings)
     return result
 
 

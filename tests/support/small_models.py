@@ -6,6 +6,7 @@ the tokens stay the same when the KV is zeroed, and a comparison proves nothing.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ MODELS: dict[str, dict[str, Any]] = {
         {"qk_rope_head_dim": 64, "v_head_dim": 128},
         {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_shared_experts": 1, **_EXPERTS},
     ),
+    # A window of 128 tokens in all layers, and in all but the first latents of 4 or of 128 tokens
+    # beside it. The indexer takes all latents of up to 2,048 tokens.
+    "deepseek_v4": _model(
+        "deepseek_v4",
+        "DeepseekV4",
+        {"hidden_size": 256, "num_hidden_layers": 3, "initializer_range": 0.1, "head_dim": 512},
+        {"intermediate_size": 64},
+        {"compress_ratios": [0, 4, 128], "num_hash_layers": 0, "qk_rope_head_dim": 64},
+        {"num_attention_heads": 8, "num_key_value_heads": 1, "q_lora_rank": 64},
+        {"o_groups": 2, "o_lora_rank": 64, "index_n_heads": 64, "topk_method": "noaux_tc"},
+        {"n_routed_experts": 16, "num_nextn_predict_layers": 0, **_EXPERTS},
+    ),
     # Chunked-local attention in chunks of 128 tokens, interleaved with full attention.
     "llama4": _model(
         "llama4_text",
@@ -138,6 +151,8 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         if kind == "qwen3_next_mtp":
             _write_mtp_module(folder / "model.safetensors")
+        if kind == "deepseek_v4":
+            _publish_v4(folder)
         _write_tokenizer(folder)
     return folder
 
@@ -199,6 +214,24 @@ def _write_mtp_module(file: Path) -> None:
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         module[f"mtp.{norm}.weight"] = weights["model.norm.weight"].clone()
     save_file(weights | module, file, {"format": "pt"})
+
+
+def _publish_v4(folder: Path) -> None:
+    """Give a `deepseek_v4` model the names that the published checkpoints have.
+
+    transformers reads these and writes its own, which vLLM 0.31 to 0.33 do not know.
+    """
+    from safetensors.torch import load_file, save_file
+
+    weights = {
+        name.replace(".attn.norm.", ".attn.kv_norm.").replace(".hc_head.hc_", ".hc_head_"): weight
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters"):
+        del settings[name]
+    (folder / "config.json").write_text(json.dumps(settings | MODELS["deepseek_v4"]))
 
 
 def _write_tokenizer(folder: Path) -> None:
