@@ -112,8 +112,9 @@ WITH_WAVES = {
 
 
 ONE_BY_ONE = {"int4 scale per token and head"}
-"""The cases whose kernels wait for each other: without that, vLLM 0.33 alone gave other tokens before
-anything was loaded, and once ended with a device-side assert."""
+"""The cases whose kernels are launched one by one. Without that, an engine of vLLM 0.33 gave other
+tokens than one before it, from KV that both had computed, and one ended with a device-side assert.
+"""
 
 
 def has_flash_attention_2() -> bool:
