@@ -111,6 +111,14 @@ def test_what_is_computed_after_a_hit_inside_a_block_ends_with_the_block(where):
     engine.rest()
 
 
+def test_a_tail_is_not_named_by_the_step_that_overwrites_its_state():
+    """In 0.31 the step after a prompt would name it where a state within the prompt is kept."""
+    engine = engine_of(checkpoints=1, async_scheduling=True)
+    engine.add("a", PROMPT[:10])
+    engine.run_ahead(6)
+    engine.rest()
+
+
 def test_few_tokens_of_a_block_are_not_worth_a_tail(monkeypatch):
     monkeypatch.setattr(tails, "LEAST_SHARE", 1)
     engine = store(engine_of(), PROMPT)

@@ -538,15 +538,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 8))
     def run(self, steps: int) -> None:
-        """As an engine does that is busy: one step is planned while the other is executed."""
-        engine = self.engine
-        engine.core.resume_scheduler()
-        for _ in range(steps):
-            engine.schedule_all()
-            if engine.scheduled:
-                engine.execute()
-            engine.run_copies()
-            engine.process()
+        self.engine.core.resume_scheduler()
+        self.engine.run_ahead(steps)
 
     # -- what copies and memory do -------------------------------------------------------------
 

@@ -1,14 +1,17 @@
 """Sessions whose prompt grows, as vLLM's streaming input has them: one request of several parts.
 
-A session keeps its blocks between two parts, and is not looked up again for a later one. Of an
-answer it keeps what was computed, which the last token mostly is not.
+A session keeps its blocks between two parts, and is not looked up again for a later one unless the
+model has states. Of an answer it keeps what was computed, which the last token mostly is not.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kv_swap.engine import Direction
 
+from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
     FULL,
     PROMPT,
@@ -22,6 +25,8 @@ from tests.support.played_cases import (
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.engine
+
+ATTENTION, STATE_OF_8 = CacheGroup(0, 8), CacheGroup(1, 8, holds_state=True)
 
 both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 
@@ -43,6 +48,48 @@ def test_all_parts_are_stored(groups):
     engine.serve("same", [*text, 0, 1, 0])
     assert engine.totals["hit_tokens"] == (len(text) - 1) // 4 * 4
     engine.check_rest()
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "drafts": {"drafts": 3},
+    "drafts in the first block": {"drafts": 2, "match_tokens": 2},
+    "states within a prefill": {"drafts": 3, "checkpoints": 1},
+    "a step under way": {"async_scheduling": True},
+}
+
+
+@both_runners
+@pytest.mark.parametrize("arguments", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("last", [0, 1])
+def test_states_are_those_of_what_a_session_keeps(arguments, last):
+    """Drafts and steps under way write states after the token with which an answer ends."""
+    engine = PlayedEngine((ATTENTION, STATE_OF_8), blocks=60, **arguments)
+    for number in range(1, 7):
+        parts = PROMPT[:13], [1, 0] * 7, [number % 2], [0, 1, 1]
+        session = engine.stream(
+            f"{number}", *((part, number) for part in parts), stop_token_ids=[last]
+        )
+        engine.run_ahead(50)
+        assert session.is_finished()
+        engine.serve(f"same {number}", list(session.all_token_ids))
+    forget(engine).serve("loads", list(session.all_token_ids))
+    assert engine.totals["hit_tokens"] >= 8
+    engine.rest()
+
+
+def test_a_session_that_was_preempted_is_loaded_with_its_new_part():
+    """Runner V1 gets the whole prompt of a request, unless it continues after a preemption."""
+    engine = PlayedEngine((FULL, STATE), blocks=60)
+    parts = (PROMPT[:5], 6), (PROMPT, 2)
+    engine.stream("stored", *parts)
+    engine.run()
+    forget(engine)
+    engine.stream("again", *parts)
+    engine.step(3, copies=True)
+    assert engine.reset(reset_running_requests=True)
+    engine.rest()
+    assert engine.answers["again"] == engine.answers["stored"]
+    assert engine.totals["hit_tokens"] >= 16
 
 
 @both_ways

@@ -309,13 +309,16 @@ class PlayedEngine:
             del self.expected[request_id]  # it depends on what the session keeps of each answer
         return request
 
-    def stream(self, request_id: str, *parts: tuple[Sequence[int], int]) -> Request:
+    def stream(
+        self, request_id: str, *parts: tuple[Sequence[int], int], **sampling: Any
+    ) -> Request:
         """Begin a session: each part is tokens and how many to sample; add its end behind them."""
         (prompt, max_tokens), *others = parts
-        session = self.add(request_id, prompt, max_tokens, resumable=True)
+        sampling["resumable"] = True
+        session = self.add(request_id, prompt, max_tokens, **sampling)
         for tokens, number in others:
             hash_tokens = self.hash_block_tokens
-            part = make_request(request_id, tokens, hash_tokens, number, resumable=True)
+            part = make_request(request_id, tokens, hash_tokens, number, **sampling)
             self.scheduler.add_request(part)
         self.scheduler.add_request(make_request(request_id, prompt, self.hash_block_tokens))
         return session
@@ -429,6 +432,15 @@ class PlayedEngine:
                 return
             self.step(copies=True)
         raise RestlessError("the engine does not come to rest")
+
+    def run_ahead(self, steps: int) -> None:
+        """Step as a busy engine does: one step is planned while the other is executed."""
+        for _ in range(steps):
+            self.schedule_all()
+            if self.scheduled:
+                self.execute()
+            self.run_copies()
+            self.process()
 
     def reset(self, **arguments: bool) -> bool:
         """Reset the prefix cache as `EngineCore` does, which drains first."""

@@ -61,6 +61,7 @@ class _ModelRequest:
 
     tokens: Tokens
     block_ids: list[list[int]]
+    prompt_tokens: int
     names: list[int] = dataclasses.field(default_factory=list)
     state_slot: int | None = None
     """Where in its table the state is that the next step begins with; None before the first."""
@@ -125,16 +126,24 @@ class PlayedModel:
         """Take what the scheduler says about requests and their blocks."""
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
+        for request_id in self.requests.keys() & (output.preempted_req_ids or set()):
+            self.requests[request_id].state_slot = None
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
+            known = self.requests.get(new.req_id)  # a session: runner V1 keeps where its state is
             self.requests[new.req_id] = _ModelRequest(
-                list(tokens), [list(g) for g in new.block_ids]
+                list(tokens),
+                [list(g) for g in new.block_ids],
+                len(new.prompt_token_ids),
+                state_slot=known and known.state_slot,
             )
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             request, new_ids = self.requests[request_id], cached.new_block_ids[index]
             resumed = request_id in cached.resumed_req_ids
             sent = cached.all_token_ids.get(request_id, ())
+            if resumed:  # a runner keeps the prompt that it was told
+                assert len(sent) == request.prompt_tokens + cached.num_output_tokens[index]
             if resumed or len(sent) > len(request.tokens):
                 request.tokens, request.names = list(sent), []
             if resumed:

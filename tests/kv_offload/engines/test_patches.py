@@ -72,6 +72,7 @@ ALWAYS = {
     "collective_rpc",
     "update_from_output",
     "_preempt_request",
+    "_update_request_as_session",
     "prefix_cache_lookup_enabled",
     "_mamba_block_aligned_split",
 }
@@ -81,8 +82,8 @@ ALWAYS = {
     ("more", "found"),
     [
         ({"version": (0, 33)}, set()),
-        ({"version": (0, 32)}, {"_update_request_as_session"}),
-        ({"version": (0, 31)}, {"_update_request_as_session"}),
+        ({"version": (0, 32)}, set()),
+        ({"version": (0, 31)}, {"_cache_partial_tail_block"}),
         ({"version": (0, 33), "config": OffloadConfig(cpu_bytes=1, keep_on_sleep=True)}, {"sleep"}),
     ],
 )
@@ -168,7 +169,7 @@ def test_wrappers_of_other_plugins_stay(ours_first, monkeypatch):
         "ours is found below another that names what it wraps"
     )
     scheduler = object.__new__(Scheduler)
-    scheduler.hash_block_size = 4
+    scheduler.hash_block_size, scheduler.has_mamba_layers = 4, False
     session = SimpleNamespace(num_computed_tokens=9, num_tokens=7, block_hashes=["a", "b"])
     assert scheduler._update_request_as_session(session, 1, more=2) == (["a"], (1,), {"more": 2})
     assert told == ["other", "vLLM"]

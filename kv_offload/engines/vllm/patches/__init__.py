@@ -13,7 +13,8 @@ from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import apply_reports_first
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
     clear_uncomputed_hashes,
-    drop_stale_session_hashes,
+    continue_session,
+    name_no_tail_of_decodes,
     stop_at_block_end,
 )
 from kv_offload.engines.vllm.patches.waiting import skip_waiting
@@ -35,12 +36,13 @@ PATCHES = (
     Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", apply_reports_first),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", clear_uncomputed_hashes),
     Patch("vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled", skip_waiting),
-    Patch(
-        "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
-        drop_stale_session_hashes,
-        needed=lambda setup: setup.version < (0, 33),
-    ),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session", continue_session),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", stop_at_block_end),
+    Patch(
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager._cache_partial_tail_block",
+        name_no_tail_of_decodes,
+        needed=lambda setup: setup.version < (0, 32),
+    ),
     EXECUTE_MODEL,
     LOAD_WEIGHTS,
 )

@@ -34,19 +34,44 @@ def _hashed_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
                 yield block_id
 
 
-def drop_stale_session_hashes(
+def continue_session(
     original: Callable[..., Any], self: Any, session: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run around `Scheduler._update_request_as_session` and drop the hashes of dropped tokens.
+    """Run around `Scheduler._update_request_as_session` and continue from what was computed.
 
     A session continues from its computed tokens, and drops the last token of an answer. In 0.31 a
     block that the token filled keeps its hash, by which other requests then hit the KV of the token
     that replaced it. In 0.31 and 0.32 drafts that were accepted after the end of an answer count as
-    computed.
+    computed. Drafts of the next token of the answer would be scheduled with the new part.
+
+    The state after the last token that stays may be lost: a step under way at the end of the answer
+    has overwritten it, or it is behind that of a draft, where no runner looks for it. So a session
+    of a model with states gives its blocks back and is looked up again, as after a preemption. It
+    does not count as preempted: after a load, runner V1 would keep the prompt without the new part.
     """
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
-    return original(self, session, *args, **kwargs)
+    result = original(self, session, *args, **kwargs)
+    session.num_preemptions = 0
+    session.spec_token_ids, session.is_prefill_chunk = [], True  # while that is so, it gets no more
+    if self.has_mamba_layers:
+        self._free_request_blocks(session)
+        self.reset_preempted_req_ids.add(session.request_id)
+        session.num_computed_tokens = 0
+    return result
+
+
+def name_no_tail_of_decodes(
+    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run around `MambaManager._cache_partial_tail_block`; a step after the prompt names no tail.
+
+    With asynchronous scheduling vLLM 0.31 names the state at the end of a prompt in the step after
+    it, if the backend kept an earlier one by itself. That step overwrites the state.
+    """
+    if request.num_computed_tokens >= request.num_prompt_tokens:
+        return None
+    return original(self, request, *args, **kwargs)
 
 
 def stop_at_block_end(
