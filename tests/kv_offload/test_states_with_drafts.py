@@ -87,6 +87,14 @@ def test_states_in_other_places(async_scheduling, arguments):
     engine.rest()
 
 
+def test_blocks_for_drafts_that_a_prompt_passes_hold_no_state():
+    """In 0.31 they would get names where a state within the prompt is kept."""
+    engine = PlayedEngine((FULL, STATE), drafts=2, checkpoints=1)
+    engine.add("a", OTHER[:10], max_tokens=1)
+    engine.serve("b", PROMPT[:20])
+    engine.check_rest()
+
+
 def test_a_state_stored_in_its_own_step_would_be_that_before(monkeypatch):
     """The control: what accepted drafts leave is moved to its block after the step's hooks."""
     submit_stores_in_their_step(monkeypatch)

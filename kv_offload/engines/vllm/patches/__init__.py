@@ -14,7 +14,7 @@ from kv_offload.engines.vllm.patches.update_from_output import apply_reports_fir
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
     clear_uncomputed_hashes,
     continue_session,
-    name_no_tail_of_decodes,
+    name_written_states,
     stop_at_block_end,
 )
 from kv_offload.engines.vllm.patches.waiting import skip_waiting
@@ -40,7 +40,7 @@ PATCHES = (
     Patch("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", stop_at_block_end),
     Patch(
         "vllm.v1.core.single_type_kv_cache_manager:MambaManager._cache_partial_tail_block",
-        name_no_tail_of_decodes,
+        name_written_states,
         needed=lambda setup: setup.version < (0, 32),
     ),
     EXECUTE_MODEL,

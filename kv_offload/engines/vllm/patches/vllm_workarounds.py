@@ -61,16 +61,23 @@ def continue_session(
     return result
 
 
-def name_no_tail_of_decodes(
+def name_written_states(
     original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run around `MambaManager._cache_partial_tail_block`; a step after the prompt names no tail.
+    """Run around `MambaManager._cache_partial_tail_block`; only states that are written have names.
 
-    With asynchronous scheduling vLLM 0.31 names the state at the end of a prompt in the step after
-    it, if the backend kept an earlier one by itself. That step overwrites the state.
+    In 0.31, where the backend keeps a state within a prefill by itself, vLLM names two more. One is
+    the state at the end of a prompt, in the step after it, which overwrites it (asynchronous
+    scheduling). The other is whatever is in the blocks that a request has for its drafts, once a
+    later chunk of the prompt has passed them.
     """
     if request.num_computed_tokens >= request.num_prompt_tokens:
         return None
+    checkpoint = self._checkpoints.get(request.request_id)
+    if checkpoint is not None and request.num_computed_tokens:
+        first, table = request.num_computed_tokens, self.req_to_blocks[request.request_id]
+        passed = table[first // self.block_size : checkpoint[1]]
+        self.block_pool.evict_blocks({block.block_id for block in passed})
     return original(self, request, *args, **kwargs)
 
 
