@@ -7,7 +7,7 @@ The key of a slot is the chained hash of its block, followed by the group in all
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -110,9 +110,13 @@ class PrefixMap:
     ) -> None:
         self.groups = tuple(groups)
         self._hash_block_tokens = hash_block_tokens
-        self._suffix = {g.group_id: _group_suffix(make_key, g.group_id) for g in self.groups}
+        suffixes = [_group_suffix(make_key, group.group_id) for group in self.groups]
+        # Group 0 has none: Python has already hashed the request's own bytes objects, which saves
+        # much time. They are shorter than keys with a suffix, so the two kinds never collide.
+        ids = [group.group_id for group in self.groups]
+        self._suffix = {i: suffix if i else b"" for i, suffix in zip(ids, suffixes, strict=True)}
         self.pool_key_suffix = tuple(
-            b"" if group.group_id else self._suffix[0] for group in self.groups
+            b"" if i else suffix for i, suffix in zip(ids, suffixes, strict=True)
         )
         """By group: the suffix that turns a slot's key into the engine's key of the same block."""
         self.block_hashes = tuple(group.block_tokens // hash_block_tokens for group in self.groups)
@@ -121,13 +125,11 @@ class PrefixMap:
         """Hits end at multiples of this, where every group has a whole block."""
         self.stored_groups = tuple(group for group in self.groups if not group.is_scratch)
         self.unnamed_tokens = max(group.unnamed_tokens for group in self.groups)
-        self._reads_all = tuple(group.reads_all for group in self.groups)
         self._search_order = sorted(self.stored_groups, key=lambda group: not group.reads_all)
         self._has_full = self._search_order[0].reads_all
         self.reads_all = self._search_order[-1].reads_all
         """True if every stored group reads all tokens."""
-        chain_group = self._search_order[0].group_id
-        self._chain_suffix = self._suffix[chain_group] if chain_group else b""
+        self._chain_suffix = self._suffix[self._search_order[0].group_id]
         self.serves_whole_requests = all(
             group.reads_all and group.state_tokens == 1 and not group.sees_next_token
             for group in self.groups
@@ -162,12 +164,8 @@ class PrefixMap:
         # The last hash that each block spans.
         step = group.block_tokens // self._hash_block_tokens
         ends = hashes[(first + 1) * step - 1 : last * step : step]
-        if group.group_id == 0:
-            # No suffix: Python has already hashed the request's own bytes objects, which saves much
-            # time. They are shorter than keys with a suffix, so the two kinds never collide.
-            return list(ends)
         suffix = self._suffix[group.group_id]
-        return [block_hash + suffix for block_hash in ends]
+        return [block_hash + suffix for block_hash in ends] if suffix else list(ends)
 
     def tail_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, end_tokens: int
@@ -186,15 +184,14 @@ class PrefixMap:
                 f"{group.block_tokens} tokens"
             )
         block_hash = hashes[end_tokens // step - 1 + group.sees_next_token]
-        return [block_hash + self._suffix[group.group_id] if group.group_id else block_hash]
+        return [block_hash + self._suffix[group.group_id]]
 
     def key_before(self, hashes: Sequence[bytes], position: int, slot: int) -> SlotKey | None:
         """Return the key of the slot without which this slot is useless; None if there is none."""
-        if not slot or not self._reads_all[position]:
+        group = self.groups[position]
+        if not slot or not group.reads_all:
             return None
-        before = hashes[slot * self.block_hashes[position] - 1]
-        group_id = self.groups[position].group_id
-        return before + self._suffix[group_id] if group_id else before
+        return hashes[slot * self.block_hashes[position] - 1] + self._suffix[group.group_id]
 
     def position_of(self, key: SlotKey) -> int:
         """Return the position in `groups` of a key's group."""
@@ -205,8 +202,7 @@ class PrefixMap:
 
     def hash_of(self, group: CacheGroup, key: SlotKey) -> bytes:
         """Return the engine's hash of the block that a slot key of this group names."""
-        suffix = self._suffix[group.group_id]
-        return key[: -len(suffix)] if group.group_id else key
+        return key.removesuffix(self._suffix[group.group_id])
 
     def needed_slots(self, group: CacheGroup, start_tokens: int, end_tokens: int) -> range:
         """Return the slots that a group must load to extend a prefix to `end_tokens`."""
@@ -235,32 +231,33 @@ class PrefixMap:
         end = math.ceil((slot + 1) * group.block_tokens / group.retention_tokens)
         return slot in self.needed_slots(group, 0, end * group.retention_tokens)
 
+    def _needed(self, start_tokens: int, end_tokens: int) -> Iterator[tuple[CacheGroup, range]]:
+        """Yield by group the slots of `needed_keys`, with that inside of which the prefix ends."""
+        for group in self.stored_groups:
+            slots = self.needed_slots(group, start_tokens, end_tokens)
+            has_tail = end_tokens > start_tokens and end_tokens % group.block_tokens > 0
+            yield group, range(slots.start, slots.stop + has_tail)
+
     def count_slots(self, start_tokens: int, end_tokens: int) -> int:
         """Return the number of slots that extend a prefix from `start_tokens` to `end_tokens`."""
-        needed = (self.needed_slots(group, start_tokens, end_tokens) for group in self.groups)
-        tails = (end_tokens % group.block_tokens > 0 for group in self.stored_groups)
-        return sum(map(len, needed)) + (sum(tails) if end_tokens > start_tokens else 0)
+        return sum(len(slots) for _, slots in self._needed(start_tokens, end_tokens))
 
     def needed_tokens(self, start_tokens: int, end_tokens: int) -> NDArray[np.int64]:
         """Return the first token of each slot of `needed_keys`, shape `(keys,)`."""
-        tokens = [
-            np.arange(slots.start, stop, dtype=np.int64) * group.block_tokens
-            for group in self.stored_groups
-            for slots in [self.needed_slots(group, start_tokens, end_tokens)]
-            for has_tail in [end_tokens > start_tokens and end_tokens % group.block_tokens > 0]
-            for stop in [slots.stop + has_tail]
-        ]
-        return np.concatenate(tokens)
+        needed = self._needed(start_tokens, end_tokens)
+        return np.concatenate(
+            [np.arange(slots.start, slots.stop) * group.block_tokens for group, slots in needed]
+        )
 
     def needed_keys(
         self, hashes: Sequence[bytes], start_tokens: int, end_tokens: int
     ) -> list[SlotKey]:
         """Return the keys of the slots that extend a prefix from start to end, group by group."""
         keys: list[SlotKey] = []
-        for group in self.groups:
-            slots = self.needed_slots(group, start_tokens, end_tokens)
-            keys += self.slot_keys(hashes, group, slots.start, slots.stop)
-            if end_tokens > start_tokens:
+        for group, slots in self._needed(start_tokens, end_tokens):
+            whole = end_tokens // group.block_tokens
+            keys += self.slot_keys(hashes, group, slots.start, whole)
+            if slots.stop > whole:
                 keys += self.tail_keys(hashes, group, end_tokens)
         return keys
 
@@ -276,8 +273,7 @@ class PrefixMap:
 
     def chain_key(self, hashes: Sequence[bytes], end_tokens: int) -> SlotKey:
         """Return the one of `chain_keys` that ends at `end_tokens`, where there is a hash."""
-        block_hash = hashes[end_tokens // self._hash_block_tokens - 1]
-        return block_hash + self._chain_suffix if self._chain_suffix else block_hash
+        return hashes[end_tokens // self._hash_block_tokens - 1] + self._chain_suffix
 
     def end_within(
         self, known: Mapping[SlotKey, object], hashes: Sequence[bytes], start: int, limit: int
