@@ -32,16 +32,7 @@ class ChangeLog:
         if len(slots):
             self.changes.append(Change(slots, readable=True))
 
-    def were_restored(self, slots: Slots) -> None:
-        """Record that these slots hold keys that another process left there."""
-        self.restored.update(slots.tolist())
-        self.became_readable(slots)
-
-    def lost(self, slots: Slots) -> None:
-        """Record that these slots have lost their keys, readable or not."""
-        if len(slots):
+    def lost(self, slots: Slots | None) -> None:
+        """Record that these slots, or all, have lost their keys, readable or not."""
+        if slots is None or len(slots):
             self.changes.append(Change(slots, readable=False))
-
-    def lost_all(self) -> None:
-        """Record that all keys were lost."""
-        self.changes.append(Change(None, readable=False))

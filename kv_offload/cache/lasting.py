@@ -46,6 +46,7 @@ class LastingManager(CacheManager):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)
+        self.reads_runs = True  # they tell which keys must be stored even if a peer has them
         self._directory: Directory | None = None
         self.peers: PeerSlots | None = None
         self._leased: Slots = NO_SLOTS
@@ -161,11 +162,6 @@ class LastingManager(CacheManager):
         """See `CacheManager`. A key of a peer, whose slot here is -1, may be gone at any time."""
         return bool((slots >= 0).all()) and super().keep_their_keys(slots, since)
 
-    @property
-    def reads_runs(self) -> bool:
-        """True: the runs tell which keys must be stored even if a peer has them."""
-        return True
-
     def offer(
         self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
     ) -> tuple[Slots, NDArray[np.bool_]]:
@@ -178,15 +174,9 @@ class LastingManager(CacheManager):
             wanted |= must
             self.left_to_peers += len(keys) - int(wanted.sum())
             keys, runs = _of(keys, wanted), _runs_of(runs, wanted)
-        self._make_room(len(keys))
         slots, worth = super().offer(keys, runs, along)
         wanted[wanted] = worth
         return slots, wanted
-
-    def prepare_store(self, keys: Sequence[Key], along: Slots = NO_SLOTS) -> Slots:
-        """See `CacheManager`."""
-        self._make_room(len(keys))
-        return super().prepare_store(keys, along)
 
     def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
         """See `CacheManager`."""
@@ -235,11 +225,6 @@ class LastingManager(CacheManager):
             leased = self.directory.are_leased(self._leased)
         free, self._leased = self._leased[~leased], self._leased[leased]
         super().complete_load(free)
-
-    def _make_room(self, wanted: int) -> None:
-        """If too few slots are free, have the policy know what peers have used."""
-        if wanted > self.usable_slots - self.slots_in_use:
-            self.count_peer_uses()
 
     def count_peer_uses(self) -> None:
         """See `CacheManager`. Slots that a store writes, or that have no key, do not count."""

@@ -55,17 +55,14 @@ class CacheManager:
         """Set by the consumer: gets distinct slots that peers have used, the most recent last."""
         self._index = SlotIndex(num_slots)
         self._policy = policy
+        self.reads_runs = policy.reads_runs
+        """True if the runs of offered keys are used."""
         self._running = SlotRefcounts(num_slots)  # includes orphans
         self.forgotten = 0
         """Count of keys evicted or dropped, and of resets. While it is unchanged, readable keys
         stay readable."""
         # By slot: the value of `forgotten` when the slot last lost a key.
         self._forgotten_at = np.zeros(num_slots, np.int64)
-
-    @property
-    def reads_runs(self) -> bool:
-        """True if the policy uses the runs of offered keys."""
-        return self._policy.reads_runs
 
     @property
     def usable_slots(self) -> int:
@@ -158,7 +155,8 @@ class CacheManager:
         self._policy.add(slots[::-1], keys[::-1])
         self._policy.release(slots)
         if self.changes is not None:
-            self.changes.were_restored(slots)
+            self.changes.restored.update(slots.tolist())
+            self.changes.became_readable(slots)
 
     def readable_keys(self, slots: Slots) -> list[Key | None]:
         """Return the key of each slot, which was given out; None if no key of it can be loaded."""
@@ -180,11 +178,6 @@ class CacheManager:
     def idle(self, slots: Slots) -> NDArray[np.bool_]:
         """Return for each slot whether nothing writes it or holds it against eviction."""
         return self._running.are_idle(slots)
-
-    def busy_slots(self, slots: Slots) -> NDArray[np.bool_]:
-        """Return for each slot whether something writes it or holds it against eviction."""
-        busy: NDArray[np.bool_] = self._running.busy(self.num_slots)[slots]
-        return busy
 
     def use(self, slots: Slots) -> None:
         """Count an access to distinct slots that have a key, the last of them the most recent."""
@@ -214,19 +207,11 @@ class CacheManager:
 
         Slots that a load reads become free when it ends.
         """
-        idle = self._running.idle(slots)
+        idle = self._running.are_idle(slots)
         self._policy.discard(slots)
-        self._index.forget(idle)
-        self._index.disown(slots[~np.isin(slots, idle)])
+        self._index.forget(slots[idle])
+        self._index.disown(slots[~idle])
         self._forget_by(slots)
-
-    def set_aside(self, slots: Slots) -> None:
-        """Drop the keys of distinct slots, and reserve the slots until `complete_load`.
-
-        None of them is being stored. A reset does not end the reservation.
-        """
-        self.prepare_copy(slots)
-        self.forget(slots)
 
     def _forget_by(self, slots: Slots) -> None:
         """Record that these slots have lost their keys."""
@@ -252,12 +237,11 @@ class CacheManager:
         `runs` groups the keys by prompt, in order; required if the policy `reads_runs`. Returns the
         slots, and for each key whether it was worth one.
         """
-        free = self._index.usable_slots - self._index.slots_in_use
-        policy = self._policy
+        free = self._count_free(len(keys))
         parents: Sequence[int] = ()
-        if policy.reads_runs:
+        if self._policy.reads_runs:
             parents = self._index.parent_slots(runs)
-        worth = policy.admit(keys, runs, free, parents)
+        worth = self._policy.admit(keys, runs, free, parents)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]
         return self._give_slots(keys, along), worth
@@ -270,14 +254,22 @@ class CacheManager:
         `along` names the slots that already hold blocks of the same prefixes: they are not evicted,
         and count as accessed, more recently than `keys`.
         """
+        self._count_free(len(keys))
         return self._give_slots(keys, along)
+
+    def _count_free(self, wanted: int) -> int:
+        """Return how many slots are free; if too few, have the policy know what peers have used."""
+        free = self.usable_slots - self.slots_in_use
+        if wanted > free:
+            self.count_peer_uses()
+        return free
 
     def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
         """Do as `prepare_store`. Nothing is freed between the policy's answer and this."""
         guarded = NO_SLOTS
         if len(along):
             along = distinct(along)
-            guarded = self._running.idle(along)
+            guarded = along[self._running.are_idle(along)]
             self._policy.keep(guarded)
         slots = self._take_slots(keys)
         self._running.start_stores(slots)
@@ -326,7 +318,7 @@ class CacheManager:
         self._index.clear(self._running.busy(self._index.given_out))
         self._policy.clear()
         if self.changes is not None:
-            self.changes.lost_all()
+            self.changes.lost(None)
 
     def close(self) -> None:
         """Release resources when the engine shuts down; no method is called afterwards."""

@@ -128,7 +128,8 @@ class PeerDirectory:
         if contents.is_retired or contents.generation != generation or not self.is_current:
             good[:] = False
         self.hold(slots[good])
-        self._leases[self._held.idle(slots[~good])] = 0
+        refused = slots[~good]
+        self._leases[refused[self._held.are_idle(refused)]] = 0
         return good
 
     def hold(self, slots: Slots) -> None:

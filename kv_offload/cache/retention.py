@@ -191,7 +191,7 @@ class Retention:
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
         held = np.flatnonzero(self._expires_of).astype(np.int32)
-        assert self._manager.busy_slots(held).all(), "a retained slot is not held"
+        assert not self._manager.idle(held).any(), "a retained slot is not held"
         assert self.slots == len(held) == self._owned.total(), "retained slots are counted wrongly"
         assert sorted(self._seconds) == sorted(self._leases), "a lease never expires"
         owned: Counter[str | None] = Counter()

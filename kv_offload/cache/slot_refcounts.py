@@ -79,11 +79,6 @@ class SlotRefcounts:
         idle: NDArray[np.bool_] = self._readers[slots] == 0
         return idle
 
-    def idle(self, slots: Slots) -> Slots:
-        """Return the slots that are neither read nor written, in order."""
-        idle: Slots = slots[self._readers[slots] == 0]
-        return idle
-
     def busy(self, count: int) -> NDArray[np.bool_]:
         """Return for each of the first `count` slots whether it is read or written."""
         busy: NDArray[np.bool_] = self._readers[:count] != 0

@@ -148,7 +148,8 @@ class DiskTier(Tier):
         """Forget the keys of slots, and give these slots out no more."""
         if not slots.size:
             return
-        self.manager.set_aside(slots)
+        self.manager.prepare_copy(slots)  # holds them, also over a reset, until they are given back
+        self.manager.forget(slots)
         self._set_aside.extend(slots.tolist())
         surplus = len(self._set_aside) - self.manager.usable_slots // SET_ASIDE_SHARE
         back = [self._set_aside.popleft() for _ in range(surplus)]

@@ -89,7 +89,7 @@ def test_a_part_of_host_memory_is_never_retained():
     slots = bed.store(8)
     assert bed.keep(slots) == 5
     assert bed.totals["unretained_slots"] == 3
-    assert bed.manager.busy_slots(slots).tolist() == [True] * 5 + [False] * 3, "the head stays"
+    assert bed.manager.idle(slots).tolist() == [False] * 5 + [True] * 3, "the head stays"
     assert bed.keep(slots[:5]) == 0, "what is retained already needs no room"
     assert bed.totals["unretained_slots"] == 3
 
@@ -109,7 +109,7 @@ def test_of_two_hints_the_later_end_counts(seconds):
     bed.keep(slots, seconds=60)
     assert bed.pass_time(max(seconds, 60) - 1) == 2
     assert bed.pass_time(1) == 0
-    assert not bed.manager.busy_slots(slots).any()
+    assert bed.manager.idle(slots).all()
 
 
 def test_an_empty_salt_is_no_owner():
@@ -129,7 +129,7 @@ def test_a_slot_that_is_retained_for_an_instant_again_and_again_is_let_go_of_onc
         bed.keep(slots, seconds=1e-20)
         assert bed.pass_time(0) == 3
     assert bed.pass_time(1) == 0
-    assert not bed.manager.busy_slots(slots).any()
+    assert bed.manager.idle(slots).all()
 
 
 def test_slots_that_are_being_stored_are_retained_once_they_are():
@@ -201,7 +201,7 @@ def test_any_order_of_events(seed):
         bed.manager.complete_store(ended)
         bed.retention.stored(ended)
     assert bed.pass_time(91) == 0
-    assert not bed.manager.busy_slots(np.arange(60, dtype=np.int32)).any()
+    assert bed.manager.idle(np.arange(60, dtype=np.int32)).all()
 
 
 def test_a_reset_forgets_what_was_to_be_retained():
