@@ -28,7 +28,7 @@ FilePath = Annotated[str, Meta(min_length=1)]
 def _says(
     description: str, allowed: str = "", takes: str = "", kind: str = "", **limits: Any
 ) -> Meta:
-    """Describe a key; `allowed` may be omitted if the type is a `Literal` of names.
+    """Describe a key; `allowed` may be omitted if the type is a `Literal` of names, or `bool`.
 
     A key with a `kind` belongs to that kind of remote store, which requires it.
     """
@@ -69,14 +69,10 @@ class DiskConfig:
         ),
     ] = 1 << 30
     keep_on_restart: Annotated[
-        bool, _says("Whether blocks on the disk are reused after a restart.", "true or false")
+        bool, _says("Whether blocks on the disk are reused after a restart.")
     ] = True
     keep_on_reset: Annotated[
-        bool,
-        _says(
-            "Whether blocks on the disk stay usable after a reset of the prefix cache.",
-            "true or false",
-        ),
+        bool, _says("Whether blocks on the disk stay usable after a reset of the prefix cache.")
     ] = False
 
 
@@ -128,8 +124,7 @@ class RemoteConfig:
         ),
     ] = 1 << 30
     keep_on_reset: Annotated[
-        bool,
-        _says("Whether its blocks stay usable after a reset of the prefix cache.", "true or false"),
+        bool, _says("Whether its blocks stay usable after a reset of the prefix cache.")
     ] = False
 
 
@@ -173,8 +168,7 @@ class OffloadConfig:
         bool,
         _says(
             "Whether to pack bfloat16 KV without loss while copying it, so that host memory holds "
-            "more.",
-            "true or false",
+            "more."
         ),
     ] = False
     max_pinned_share: Annotated[
@@ -218,10 +212,7 @@ class OffloadConfig:
         _says("Whether to recompute a hit if measurements show that this is faster."),
     ] = "measured"
     keep_on_sleep: Annotated[
-        bool,
-        _says(
-            "Whether blocks in host memory stay usable after a sleep of level 1.", "true or false"
-        ),
+        bool, _says("Whether blocks in host memory stay usable after a sleep of level 1.")
     ] = False
     on_load_failure: Annotated[
         Literal["recompute", "fail"],
@@ -302,17 +293,16 @@ def _keys(config: type[Any], section: str = "") -> Iterator[Key]:
             yield from _keys(SECTIONS[field.name], field.name)
             continue
         kind, *_, meta = get_args(hints[field.name])
-        names, takes = get_args(kind), meta.extra["takes"]
+        names = ("true", "false") if kind is bool else get_args(kind)
         allowed = meta.extra["allowed"] or f"{', '.join(names[:-1])} or {names[-1]}"
-        of_kind = meta.extra["kind"]
+        takes, of_kind = meta.extra["takes"], meta.extra["kind"]
         is_required = bool(section) and (field.default is dataclasses.MISSING or bool(of_kind))
         default: Any = None if is_required else field.default
         if field.name == "cpu_bytes":
             default = DEFAULT_CPU_BYTES
         elif takes == "size" and default is not None:
             default = format_size(default).replace(" ", "")
-        name = f"{section}.{field.name}" if section else field.name
-        hint = hints[field.name]
+        name, hint = f"{section}.{field.name}".removeprefix("."), hints[field.name]
         yield Key(name, hint, meta.description, allowed, takes, default, is_required, of_kind)
 
 
