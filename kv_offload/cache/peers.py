@@ -75,12 +75,8 @@ class PeerDirectory:
         `reader` is the seat of this engine, whose leases this process alone may set. Those that an
         earlier process left are ended.
         """
-        try:
-            inode = os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
-        except OSError:
-            return None
-        contents = open_directory(seat)
-        if contents is None:
+        inode, contents = _inode(seat), open_directory(seat)
+        if not inode or contents is None:
             return None
         files = read_names(contents.files)
         is_alike = all(files.get(rank, "").startswith(f"{kind}.") for rank, kind in kinds.items())
@@ -94,10 +90,7 @@ class PeerDirectory:
     @property
     def is_current(self) -> bool:
         """True while it is the directory of the seat: another engine may have replaced it."""
-        try:
-            return os.stat(self.seat / DIRECTORY, follow_symlinks=False).st_ino == self.inode
-        except OSError:
-            return False
+        return _inode(self.seat) == self.inode
 
     @property
     def has_arenas(self) -> bool:
@@ -222,11 +215,7 @@ class PeerDirectories:
 
         None is opened twice, which would end the leases of the first time.
         """
-        try:
-            inode = os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
-        except OSError:
-            return None
-        peer = self._opened.get((seat, inode))
+        peer = self._opened.get((seat, _inode(seat)))
         if peer is None:
             peer = PeerDirectory.open(seat, self._kinds, seat_number(self._seat))
             if peer is None:
@@ -248,6 +237,14 @@ def arena_kinds(seat: Path) -> dict[int, str]:
     contents = open_directory(seat)
     files = {} if contents is None else read_names(contents.files)
     return {rank: _kind(name) for rank, name in files.items()}
+
+
+def _inode(seat: Path) -> int:
+    """Return the inode of a seat's directory; 0 where there is none."""
+    try:
+        return os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
+    except OSError:
+        return 0
 
 
 def _kind(arena: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kv_swap.engine import Completion, Direction, SwapEngine
+from kv_swap.engine import Direction, SwapEngine
 from kv_swap.errors import CopyError
 from kv_swap.packing.samples import TileSampler
 
@@ -297,17 +297,14 @@ class OffloadWorker:
         """Process all copies that ended since the last call. Never waits."""
         for done in self._jobs.poll():
             try:
-                self._copy_ended(done)
+                self._jobs.count(done)
+                if done.direction is Direction.STORE:
+                    self._stores.ended(done)
+                elif not self._loads.ended(done):
+                    self._forward_loads.ended(done)
             except Exception:  # noqa: BLE001 - later ones in the list have ended, too
                 self._jobs.not_taken_in(done.job_id)
         self._moves.poll()
-
-    def _copy_ended(self, done: Completion) -> None:
-        self._jobs.count(done)
-        if done.direction is Direction.STORE:
-            self._stores.ended(done)
-        elif not self._loads.ended(done):
-            self._forward_loads.ended(done)
 
     def ended(self, aborted_step: int | None = None) -> OffloadWorkerMetadata:
         """Return outcomes that the scheduler has not acknowledged. It may ask at any time."""

@@ -67,12 +67,6 @@ class Changes:
         self._used.update(later._used)
         self.last_use = later.last_use
 
-    def forget(self) -> None:
-        """Drop all changes, which have been written."""
-        self._put.clear()
-        self._used.clear()
-        self._removed.clear()
-
     def write(self, database: sqlite3.Connection, generation: bytes) -> None:
         """Write all changes in one transaction, which is rolled back if an error is raised."""
         removed = [(slot,) for slot in self._removed]
@@ -222,4 +216,4 @@ class DiskIndex:
         if not os.path.samestat(found, own):
             raise FileNotFoundError(f"{self._path} was replaced while it was open")
         self._unwritten.write(self._database, self._written_generation)
-        self._unwritten.forget()
+        self._unwritten = Changes(last_use=0)

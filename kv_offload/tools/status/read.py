@@ -195,7 +195,9 @@ def parse(page: str, address: str) -> Reading:
         ) from error
     if not is_vllm:
         raise ServerError(NO_ENGINE.format(address=address))
-    engines = [engine for engine, names in values.items() if any(map(_is_ours, names))]
+    engines = [
+        engine for engine, names in values.items() if any(name.startswith(PREFIX) for name in names)
+    ]
     if not engines:
         raise ServerError(NO_PLUGIN.format(address=address))
     if len(engines) > MAX_ENGINES:
@@ -212,10 +214,6 @@ def short(what: object, letters: int = 120) -> str:
     line = " ".join(str(what).split())
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
     return line if len(line) <= letters else f"{line[: letters - 3]}..."
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(PREFIX)
 
 
 def _by_number(engine: str) -> tuple[int, str]:

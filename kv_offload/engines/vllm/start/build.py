@@ -15,7 +15,7 @@ from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.start import log, members, pool, ranks, support, tiers, trace
+from kv_offload.engines.vllm.start import log, members, ranks, support, tiers, trace
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
@@ -58,7 +58,7 @@ class Engine:
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
         config = self.traced.config
         self.disk, self.remote = tiers.find_tiers(config, vllm_config, kv_cache_config)
-        self.pool = pool.find_pool(config, vllm_config, kv_cache_config)
+        self.pool = tiers.find_pool(config, vllm_config, kv_cache_config)
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:

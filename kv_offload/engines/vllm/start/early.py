@@ -17,7 +17,7 @@ from kv_swap.errors import DeviceError
 from kv_offload.config import trace_config
 from kv_offload.config.checks import check_disk, check_sizes
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import members, pool, ranks, support, tiers, trace
+from kv_offload.engines.vllm.start import members, ranks, support, tiers, trace
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, Problems, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
@@ -68,7 +68,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
         with problems:
             tiers.check_tiers(config, own)
         with problems:
-            pool.check_pool(config, own)
+            tiers.check_pool(config, own)
         with problems:
             if not parallel.node_rank_within_dp:  # else the scheduler is on another host
                 trace.check_trace(config, own)

@@ -1,4 +1,4 @@
-"""The disk and the remote store of an engine: what is refused, and what its tiers are built of."""
+"""The host pool, the disk and the remote store of an engine: what is refused, and their parts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kv_offload.tiers.disk import DiskTier
 from kv_offload.tiers.lower import TierSpec
 from kv_offload.tiers.remote import RemoteTier
 from kv_offload.worker.disk import Disk
+from kv_offload.worker.pool import Pool, check_pool_folder, pool_folder
 from kv_offload.worker.remote import Remote, check_usable, make_client
 
 if TYPE_CHECKING:
@@ -67,6 +68,26 @@ def find_tiers(
     if config.remote is not None:
         remote = Remote(config.remote, describe_contents(vllm_config, kv_cache_config))
     return disk, remote
+
+
+def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
+    """Raise `ConfigError` if another process could not know what the keys of blocks mean.
+
+    Also raises it if the folder of the pools is missing, is not writable, or is not in memory.
+    """
+    if config.host_pool is not None:
+        check_contents(vllm_config, "host_pool", keep_on_reset=False)
+        check_pool_folder(config.host_pool_path)
+
+
+def find_pool(
+    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Pool | None:
+    """Return the pool that the configuration names. Raises `ConfigError` as `check_pool` does."""
+    check_pool(config, vllm_config)
+    if config.host_pool is None:
+        return None
+    return Pool(pool_folder(config), describe_contents(vllm_config, kv_cache_config))
 
 
 def check_contents(
