@@ -39,8 +39,6 @@ _OBJECT = re.compile(rf"{PREFIX}[0-9a-f]{{32}}/[0-9a-f]{{32}}")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS = re.compile(r"\b(?:status|Status)\D{0,20}([1-5][0-9]{2})\b")
 
-_REFUSED = ("PermissionDeniedError", "UnauthenticatedError")
-
 _REMEDIES = {
     "PermissionDeniedError": "the credentials may not do this: look at the bucket's policy",
     "UnauthenticatedError": "the server does not know the credentials of this process",
