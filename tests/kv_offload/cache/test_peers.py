@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kv_offload.cache import lasting
 from kv_offload.cache.directory import DIRECTORY, HEADER, Directory, open_directory
 from kv_offload.cache.key_index import Names, candidates
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
@@ -31,6 +32,7 @@ from tests.kv_offload.cache.test_pool_killed import (
     content_of,
     live,
 )
+from tests.support.processes import run_function
 
 KEYS = [b"key %d" % number for number in range(46)]
 OWN = Path("seat-7", "rank-0.kind.own")
@@ -311,16 +313,13 @@ def test_few_marks_are_taken_at_once_but_all_in_the_end(tmp_path: Path, monkeypa
     assert taken == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3], []]
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
-    tmp_path: Path, stops: bool
-) -> None:
-    """Owners follow one another in a seat, each killed at a line that a fixed seed draws."""
+def kill_owners(pool: str, stops: bool) -> int:
+    """Return how many blocks of owners were read, which follow one another in a seat."""
     board = mmap.mmap(-1, mmap.PAGESIZE)
-    seat = tmp_path / "seat-0"
+    seat = Path(pool, "seat-0")
     seat.mkdir()
     chance, accepted = random.Random(7), 0
-    peers = find(tmp_path)
+    peers = find(Path(pool))
     for number in range(40):
         lines = chance.randrange(20, 9000)
         process = os.fork()
@@ -339,7 +338,15 @@ def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
                 os.kill(process, signal.SIGCONT)
         assert os.WIFSIGNALED(status), f"owner {number} ended with an error"
         accepted += sum(read(peer, KEYS) for peer in peers.all)  # what it left
-    assert accepted > 100
+    return accepted
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
+    tmp_path: Path, stops: bool
+) -> None:
+    """Each owner is killed at a line that a fixed seed draws."""
+    assert run_function(kill_owners, tmp_path, stops, forks=False) > 100
 
 
 def read_and_end(pool: Path, lines: int) -> None:
@@ -354,13 +361,10 @@ def read_and_end(pool: Path, lines: int) -> None:
     act_until_killed(act, lines, ("cache/peers.py", os.path.basename(__file__)))
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
-) -> None:
-    """Readers follow one another in a seat, each killed at a line that a fixed seed draws."""
-    monkeypatch.setattr("kv_offload.cache.lasting.READERS_SECONDS", 0.0)
-    seat = tmp_path / "seat-0"
+def kill_readers(pool: str, stops: bool) -> int:
+    """Return how many of the readers that follow one another in a seat left a lease."""
+    lasting.READERS_SECONDS = 0.0
+    seat = Path(pool, "seat-0")
     seat.mkdir()
     owner = Life(seat, 5, mmap.mmap(-1, mmap.PAGESIZE))
     chance, was_leased = random.Random(8), 0
@@ -370,7 +374,7 @@ def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_
             break
         process = os.fork()
         if not process:
-            read_and_end(tmp_path, chance.randrange(20, 3000) + number)
+            read_and_end(Path(pool), chance.randrange(20, 3000) + number)
         chance.random()
         ended = 0
         while not ended:
@@ -383,7 +387,6 @@ def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_
                 os.kill(process, signal.SIGCONT)
         assert os.WIFSIGNALED(status), f"reader {number} ended with an error"
         was_leased += bool(owner.manager.directory.are_leased(all_slots).any())
-    assert was_leased > 3
     for _ in range(200):
         owner.step()
     for slots, _ in owner.planned:
@@ -392,6 +395,15 @@ def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_
     given = [owner.manager.prepare_store([b"%d" % n for n in range(at, at + 24)]) for at in (0, 50)]
     assert sum(map(len, given)) == NUM_SLOTS
     owner.manager.check_integrity()
+    return was_leased
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_the_end(
+    tmp_path: Path, stops: bool
+) -> None:
+    """Each reader is killed at a line that a fixed seed draws."""
+    assert run_function(kill_readers, tmp_path, stops, forks=False) > 3
 
 
 def test_what_an_owner_that_was_killed_in_a_reset_had_is_not_read(tmp_path: Path) -> None:
