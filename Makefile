@@ -36,7 +36,7 @@ demo:
 
 # On the first engine, with short soaks.
 test:
-	@SOAK_SECONDS=$${SOAK_SECONDS:-10} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-12} \
+	@SOAK_SECONDS=$${SOAK_SECONDS:-6} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-6} \
 	  $(pytest) $(at_a_time) -m "not slow" --durations=10 $(TESTS)
 
 # The tests that other engines run, unless TESTS names some: all that play vLLM's scheduler, and of

@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """A folder for host pools: they must be in memory, where `tmp_path` need not be."""
+    """A folder in memory: host pools must be there, and disks that only lose processes may be."""
     with tempfile.TemporaryDirectory(prefix="kv-offload-test-", dir="/dev/shm") as folder:
         yield Path(folder)
 

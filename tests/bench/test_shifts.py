@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.trace.shifts import SHIFTS, hits_by_phase
+from tests.support.slow import rest_is_slow
 
 ALLOWED = 2.0
 """Points of the hits of a phase."""
@@ -24,7 +25,7 @@ MORE = {
 CELLS = [(name, capacity) for name, shift in SHIFTS.items() for capacity in shift.capacities]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", rest_is_slow([0, 1]))
 @pytest.mark.parametrize(("name", "capacity"), CELLS)
 def test_auto_is_within_two_points_of_lru_in_each_phase(name, capacity, seed):
     phases = SHIFTS[name].make(seed)

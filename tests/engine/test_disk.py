@@ -43,6 +43,7 @@ from tests.engine.test_new_weights import CHANGED
 from tests.support.inputs import random_tokens, transfer_config
 from tests.support.patience import be_patient
 from tests.support.processes import print_result, run_function, shut_down, stay, staying
+from tests.support.slow import rest_is_slow
 from tests.support.small_models import write_model
 from tests.support.waiting import wait_until
 
@@ -248,7 +249,11 @@ def reset_and_die(models: str, folder: str, faults: list[str], weights: str) -> 
 
 
 @pytest.mark.parametrize(
-    "faults", [["the index hangs"], ["the rank fails"], ["the index hangs", "the rank fails"]]
+    "faults",
+    # `tests/kv_offload/cache/test_disk_proofs.py` has each in `make test`.
+    rest_is_slow(
+        [["the index hangs", "the rank fails"], ["the index hangs"], ["the rank fails"]], 2
+    ),
 )
 def test_a_reset_that_was_answered_with_true_holds_though_the_engine_is_killed_at_once(
     model_folder, tmp_path, faults

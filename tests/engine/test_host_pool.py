@@ -22,6 +22,7 @@ from tests.engine.harness import (
 )
 from tests.support.latents import LATENT
 from tests.support.processes import kill_group, run_module, stay, staying
+from tests.support.slow import rest_is_slow
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
@@ -84,7 +85,7 @@ def test_another_namespace_or_layout_adopts_nothing_and_leaves_the_pool_as_large
     assert len([*memory_folder.glob("kv-offload-*/chat/seat-*/rank-*")]) == 1
 
 
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("weights", rest_is_slow([False, True]))
 def test_after_a_reset_or_new_weights_nothing_is_adopted(
     model_folder: Path, memory_folder: Path, left: int, weights: bool
 ) -> None:
@@ -102,9 +103,14 @@ def test_after_a_reset_or_new_weights_nothing_is_adopted(
         assert ours.offload.gauges()["adopted_slots"] == 0
 
 
-@pytest.mark.parametrize("from_peers", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "more", "sharing"), [("qwen3", {}, 1), ("deepseek_v2", LATENT, 2)]
+    ("kind", "more", "sharing", "from_peers"),
+    [
+        ("qwen3", {}, 1, True),
+        ("deepseek_v2", LATENT, 2, False),
+        pytest.param("qwen3", {}, 1, False, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", LATENT, 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_serve_what_ranks_that_were_killed_left_or_that_run(
     model_folder: Path,

@@ -44,12 +44,14 @@ def test_replicas_of_data_parallelism(model_folder, forks):
     replica_run.check(run_module("tests.engine.replica_run", model_folder, *case, forks=forks))
 
 
+@pytest.mark.slow  # `test_peers.py` has engines of a pool in `make test`
 def test_replicas_share_a_host_pool(model_folder, memory_folder):
     case = "qwen3", {"host_pool": str(memory_folder)}
     result = run_module("tests.engine.replica_run", model_folder, *case, forks=True)
     replica_run.check_shared(result)
 
 
+@pytest.mark.slow  # `test_remote_kinds.py` has engines that share a store in `make test`
 def test_replicas_share_a_store(model_folder):
     """Each loads what the other one has computed, also where the machine stands still meanwhile.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kv_offload.worker import pool
 from tests.engine.harness import (
     Engine,
     all_differ,
@@ -22,6 +23,7 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
 )
 from tests.support.processes import Process, stay, staying
+from tests.support.slow import rest_is_slow
 
 PROMPTS = prompts_with_shared_prefix()
 OTHERS = prompts_with_shared_prefix(seed=7)
@@ -35,8 +37,15 @@ def plugin(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine takes a seat of another one, or waits for it."""
+    monkeypatch.setattr(pool, "LOCK_SECONDS", 0.0)
+
+
 def compute_and_stay(models: str, folder: str, seed: str, ready: str) -> None:
     """Answer prompts, and wait to be killed."""
+    pool.LOCK_SECONDS = 0.0
     prompts = prompts_with_shared_prefix(seed=int(seed))
     with offloading(Path(models), plugin=plugin(Path(folder))) as running:
         running.generate(prompts)
@@ -76,7 +85,7 @@ def meet(ours: Engine, peers: int) -> None:
     assert ours.offload.gauges()["peers"] == peers
 
 
-@pytest.mark.parametrize("state", ["runs", "stopped", "killed"])
+@pytest.mark.parametrize("state", rest_is_slow(["killed", "stopped", "runs"], 2))
 def test_two_engines_serve_what_a_third_computed(
     model_folder: Path, memory_folder: Path, state: str
 ) -> None:

@@ -158,7 +158,11 @@ def draw_kinds(chance: random.Random, moments: int) -> list[str]:
 
 @pytest.mark.timeout(1800 + 60 * MOMENTS)
 @pytest.mark.parametrize(
-    ("members", "cpu_bytes", "fits"), [(2, "8MiB", True), (3, "1MiB", False)], ids=["all", "part"]
+    ("members", "cpu_bytes", "fits"),
+    [
+        pytest.param(2, "8MiB", True, id="all"),
+        pytest.param(3, "1MiB", False, id="part", marks=pytest.mark.slow),
+    ],
 )
 def test_engines_answer_right_whenever_one_is_killed_or_stopped(
     model_folder: Path, memory_folder: Path, members: int, cpu_bytes: str, fits: bool

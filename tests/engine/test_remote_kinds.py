@@ -38,7 +38,10 @@ def shared(folder: Path) -> dict[str, Any]:
     return sharing({"kind": "folder", "path": str(folder)})
 
 
-@pytest.fixture(params=["folder", "s3", "mooncake"])
+@pytest.fixture(
+    # `test_mooncake.py` has engines with a Mooncake store in `make test`.
+    params=["folder", "s3", pytest.param("mooncake", marks=pytest.mark.slow)]
+)
 def remote(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:

@@ -167,7 +167,8 @@ def test_hits_are_computed_when_local_hits_would_be(clock, limit, monkeypatch):
 
 
 def test_nobody_waits_for_a_load_that_little_is_computed_after(clock, monkeypatch):
-    users = dataclasses.replace(USERS, history_tokens=(4000, 12000), new_tokens=32)
+    talks = {"count": 24, "turns": 4, "history_tokens": (4000, 12000), "new_tokens": 32}
+    users = dataclasses.replace(USERS, **talks)
     apart, counted = hold(clock, users, "apart")
     assert counted["loaded_bytes"]
     assert not counted["synchronous_loads"]

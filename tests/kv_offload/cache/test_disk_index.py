@@ -70,8 +70,8 @@ def contents(found: DiskIndex) -> list[tuple[bytes, int]]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "index.sqlite"
+def path(memory_folder: Path) -> Path:
+    return memory_folder / "index.sqlite"
 
 
 @pytest.fixture

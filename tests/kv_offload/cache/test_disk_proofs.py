@@ -79,8 +79,8 @@ def served(folder: Path) -> dict[bytes, bytes]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    folder = tmp_path / "disk"
+def disk(memory_folder: Path) -> Path:
+    folder = memory_folder / "disk"
     folder.mkdir()
     first = Start(folder)
     first.write(BLOCKS)

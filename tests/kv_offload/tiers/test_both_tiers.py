@@ -63,11 +63,11 @@ class BothEngine(PlayedEngine):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., BothEngine]]:
+def make(memory_folder: Path) -> Iterator[Callable[..., BothEngine]]:
     made: list[BothEngine] = []
 
     def one(**options: Any) -> BothEngine:
-        made.append(BothEngine(tmp_path / f"disk {len(made)}", **options))
+        made.append(BothEngine(memory_folder / f"disk {len(made)}", **options))
         return made[-1]
 
     with manual_remote():

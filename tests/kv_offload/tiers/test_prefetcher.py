@@ -55,9 +55,11 @@ class QueueEngine(PlayedEngine):
 
 
 @pytest.fixture(params=["disk", "remote"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., QueueEngine]]:
+def make(
+    request: pytest.FixtureRequest, memory_folder: Path
+) -> Iterator[Callable[..., QueueEngine]]:
     made: list[QueueEngine] = []
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    disk = {"path": str(memory_folder), "bytes": "1MiB", "keep_on_restart": False}
     plugin = {"disk": disk} if request.param == "disk" else REMOTE
 
     def one(**more: Any) -> QueueEngine:

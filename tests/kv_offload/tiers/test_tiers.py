@@ -72,9 +72,9 @@ def step_for(engine: DiskEngine, now: list[float], seconds: float) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., DiskEngine]]:
+def make(memory_folder: Path) -> Iterator[Callable[..., DiskEngine]]:
     made: list[DiskEngine] = []
-    yield lambda **more: made.append(DiskEngine(tmp_path, **more)) or made[-1]
+    yield lambda **more: made.append(DiskEngine(memory_folder, **more)) or made[-1]
     for engine in made:
         engine.connector.shutdown()
 

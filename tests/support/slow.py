@@ -1,0 +1,14 @@
+"""Values of which `make test` tries the first ones, and `make test-all` all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def rest_is_slow(values: Iterable[object], first: int = 1) -> list[Any]:
+    """Return values for `parametrize`; all but so many of the first are marked `slow`."""
+    slow = pytest.mark.slow
+    return [v if at < first else pytest.param(v, marks=slow) for at, v in enumerate(values)]
