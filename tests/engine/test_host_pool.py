@@ -106,10 +106,10 @@ def test_after_a_reset_or_new_weights_nothing_is_adopted(
 @pytest.mark.parametrize(
     ("kind", "more", "sharing", "from_peers"),
     [
-        ("qwen3", {}, 1, True),
         ("deepseek_v2", LATENT, 2, False),
-        pytest.param("qwen3", {}, 1, False, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", LATENT, 2, True, marks=pytest.mark.slow),
+        pytest.param("qwen3", {}, 1, False, marks=pytest.mark.slow),
+        pytest.param("qwen3", {}, 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_serve_what_ranks_that_were_killed_left_or_that_run(

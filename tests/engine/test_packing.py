@@ -175,7 +175,10 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder, tmp_path):
 
 @pytest.mark.parametrize(
     "split",
-    [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="TP"),
+        pytest.param(PIPELINE, id="PP", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_in_processes_of_their_own(model_folder, split):
     """Ends with the control: blocks that change places in host memory are noticed."""
@@ -241,6 +244,7 @@ def start_twice(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow  # `test_a_disk_keeps_packed_slots_over_a_restart` has one rank in `make test`
 def test_ranks_find_packed_slots_on_their_disks_after_a_restart(model_folder, tmp_path):
     """Ends with the control: blocks that change places in host memory are noticed."""
     disk = {"disk": {"path": str(tmp_path), "bytes": "64MiB"}, "load_or_recompute": "always_load"}

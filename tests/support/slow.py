@@ -9,6 +9,7 @@ import pytest
 
 
 def rest_is_slow(values: Iterable[object], first: int = 1) -> list[Any]:
-    """Return values for `parametrize`; all but so many of the first are marked `slow`."""
+    """Return values or tuples for `parametrize`; all but so many of the first are marked `slow`."""
     slow = pytest.mark.slow
-    return [v if at < first else pytest.param(v, marks=slow) for at, v in enumerate(values)]
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=slow if at >= first else ()) for at, row in enumerate(rows)]
