@@ -22,7 +22,11 @@ MORE = {
 }
 """What a phase can lose more, and why."""
 
-CELLS = [(name, capacity) for name, shift in SHIFTS.items() for capacity in shift.capacities]
+CELLS = [
+    cell
+    for name, shift in SHIFTS.items()
+    for cell in rest_is_slow([(name, capacity) for capacity in shift.capacities])
+]
 
 
 @pytest.mark.parametrize("seed", rest_is_slow([0, 1]))

@@ -32,8 +32,8 @@ class Users:
     and an answer. Lengths of histories and answers are random; both ends of a range are in it.
     """
 
-    count: int = 40
-    turns: int = 5
+    count: int = 32
+    turns: int = 4
     at_once: int = 12
     system_tokens: int = 1024
     history_tokens: tuple[int, int] = (1000, 4000)
@@ -167,7 +167,7 @@ def test_hits_are_computed_when_local_hits_would_be(clock, limit, monkeypatch):
 
 
 def test_nobody_waits_for_a_load_that_little_is_computed_after(clock, monkeypatch):
-    talks = {"count": 24, "turns": 4, "history_tokens": (4000, 12000), "new_tokens": 32}
+    talks = {"count": 24, "history_tokens": (4000, 12000), "new_tokens": 32}
     users = dataclasses.replace(USERS, **talks)
     apart, counted = hold(clock, users, "apart")
     assert counted["loaded_bytes"]

@@ -125,7 +125,7 @@ def act(engine: PooledEngine, chance: random.Random, number: int) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", rest_is_slow(range(4), 2))
 def test_at_each_moment_the_directory_is_true(
     memory_folder: Path, seed: int, num_ranks: int, asynchronous: bool
 ) -> None:

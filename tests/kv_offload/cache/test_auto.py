@@ -18,6 +18,7 @@ from kv_offload.cache.policies.rivals import MIN_CHANGE, MIN_NEW
 from kv_offload.cache.slots import NO_SLOTS, Run, Slots
 from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import TraceRequest
+from tests.support.slow import rest_is_slow
 
 
 def buckets(epoch: int, *classes: int) -> np.ndarray:
@@ -309,7 +310,7 @@ def test_the_hits_of_both_rules_are_known_without_their_caches(monkeypatch):
     leads: list[float] = []
     monkeypatch.setattr(policy._rivals, "_judge", leads.append)
     prompts = [[b"%d %d" % (prompt, block) for block in range(16)] for prompt in range(64)]
-    for _ in range(40):
+    for _ in range(20):
         for prompt in prompts:
             serve(manager, prompt)
     assert 0.3 < np.mean(leads[len(leads) // 2 :]) / policy._epoch_accesses < 0.6
@@ -643,7 +644,7 @@ def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_e
     assert len(manager.prepare_store([b"a", b"b", b"c", b"d"])) == 4
 
 
-@pytest.mark.parametrize("parts", [1, 32])
+@pytest.mark.parametrize("parts", rest_is_slow([32, 1]))
 def test_scans_do_not_cost_conversations_their_hits(parts):
     """Conversations of eight turns, beside documents that are read once."""
     rng = random.Random(0)

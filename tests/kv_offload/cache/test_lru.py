@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_offload.cache.policies import lru
 from kv_offload.cache.policies.lru import LRUPolicy
 from kv_offload.cache.slots import Slots
+from tests.support.slow import rest_is_slow
 
 NUM_SLOTS = 12
 
@@ -98,7 +99,7 @@ class LRUMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("slack", [0, 10, lru.SLACK_ENTRIES])
-@pytest.mark.parametrize("window", [1, lru.WINDOW_ENTRIES])
+@pytest.mark.parametrize("window", rest_is_slow([lru.WINDOW_ENTRIES, 1]))
 def test_any_interleaving(monkeypatch, slack, window):
     monkeypatch.setattr(lru, "SLACK_ENTRIES", slack)
     monkeypatch.setattr(lru, "WINDOW_ENTRIES", window)
