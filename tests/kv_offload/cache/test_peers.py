@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -313,6 +313,20 @@ def test_few_marks_are_taken_at_once_but_all_in_the_end(tmp_path: Path, monkeypa
     assert taken == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3], []]
 
 
+def until_killed(process: int, stops: bool) -> Iterator[None]:
+    """Yield until a process was killed, once more then; with `stops` it stands still meanwhile."""
+    ended = 0
+    while not ended:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if stops and not ended:
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.001)
+        yield
+        if stops and not ended:
+            os.kill(process, signal.SIGCONT)
+    assert os.WIFSIGNALED(status), "it ended with an error"
+
+
 def kill_owners(pool: str, stops: bool) -> int:
     """Return how many blocks of owners were read, which follow one another in a seat."""
     board = mmap.mmap(-1, mmap.PAGESIZE)
@@ -325,18 +339,10 @@ def kill_owners(pool: str, stops: bool) -> int:
         process = os.fork()
         if not process:
             live(seat, 2000 + number, lines, board)
-        ended = 0
-        while not ended:
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if stops and not ended:
-                os.kill(process, signal.SIGSTOP)
-                time.sleep(0.001)
+        for _ in until_killed(process, stops):
             for _ in range(3):
                 accepted += sum(read(peer, KEYS) for peer in peers.all)
                 peers.refresh()
-            if stops and not ended:
-                os.kill(process, signal.SIGCONT)
-        assert os.WIFSIGNALED(status), f"owner {number} ended with an error"
         accepted += sum(read(peer, KEYS) for peer in peers.all)  # what it left
     return accepted
 
@@ -376,16 +382,9 @@ def kill_readers(pool: str, stops: bool) -> int:
         if not process:
             read_and_end(Path(pool), chance.randrange(20, 3000) + number)
         chance.random()
-        ended = 0
-        while not ended:
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if stops and not ended:
-                os.kill(process, signal.SIGSTOP)
+        for _ in until_killed(process, stops):
             for _ in range(5):
                 owner.step()
-            if stops and not ended:
-                os.kill(process, signal.SIGCONT)
-        assert os.WIFSIGNALED(status), f"reader {number} ended with an error"
         was_leased += bool(owner.manager.directory.are_leased(all_slots).any())
     for _ in range(200):
         owner.step()

@@ -12,23 +12,21 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 
 from kv_offload.tiers import base, reads
 from kv_offload.tiers.remote import RecentKeys
-from tests.support.manual_tier import REMOTE, ManualDirectory, ManualTier, manual_remote
+from tests.kv_offload.tiers.test_remote import FULL_BLOCKS, PROMPT, RemoteEngine
+from tests.support.manual_tier import ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
-PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
-FULL_BLOCKS = len(PROMPT) // 4
 ALL_TOKENS = FULL_BLOCKS * 4
 
 
-class BothEngine(PlayedEngine):
+class BothEngine(RemoteEngine):
     """An engine with a disk of its own, and a remote store that all of them share."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         keys = {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}
-        plugin = {"disk": {**keys, **more.pop("disk", {})}, **REMOTE}
-        super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
+        super().__init__(plugin={"disk": {**keys, **more.pop("disk", {})}}, **more)
 
     @property
     def disk(self) -> ManualTier:
@@ -38,21 +36,10 @@ class BothEngine(PlayedEngine):
     def remote(self) -> ManualTier:
         return self.ranks[0].tiers[1]
 
-    @property
-    def directory(self) -> ManualDirectory:
-        found: ManualDirectory = self.offload.tiers.tiers["remote"]._directory
-        return found
-
-    def answer(self, name: str, prompt: list[int] = PROMPT) -> None:
-        self.add(name, prompt, 2)
-        self.run()
-
     def forget(self) -> None:
         """Leave blocks in the lower tiers alone; what the remote store has must be asked for."""
-        self.offload.manager.reset()
+        super().forget()
         self.offload.tiers.tiers["remote"]._known = RecentKeys()
-        assert self.scheduler.reset_prefix_cache()
-        self.totals.clear()
         self.disk.happened.clear()
         self.remote.happened.clear()
 
