@@ -13,14 +13,6 @@ from tests.support.processes import run_module
 ROUND_TRIP = "tests.engine.multiprocess_run"
 
 
-@pytest.mark.slow  # `test_multi_connector.py` has two ranks in `make test`
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_round_trip_reset_and_sleep(model_folder, forks, ranks):
-    """The engine core in a process of its own, and ranks in processes of theirs."""
-    arguments = {"tensor_parallel_size": ranks, "sleep": True}
-    check(run_module(ROUND_TRIP, model_folder, "qwen3", arguments, forks=forks), ranks)
-
-
 @pytest.mark.parametrize(
     ("kind", "partition"),
     [pytest.param("qwen3", "1,1", marks=pytest.mark.slow), ("gemma3", "3,1")],

@@ -23,7 +23,6 @@ from tests.engine.harness import (
     prompts_with_shared_prefix,
 )
 from tests.support.processes import Process, stay, staying
-from tests.support.slow import rest_is_slow
 
 PROMPTS = prompts_with_shared_prefix()
 OTHERS = prompts_with_shared_prefix(seed=7)
@@ -85,11 +84,11 @@ def meet(ours: Engine, peers: int) -> None:
     assert ours.offload.gauges()["peers"] == peers
 
 
-@pytest.mark.parametrize("state", rest_is_slow(["killed", "stopped", "runs"], 2))
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
 def test_two_engines_serve_what_a_third_computed(
-    model_folder: Path, memory_folder: Path, state: str
+    model_folder: Path, memory_folder: Path, what: signal.Signals
 ) -> None:
-    """Whatever has become of it. Two have computed; the prompts of both are served."""
+    """Though it is killed or stands still. Another one has computed, too, and runs on."""
     expected = plain_answers(model_folder, PROMPTS)
     of_others = plain_answers(model_folder, OTHERS)
     with (
@@ -99,11 +98,10 @@ def test_two_engines_serve_what_a_third_computed(
     ):
         assert ours.offload.gauges()["adopted_slots"] == 0
         meet(ours, 2)
-        if state != "runs":
-            os.killpg(first.pid, signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
+        os.killpg(first.pid, what)
         serve_from_peers(ours, PROMPTS, expected)
         serve_from_peers(ours, OTHERS, of_others)
-        if state == "stopped":
+        if what == signal.SIGSTOP:
             os.killpg(first.pid, signal.SIGCONT)
 
 
