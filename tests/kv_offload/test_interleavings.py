@@ -742,7 +742,7 @@ def test_nothing_is_wrong_whatever_happens(variant):
         run_state_machine_as_test(
             seed(number)(variant),
             settings=settings(
-                max_examples=20,
+                max_examples=10,
                 stateful_step_count=STEPS,
                 deadline=None,
                 database=None,
