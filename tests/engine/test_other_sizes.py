@@ -30,6 +30,7 @@ def served(running: Engine, expected: list[Tokens]) -> Counter[str]:
     return Counter(running.totals)
 
 
+@pytest.mark.slow  # `simulation/test_miss_ratio_curve.py` has replays in `make test`
 def test_engines_of_other_sizes_have_the_hits_that_one_foretells(model_folder, monkeypatch):
     expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
     # Pools of some kilobytes, which an engine refuses.

@@ -73,8 +73,11 @@ def corrupt(running: Engine) -> None:
             running.slots[:, start : start + MANTISSA_BYTES] ^= 0xFF
 
 
-@pytest.mark.parametrize("synchronous_loads", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("kind", "synchronous_loads"),
+    # Loads of several groups, as gemma3 has them, are never synchronous.
+    [("qwen3", False), ("qwen3", True), ("gemma3", False)],
+)
 def test_packed_blocks_serve_as_they_were(model_folder, kind, synchronous_loads, monkeypatch):
     """Ends with the control: other bits in host memory are noticed."""
     monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
