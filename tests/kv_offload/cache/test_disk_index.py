@@ -160,8 +160,9 @@ def test_what_is_noted_can_be_read_while_an_engine_runs(path, quick):
         read_index(path.with_name("other.sqlite"))
 
 
-def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path, quick):
-    """An operator's `sqlite3`, which holds a lock as long as it is open."""
+def test_who_has_it_open_with_sqlite_at_a_start_costs_nothing(path, quick, monkeypatch):
+    """An operator's `sqlite3`, which holds a lock as long as it is open: SQLite waits for it."""
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.2))
     with opened(path) as first:
         first.put(keys(1, 2), slots(3, 4))
     code = (
