@@ -96,7 +96,7 @@ HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
 NEEDED = ("answered", "blocks loaded", "failed load", "told routers", "unpackable")
 """What a variant proves nothing without; on a slow machine it goes on for as long."""
-MOST_EXTRA_SEEDS = 20
+MOST_EXTRA_SEEDS = 40
 
 HINTS: tuple[dict[str, Any], ...] = (
     {"store": False},

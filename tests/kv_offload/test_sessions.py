@@ -12,8 +12,11 @@ import pytest
 from kv_swap.engine import Direction
 
 from kv_offload.cache.prefix import CacheGroup
+from kv_offload.engines.vllm import requests
+from tests.support.configurations import make_request
 from tests.support.played_cases import (
     FULL,
+    OTHER,
     PROMPT,
     STATE,
     WINDOW,
@@ -75,6 +78,53 @@ def test_states_are_those_of_what_a_session_keeps(arguments, last):
     forget(engine).serve("loads", list(session.all_token_ids))
     assert engine.totals["hit_tokens"] >= 8
     engine.rest()
+
+
+@both_ways
+def test_a_session_is_loaded_while_nothing_else_runs():
+    """Runner V1 does not look at who was preempted in a step without tokens, as before a load."""
+    engine = store(PlayedEngine((FULL, STATE), blocks=60), PROMPT)
+    engine.stream("session", (PROMPT[:5], 1), (PROMPT[5:], 3))
+    engine.run()
+    assert engine.totals["hit_tokens"] >= 8
+    engine.check_rest()
+
+
+def test_a_session_waits_to_be_looked_up_while_nothing_else_runs(monkeypatch):
+    engine = PlayedEngine((FULL, STATE), blocks=60)
+    match, asked = engine.connector.get_num_new_matched_tokens, []
+
+    def ask_again_once(request: Any, computed: int) -> tuple[int | None, bool]:
+        asked.append(computed)
+        return (None, False) if len(asked) == 2 else match(request, computed)
+
+    monkeypatch.setattr(engine.connector, "get_num_new_matched_tokens", ask_again_once)
+    engine.stream("session", (PROMPT[:13], 6), (PROMPT[:2], 3))
+    engine.run()
+    assert len(asked) == 3
+    engine.check_rest()
+
+
+@pytest.mark.parametrize("blocks", [18, 19])
+def test_a_session_without_blocks_does_not_hold_up_a_loaded_prompt(monkeypatch, blocks):
+    """vLLM goes on with requests that have blocks, up to the first without room.
+
+    Another connector may have loaded the prompt, for which the plugin makes no room.
+    """
+    monkeypatch.setattr(requests, "make_room", lambda *_: None)
+    engine = PlayedEngine((FULL, STATE), blocks=blocks)
+    store(engine, PROMPT, "prompt")
+    store(engine, OTHER, "other")
+    engine.add("session", OTHER[:5], 1, resumable=True)
+    engine.step(3, copies=True)
+    loads = engine.add("loads", [*PROMPT[:20], *[1, 0] * 10], 1)
+    engine.step()
+    assert loads.status.name == "WAITING_FOR_REMOTE_KVS"
+    size = engine.hash_block_tokens
+    for part in (OTHER[5:21], True), ([1], False):
+        engine.scheduler.add_request(make_request("session", part[0], size, 1, resumable=part[1]))
+    engine.rest()
+    assert engine.ended["loads"] == "length"
 
 
 def test_a_session_that_was_preempted_is_loaded_with_its_new_part():

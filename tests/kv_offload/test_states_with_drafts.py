@@ -95,6 +95,17 @@ def test_blocks_for_drafts_that_a_prompt_passes_hold_no_state():
     engine.check_rest()
 
 
+def test_nor_do_those_that_a_resumed_answer_passes():
+    """After a preemption the answer so far is computed like a prompt."""
+    engine = PlayedEngine((FULL, STATE), drafts=2, checkpoints=1)
+    request = engine.add("a", PROMPT[:3], max_tokens=28)
+    while request.num_tokens < 24:
+        engine.step(copies=True)
+    assert engine.reset(reset_running_requests=True)
+    engine.rest()
+    engine.check_rest()
+
+
 def test_a_state_stored_in_its_own_step_would_be_that_before(monkeypatch):
     """The control: what accepted drafts leave is moved to its block after the step's hooks."""
     submit_stores_in_their_step(monkeypatch)

@@ -126,8 +126,9 @@ class PlayedModel:
         """Take what the scheduler says about requests and their blocks."""
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
-        for request_id in self.requests.keys() & (output.preempted_req_ids or set()):
-            self.requests[request_id].state_slot = None
+        if output.total_num_scheduled_tokens:  # without tokens runner V1 does not look
+            for request_id in self.requests.keys() & (output.preempted_req_ids or set()):
+                self.requests[request_id].state_slot = None
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
             known = self.requests.get(new.req_id)  # a session: runner V1 keeps where its state is

@@ -56,6 +56,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
             self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
             self._events = EventMaker(kv_cache_config)
             self._traced, self._first_hits = engine.traced, FirstHits()
+            self.restarted_sessions: set[str] = set()
             log_new()
         else:
             worker = find_runner()

@@ -65,9 +65,16 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
         engine_scheduler.kv_cache_manager.free(request)
-    # Requests that hold blocks have a separate queue, which vLLM serves first and in which it stops
-    # at a request that finds no room. A request without blocks at its head would hold up requests
-    # that free blocks, such as sessions whose prompts grow.
+    queue_without_blocks(engine_scheduler, request_ids)
+
+
+def queue_without_blocks(engine_scheduler: Any, request_ids: set[str]) -> None:
+    """Move waiting requests whose blocks were freed behind those that hold some.
+
+    Requests that hold blocks have a separate queue, which vLLM serves first and in which it stops
+    at a request that finds no room. A request without blocks at its head would hold up requests
+    that free blocks, such as sessions whose prompts grow.
+    """
     holding = engine_scheduler.kv_holding_waiting
     moved = [request for request in holding if request.request_id in request_ids]
     if moved:

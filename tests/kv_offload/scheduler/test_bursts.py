@@ -40,7 +40,7 @@ Make = Callable[..., PlayedEngine]
 
 
 @pytest.fixture
-def make(memory_folder: Path) -> Iterator[Make]:
+def make(tmp_path: Path) -> Iterator[Make]:
     """Builds an engine that has computed the shared prefix, and no longer has it on the GPU.
 
     It is where the argument says: in host memory, on a disk, or in a store. All of host memory is
@@ -62,7 +62,7 @@ def make(memory_folder: Path) -> Iterator[Make]:
         }
         if where == "disk":
             engine: PlayedEngine = DiskEngine(
-                memory_folder, prompts=False, disk={"bytes": "32MiB"}, **more
+                tmp_path, prompts=False, disk={"bytes": "32MiB"}, **more
             )
         else:
             engine = RemoteEngine(**more) if where == "store" else PlayedEngine(**more)

@@ -62,6 +62,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _wake: Callable[[], None] | None = None
     _passed_over: Request | None = None
     """The request that vLLM has just not looked up, since it waits."""
+    restarted_sessions: set[str]
+    """Sessions that gave their blocks back and were not scheduled since."""
     loaded: frozenset[str] = frozenset()
     """Requests whose asynchronous loads have ended, not yet reported to vLLM."""
 
@@ -158,7 +160,18 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         )
     )
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
+        if self.restarted_sessions:
+            self._restart_sessions(scheduler_output)
         return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
+
+    def _restart_sessions(self, scheduler_output: SchedulerOutput) -> None:
+        """Have the runner forget where the states of a session were when it is scheduled again.
+
+        Runner V1 forgets it only of requests that a step with tokens names as preempted.
+        """
+        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        scheduler_output.preempted_req_ids |= self.restarted_sessions & new
+        self.restarted_sessions -= new
 
     def loads(self, request_id: str) -> bool:
         """Return whether this member loads, or was to load, a request's tokens."""
@@ -226,6 +239,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let the engine free the blocks at once: blocks that are being stored are pinned."""
+        self.restarted_sessions.discard(request.request_id)
         self.offload_scheduler.finished(request, block_ids)
         self._first_hits.ended()
         return False, None

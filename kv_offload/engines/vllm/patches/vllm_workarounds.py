@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kv_offload.engines.vllm.locate import connectors_in
+from kv_offload.engines.vllm.requests import queue_without_blocks
+
 
 def clear_uncomputed_hashes(
     original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
@@ -54,10 +57,12 @@ def continue_session(
     result = original(self, session, *args, **kwargs)
     session.num_preemptions = 0
     session.spec_token_ids, session.is_prefill_chunk = [], True  # while that is so, it gets no more
-    if self.has_mamba_layers:
+    if self.has_mamba_layers and (connectors := [*connectors_in(self.connector)]):
         self._free_request_blocks(session)
-        self.reset_preempted_req_ids.add(session.request_id)
         session.num_computed_tokens = 0
+        queue_without_blocks(self, {session.request_id})
+        for connector in connectors:
+            connector.restarted_sessions.add(session.request_id)
     return result
 
 
@@ -71,13 +76,15 @@ def name_written_states(
     scheduling). The other is whatever is in the blocks that a request has for its drafts, once a
     later chunk of the prompt has passed them.
     """
-    if request.num_computed_tokens >= request.num_prompt_tokens:
-        return None
+    computed = request.num_computed_tokens
     checkpoint = self._checkpoints.get(request.request_id)
-    if checkpoint is not None and request.num_computed_tokens:
-        first, table = request.num_computed_tokens, self.req_to_blocks[request.request_id]
-        passed = table[first // self.block_size : checkpoint[1]]
+    if checkpoint is not None and computed:
+        table = self.req_to_blocks[request.request_id]
+        passed = table[computed // self.block_size : checkpoint[1]]
         self.block_pool.evict_blocks({block.block_id for block in passed})
+    # After a preemption the answer so far is computed like a prompt.
+    if computed >= max(request.num_prompt_tokens, request.num_tokens - 1):
+        return None
     return original(self, request, *args, **kwargs)
 
 
