@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.engine.core import EngineShutdownState
 
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
@@ -90,6 +91,17 @@ def test_the_last_blocks_of_a_request_are_stored_after_its_end():
     assert engine.totals["stored_bytes"] == blocks(2)
     assert not engine.connector.has_pending_push_work()
     engine.check_rest()
+
+
+def test_an_engine_that_ends_is_not_kept_for_stores():
+    """Its core is a process of its own, which has the state; here the scheduler has it."""
+    engine = PlayedEngine()
+    engine.add("a", PROMPT)
+    engine.step(3)
+    assert engine.offload.in_flight.pinned_blocks
+    assert engine.connector.has_pending_push_work()
+    engine.scheduler.shutdown_state = EngineShutdownState.REQUESTED
+    assert not engine.connector.has_pending_push_work()
 
 
 @pytest.mark.parametrize(("store_blocks", "stored"), [("prompt", 5), ("all", 8)])
