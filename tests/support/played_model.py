@@ -131,7 +131,8 @@ class PlayedModel:
                 self.requests[request_id].state_slot = None
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
-            known = self.requests.get(new.req_id)  # a session: runner V1 keeps where its state is
+            # Of a session runner V1, which gets no tokens of an answer, keeps where its state is.
+            known = None if new.prefill_token_ids else self.requests.get(new.req_id)
             self.requests[new.req_id] = _ModelRequest(
                 list(tokens),
                 [list(g) for g in new.block_ids],
