@@ -90,6 +90,7 @@ def test_a_session_is_loaded_while_nothing_else_runs():
     engine.check_rest()
 
 
+@both_ways
 def test_a_session_waits_to_be_looked_up_while_nothing_else_runs(monkeypatch):
     engine = PlayedEngine((FULL, STATE), blocks=60)
     match, asked = engine.connector.get_num_new_matched_tokens, []
@@ -105,6 +106,7 @@ def test_a_session_waits_to_be_looked_up_while_nothing_else_runs(monkeypatch):
     engine.check_rest()
 
 
+@both_ways
 @pytest.mark.parametrize("blocks", [18, 19])
 def test_a_session_without_blocks_does_not_hold_up_a_loaded_prompt(monkeypatch, blocks):
     """vLLM goes on with requests that have blocks, up to the first without room.
