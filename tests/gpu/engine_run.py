@@ -150,11 +150,12 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         use_portable_kernels()
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    all_at_once = settings.pop("all_at_once", True)
+    expected_from = settings.pop("expected_from", "an engine without a connector")
     # A process can have its sleep mode once.
     reference = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
-    if settings.pop("reference_connector", False):
+    if expected_from == "vLLM's connector":
         reference["kv_transfer_config"] = VLLM_CONNECTOR
-        del reference["reference_connector"]
     with engine(Path(models), kind, **reference) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -175,6 +176,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
             lane.stream._output_copy_stream is not None for lane in lanes
         )
         computed = one_by_one(ours)
+        if expected_from == "its own GPU cache":
+            result["expected"] = [computed, one_by_one(ours)]
         ours.settle()
         before = digests(ours)
         ours.reset_gpu_cache()
@@ -195,7 +198,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         result["different_blocks"] = sum(not after[key] <= before[key] for key in same)
 
         ours.reset_gpu_cache()
-        ours.generate(PROMPTS, max_tokens=64)  # all at once: only the books must balance
+        if all_at_once:
+            ours.generate(PROMPTS, max_tokens=64)  # only the books must balance
         ours.settle()
         if arguments.get("enable_sleep_mode"):
             ours.rank.ended = (

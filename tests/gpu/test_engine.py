@@ -91,11 +91,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_num_seqs": 64,  # a graph of so many needs a state for each
             # With any connector vLLM 0.33 answers one of these prompts differently from the 13th
             # token on, before anything is loaded.
-            "reference_connector": True,
+            "expected_from": "vLLM's connector",
             **OF_MTP,
         },
     ),
-    "int4 scale per token and head": ("llama_wide", {"kv_cache_dtype": "int4_per_token_head"}),
+    # vLLM 0.33 computes one of these prompts differently in some turns, without the plugin too. What
+    # it answers from the same KV is the same.
+    "int4 scale per token and head": (
+        "llama_wide",
+        {"kv_cache_dtype": "int4_per_token_head", "expected_from": "its own GPU cache"},
+    ),
     "codes of 4 bits": ("llama_wide", {"kv_cache_dtype": "turboquant_4bit_nc"}),
     "fp8 keys, codes of 4 bits": ("llama_wide", {"kv_cache_dtype": "turboquant_k8v4"}),
     "draft head": ("llama", {"draft_head": True}),
@@ -111,9 +116,9 @@ WITH_WAVES = {
 """The cases whose layers can wait one by one. A replayed graph cannot be made to wait within."""
 
 
-ONE_BY_ONE = {"int4 scale per token and head"}
-"""The cases whose kernels are launched one by one. Without that, an engine of vLLM 0.33 gave other
-tokens than one before it, from KV that both had computed, and one ended with a device-side assert.
+ONE_AT_A_TIME = {("gated delta nets, MTP, graphs", "v1")}
+"""Where several prompts at once end an engine of vLLM 0.33: an illegal memory access, with its own
+connector too.
 """
 
 
@@ -134,10 +139,9 @@ def test_blocks_come_back(tmp_path, case, runner):
         "tests.gpu.engine_run",
         tmp_path,
         kind,
-        arguments,
+        {**arguments, "all_at_once": (case, runner) not in ONE_AT_A_TIME},
         timeout_seconds=550,
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "v2" else "0",
-        CUDA_LAUNCH_BLOCKING=str(int(case in ONE_BY_ONE)),
     )
     print({k: v for k, v in result.items() if not isinstance(v, list)})
     assert result["loaded_blocks"] > 0
