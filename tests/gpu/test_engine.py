@@ -95,8 +95,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **OF_MTP,
         },
     ),
-    # vLLM 0.33 computes one of these prompts differently in some turns, without the plugin too. What
-    # it answers from the same KV is the same.
+    # vLLM 0.33 computes one of these prompts differently in some turns, without the plugin too.
+    # From the same KV it gives the same answers.
     "int4 scale per token and head": (
         "llama_wide",
         {"kv_cache_dtype": "int4_per_token_head", "expected_from": "its own GPU cache"},
