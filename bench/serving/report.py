@@ -344,14 +344,53 @@ def _summary_throughput(document: Document) -> str:
 
 
 def _pinning(document: Document) -> str:
-    """Format a result of `bench.swap.pinning`."""
+    """Format the decode steps of a result of `bench.swap.pinning`."""
     rows = []
     for row in document["rows"]:
+        if row["work"] != "steps":
+            continue
         locked = row.get("registration_ms", {})
         cells = [f"{row['ms'][key]:.1f}" for key in ("p50", "p99", "max")]
         cells += [f"{locked['p50']:.2f}" if locked else "-", f"{row.get('gib_per_second', '-')}"]
-        rows.append([row["work"], f"{row['piece_mib'] or '-'}", *cells])
-    head = ["", "MiB of a piece", "p50", "p99", "max", "a registration takes", "GiB/s"]
+        rows.append([f"{row['piece_mib'] or '-'}", *cells])
+    head = ["MiB of a piece", "p50", "p99", "max", "a registration takes", "GiB/s"]
+    return markdown_rows(head, rows)
+
+
+def _pages(document: Document, name: str, columns: Sequence[str]) -> str:
+    """Format the copies of scattered pages of `bench/swap/bench_swap.py`, by page size."""
+    by_page: dict[int, list[str]] = {}
+    for row in document["rows"]:  # all loads come before the stores
+        if row["name"] == name and row["path"] != "host":
+            cells = by_page.setdefault(row["page_bytes"], [])
+            cells += [f"{row[column]:.1f}" for column in columns]
+    rows = [[f"{page >> 10:,} KiB", *cells] for page, cells in by_page.items()]
+    names = {"gbps": "", "peer_gbps": "peer", "raw_gbps": "not packed", "roofline_gbps": "roofline"}
+    head = [names[column] or way for way in ("load", "store") for column in columns]
+    return markdown_rows(["page", *head], rows)
+
+
+def _scattered_pages(document: Document) -> str:
+    return _pages(document, "one way", ["gbps", "peer_gbps", "roofline_gbps"])
+
+
+def _packed_pages(document: Document) -> str:
+    return _pages(document, "packed", ["gbps", "raw_gbps"])
+
+
+def _long_blocks(document: Document) -> str:
+    """Format the copies of runs of 2 MiB of `bench/swap/bench_swap.py`: one row per copy path."""
+    found = {(row["name"], row["direction"], row["path"]): row for row in document["rows"]}
+    names = {"load": "load", "store": "store", "store+load": "both at once"}
+    rows = []
+    for (name, way, path), row in found.items():
+        if name == "long blocks" and "rows" not in path:
+            beside = found.get(("slowdown of decodes", way, path))
+            cells = [f"{row['gbps']:.1f}", *["-"] * 2]
+            if beside is not None:
+                cells[1:] = [f"{beside['gbps']:.1f}", f"{beside['ratio']:.2f}"]
+            rows.append([names[way], path.removeprefix("runs, "), *cells])
+    head = ["direction", "copies", "alone", "next to decodes", "a decode takes, times"]
     return markdown_rows(head, rows)
 
 
@@ -400,6 +439,9 @@ WHOLE: dict[str, Callable[[Document], str]] = {
     "summary_ttft": _summary_ttft,
     "summary_throughput": _summary_throughput,
     "pinning": _pinning,
+    "scattered_pages": _scattered_pages,
+    "packed_pages": _packed_pages,
+    "long_blocks": _long_blocks,
     "bursts": _bursts,
     "replicas": _replicas,
     "lookups": _lookups,

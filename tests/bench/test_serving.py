@@ -155,10 +155,33 @@ def test_the_table_of_page_locking_has_rows_with_and_without_it():
     rows = [
         {"work": "steps", "piece_mib": 0, "ms": ms},
         {"work": "steps", "piece_mib": 16, "ms": ms, **locked},
+        {"work": "captures", "piece_mib": 16, "ms": ms, **locked},
     ]
     text = table({"rows": rows}, "pinning")
-    assert "| steps | - | 5.0 | 5.6 | 6.0 | - | - |" in text
-    assert "| steps | 16 | 5.0 | 5.6 | 6.0 | 0.41 | 4.85 |" in text
+    assert "| - | 5.0 | 5.6 | 6.0 | - | - |\n| 16 | 5.0 | 5.6 | 6.0 | 0.41 | 4.85 |" in text
+    assert text.count("\n") == 3, "of decode steps only"
+
+
+def test_the_tables_of_copies_have_a_row_for_each_page_size_or_path():
+    def copied(name, way, path, gbps, **more):
+        row = {"name": name, "direction": way, "path": path, "gbps": gbps, "page_bytes": 2 << 20}
+        return row | {"peer_gbps": 52.7, "roofline_gbps": 53.0} | more
+
+    rows = [
+        copied("one way", "load", "host", 3.8),
+        copied("one way", "load", "kernels", 45.04),
+        copied("one way", "store", "kernels", 51.0),
+        copied("long blocks", "store+load", "runs, gates", 84.4),
+        copied("long blocks", "store+load", "rows, kernels", 63.1),
+        copied("long blocks", "store+load", "contiguous", 86.4),
+        copied("slowdown of decodes", "store+load", "runs, gates", 84.2, ratio=1.056),
+    ]
+    text = table({"rows": rows}, "scattered_pages")
+    assert "| page | load | peer | roofline | store | peer | roofline |" in text
+    assert text.endswith("| 2,048 KiB | 45.0 | 52.7 | 53.0 | 51.0 | 52.7 | 53.0 |")
+    text = table({"rows": rows}, "long_blocks")
+    both = ("gates | 84.4 | 84.2 | 1.06 |", "contiguous | 86.4 | - | - |")
+    assert text.endswith("\n".join(f"| both at once | {cells}" for cells in both))
 
 
 def test_the_table_of_bursts_has_a_row_for_each_burst_and_a_column_for_each_connector():
