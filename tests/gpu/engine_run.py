@@ -105,7 +105,7 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
 
 def corrupt(slots: np.ndarray, kind: str) -> None:
     """Change what host memory holds without making NaNs of it, which end runner V2."""
-    if kind in ("jamba", "falcon_h1", "qwen3_next", "qwen3_next_mtp"):
+    if kind in ("jamba", "falcon_h1", "qwen3_next", "qwen3_next_mtp", "nemotron_h_mtp"):
         slots ^= 0x01  # exponents too; states in the place of keys would make NaNs
     elif kind == "deepseek_v4":
         slots[:] = 0  # in eight bits every change makes a NaN of some value

@@ -78,6 +78,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {"enable_prefix_caching": True, "gdn_prefill_backend": "triton", **OF_TEXT},
     ),
+    "Mamba 2, MTP": (
+        "nemotron_h_mtp",
+        {"enable_prefix_caching": True, "mamba_cache_mode": "align", **OF_MTP},
+    ),
     "gated delta nets, MTP": (
         "qwen3_next_mtp",
         {"enable_prefix_caching": True, "gdn_prefill_backend": "triton", **OF_MTP},

@@ -124,6 +124,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": _QWEN3_NEXT,
     # With a module that drafts.
     "qwen3_next_mtp": {**_QWEN3_NEXT, "num_nextn_predict_layers": 1},
+    # Mamba 2 below full attention, as in Nemotron-H, with a module that drafts.
+    "nemotron_h_mtp": _model(
+        "nemotron_h",
+        "NemotronH",
+        {"layers_block_type": ["linear_attention", "linear_attention", "full_attention"]},
+        {"num_hidden_layers": 3, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1},
+        {"ssm_state_size": 32, "conv_kernel": 4, "chunk_size": 64, "expand": 2},
+        {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention"]},
+    ),
 }
 """Hugging Face configurations by kind, as a `config.json` has them."""
 
@@ -146,11 +155,13 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
 
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config(kind))
-        if kind == "llama":
+        if kind in ("llama", "nemotron_h_mtp"):
             _scale_embeddings(model)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
-        if kind == "qwen3_next_mtp":
-            _write_mtp_module(folder / "model.safetensors")
+        if kind == "nemotron_h_mtp":
+            _shrink_states(folder)
+        if kind in _MTP_MODULES:
+            _write_mtp_module(folder, *_MTP_MODULES[kind])
         if kind == "deepseek_v4":
             _publish_v4(folder)
         _write_tokenizer(folder)
@@ -193,27 +204,50 @@ def write_draft_head(model: Path, folder: Path) -> Path:
     return folder
 
 
-def _write_mtp_module(file: Path) -> None:
-    """Give a `qwen3_next` model with these weights a module that drafts.
+def _shrink_states(folder: Path) -> None:
+    """Make what Mamba layers add so small that a module without them drafts many right tokens."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("mixer.out_proj.weight"):
+            weight *= 0.1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+_MTP_MODULES = {
+    "qwen3_next_mtp": (
+        ("model.layers.3.", "model.norm"),
+        ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    ),
+    "nemotron_h_mtp": (
+        ("backbone.layers.2.", "backbone.norm_f"),
+        tuple(f"mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")),
+    ),
+}
+"""Names of weights: of a model's last layer and norm, of its module's projection and norms."""
+
+
+def _write_mtp_module(folder: Path, model: tuple[str, str], module: tuple[str, ...]) -> None:
+    """Give a model with written weights a module that drafts.
 
     It is the last layer again, on embeddings alone, so that some of its drafts are right.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
+    file, (layer, last_norm), (projection, *norms) = folder / "model.safetensors", model, module
     weights = load_file(file)
-    layer = f"model.layers.{MODELS['qwen3_next']['num_hidden_layers'] - 1}."
-    module = {
+    added = {
         name.replace(layer, "mtp.layers.0."): weight.clone()
         for name, weight in weights.items()
         if name.startswith(layer)
     }
-    embeddings = weights["model.embed_tokens.weight"]
-    eye = torch.eye(embeddings.shape[1], dtype=embeddings.dtype)
-    module["mtp.fc.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
-    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        module[f"mtp.{norm}.weight"] = weights["model.norm.weight"].clone()
-    save_file(weights | module, file, {"format": "pt"})
+    norm = weights[f"{last_norm}.weight"]
+    eye = torch.eye(len(norm), dtype=norm.dtype)
+    added[f"{projection}.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
+    added |= {f"{name}.weight": norm.clone() for name in norms}
+    save_file(weights | added, file, {"format": "pt"})
 
 
 def _publish_v4(folder: Path) -> None:
