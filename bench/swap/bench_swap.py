@@ -244,17 +244,26 @@ def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) ->
     bed.engine.close()
 
 
+def gated_bed(direction: Direction) -> tuple[CudaBed, SwapJob]:
+    """Return a bed with gates, and a job of 256 MiB in scattered runs of 2 MiB."""
+    count = 256 * MIB // (2 * MIB)
+    bed = CudaBed(2 * MIB, 2 * count, 1, copies_with="gates")
+    return bed, scattered(direction, 2 * count, count)
+
+
 @on_gpu
 @both_ways
 def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Direction) -> None:
-    """Measure how copies of 64 KiB pages slow three kinds of work; also for the copy engine."""
+    """Measure how copies of 64 KiB pages, or of runs with gates, slow three kinds of work."""
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     count = blocks_of(256 * MIB, 64 * KIB)
     bed = CudaBed(64 * KIB, 2 * count, copies_with="kernels")
+    gated, runs = gated_bed(direction)
     job = scattered(direction, 2 * count, count)
     ways: dict[str, Copies] = {
         "kernels": engine_copies(bed, job),
+        "gates, runs of 2 MiB": engine_copies(gated, runs),
         "one big copy": big_copies(bed, job),
     }
     packed = None
@@ -269,9 +278,9 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
             rates = {"gbps": gbps, "ratio": ratio}
             results.append(row_of(name, direction.value, 64 * KIB, path, **rates))
     benchmark.pedantic(bed.case(job).run, rounds=1)
-    bed.engine.close()
-    if packed is not None:
-        packed.engine.close()
+    for each in (bed, gated, packed):
+        if each is not None:
+            each.engine.close()
 
 
 @on_gpu
@@ -279,6 +288,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
     """Time a 2 KiB copy to the host, like that of sampled tokens, while 256 MiB are stored."""
     count = blocks_of(256 * MIB, 64 * KIB)
     bed = CudaBed(64 * KIB, 2 * count, copies_with="kernels")
+    gated, runs = gated_bed(Direction.STORE)
     torch, job = bed.torch, scattered(Direction.STORE, 2 * count, count)
     tokens = torch.ones(2 * KIB, dtype=torch.uint8, device=bed.device)
     target = torch.empty(2 * KIB, dtype=torch.uint8, pin_memory=True)
@@ -294,6 +304,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
     ways: dict[str, Copies] = {
         "alone": NO_COPIES,
         "kernels": engine_copies(bed, job),
+        "gates, runs of 2 MiB": engine_copies(gated, runs),
         "one big copy": big_copies(bed, job),
     }
     for path, copies in ways.items():
@@ -312,6 +323,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
                 results.append(row_of(name, "store", 64 * KIB, path, microseconds=microseconds))
     benchmark.pedantic(copy_tokens, rounds=1)
     bed.engine.close()
+    gated.engine.close()
 
 
 # -- blocks of 2 MiB: the copy engine with gates, kernels, and contiguous copies by turns ----------
