@@ -186,7 +186,7 @@ def watch(engine: ServingEngine, running: list[Prompt], others: list[Prompt]) ->
     engine.abort(names)
     result = {"between_tokens": percentiles(between), "steps": steps}
     if engine.keeps_prompts:
-        result["connector_per_step"] = {"mean": statistics.mean(host), **percentiles(host)}
+        result["connector_per_step"] = percentiles(host)
     return result
 
 

@@ -14,6 +14,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p90, p99, the maximum, and the number of values."""
-    p50, p90, p99 = (float(np.percentile(values, share)) for share in (50, 90, 99))
-    return {"p50": p50, "p90": p90, "p99": p99, "max": max(values), "count": len(values)}
+    """Return the mean, p50, p90, p99, the maximum, and the number of values."""
+    found = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+    mean = statistics.mean(values)
+    return {"mean": mean, **found, "max": max(values), "count": len(values)}

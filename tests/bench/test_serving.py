@@ -32,6 +32,7 @@ SMALL = SHAPES["small"]
 def test_spread_and_percentiles():
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
     found = percentiles([float(value) for value in range(101)])
+    assert found.pop("mean") == 50.0
     assert found == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0, "count": 101}
 
 
