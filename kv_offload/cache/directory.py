@@ -226,7 +226,6 @@ class Directory:
         if self._contents.is_retired:
             self._revive()
         self._generation = self._contents.generation
-        self._is_retired = False
         self._touch_due = 0.0
         self._marks_from = 0
         entries = self._contents.entries
@@ -240,7 +239,6 @@ class Directory:
         """
         contents = self._contents
         contents.entries["sum"][:] = 0
-        contents.index.clear()
         order_memory()
         contents.header["generation"] = np.void(secrets.token_bytes(GENERATION_BYTES))
         order_memory()
@@ -293,7 +291,7 @@ class Directory:
 
         Does nothing once the directory is retired.
         """
-        if self._is_retired:
+        if self._contents.is_retired:
             return
         names = Names.of(keys)
         text, step = names.words.tobytes(), 8 * NAME_WORDS
@@ -348,7 +346,6 @@ class Directory:
         order_memory()
         self._contents.header["is_retired"] = 1
         order_memory()
-        self._is_retired = True
 
     def close(self) -> None:
         """Release the lock so that another process can take over the directory."""

@@ -241,9 +241,7 @@ class LastingManager(CacheManager):
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
         """See `CacheManager`."""
         super().complete_store(slots, ok=ok)
-        if not ok:
-            return
-        keys = self.readable_keys(slots)  # None after a reset
+        keys = self.readable_keys(slots)  # None if the store failed, and after a reset
         named = [key is not None for key in keys]
         if any(named):
             self.directory.publish(slots[named], [key for key in keys if key is not None])

@@ -125,6 +125,30 @@ def test_slots_that_become_usable_after_a_reset_have_nothing_from_before(tmp_pat
     assert manager.adopted_slots == 2
 
 
+def test_a_key_that_was_stored_again_before_its_slot_was_usable_is_taken_over_once(
+    tmp_path: Path,
+) -> None:
+    """By the process that stored it, and by the next one, which finds it twice."""
+    arenas = {0: tmp_path / "rank-0.kind.1"}
+    left = Directory(tmp_path, {0: arenas[0].name}, 8)
+    left.publish(np.arange(8, dtype=np.int32), [b"key %d" % number for number in range(8)])
+    left.close()
+    adopted = []
+    for usable_slots in ((2, 8), (8,)):
+        manager = LastingManager(make_policy("lru", 8))
+        manager.limit_slots(0)
+        manager.open(arenas)
+        for usable in usable_slots:
+            manager.limit_slots(usable)
+            if b"key 5" not in manager:
+                manager.complete_store(manager.prepare_store([b"key 5"]))
+        manager.check_integrity()
+        assert manager.find([b"key 5"]) < 2, "the slot that was used last"
+        adopted.append(manager.adopted_slots)
+        manager.close()
+    assert adopted == [7, 7]
+
+
 def test_a_key_that_does_not_fit_is_named_nowhere(tmp_path: Path) -> None:
     directory = Directory(tmp_path, FILES, 4)
     directory.publish(np.array([0, 1], np.int32), [b"k" * (KEY_BYTES + 1), OLD])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -65,14 +66,20 @@ def only(peers: PeerDirectories) -> PeerDirectory:
     return peer
 
 
-def lease(peer: PeerDirectory, keys: list[bytes]) -> tuple[list[bytes], Slots]:
-    """Lease what a peer has of some keys; return these and their slots."""
+def look_up(peer: PeerDirectory, keys: list[bytes]) -> tuple[list[bytes], Slots, np.ndarray]:
+    """Return which of some keys a peer seems to have, their slots and the words of their names."""
     names = Names.of(keys)
     ((found, rows),) = candidates([peer.contents.index], names.hashes)
     words, slots = names.words[rows], found.astype(np.int32)
     has = peer.contents.have(slots, words)
-    good = peer.lease(slots[has], words[has])
-    return [keys[row] for row in rows[has][good].tolist()], slots[has][good]
+    return [keys[row] for row in rows[has].tolist()], slots[has], words[has]
+
+
+def lease(peer: PeerDirectory, keys: list[bytes]) -> tuple[list[bytes], Slots]:
+    """Lease what a peer has of some keys; return these and their slots."""
+    found, slots, words = look_up(peer, keys)
+    good = peer.lease(slots, words)
+    return [*compress(found, good.tolist())], slots[good]
 
 
 def read(peer: PeerDirectory, keys: list[bytes]) -> int:
@@ -213,7 +220,7 @@ def test_after_a_reset_no_peer_finds_what_an_engine_had_or_gets(tmp_path: Path) 
     peer = only(find(tmp_path))
     directory.retire()
     directory.publish(SLOTS + 5, KEYS[5:8])
-    assert read(peer, KEYS) == 0
+    assert look_up(peer, KEYS)[0] == []
     assert peer.usable_slots == 0
     directory.close()
     next_one = Directory(tmp_path / "seat-0", FILES, NUM_SLOTS)
@@ -223,6 +230,19 @@ def test_after_a_reset_no_peer_finds_what_an_engine_had_or_gets(tmp_path: Path) 
     next_one.publish(SLOTS + 5, KEYS[5:8])
     assert lease(peer, KEYS)[1].tolist() == [5, 6, 7]
     assert peer.usable_slots == NUM_SLOTS
+
+
+def test_what_was_found_before_a_reset_is_not_read_after_the_next_start(tmp_path: Path) -> None:
+    """The reader is stopped between its lookup and its lease."""
+    directory, _ = make_seat(tmp_path)
+    peer = only(find(tmp_path))
+    _, slots, words = look_up(peer, KEYS)
+    directory.retire()
+    directory.close()
+    next_one = Directory(tmp_path / "seat-0", FILES, NUM_SLOTS)
+    next_one.allow(NUM_SLOTS)
+    assert not peer.lease(slots, words).any()
+    assert len(slots) == 3
 
 
 def test_what_was_removed_is_let_go_of(tmp_path: Path) -> None:
