@@ -59,6 +59,14 @@ def test_drafts_of_a_head(head, checkpoints):
     assert engine.rejected > 10
 
 
+def test_a_state_waits_for_no_proof_of_a_head_that_may_be_any_groups():
+    """A prompt has one state, so there is none after it that could prove it."""
+    engine = HeadEngine((FULL, STATE))
+    store(engine, PROMPT).serve("again", PROMPT)
+    assert states_in(engine) == 1
+    assert engine.totals["hit_tokens"] == 16
+
+
 PLACES: dict[str, dict[str, Any]] = {
     "drafts of the text": {"drafts": 3},
     "states within a prefill": {"checkpoints": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from fnmatch import fnmatchcase
 from functools import partial
@@ -300,10 +301,9 @@ def test_everything_that_stands_in_the_way_is_listed_at_once():
         assert problem.startswith(beginning)
 
 
-def test_no_connector_is_built_for_an_engine_that_cannot_be_served():
-    receives_only = partial(transfer_config, role="kv_consumer")
-    with pytest.raises(UnsupportedError, match="kv_role is 'kv_consumer'"):
-        PlayedEngine(transfer_config=receives_only)
+def test_no_connector_is_built_for_a_model_that_cannot_be_served():
+    with pytest.raises(UnsupportedError, match="blocks of states hold 8 tokens"):
+        PlayedEngine((FULL, dataclasses.replace(STATE, block_tokens=8)))
 
 
 def test_the_settings_are_where_they_are_looked_for():

@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.core.block_pool import BlockPool
+
+from kv_offload.cache.prefix import CacheGroup
+from kv_offload.config import OffloadConfig
 from kv_offload.measurement import MIN_MEASUREMENTS
+from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import MARGIN, MAX_COMPUTE_RATIO
 from kv_offload.scheduler.request import Phase, TrackedRequest
+from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.scheduler.timing import COPY_EVERY, LoadQueue, StepWatch
 
 pytestmark = pytest.mark.usefixtures("now")
@@ -79,6 +85,16 @@ def test_a_fast_link_always_loads():
         for tokens in (BLOCK, 128, 1024, 4096, 16384):
             for synchronous in (True, False):
                 assert chosen.loads(tokens, synchronous=synchronous)
+
+
+def test_a_load_takes_the_time_of_its_blocks_however_small_their_slots_are():
+    """Ranks tell of the bytes of blocks per second also where slots are packed."""
+    pool: Any = BlockPool(2, enable_caching=True, hash_block_size=BLOCK)
+    engine = EngineFacts((CacheGroup(0, BLOCK),), pool, lambda key, _: key)
+    config = OffloadConfig(cpu_bytes=1 << 20)
+    offload = OffloadScheduler(config, engine, SlotFacts(4, SLOT_BYTES // 2, SLOT_BYTES))
+    offload.watch.load_rate.add_reports({0: 10.0 * SLOT_BYTES})
+    assert offload._costs.load_seconds(20) == pytest.approx(2.0)
 
 
 def test_a_slow_link_computes():

@@ -184,13 +184,15 @@ def test_a_copy_that_hangs_in_one_tier_does_not_stop_the_other(make, now):
     assert not engine.scheduler.has_requests(), "it rests though a write hangs"
 
 
-def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make):
-    engine = make(disk={"keep_on_reset": True})
+@pytest.mark.parametrize("keeps", [True, False])
+def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make, keeps):
+    engine = make(disk={"keep_on_reset": keeps})
     engine.answer("a")
     engine.forget()
     engine.offload.resets.reset_cache()
+    assert (engine.offload.gauges()["tier_slots_in_use"] > 0) == keeps
     engine.answer("b")
-    assert engine.read == (FULL_BLOCKS, 0)
+    assert engine.read == (FULL_BLOCKS * keeps, 0)
     engine.change_weights()
     engine.offload.resets.weights_change()
     assert engine.offload.gauges()["tier_slots_in_use"] == 0

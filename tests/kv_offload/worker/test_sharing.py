@@ -218,10 +218,10 @@ def test_engines_side_by_side_share_nothing(monkeypatch):
     both_offer, create = threading.Barrier(2, timeout=120), SharedMemory.create
 
     def create_beside_the_other(*arguments: Any) -> SharedMemory:
-        memory = create(*arguments)
-        with contextlib.suppress(threading.BrokenBarrierError):  # the other could not offer any
+        try:
+            return create(*arguments)
+        finally:
             both_offer.wait()
-        return memory
 
     monkeypatch.setattr(SharedMemory, "create", create_beside_the_other)
     engines = [Ranks(), Ranks()]

@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="needs torch, which is not installed")
 
 from kv_swap.engine import Direction
 
+from kv_offload.messages import Outcome
 from tests.support.manual_copies import ManualSwapEngine, manual_copies
 from tests.support.rank import BLOCK_BYTES, Rank, load, store
 
@@ -83,6 +84,11 @@ def test_a_large_load_that_ran_alone_tells_its_speed_once(link):
     assert link.told() == [None, None]
     link.copy(LOAD, LARGE, 3e9, during=STORE)
     assert link.told() == [pytest.approx(3e9), None], "stores give way to loads"
+
+
+def test_a_copy_that_took_no_measurable_time_has_ended_well(link):
+    link.copy(LOAD, LARGE, math.inf)
+    assert link.rank.jobs() == {0: Outcome.OK}
 
 
 def test_other_loads_tell_no_speed(link):

@@ -74,13 +74,14 @@ def test_an_arena_that_goes_while_a_folder_is_read_is_left_out(tmp_path: Path) -
 
 
 def test_other_kinds_and_sizes_of_a_rank_are_removed_and_other_ranks_left(tmp_path: Path) -> None:
-    first, _ = arena(files(tmp_path))
-    other, _ = arena(files(tmp_path, 1))
-    kind, _ = arena(files(tmp_path, kind="other"))
+    first, other = arena(files(tmp_path))[0], arena(files(tmp_path, 1))[0]
+    kind = arena(files(tmp_path, kind="other"))[0]
     assert {*find_arenas(tmp_path)} == {kind, other}
-    larger, _ = arena(files(tmp_path, kind="other"), 2 * NBYTES)
+    larger = arena(files(tmp_path, kind="other"), 2 * NBYTES)[0]
     assert {*find_arenas(tmp_path)} == {larger, other}
-    assert len({first, other, kind, larger}) == 4
+    smaller = arena(files(tmp_path, kind="other"))[0]
+    assert {*find_arenas(tmp_path)} == {smaller, other}
+    assert len({first, other, kind, larger, smaller}) == 5
 
 
 def test_ranks_that_share_an_arena_see_the_same_bytes(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_network_that_drops_everything_does_not_hold_up_the_start(silent):
     with MooncakeBed(silent, SEGMENT_BYTES) as bed:
         started = time.perf_counter()
         done = bed.put(NAMES)
-        assert started - began < time.perf_counter() - started < 60
+        assert 3 * (started - began) < time.perf_counter() - started < 60
         assert done.failed == tuple(NAMES)
         assert "timed out" in str(done.error)
 
