@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,6 +144,10 @@ class Reads:
         for key, transfer in self._coming.items():
             assert transfer in self._running
             assert key in transfer.keys
+        for transfer in self._running:
+            filled = self._host.find(transfer.keys) == transfer.slots
+            keys = compress(transfer.keys, filled.tolist())
+            assert all(self._coming.get(key) is transfer for key in keys)
         for key, read in self._by_key.items():
             assert key in read.keys
             assert any(read in self._running.get(transfer, ()) for transfer in read.transfers)

@@ -267,6 +267,16 @@ def test_routers_know_tails_by_their_hashes():
     assert all(router.without_tokens for router in engine.routers)
 
 
+def test_routers_take_no_tail_for_the_block_whose_slot_it_got():
+    """They are compared with host memory after every step."""
+    engine = engine_of(events=True, slots=8)
+    for number in range(8):
+        engine.serve(f"{number}", [*map(int, f"{number:04b}"), *PROMPT[:15]], 1)
+        assert tails_in(engine) > 0
+    assert engine.offload.manager.evictions > 0
+    engine.rest()
+
+
 def test_a_tail_comes_back_from_a_disk(tmp_path: Path):
     disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
     engine = store(engine_of(plugin={"disk": disk}), PROMPT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from fnmatch import fnmatchcase
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,6 @@ from tests.support.configurations import (
     make_vllm_config,
     set_layers,
 )
-from tests.support.inputs import transfer_config
 from tests.support.planning import get_kv_cache_groups
 from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW
 from tests.support.played_engine import PlayedEngine

@@ -321,3 +321,29 @@ def test_those_that_share_nothing_are_all_served_though_a_step_looks_up_few(make
     engine.run()
     assert engine.ended.keys() >= {f"{i}" for i in range(12)}
     assert engine.totals["hit_tokens"] >= 12 * 100
+
+
+def test_those_whose_reads_end_together_are_looked_up_step_by_step(make, monkeypatch, keys):
+    engine = make("disk")
+    prompts = [[*map(int, f"{i:06b}"), *SHARED[i:120]] for i in range(12)]
+    for index, prompt in enumerate(prompts):
+        engine.serve(f"before {index}", prompt, 1)
+    engine.forget()
+    hold(engine)
+    for index, prompt in enumerate(prompts):
+        engine.add(f"{index}", prompt, 2)
+    engine.step(4)
+    assert len(engine.disk.submitted) == 12
+    limit_lookups(engine, monkeypatch)
+    hold(engine, stuck=False)
+    engine.step(copies=True)  # the reads end
+    counts = []
+    for _ in range(12):
+        keys.clear()
+        engine.step(copies=True)
+        counts.append(sum(keys))
+    assert 0 < max(counts) < 240, (
+        "of two requests at most, each of whose blocks is sought four times"
+    )
+    engine.run()
+    assert engine.totals["hit_tokens"] >= 12 * 100

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from vllm.v1.core.block_pool import BlockPool
 
 from kv_offload.cache.prefix import CacheGroup

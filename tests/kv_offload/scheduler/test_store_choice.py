@@ -28,18 +28,22 @@ class Bed:
         self.spans, self.keys = [], []
         self.next_block = 1
 
-    def add(self, *tables):
-        """Add a request with these block tables, or with so many blocks of each group."""
+    def add(self, *tables, new=1):
+        """Add a request with these block tables, or with so many blocks of each group.
+
+        The last `new` blocks of the first group are to be stored.
+        """
         ids = []
         for table in tables:
             if isinstance(table, int):
                 table = [*range(self.next_block, self.next_block + table)]
                 self.next_block = table[-1] + 1
             ids.append(table)
-        key = b"%032d" % len(self.keys)
-        self.pool.blocks[ids[0][-1]].block_hash = key + self.prefixes.pool_key_suffix[0]
-        self.spans.append((SimpleNamespace(block_ids=ids), 0, len(ids[0]) - 1, len(ids[0])))
-        self.keys.append(key)
+        for block in ids[0][-new:]:
+            key = b"%032d" % len(self.keys)
+            self.pool.blocks[block].block_hash = key + self.prefixes.pool_key_suffix[0]
+            self.keys.append(key)
+        self.spans.append((SimpleNamespace(block_ids=ids), 0, len(ids[0]) - new, len(ids[0])))
 
     def choose(self, lacking, slots_left=1000):
         slots = [-1] * len(self.keys)
@@ -47,11 +51,11 @@ class Bed:
         return len(chosen.new), len(chosen.cut)
 
 
-@pytest.mark.parametrize(("lacking", "stored"), [(0, 1), (98, 1), (99, 1), (100, 0), (101, 0)])
+@pytest.mark.parametrize(("lacking", "stored"), [(0, 50), (50, 50), (60, 40), (99, 1), (100, 0)])
 def test_a_request_leaves_as_many_blocks_unpinned_as_others_lack(lacking, stored):
     bed = Bed(FULL)
-    bed.add(100)
-    assert bed.choose(lacking) == (stored, 1 - stored)
+    bed.add(100, new=50)
+    assert bed.choose(lacking) == (stored, int(stored < 50))
 
 
 @pytest.mark.parametrize(("lacking", "stored"), [(58, 1), (59, 0)])

@@ -258,6 +258,17 @@ def test_a_job_that_cannot_be_cut_leaves_the_engine_as_it_was(cuda):
     assert engine.block(3) == [7] * LAYERS
 
 
+def test_a_load_at_once_is_queued_on_the_device_of_the_cache(cuda):
+    """The thread that asks may use another one meanwhile, whose default stream it would be."""
+    engine = Engine()
+    engine.submit(LOAD, (3, 5), before_compute=True)
+    cuda.calls.clear()
+    cuda.device = 1
+    engine.copies.load_now(np.array([(3, 5)], np.int32))
+    assert cuda.device == 1
+    assert {device for call, device in cuda.calls if call == "memcpyAsync"} == {0}
+
+
 def test_a_load_at_once_is_there_when_it_returns(cuda):
     engine = Engine()
     cuda.queue(engine.write(3, 9))
