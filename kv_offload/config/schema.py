@@ -260,20 +260,16 @@ class Key:
     """`size`, `path`, or empty for other types."""
     default: Any
     """As a user writes it, even for a size. None if there is no default or the key is required."""
-    is_required: bool = False
-    """True if its section requires it."""
-    kind: str = ""
+    written_default: str
+    """The default as text for the file; `required` if its section requires the key."""
+    is_required: bool
+    kind: str
     """The kind of remote store it belongs to; empty for a key of all kinds."""
 
     @property
     def section(self) -> str:
         """Its section, or empty."""
         return self.name.rpartition(".")[0]
-
-    @property
-    def written_default(self) -> str:
-        """The default as a user writes it in the file."""
-        return "required" if self.is_required else as_yaml(self.default)
 
 
 def as_yaml(value: Any) -> str:
@@ -302,8 +298,17 @@ def _keys(config: type[Any], section: str = "") -> Iterator[Key]:
             default = DEFAULT_CPU_BYTES
         elif takes == "size" and default is not None:
             default = format_size(default).replace(" ", "")
-        name, hint = f"{section}.{field.name}".removeprefix("."), hints[field.name]
-        yield Key(name, hint, meta.description, allowed, takes, default, is_required, of_kind)
+        yield Key(
+            name=f"{section}.{field.name}".removeprefix("."),
+            type=hints[field.name],
+            description=meta.description,
+            allowed=allowed,
+            takes=takes,
+            default=default,
+            written_default="required" if is_required else as_yaml(default),
+            is_required=is_required,
+            kind=of_kind,
+        )
 
 
 SCHEMA = {key.name: key for key in _keys(OffloadConfig)}
