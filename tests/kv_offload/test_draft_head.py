@@ -126,20 +126,23 @@ class HeadEngine(PlayedEngine):
         self.rejected += len(good) - right
         return [*good[:right], *((token + 1) % VOCABULARY for token in good[right:])]
 
-    def check_slot(self, slot: int, found: NDArray[np.int64], names: NDArray[np.int64]) -> None:
-        """Check a slot; of the last token's KV in the head, that it was written."""
-        if len(self.model.heads) < len(self.groups) and (found == names[:, None]).all():
-            return  # of a group without the head
-        super().check_slot(slot, found[:, :-1], names)
-        last = int(found[-1, -1])
-        assert (found[:-1, -1] == names[1:]).all(), f"slot {slot} holds another prefix in the head"
-        assert last in successors(int(names[-1])), f"slot {slot} holds another prefix's end"
+    def check_names(
+        self, group: CacheGroup, found: NDArray[np.int64], names: NDArray[np.int64]
+    ) -> None:
+        """Check blocks; of the last token's KV in the head, that it was written."""
+        if group not in self.model.heads:
+            return super().check_names(group, found, names)
+        super().check_names(group, found[:, :, :-1], names)
+        heads = found[:, :, -1]
+        assert (heads[:, :-1] == names[:, 1:]).all(), "a block holds another prefix in the head"
+        for last, name in zip(heads[:, -1].tolist(), names[:, -1].tolist(), strict=True):
+            assert last in successors(name), "a block holds another prefix's end"
+        return None
 
 
 def run_to_the_end(engine: HeadEngine) -> None:
     while engine.scheduler.has_requests():
         engine.step()
-        engine.check_host_memory()
 
 
 @both_ways

@@ -75,13 +75,12 @@ class PooledEngine(PlayedEngine):
             self.of_first_weights.update(self.known)
         read = read_directory(self.seat)
         assert read is not None
-        for slot, key in zip(read[0].tolist(), read[1], strict=True):
-            names, group_id = self.of_first_weights[key]
-            for rank, played in enumerate(self.ranks):
-                own = self._names_on(rank, names, group_id)
-                found = played.copies.arena[slot].view(np.int64).reshape(len(own), -1)
-                self.check_slot(slot, found - group_id, own)
-            self.seen += 1
+        slots, keys = read[0].tolist(), read[1]
+        for rank, played in enumerate(self.ranks):
+            contents = [played.copies.arena[slot] for slot in slots]
+            known = [self.of_first_weights[key] for key in keys]
+            self.check_blocks(rank, zip(known, contents, strict=True))
+        self.seen += len(slots)
 
     def adopt(self, before: PooledEngine) -> None:
         """Give the arenas the bytes that an engine had which was killed."""

@@ -122,7 +122,6 @@ def test_a_state_stored_in_its_own_step_would_be_that_before(monkeypatch):
     with wrong_bytes():
         while engine.scheduler.has_requests():
             engine.step()
-            engine.check_host_memory()
 
 
 @both_ways

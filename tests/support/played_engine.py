@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import queue
-from collections import ChainMap, Counter, deque
+from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -49,6 +49,9 @@ from tests.support.played_model import VOCABULARY, PlayedModel, Tokens, answer, 
 from tests.support.played_rank import PlayedExecutor, PlayedRank
 from tests.support.router import Block, Router
 from tests.support.timing import Timing
+
+Known = tuple[NDArray[np.int64], int]
+"""What a block holds: names of its tokens, of states one; and its group's number."""
 
 
 class RestlessError(AssertionError):
@@ -186,8 +189,8 @@ class PlayedEngine:
         """What was reported last."""
         self.observed: dict[str, list[float]] = {}
         """Of histograms, all that was reported."""
-        self.known: dict[bytes, tuple[NDArray[np.int64], int]] = {}
-        """What a slot key stands for: names of the block's tokens, of states one; and the group."""
+        self.known: dict[bytes, Known] = {}
+        """What a slot key stands for."""
         self._requests: list[tuple[Request, int]] = []
         self.routers: list[Router] = []
         """Two that follow the engine's KV events, where these are on."""
@@ -469,43 +472,38 @@ class PlayedEngine:
         self._learn_keys()
         manager = self.offload.manager
         manager.check_integrity()
-        for key, slot in manager.readable_slots().items():
-            names, group_id = self.known[key]
-            for rank, played in enumerate(self.ranks):
-                own = self._names_on(rank, names, group_id)
-                found = self._rows(played.copies.arena[slot], group_id)[: len(own)]
-                self.check_slot(slot, found - group_id, own)
-
+        slots = manager.readable_slots().items()
         for rank, played in enumerate(self.ranks):
-            records = [
-                (self.offload.tiers.tiers[tier.name].generation, name, content)
-                for tier in played.tiers
-                for name, content in tier.records.values()
-            ]
-            for prefix, name, content in records:
-                if name.startswith(prefix) and name.removeprefix(prefix) in self.known:
-                    names, group_id = self.known[name.removeprefix(prefix)]
-                    own = self._names_on(rank, names, group_id)
-                    found = self._rows(content, group_id)[: len(own)]
-                    self.check_slot(name, found - group_id, own)
+            arena = played.copies.arena
+            self.check_blocks(rank, [(self.known[key], arena[slot]) for key, slot in slots])
+            for tier in played.tiers:
+                prefix = self.offload.tiers.tiers[tier.name].generation
+                records = [
+                    (self.known.get(name.removeprefix(prefix)), content)
+                    for name, content in tier.records.values()
+                    if name.startswith(prefix)
+                ]
+                self.check_blocks(rank, [(known, found) for known, found in records if known])
 
-    def _rows(self, content: NDArray[np.uint8], group_id: int) -> NDArray[np.int64]:
-        """Return the words of each token, or of the state, that a rank has in a slot."""
-        group = self.groups[group_id]
-        rows = 1 if group.holds_state else group.block_tokens // self.model.context_ranks
-        return content.view(np.int64).reshape(rows, -1)
+    def check_blocks(self, rank: int, blocks: Iterable[tuple[Known, NDArray[np.uint8]]]) -> None:
+        """Check that what a rank holds of blocks is what it should be."""
+        alike = defaultdict(list)
+        for (names, group_id), content in blocks:
+            alike[group_id, len(names)].append((names, content))
+        for (group_id, _), same in alike.items():
+            names, contents = map(np.stack, zip(*same, strict=True))
+            group, tokens = self.groups[group_id], 1
+            if not group.holds_state:
+                names = names[:, self.model.is_own(rank, np.arange(names.shape[1]))]
+                tokens = group.block_tokens // self.model.context_ranks
+            found = contents.view(np.int64).reshape(len(same), tokens, -1) - group_id
+            self.check_names(group, found[:, : names.shape[1]], names)
 
-    def _names_on(self, rank: int, names: NDArray[np.int64], group_id: int) -> NDArray[np.int64]:
-        """Return what a rank has of a block: its share of the tokens, or the whole state."""
-        if self.groups[group_id].holds_state:
-            return names
-        return names[self.model.is_own(rank, np.arange(len(names)))]
-
-    def check_slot(
-        self, slot: int | bytes, found: NDArray[np.int64], names: NDArray[np.int64]
+    def check_names(
+        self, group: CacheGroup, found: NDArray[np.int64], names: NDArray[np.int64]
     ) -> None:
-        """Check the names of tokens that a slot holds, of shape `(tokens, words)`."""
-        assert (found == names[:, None]).all(), f"slot {slot} holds another prefix"
+        """Check the words of tokens, of shape `(blocks, tokens, words)`: each is its token's."""
+        assert (found == names[:, :, None]).all(), "a block holds another prefix"
 
     def _learn_keys(self) -> None:
         for index, (request, learnt) in enumerate(self._requests):
