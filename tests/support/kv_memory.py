@@ -14,13 +14,20 @@ NOBODY = -1
 
 
 class Storage:
-    """`nbytes` zero bytes at an aligned address, and for each byte the block that it belongs to."""
+    """`nbytes` zero bytes at an aligned address, in which tensors are described."""
 
     def __init__(self, nbytes: int) -> None:
         raw = np.zeros(nbytes + 4096, np.uint8)
         start = -raw.ctypes.data % 4096
         self.data: NDArray[np.uint8] = raw[start : start + nbytes]
-        self.owner: NDArray[np.int32] = np.full(nbytes, NOBODY, np.int32)
+        self._described: list[tuple[int, tuple[int, ...], tuple[int, ...], NDArray[np.int64]]] = []
+
+    def owners(self) -> NDArray[np.int32]:
+        """Return the block that each byte belongs to."""
+        found = np.full(len(self.data), NOBODY, np.int32)
+        for offset, shape, strides, blocks in self._described:
+            np.ndarray(shape, np.int32, found, 4 * offset, strides)[...] = blocks
+        return found
 
     @property
     def address(self) -> int:
@@ -38,17 +45,12 @@ class Storage:
         itemsize: int = 1,
         offset: int = 0,
     ) -> TensorDescription:
-        """Describe a tensor at `offset` and mark its bytes as their block's."""
-        marks = np.ndarray(
-            (*shape, itemsize),
-            np.int32,
-            self.owner,
-            offset * 4,
-            tuple(4 * stride for stride in (*strides, 1)),
-        )
+        """Describe a tensor at `offset`, whose bytes are their block's."""
         kernel_blocks = shape[block_dim] // num_blocks
         blocks = np.arange(shape[block_dim]) // max(kernel_blocks, 1)
-        marks[...] = blocks.reshape([-1 if d == block_dim else 1 for d in range(marks.ndim)])
+        along = [-1 if d == block_dim else 1 for d in range(len(shape) + 1)]
+        marked = tuple(4 * stride for stride in (*strides, 1))
+        self._described.append((offset, (*shape, itemsize), marked, blocks.reshape(along)))
         if page_bytes is None:
             page_bytes = math.prod(shape) * itemsize // num_blocks
         return TensorDescription(
@@ -130,7 +132,8 @@ def check_exact(layout: KVLayout, storage: Storage, *, padding: bool = False) ->
         assert len(np.unique(offsets)) == len(offsets) == layout.slot_bytes
         assert (taken[offsets] == NOBODY).all()
         taken[offsets] = block
-    described = storage.owner != NOBODY
-    np.testing.assert_array_equal(taken[described], storage.owner[described])
+    owners = storage.owners()
+    described = owners != NOBODY
+    np.testing.assert_array_equal(taken[described], owners[described])
     if not padding:
         assert (taken[~described] == NOBODY).all()
