@@ -171,6 +171,7 @@ def store_beside_a_failed_write(models: str, folder: str) -> list[int]:
     Returns how many blocks were stored while nothing was written, and how many are written later.
     """
     failed = Path(folder).with_name("failed")
+    pytest.MonkeyPatch().setattr("kv_offload.tiers.base.FIRST_PAUSE_SECONDS", 1.5)
     fail_first_write(failed)
     settings = engine_settings(Path(models), "qwen3")
     llm = LLM(**settings, kv_transfer_config=transfer_config(disk(Path(folder))))

@@ -163,6 +163,7 @@ def end_out_of_order(models: str, what: str) -> list[int]:
     if what == "missed its signal":
         EngineCoreProc.run_busy_loop = miss_the_signal
     else:
+        pytest.MonkeyPatch().setattr("kv_offload.worker.worker.DRAIN_SECONDS", 1.0)
         transfers.copy_runs = lambda *_: time.sleep(1000)
         settings["kv_transfer_config"] = transfer_config({"cpu_bytes": "8MiB"})
     llm = LLM(**settings)
