@@ -50,7 +50,7 @@ interface := tests/kv_offload $(patsubst %,tests/engine/test_%.py,\
 # The benches run once, unmeasured: that they still work is all that this shows.
 test-all:
 	@SOAK_SECONDS=$${SOAK_SECONDS:-90} INTERLEAVINGS_SECONDS=$${INTERLEAVINGS_SECONDS:-60} \
-	  POOL_MOMENTS=$${POOL_MOMENTS:-40} \
+	  POOL_MOMENTS=$${POOL_MOMENTS:-40} FLIPS=$${FLIPS:-200} \
 	  $(pytest) $(at_a_time) --durations=10 $(TESTS)
 	@set -e; for engine in $(wordlist 2,9,$(ENGINES)); do \
 	  SOAK_SECONDS=30 INTERLEAVINGS_SECONDS=20 $(environment) run --dev --engine $$engine -- \

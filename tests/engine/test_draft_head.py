@@ -22,6 +22,7 @@ from tests.engine.harness import (
     offloading,
     random_tokens,
 )
+from tests.support.slow import rest_is_slow
 
 MODEL_LAYERS = 2
 PROMPT = random_tokens(200, seed=41)
@@ -63,7 +64,7 @@ def digests(running: Engine) -> dict[bytes, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+@pytest.mark.parametrize("method", rest_is_slow(["eagle", "draft_model"]))
 def test_blocks_of_a_drafter_are_stored_and_served_again(model_folder, head, method):
     """Prompt and answer are stored, drafts accepted and rejected on the way; then all is served.
 

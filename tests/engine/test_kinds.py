@@ -38,6 +38,7 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, arguments):
         assert all_differ(ours.reload(PROMPTS, one_by_one=True, corrupted=True), reloaded)
 
 
+@pytest.mark.slow  # `tests/kv_offload/test_hits_inside_blocks.py` plays it in `make test`
 def test_a_hit_inside_a_block_gives_the_same_tokens(model_folder):
     """The first answers compute the same: vLLM ends a chunk of a prompt at its last hash."""
     unit = 16

@@ -19,6 +19,7 @@ from tests.engine.harness import (
     plain_answers,
     prompts_with_shared_prefix,
 )
+from tests.support.slow import rest_is_slow
 
 PROMPTS = prompts_with_shared_prefix(seed=41)
 KIND = "qwen3_deep"
@@ -65,7 +66,7 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
     return jobs, awaited
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", rest_is_slow([False, True]))
 def test_layers_wait_for_their_waves(model_folder, answers, async_scheduling):
     with started(model_folder, answers, async_scheduling=async_scheduling) as ours:
         cut = ours.rank.waves.cut

@@ -57,6 +57,7 @@ def compute_and_stay(models: str, address: str, ready: str) -> None:
         stay(ready)
 
 
+@pytest.mark.slow  # `tests/transfer/tiers/test_mooncake_faults.py` has a full store in `make test`
 def test_an_engine_that_writes_more_than_the_store_holds_computes_what_is_lost(
     model_folder, master, expected, monkeypatch
 ):

@@ -176,13 +176,8 @@ def test_a_disk_keeps_packed_slots_over_a_restart(model_folder, tmp_path):
         assert answers(raw) == plain
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        pytest.param({"tensor_parallel_size": 2}, id="TP"),
-        pytest.param(PIPELINE, id="PP", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # `test_packed_blocks_serve_as_they_were` has one rank in `make test`
+@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, PIPELINE], ids=["TP", "PP"])
 def test_ranks_in_processes_of_their_own(model_folder, split):
     """Ends with the control: blocks that change places in host memory are noticed."""
     words = ("tests.engine.multiprocess_run", model_folder, "qwen3", {**RANKS, **split})

@@ -13,10 +13,8 @@ from tests.support.processes import run_module
 ROUND_TRIP = "tests.engine.multiprocess_run"
 
 
-@pytest.mark.parametrize(
-    ("kind", "partition"),
-    [pytest.param("qwen3", "1,1", marks=pytest.mark.slow), ("gemma3", "3,1")],
-)
+@pytest.mark.slow  # `test_multi_connector.py` has ranks, and `tests/kv_offload/worker` capacities
+@pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
 def test_stages_of_a_pipeline(model_folder, forks, kind, partition):
     """With `3,1` the stages' blocks have different sizes, and so have their slots."""
     arguments = {**PIPELINE, "sleep": True}
@@ -76,7 +74,8 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder, split):
     pressure_run.check(run)
 
 
-@pytest.mark.parametrize("sharing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # `tests/transfer/memory/test_shared.py` has killed processes in `make test`
+@pytest.mark.parametrize("sharing", [False, True])
 def test_a_rank_that_is_killed_while_it_copies(model_folder, sharing):
     """The engine ends with an error; nothing stays behind, of memory that ranks share either."""
     kind, more = ("deepseek_v2", LATENT) if sharing else ("qwen3", {})

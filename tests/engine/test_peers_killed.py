@@ -156,13 +156,10 @@ def draw_kinds(chance: random.Random, moments: int) -> list[str]:
     return kinds
 
 
+@pytest.mark.slow  # `test_peers.py` has peers that are killed or stopped in `make test`
 @pytest.mark.timeout(1800 + 60 * MOMENTS)
 @pytest.mark.parametrize(
-    ("members", "cpu_bytes", "fits"),
-    [
-        pytest.param(2, "8MiB", True, id="all"),
-        pytest.param(3, "1MiB", False, id="part", marks=pytest.mark.slow),
-    ],
+    ("members", "cpu_bytes", "fits"), [(2, "8MiB", True), (3, "1MiB", False)], ids=["all", "part"]
 )
 def test_engines_answer_right_whenever_one_is_killed_or_stopped(
     model_folder: Path, memory_folder: Path, members: int, cpu_bytes: str, fits: bool

@@ -24,6 +24,7 @@ from tests.support.mooncake import PATIENT, Master, environment, require_mooncak
 from tests.support.patience import be_patient
 from tests.support.processes import run_function
 from tests.support.s3_server import BUCKET, S3Server, require_s3
+from tests.support.slow import rest_is_slow
 
 PROMPTS = prompts_with_shared_prefix()
 FULL_BLOCKS = full_blocks(PROMPTS)
@@ -39,8 +40,9 @@ def shared(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(
-    # `test_mooncake.py` has engines with a Mooncake store in `make test`.
-    params=["folder", "s3", pytest.param("mooncake", marks=pytest.mark.slow)]
+    # `test_mooncake.py` has engines with a Mooncake store in `make test`, and
+    # `tests/transfer/tiers/test_remote_contract.py` has tiers of all kinds.
+    params=rest_is_slow(["folder", "s3", "mooncake"])
 )
 def remote(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import POLICIES, make_policy
 from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
+from tests.support.slow import rest_is_slow
 
 KEYS = [bytes([letter]) for letter in b"abcdefghij"]
 key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
@@ -210,7 +211,8 @@ class CacheManagerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)
-def test_any_interleaving(policy_name):
+@pytest.mark.parametrize("examples", rest_is_slow([30, 100]))
+def test_any_interleaving(policy_name, examples):
     case = type("Machine", (CacheManagerMachine,), {"policy_name": policy_name}).TestCase()
-    case.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
+    case.settings = settings(deadline=None, max_examples=examples, stateful_step_count=50)
     case.runTest()

@@ -93,7 +93,7 @@ def damages(content: bytes) -> Iterator[bytes]:
     """Flip bits where there is something, and elsewhere; cut the file, or blank a page of it."""
     numbers = random.Random(7)
     filled = np.flatnonzero(np.frombuffer(content, np.uint8)).tolist()
-    for count in range(int(os.environ.get("FLIPS", "200"))):
+    for count in range(int(os.environ.get("FLIPS", "64"))):
         harmed, at = bytearray(content), numbers.choice(filled)
         if count % 8 == 0:
             del harmed[numbers.choice([at, len(content) // 4096 * 4096 // 2]) :]

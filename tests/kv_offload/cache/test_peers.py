@@ -34,6 +34,7 @@ from tests.kv_offload.cache.test_pool_killed import (
     live,
 )
 from tests.support.processes import run_function
+from tests.support.slow import rest_is_slow
 
 KEYS = [b"key %d" % number for number in range(46)]
 OWN = Path("seat-7", "rank-0.kind.own")
@@ -367,7 +368,7 @@ def kill_owners(pool: str, stops: bool) -> int:
     return accepted
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", rest_is_slow([True, False]))
 def test_whenever_its_owner_is_killed_or_stands_still_a_reader_has_whole_blocks(
     tmp_path: Path, stops: bool
 ) -> None:
@@ -417,7 +418,7 @@ def kill_readers(pool: str, stops: bool) -> int:
     return was_leased
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", rest_is_slow([True, False]))
 def test_whenever_a_reader_is_killed_or_stands_still_its_owner_has_all_slots_in_the_end(
     tmp_path: Path, stops: bool
 ) -> None:

@@ -136,7 +136,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=250)
 @given(cases())
 def test_the_longest_hit_is_what_brute_force_finds(case):
     readable = among(case.readable_keys)
