@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,9 +149,9 @@ class OffloadWorkerMetadata:
 
     ranks: dict[int, RankReport] = field(default_factory=dict)
 
-    def merge(self, other: OffloadWorkerMetadata) -> Self:
-        """Return the reports of both."""
-        return type(self)(self.ranks | other.ranks)
+    def aggregate(self, other: OffloadWorkerMetadata) -> OffloadWorkerMetadata:
+        """Return the reports of both. vLLM merges those of all ranks by this name."""
+        return OffloadWorkerMetadata(self.ranks | other.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ def test_what_each_rank_says_is_kept_by_rank():
     mine = RankReport({1: Outcome.OK, 2: Outcome.LOST}, ready_slots=4)
     others = RankReport({2: Outcome.OK}, aborted_step=7)
     one, other = OffloadWorkerMetadata({0: mine}), OffloadWorkerMetadata({1: others})
-    assert one.merge(OffloadWorkerMetadata()).merge(other).ranks == {0: mine, 1: others}
+    assert one.aggregate(OffloadWorkerMetadata()).aggregate(other).ranks == {0: mine, 1: others}
     assert (one.ranks, other.ranks) == ({0: mine}, {1: others}), "merging changes neither report"
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import pickle
 from types import SimpleNamespace
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
-from kv_offload.engines.vllm.hooks.worker import ConnectorWorkerMetadata
+import kv_offload.engines.vllm.connector  # noqa: F401 - vLLM takes our messages from then on
 from kv_offload.engines.vllm.locate import connectors_in, connectors_with_reports
-from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
+from kv_offload.messages import (
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    Outcome,
+    RankReport,
+    WorkerCapacity,
+)
 
 OURS = SimpleNamespace(offload_scheduler="s", offload_worker=None)
 OTHER = SimpleNamespace()
@@ -33,7 +43,12 @@ def test_each_of_our_connectors_gets_what_its_own_ranks_report():
 
 def test_vllm_sends_and_merges_reports():
     reports = (RankReport({1: Outcome.LOST}, 2, 3.0, 4.0, 5, 6), RankReport(), RankReport())
-    one, two, three = (ConnectorWorkerMetadata({n: told}) for n, told in enumerate(reports))
+    one, two, three = (OffloadWorkerMetadata({n: told}) for n, told in enumerate(reports))
     merged = one.aggregate(two).aggregate(three)
-    assert isinstance(merged, KVConnectorWorkerMetadata)
     assert pickle.loads(pickle.dumps(merged)).ranks == dict(enumerate(reports))
+
+
+def test_messages_are_what_vllm_expects_of_a_connector():
+    assert issubclass(OffloadMetadata, KVConnectorMetadata)
+    assert issubclass(OffloadWorkerMetadata, KVConnectorWorkerMetadata)
+    assert issubclass(WorkerCapacity, KVConnectorHandshakeMetadata)

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from kv_offload.engines.vllm.start.build import SchedulerMaker
 
 
-class ConnectorMetadata(OffloadMetadata, KVConnectorMetadata):
-    """One step's plan in the form in which vLLM sends it to every rank."""
+KVConnectorMetadata.register(OffloadMetadata)
 
 
 class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
@@ -155,14 +154,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self.offload_scheduler.allocated(request, blocks, num_external_tokens)
 
     @survives(
-        lambda self, scheduler_output: ConnectorMetadata(
-            **vars(self.offload_scheduler.plan_after_error(scheduler_output))
-        )
+        lambda self, scheduler_output: self.offload_scheduler.plan_after_error(scheduler_output)
     )
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
         if self.restarted_sessions:
             self._restart_sessions(scheduler_output)
-        return ConnectorMetadata(**vars(self.offload_scheduler.plan_step(scheduler_output)))
+        return self.offload_scheduler.plan_step(scheduler_output)
 
     def _restart_sessions(self, scheduler_output: SchedulerOutput) -> None:
         """Have the runner forget where the states of a session were when it is scheduled again.

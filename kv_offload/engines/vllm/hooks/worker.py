@@ -35,14 +35,8 @@ def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
     return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
 
 
-class ConnectorWorkerMetadata(OffloadWorkerMetadata, KVConnectorWorkerMetadata):
-    """The reports of all ranks, which vLLM merges."""
-
-    aggregate = OffloadWorkerMetadata.merge  # vLLM's name for it
-
-
-class HandshakeMetadata(WorkerCapacity, KVConnectorHandshakeMetadata):
-    """The capacity of a rank, reported once before the first request."""
+KVConnectorWorkerMetadata.register(OffloadWorkerMetadata)
+KVConnectorHandshakeMetadata.register(WorkerCapacity)
 
 
 class WorkerHooks(KVConnectorBase_V1):
@@ -83,15 +77,13 @@ class WorkerHooks(KVConnectorBase_V1):
     def restore_kv_caches(self) -> None:  # after waking up, from vLLM 0.33
         self.offload_worker.restore_kv_caches()
 
-    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+    def get_handshake_metadata(self) -> WorkerCapacity | None:
         """Report to the scheduler how many slots this rank holds, and how many are ready.
 
         None inside a MultiConnector: it passes one member's metadata to all members, most of which
         fail on it.
         """
-        if self._is_member:
-            return None
-        return HandshakeMetadata(**vars(self.offload_worker.capacity()))
+        return None if self._is_member else self.offload_worker.capacity()
 
     @survives(lambda self, *_, **__: None)  # the later hooks start the remaining copies
     def begin_step(self, scheduler_output: SchedulerOutput, *_: Any, **__: Any) -> None:
@@ -171,8 +163,7 @@ class WorkerHooks(KVConnectorBase_V1):
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None
 
-    @survives(lambda self: ConnectorWorkerMetadata(**vars(self.offload_worker.take_losses())))
-    def build_connector_worker_meta(self) -> ConnectorWorkerMetadata | None:
+    @survives(lambda self: self.offload_worker.take_losses())
+    def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
         """Report the jobs that ended; after an error, only what this step must report."""
-        report = self.offload_worker.take_report()
-        return None if report is None else ConnectorWorkerMetadata(**vars(report))
+        return self.offload_worker.take_report()
