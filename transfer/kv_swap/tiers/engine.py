@@ -6,7 +6,7 @@ import enum
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -112,8 +112,8 @@ class TierEngine:
         """Queue a job. Raises `JobError` and copies nothing if `check_job` refuses it."""
         self.check_job(job)
         self._undelivered += 1
-        task = Task(job.job_id, job.direction, job.pairs.copy(), tuple(job.names))
-        self._state.lanes[job.direction].queue.put(task)
+        own = replace(job, pairs=job.pairs.copy(), names=tuple(job.names))
+        self._state.lanes[job.direction].queue.put(Task(own))
 
     def poll(self) -> list[TierCompletion]:
         """Return jobs that ended since the last call, each exactly once, in order of their end."""
@@ -124,13 +124,13 @@ class TierEngine:
         return completions
 
     def _completion(self, task: Task) -> TierCompletion:
-        outcome, rows = task.outcome, len(task.pairs)
+        job, outcome, rows = task.job, task.outcome, len(task.job.pairs)
         error = outcome.error
         if len(outcome.failed) == rows:
             error = error or outcome.rejection
         return TierCompletion(
-            task.job_id,
-            task.direction,
+            job.job_id,
+            job.direction,
             tuple(sorted(outcome.failed)),
             outcome.mismatches,
             (rows - len(outcome.failed) - outcome.unmoved) * self._slot_bytes,

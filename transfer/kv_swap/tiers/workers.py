@@ -23,23 +23,19 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_swap.errors import TierError
 from kv_swap.tiers.mover import Mover, Outcome, Row
 
 if TYPE_CHECKING:
-    from kv_swap.tiers.engine import TierDirection
+    from kv_swap.tiers.engine import TierDirection, TierJob
 
 
 @dataclass(slots=True)
 class Task:
     """A running job. The lock of `WorkerState.ended` guards the fields after `submitted`."""
 
-    job_id: int
-    direction: TierDirection
-    pairs: NDArray[np.int32]
-    names: Sequence[bytes]
+    job: TierJob
     submitted: float = field(default_factory=time.perf_counter)
     chunks_left: int = 0
     started: float = 0.0
@@ -67,18 +63,18 @@ class Lane:
                 if self.task is None:
                     self.queue.put(None)  # for the other threads
                     return None
-                self.chunks.extend(self._cut(self.task))
+                self.chunks.extend(self._cut(self.task.job))
                 self.task.chunks_left = len(self.chunks)
                 self.task.started = time.perf_counter()
             assert self.task is not None
             return self.task, self.chunks.popleft()
 
-    def _cut(self, task: Task) -> list[list[Row]]:
+    def _cut(self, job: TierJob) -> list[list[Row]]:
         """Cut a job so that all threads get a share, in the order of the slots in the file."""
-        order = np.argsort(task.pairs[:, 1], kind="stable")
-        pairs = task.pairs[order].tolist()
+        order = np.argsort(job.pairs[:, 1], kind="stable")
+        pairs = job.pairs[order].tolist()
         rows = [
-            Row(number, arena_slot, tier_slot, task.names[number])
+            Row(number, arena_slot, tier_slot, job.names[number])
             for number, (arena_slot, tier_slot) in zip(order.tolist(), pairs, strict=True)
         ]
         share = min(self.chunk_slots, -(-len(rows) // self.num_threads))
@@ -152,10 +148,11 @@ def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outco
     elif state.gone is not None and task.submitted < state.gone[0]:
         error = state.gone[1]
     else:
+        direction = task.job.direction
         try:
-            return mover.move(task.direction, rows)
+            return mover.move(direction, rows)
         except Exception as cause:  # noqa: BLE001 - a failed job must not end the thread
-            error = TierError(f"a {task.direction.value} failed with {cause!r}")
+            error = TierError(f"a {direction.value} failed with {cause!r}")
     return Outcome([row.number for row in rows], error=error)
 
 
