@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kv_offload.cache.changes import Change, ChangeLog
-from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.manager import CacheManager, Change, ChangeLog
 from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
 from kv_offload.cache.slots import NO_SLOTS, Slots
 from kv_offload.engine import Request
