@@ -113,11 +113,6 @@ class InFlight:
         return self._transfers.holds_idle_blocks
 
     @property
-    def num_requests(self) -> int:
-        """Number of requests that were looked up and have not ended."""
-        return len(self._requests)
-
-    @property
     def loading(self) -> set[str]:
         """Requests with an asynchronous load that has not ended; some may have ended themselves."""
         return self._transfers.loading_requests()

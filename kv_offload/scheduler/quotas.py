@@ -213,11 +213,6 @@ class Quotas:
         self._shares.clear()
         self._by_number.clear()
 
-    def slots_of(self, owner: Owner) -> int:
-        """Return how many slots an owner has."""
-        share = self._shares.get(owner)
-        return 0 if share is None else share.slots
-
     def check_integrity(self) -> None:
         """Raise `AssertionError` where a count is wrong or a slot is in no batch of its owner."""
         numbers, counts = np.unique(self._share_of[self._share_of > 0], return_counts=True)

@@ -188,9 +188,8 @@ class OffloadWorker:
         """Number of ranks that keep their KV in this rank's host memory, including this one."""
         return self._stores.sharing.count
 
-    @property
     def weight_loads(self) -> dict[int, int]:
-        """Number of weight loads of this rank's model, by rank; empty before the first."""
+        """Return how often this rank's model has received weights, by rank; empty before that."""
         loads = self._count_weight_loads()
         return {self.rank: loads} if loads else {}
 

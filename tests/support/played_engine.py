@@ -555,7 +555,7 @@ class PlayedEngine:
             assert gauges[name] == 0, name
         assert gauges["oldest_copy_seconds"] == 0
         assert offload.watch.under_way == 0
-        assert offload.in_flight.num_requests == 0
+        assert not len(offload._requests)
         assert all(rank.copies.in_flight == 0 for rank in self.ranks)
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)

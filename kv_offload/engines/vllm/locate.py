@@ -90,6 +90,16 @@ def worker_of_process() -> Any:
     return next(connectors_in(get_kv_transfer_group(), "offload_worker")).offload_worker
 
 
+def call_ranks(core: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of our worker on every rank; return the answers in rank order. Blocks."""
+    answers: list[Any] = core.model_executor.collective_rpc(_call_worker, args=(method, *args))
+    return answers
+
+
+def _call_worker(_worker: Any, method: str, *args: Any) -> Any:
+    return getattr(worker_of_process(), method)(*args)
+
+
 def connectors_with_reports(
     connector: Any, report: Any
 ) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 import kv_offload.engines.vllm.connector
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.start import log
-from kv_offload.engines.vllm.start.ranks import ask_ranks
+from kv_offload.engines.vllm.start.ranks import ask_capacities
 from kv_offload.errors import UnsupportedError
 from tests.support.configurations import around, make_kv_cache_config, make_vllm_config
 from tests.support.played_cases import FULL, OTHER, PROMPT, WINDOW, forget, store
@@ -275,7 +275,7 @@ def test_ranks_are_asked_what_they_hold(ranks):
 
 def test_ranks_that_nobody_can_ask():
     with pytest.raises(UnsupportedError, match="use KVOffloadConnector without these"):
-        ask_ranks(lambda _worker: None)
+        ask_capacities()
 
 
 def build(transfer_config: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

@@ -252,7 +252,7 @@ def test_a_loss_of_an_aborted_request_leaves_the_next_of_its_name_known():
     engine.offload.match(engine.scheduler.requests["a"], 0)
     report(engine, {load.job_id: LOST})
     assert engine.offload.take_effects().tainted == {"a"}
-    assert engine.offload.in_flight.num_requests == 1
+    assert len(engine.offload._requests) == 1
     engine.offload.check_integrity()
 
 

@@ -107,7 +107,7 @@ def test_a_paused_engine_with_one_free_block_comes_to_rest(grows):
 def test_what_waits_is_kept_while_a_step_is_under_way(monkeypatch):
     """A step may schedule nothing although a request is about to end, which frees blocks."""
     engine = PlayedEngine(max_num_batched_tokens=64, async_scheduling=True)
-    reserved = property(lambda _: 100 if engine.offload.in_flight.num_requests else 0)
+    reserved = property(lambda _: 100 if len(engine.offload._requests) else 0)
     monkeypatch.setattr(StoreBudget, "reserved_blocks", reserved)  # nothing is left for stores
     engine.add("other", OTHER, max_tokens=3)
     engine.add("gone", PROMPT, max_tokens=1)

@@ -44,12 +44,12 @@ def test_a_job_that_never_came_has_failed(rank, gate, by):
 
 def test_ready_slots_and_weight_loads_are_reported_when_they_have_grown():
     rank = Rank(rank=1, num_ranks=2)
-    assert rank.half.weight_loads == {}
+    assert rank.half.weight_loads() == {}
     rank.start()
     assert rank.report() == RankReport(ready_slots=8)
     assert rank.half.take_report() is None
     rank.engine.weight_loads = 3
-    assert rank.half.weight_loads == {1: 3}
+    assert rank.half.weight_loads() == {1: 3}
     assert rank.report() == RankReport(weight_loads=3)
     assert rank.half.take_report() is None
     rank.half.shutdown()

@@ -18,7 +18,7 @@ from kv_offload.engines.vllm.locate import EngineState, find_waker
 from kv_offload.engines.vllm.patches.waiting import skip_lookups
 from kv_offload.engines.vllm.start.log import FirstHits, log_pool
 from kv_offload.engines.vllm.start.members import is_chosen, served_by_peer_connector
-from kv_offload.engines.vllm.start.ranks import ask_ranks, rank_capacity
+from kv_offload.engines.vllm.start.ranks import ask_capacities
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from kv_offload.worker.worker import OffloadWorker
@@ -81,7 +81,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         world_size = self._vllm_config.parallel_config.world_size
         if self._is_member or 0 < len(capacities) < world_size:
-            capacities = ask_ranks(rank_capacity)
+            capacities = ask_capacities()
         if capacities:
             # The smallest rank's capacity counts. Only ranks know the size of packed slots.
             num_slots = min(self._num_slots, *(rank.num_slots for rank in capacities))
@@ -141,7 +141,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             return None, False
         rank = self._local_rank()
         if rank is not None:
-            offload.resets.weights_were_loaded(rank.weight_loads)
+            offload.resets.weights_were_loaded(rank.weight_loads())
         brought = served_by_peer_connector(self, multi, request.request_id)
         match = offload.match(request, num_computed_tokens, brought=brought)
         requests.keep_at(request, match.shared_tokens)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.engines.vllm import requests
-from kv_offload.engines.vllm.locate import connector_of, worker_of_process
+from kv_offload.engines.vllm.locate import call_ranks, connector_of
 from kv_offload.engines.vllm.publish_stats import publish_stats
-from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 
 if TYPE_CHECKING:
     from kv_offload.scheduler.scheduler import OffloadScheduler
@@ -42,7 +41,7 @@ def reset_after_drain(
         return original(self, reset_running_requests, *args, **kwargs)
     offload = connector.offload_scheduler
     # A rank's own report may come after the reset, and must not empty what is stored since then.
-    for weight_loads in self.model_executor.collective_rpc(weight_loads_of_rank):
+    for weight_loads in call_ranks(self, "weight_loads"):
         offload.resets.weights_were_loaded(weight_loads)
     # Running requests can make the reset fail. Then requests that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
@@ -60,7 +59,7 @@ def settle(core: Any, offload: OffloadScheduler) -> bool:
     """Ensure that no restart finds dropped blocks; return whether that is certain. Blocks."""
     if offload.tiers.is_settled:
         return True
-    problems = core.model_executor.collective_rpc(revoke_rank)
+    problems = call_ranks(core, "revoke_tiers")
     return offload.tiers.settle(problems, SETTLE_SECONDS)
 
 
@@ -81,8 +80,7 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     held = in_flight.pinned_blocks or in_flight.abandoned
     if not (held or in_flight.has_loaded or waiting or loaded):
         return
-    answers = core.model_executor.collective_rpc(drain_rank, args=(offload.plan_drain(),))
-    for answer in answers:
+    for answer in call_ranks(core, "drain", offload.plan_drain()):
         connector.apply_drain_report(answer)
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
@@ -94,28 +92,6 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
         connector.loaded |= offload.take_effects(between_steps=True).loaded
         requests.report_loaded(engine_scheduler)
         requests.give_blocks_back(engine_scheduler, waiting - in_flight.loading | loaded)
-
-
-def drain_rank(_worker: Any, plan: OffloadMetadata) -> OffloadWorkerMetadata:
-    """Drain this process's rank; see `OffloadWorker.drain`."""
-    report: OffloadWorkerMetadata = worker_of_process().drain(plan)
-    return report
-
-
-def revoke_rank(_worker: Any) -> str:
-    """Revoke the tiers of this process's rank; see `OffloadWorker.revoke_tiers`."""
-    return str(worker_of_process().revoke_tiers())
-
-
-def weight_loads_of_rank(_worker: Any) -> dict[int, int]:
-    """Return how often this process's model has received weights, by rank."""
-    loads: dict[int, int] = worker_of_process().weight_loads
-    return loads
-
-
-def fence_rank(_worker: Any) -> bool:
-    """Fence the loads of this process's rank; see `OffloadWorker.fence_loads`."""
-    return bool(worker_of_process().fence_loads())
 
 
 @contextlib.contextmanager
@@ -134,7 +110,7 @@ def blocks_freed_at_once(core: Any) -> Iterator[None]:
         return
     ended = engine_scheduler.processed_step_seq
     in_flight = ended < engine_scheduler.sched_step_seq
-    if in_flight and not all(core.model_executor.collective_rpc(fence_rank)):
+    if in_flight and not all(call_ranks(core, "fence_loads")):
         yield
         return
     engine_scheduler.processed_step_seq = engine_scheduler.sched_step_seq

@@ -11,11 +11,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_offload.engines.vllm.locate import callers, worker_of_process
+from kv_offload.engines.vllm.locate import call_ranks, callers
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import WorkerCapacity
 from kv_offload.worker.sharing import SharingRanks
@@ -30,26 +30,19 @@ _REPLICA_ID = re.compile(r"_dp[0-9]+$")
 """The suffix that vLLM appends to the engine id of each replica."""
 
 
-def ask_ranks(method: Callable[[Any], Any]) -> list[Any]:
-    """Call `method(worker)` on every rank; return the answers in rank order. Blocks.
+def ask_capacities() -> list[WorkerCapacity]:
+    """Return the capacity of every rank, once its KV cache is registered. Blocks.
 
     Raises `UnsupportedError` unless the engine core is on the call stack.
     """
     for core in callers():
         if hasattr(core, "model_executor"):
-            answers: list[Any] = core.model_executor.collective_rpc(method)
-            return answers
+            return call_ranks(core, "capacity")
     raise UnsupportedError(
         "inside a MultiConnector and with prefill context parallelism the ranks are asked through "
         "vLLM's engine core, which is not on the call stack in this vLLM: use KVOffloadConnector "
         "without these"
     )
-
-
-def rank_capacity(_worker: Any) -> WorkerCapacity:
-    """Return the capacity of this process's rank, once its KV cache is registered."""
-    capacity: WorkerCapacity = worker_of_process().capacity()
-    return capacity
 
 
 def tensor_parallel_ranks() -> SharingRanks:
