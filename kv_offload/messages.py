@@ -105,7 +105,7 @@ class OffloadMetadata:
     loads: tuple[LoadJob, ...] = ()
     next_job_id: int = 0
     """All jobs below this id have been sent: one that has not reached a rank by now never will."""
-    known: tuple[int, ...] = ()
+    acknowledged: tuple[int, ...] = ()
     """Jobs that ranks need not report any more, because the scheduler knows how they ended."""
     admissions: int = 0
     """Number of times that requests had been given blocks when the step was planned."""
@@ -119,7 +119,7 @@ class RankReport:
     """The report of one rank. A field that is None has not changed."""
 
     jobs: dict[int, Outcome] = field(default_factory=dict)
-    """By job id: all ended jobs that are not `known`. Each is reported until it is."""
+    """By job id: all ended jobs that are not `acknowledged`. Each is reported until it is."""
     failed_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By job id of an ended store or move: the indices of its pairs that failed, unless all
     succeeded.

@@ -59,7 +59,7 @@ class Hit:
     - `num_tokens`: number of tokens of the request.
     - `keys`: keys of the slots to load. `slots`: these slots, once an eviction made a check needed.
     - `forgotten`: the manager's count when all keys were last seen to be readable.
-    - `arrivals`: number of planned loads when none of them brought any of the keys.
+    - `arrivals`: number of planned loads when none of them brings any of the keys.
     - `found_at`: time of the lookup, on the monotonic clock in seconds.
     - `decision`: the last answer to the engine; None while nothing has been decided.
     """
@@ -120,7 +120,7 @@ class TrackedRequest:
     """Its lookup in the lower tiers, once there was one."""
     load_failed: bool = False
     """True if a load of this request has failed: nothing more is loaded for it."""
-    brought: bool = False
+    served_by_peer_connector: bool = False
     """True if another connector loads its first tokens, so that ours would not be used."""
 
     # Loaded, not scheduled since.
@@ -149,7 +149,7 @@ class TrackedRequest:
     def may_load(self) -> bool:
         """True if it wants to load from host memory, and can."""
         wants = self.hints.load and not self.request.skip_reading_prefix_cache
-        return wants and not self.load_failed and not self.brought
+        return wants and not self.load_failed and not self.served_by_peer_connector
 
     @property
     def is_loaded(self) -> bool:

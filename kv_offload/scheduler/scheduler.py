@@ -98,14 +98,16 @@ class OffloadScheduler:
             notify(tracked)
         return True
 
-    def match(self, request: Request, num_computed_tokens: int, *, brought: bool = False) -> Match:
+    def match(
+        self, request: Request, num_computed_tokens: int, *, served_by_peer_connector: bool = False
+    ) -> Match:
         """Return what can be loaded for a waiting request; see `Admissions.match`.
 
-        `brought`: another connector loads its first tokens. That no longer counts once the request
-        has had blocks, since it may have been preempted.
+        `served_by_peer_connector`: another connector loads its first tokens. That no longer counts
+        once the request has had blocks, since it may have been preempted.
         """
         tracked = self._requests.track(request)
-        tracked.brought = brought and tracked.cursor is None
+        tracked.served_by_peer_connector = served_by_peer_connector and tracked.cursor is None
         for notify in self._subscribers.lookup:
             notify(tracked)
         return self._admissions.match(tracked, num_computed_tokens)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """A phase of a request from `start_ns` to `end_ns`, both nanoseconds since the epoch."""
 
     name: str
@@ -28,7 +28,7 @@ class Span:
     ok: bool = True
 
 
-ReportSpan = Callable[[Span], None]
+ReportSpan = Callable[[TraceSpan], None]
 """Hands a span to a tracer. Called in the engine's step, so it must not wait."""
 
 
@@ -67,7 +67,9 @@ class Spans:
         if hit is not None and hit.decision is not None:
             attributes["kv_offload.engine_hit_tokens"] = hit.start_tokens
             attributes["kv_offload.recomputed_tokens"] = hit.declined_tokens
-        self._send(Span("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes))
+        self._send(
+            TraceSpan("kv_offload.lookup", tracked.request, asked_ns, time.time_ns(), attributes)
+        )
 
     def load_ended(self, load: Transfer) -> None:
         """Report the span of a load that every rank has ended."""
@@ -82,9 +84,9 @@ class Spans:
         start_ns = end_ns - round((time.monotonic() - load.sent) * 1e9)
         ok = load.outcome is Outcome.OK
         request = load.request.request
-        self._send(Span("kv_offload.load", request, start_ns, end_ns, attributes, ok))
+        self._send(TraceSpan("kv_offload.load", request, start_ns, end_ns, attributes, ok))
 
-    def _send(self, span: Span) -> None:
+    def _send(self, span: TraceSpan) -> None:
         if self._report is None:
             return
         try:

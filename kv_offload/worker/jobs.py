@@ -44,7 +44,7 @@ class RankJobs:
 
     def take_plan(self, plan: OffloadMetadata) -> None:
         """Accept the jobs of a plan. Jobs of earlier plans that never arrived have failed."""
-        for job_id in plan.known:
+        for job_id in plan.acknowledged:
             self.ended.pop(job_id, None)
             self.failed_rows.pop(job_id, None)
         if plan.next_job_id <= self._next_job_id:

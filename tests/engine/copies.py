@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kv_swap.engine import Direction
-from kv_swap.host.transfers import Run, copy_runs
+from kv_swap.host.transfers import CopyRun, copy_runs
 
 from kv_offload.engines.vllm.locate import worker_of_process
 
@@ -36,7 +36,7 @@ class Copies:
         for event in self._open.values():
             event.set()
 
-    def copy_runs(self, runs: Sequence[Run]) -> None:
+    def copy_runs(self, runs: Sequence[CopyRun]) -> None:
         direction = self._direction(runs[0][0])
         assert self._open[direction].wait(120)
         self._copied[direction] += 1

@@ -31,7 +31,7 @@ def test_messages_cross_a_process_boundary():
     received = pickle.loads(pickle.dumps(sent))
     assert received.stores[0].job_id == 1
     assert (received.loads[0].request_id, received.loads[0].incomplete) == ("a", True)
-    assert (received.next_job_id, received.known, received.admissions) == (3, (0,), 5)
+    assert (received.next_job_id, received.acknowledged, received.admissions) == (3, (0,), 5)
     for job in (*received.stores, *received.loads):
         assert job.pairs.dtype == np.int32
         assert (job.pairs == pairs).all()

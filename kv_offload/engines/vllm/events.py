@@ -9,7 +9,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
 
 from kv_offload.scheduler.events.announcer import Announcement, BlocksRemoved, BlocksStored
-from kv_offload.scheduler.spans import ReportSpan, Span
+from kv_offload.scheduler.spans import ReportSpan, TraceSpan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -123,7 +123,7 @@ def find_tracer(vllm_config: VllmConfig) -> ReportSpan | None:
 
     tracer = trace.get_tracer("kv_offload")
 
-    def report(span: Span) -> None:
+    def report(span: TraceSpan) -> None:
         # Without headers from the client this starts a new trace, as vLLM's own span does.
         context = extract_trace_context(span.request.trace_headers)
         attributes = {**span.attributes, "gen_ai.request.id": span.request.request_id}

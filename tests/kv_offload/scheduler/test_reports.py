@@ -69,14 +69,14 @@ def test_a_store_ends_when_its_last_rank_has_told_of_it(ranks, failing):
 def test_ranks_are_told_of_each_job_that_they_need_not_report_any_more():
     engine, job = storing()
     report(engine, {job: OK}, rank=0)
-    assert engine.offload.plan_drain().known == ()
+    assert engine.offload.plan_drain().acknowledged == ()
     report(engine, {job: OK}, rank=1)
-    assert engine.offload.plan_drain().known == (job,)
-    assert engine.offload.plan_drain().known == ()
+    assert engine.offload.plan_drain().acknowledged == (job,)
+    assert engine.offload.plan_drain().acknowledged == ()
     report(engine, {job: OK}, rank=0)  # was on its way
-    assert engine.offload.plan_drain().known == (job,)
+    assert engine.offload.plan_drain().acknowledged == (job,)
     report(engine, {77: FAILED}, rank=0)
-    assert engine.schedule().kv_connector_metadata.known == (77,)
+    assert engine.schedule().kv_connector_metadata.acknowledged == (77,)
     engine.rest()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kv_swap.errors import CopyError
 from kv_swap.host import transfers
-from kv_swap.host.transfers import Run, copy_runs
+from kv_swap.host.transfers import CopyRun, copy_runs
 from kv_swap.layout import KVLayout
 from numpy.typing import NDArray
 
@@ -69,13 +69,13 @@ class Spaced(OneRegion):
 class Gate:
     """Stands in for `copy_runs`: holds every slice until opened; records the runs."""
 
-    def __init__(self, copy: Callable[[Sequence[Run]], None]) -> None:
+    def __init__(self, copy: Callable[[Sequence[CopyRun]], None]) -> None:
         self.copy = copy
         self.reached = threading.Semaphore(0)
         self.opened = threading.Event()
-        self.runs: list[Run] = []
+        self.runs: list[CopyRun] = []
 
-    def __call__(self, runs: Sequence[Run]) -> None:
+    def __call__(self, runs: Sequence[CopyRun]) -> None:
         self.runs.extend(runs)
         self.reached.release()
         assert self.opened.wait(120)
@@ -279,7 +279,7 @@ def test_seconds_are_those_of_the_copies(bed, monkeypatch):
     """Each of three waves takes a second; there is an hour between them."""
     clock = 0.0
 
-    def copy_for_a_second(runs: Sequence[Run]) -> None:
+    def copy_for_a_second(runs: Sequence[CopyRun]) -> None:
         nonlocal clock
         clock += 1
         copy_runs(runs)
@@ -295,7 +295,7 @@ def test_seconds_are_those_of_the_copies(bed, monkeypatch):
 
 
 def test_a_load_that_fails_is_told_and_leaves_the_next_one_alone(bed, monkeypatch):
-    def fail(_runs: Sequence[Run]) -> None:
+    def fail(_runs: Sequence[CopyRun]) -> None:
         raise OSError("injected fault")
 
     def load_now(*pairs: tuple[int, int]) -> None:

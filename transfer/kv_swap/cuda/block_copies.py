@@ -31,7 +31,7 @@ address: with shorter runs, 1 GiB would take more than 4 ms of that thread (H200
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """`nbytes` contiguous bytes, at `address` in block 0 and at `slot_offset` in a slot."""
 
     address: int
@@ -40,9 +40,9 @@ class Run:
     nbytes: int
 
 
-def runs_of(regions: Sequence[Region]) -> list[Run]:
+def runs_of(regions: Sequence[Region]) -> list[ByteRun]:
     """Return the runs of raw regions, in slot order."""
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     for region in sorted(regions, key=lambda region: region.slot_offset_bytes):
         place = region.address, region.slot_offset_bytes, region.block_stride_bytes
         last = runs[-1] if runs else None
@@ -54,7 +54,7 @@ def runs_of(regions: Sequence[Region]) -> list[Run]:
             runs[-1] = replace(last, nbytes=last.nbytes + region.page_bytes)
         else:
             address, slot_offset, block_stride = place
-            runs.append(Run(address, block_stride, slot_offset, region.page_bytes))
+            runs.append(ByteRun(address, block_stride, slot_offset, region.page_bytes))
     return runs
 
 
@@ -126,12 +126,12 @@ def _array(values: Any) -> NDArray[np.int64]:
     return np.fromiter(values, np.int64)
 
 
-def _cut_run(run: Run) -> list[Run]:
+def _cut_run(run: ByteRun) -> list[ByteRun]:
     """Cut a run into copies of about equal size."""
     count = -(-run.nbytes // MOST_COPY_BYTES)
     bounds = [run.nbytes * index // count // 16 * 16 for index in range(count)]
     return [
-        Run(run.address + first, run.block_stride, run.slot_offset + first, end - first)
+        ByteRun(run.address + first, run.block_stride, run.slot_offset + first, end - first)
         for first, end in pairwise([*bounds, run.nbytes])
     ]
 

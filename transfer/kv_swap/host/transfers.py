@@ -27,7 +27,7 @@ from kv_swap.layout import Region
 from kv_swap.packing.format import POOL_ENTRY_BYTES
 from kv_swap.packing.slots import SlotPacker
 
-Run = tuple[int, int, int]
+CopyRun = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
 SLICE_BYTES = 4 << 20
@@ -129,9 +129,9 @@ def _advance(transfer: Transfer) -> Completion | None:
     )
 
 
-def copy_slices(runs: Iterable[Run]) -> Iterator[Sequence[int]]:
+def copy_slices(runs: Iterable[CopyRun]) -> Iterator[Sequence[int]]:
     """Copy the runs of raw regions, a slice at a time. Refuses nothing."""
-    batch: list[Run] = []
+    batch: list[CopyRun] = []
     batch_bytes = 0
     for run in runs:
         batch.append(run)
@@ -150,7 +150,7 @@ def cut_runs(
     arena_address: int,
     direction: Direction,
     pairs: NDArray[np.int64],
-) -> Iterator[Run]:
+) -> Iterator[CopyRun]:
     """Yield (destination, source, bytes); pages adjacent on both sides are one run.
 
     A slot of the arena has `slot_bytes` bytes. Runs are cut at half of `SLICE_BYTES`, so that a
@@ -174,13 +174,13 @@ def cut_runs(
                 yield dst + offset, src + offset, min(limit, run_bytes - offset)
 
 
-def copy_runs(runs: Sequence[Run]) -> None:
+def copy_runs(runs: Sequence[CopyRun]) -> None:
     """Copy runs that do not overlap. Raises `OSError` for an address that is not mapped."""
     for first in range(0, len(runs), _MAX_RUNS):
         _copy_batch(runs[first : first + _MAX_RUNS])
 
 
-def _copy_batch(runs: Sequence[Run]) -> None:
+def _copy_batch(runs: Sequence[CopyRun]) -> None:
     table = np.array(runs, np.uint64)
     local = np.ascontiguousarray(table[:, [0, 2]])  # struct iovec: address, bytes
     remote = np.ascontiguousarray(table[:, [1, 2]])
@@ -245,12 +245,12 @@ def copy_packed(
             yield ()
 
 
-def _runs(rows: NDArray[np.uint8], addresses: NDArray[np.int64]) -> list[Run]:
+def _runs(rows: NDArray[np.uint8], addresses: NDArray[np.int64]) -> list[CopyRun]:
     """Return runs that copy from addresses into the rows of an array."""
     first, stride = rows.ctypes.data, rows.strides[0]
     nbytes = rows.shape[1]
     return [(first + i * stride, a, nbytes) for i, a in enumerate(addresses.tolist())]
 
 
-def _back(runs: list[Run]) -> list[Run]:
+def _back(runs: list[CopyRun]) -> list[CopyRun]:
     return [(source, to, nbytes) for to, source, nbytes in runs]

@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Outcome:
+class MoveResult:
     """The result of some rows: those that failed, the number of mismatches, and the first error.
 
     `unmoved` rows were already in the tier, so no bytes were moved. `rejection` is the error of
@@ -43,7 +43,7 @@ class Outcome:
         self.failed.append(row.number)
         self.error = self.error or error
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: MoveResult) -> None:
         """Add the outcome of other rows of the same job."""
         self.failed += other.failed
         self.mismatches += other.mismatches
@@ -56,5 +56,5 @@ class Mover(ABC):
     """Moves rows on one thread. Holds the tier and the arena."""
 
     @abstractmethod
-    def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
+    def move(self, direction: TierDirection, rows: Sequence[Row]) -> MoveResult:
         """Move at most a chunk of rows, which are in ascending order of tier slots."""

@@ -14,7 +14,7 @@ from kv_swap.errors import TierError, explain
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import OpenFile
-from kv_swap.tiers.mover import Mover, Outcome, Row
+from kv_swap.tiers.mover import Mover, MoveResult, Row
 from kv_swap.tiers.record import PAGE_BYTES
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}
@@ -53,18 +53,18 @@ class Transfers(Mover):
         self._headers = [page.data for page in pages[:num_headers]]
         self._pad = pages[num_headers].data[: self._records.pad_bytes]
 
-    def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
+    def move(self, direction: TierDirection, rows: Sequence[Row]) -> MoveResult:
         """See `Mover`. Adjacent records are moved in one call.
 
         A demotion reads its arena slots twice, for the checksum and for the file; they must not
         change in between. A promotion has the bytes in its arena slots before it verifies them.
         """
-        outcome = Outcome()
+        outcome = MoveResult()
         for neighbours in _split(rows):
             self._move(direction, neighbours, outcome)
         return outcome
 
-    def _move(self, direction: TierDirection, rows: Sequence[Row], outcome: Outcome) -> None:
+    def _move(self, direction: TierDirection, rows: Sequence[Row], outcome: MoveResult) -> None:
         moved_bytes, cause = self._call(direction, rows)
         whole = moved_bytes // self._records.record_bytes
         if direction is TierDirection.PROMOTE:
@@ -120,7 +120,7 @@ class Transfers(Mover):
             buffers += (header, self._file.arena[row.arena_slot].data, self._pad)
         return buffers
 
-    def _verify(self, rows: Sequence[Row], outcome: Outcome) -> None:
+    def _verify(self, rows: Sequence[Row], outcome: MoveResult) -> None:
         for row, header in zip(rows, self._headers, strict=False):
             data = self._file.arena[row.arena_slot]
             if not self._records.verify(header, data, row.name):

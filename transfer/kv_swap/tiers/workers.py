@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.mover import Mover, Outcome, Row
+from kv_swap.tiers.mover import Mover, MoveResult, Row
 
 if TYPE_CHECKING:
     from kv_swap.tiers.engine import TierDirection, TierJob
@@ -40,11 +40,11 @@ class Task:
     chunks_left: int = 0
     started: float = 0.0
     seconds: float = 0.0
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: MoveResult = field(default_factory=MoveResult)
 
 
 @dataclass(slots=True)
-class Lane:
+class TierLane:
     """The jobs of one direction. `turn` guards all but `queue`; its holder may wait for a job."""
 
     num_threads: int
@@ -88,7 +88,7 @@ class WorkerState:
     `gone` holds the last time at which the tier did not answer, and the error.
     """
 
-    lanes: dict[TierDirection, Lane]
+    lanes: dict[TierDirection, TierLane]
     release: Callable[[], None]
     ended: threading.Condition = field(default_factory=threading.Condition)
     done: deque[Task] = field(default_factory=deque)
@@ -103,7 +103,7 @@ def start(
     release: Callable[[], None],
 ) -> tuple[WorkerState, list[threading.Thread]]:
     """Start a thread for each mover. The last thread to end calls `release`."""
-    lanes = {way: Lane(len(own), chunk_slots) for way, own in movers.items()}
+    lanes = {way: TierLane(len(own), chunk_slots) for way, own in movers.items()}
     state = WorkerState(lanes, release)
     threads = [
         threading.Thread(
@@ -129,7 +129,7 @@ def stop(state: WorkerState) -> None:
         lane.queue.put(None)
 
 
-def _work(state: WorkerState, lane: Lane, mover: Mover) -> None:
+def _work(state: WorkerState, lane: TierLane, mover: Mover) -> None:
     while (chunk := lane.next()) is not None:
         task, rows = chunk
         _note(state, task, _run(state, mover, task, rows))
@@ -140,7 +140,7 @@ def _work(state: WorkerState, lane: Lane, mover: Mover) -> None:
         state.release()
 
 
-def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outcome:
+def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> MoveResult:
     # The errors are not raised, because a traceback would hold the arena as long as the job's user
     # holds the error.
     if state.stopping:
@@ -153,10 +153,10 @@ def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> Outco
             return mover.move(direction, rows)
         except Exception as cause:  # noqa: BLE001 - a failed job must not end the thread
             error = TierError(f"a {direction.value} failed with {cause!r}")
-    return Outcome([row.number for row in rows], error=error)
+    return MoveResult([row.number for row in rows], error=error)
 
 
-def _note(state: WorkerState, task: Task, outcome: Outcome) -> None:
+def _note(state: WorkerState, task: Task, outcome: MoveResult) -> None:
     """Add the outcome of a chunk to its job, which is done after its last chunk."""
     with state.ended:
         if outcome.gone and outcome.error is not None:

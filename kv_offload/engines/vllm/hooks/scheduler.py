@@ -142,8 +142,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         rank = self._local_rank()
         if rank is not None:
             offload.resets.weights_were_loaded(rank.weight_loads())
-        brought = served_by_peer_connector(self, multi, request.request_id)
-        match = offload.match(request, num_computed_tokens, brought=brought)
+        by_peer = served_by_peer_connector(self, multi, request.request_id)
+        match = offload.match(request, num_computed_tokens, served_by_peer_connector=by_peer)
         requests.keep_at(request, match.shared_tokens)
         return match.tokens, match.asynchronous
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection, TierEngine
-from kv_swap.tiers.mover import Mover, Outcome, Row
+from kv_swap.tiers.mover import Mover, MoveResult, Row
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
 from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient, namespace, object_keys
 
@@ -42,7 +42,7 @@ class RemoteMover(Mover):
         self._records = RecordFormat(bytes.fromhex(file_id), arena.shape[1])
         self._headers = HostArena(chunk_slots, PAGE_BYTES, register=None).view()
 
-    def move(self, direction: TierDirection, rows: Sequence[Row]) -> Outcome:
+    def move(self, direction: TierDirection, rows: Sequence[Row]) -> MoveResult:
         """See `Mover`. One call for all rows; tier slots have no meaning."""
         keys = object_keys(self._file_id, [row.name for row in rows])
         try:
@@ -52,12 +52,12 @@ class RemoteMover(Mover):
         except TierError as error:
             # A new error, without a traceback, which would hold the arena.
             again = TierError(str(error))
-            return Outcome([row.number for row in rows], error=again, gone=True)
+            return MoveResult([row.number for row in rows], error=again, gone=True)
 
-    def _put(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
+    def _put(self, rows: Sequence[Row], keys: Sequence[str]) -> MoveResult:
         """Write blocks that the store lacks. Reads arena slots twice: checksum, then network."""
         there = self._client.exist(keys)
-        outcome = Outcome(unmoved=sum(there))
+        outcome = MoveResult(unmoved=sum(there))
         new = [index for index, is_there in enumerate(there) if not is_there]
         if not new:
             return outcome
@@ -73,9 +73,9 @@ class RemoteMover(Mover):
                 _reject(outcome, rows[index], _FULL if fate is Fate.FULL else fate)
         return outcome
 
-    def _get(self, rows: Sequence[Row], keys: Sequence[str]) -> Outcome:
+    def _get(self, rows: Sequence[Row], keys: Sequence[str]) -> MoveResult:
         """Read objects, and remove those that do not match their names."""
-        outcome = Outcome()
+        outcome = MoveResult()
         fates = self._client.get(keys, [self._parts(page, row) for page, row in enumerate(rows)])
         wrong = []
         for page, (row, key, fate) in enumerate(zip(rows, keys, fates, strict=True)):
@@ -100,7 +100,7 @@ class RemoteMover(Mover):
         return self._records.verify(self._headers[page], data, row.name)
 
 
-def _reject(outcome: Outcome, row: Row, fate: Fate | TierError) -> None:
+def _reject(outcome: MoveResult, row: Row, fate: Fate | TierError) -> None:
     outcome.failed.append(row.number)
     if isinstance(fate, TierError):
         outcome.rejection = outcome.rejection or fate
