@@ -219,7 +219,7 @@ class OffloadScheduler:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def take_report(self, report: OffloadWorkerMetadata) -> None:
+    def apply_report(self, report: OffloadWorkerMetadata) -> None:
         """Apply reports of ranks, before the engine processes the tokens of the reported step.
 
         Applying a report twice changes nothing. Nothing that was computed with wrong KV can be

@@ -51,7 +51,7 @@ class Windows:
         self._mapped: dict[int, Mapped] = {}
         self._growing: dict[PeerDirectory, tuple[int, float]] = {}
         core.subscribers.plans.append(self._plan)
-        core.subscribers.reports.append(self._take_report)
+        core.subscribers.reports.append(self._apply_report)
         core.subscribers.load_end.append(self._count)
         core.subscribers.has_work.append(lambda _idle: self.has_work and not self._is_to_rest())
 
@@ -110,7 +110,7 @@ class Windows:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def _take_report(self, report: OffloadWorkerMetadata) -> None:
+    def _apply_report(self, report: OffloadWorkerMetadata) -> None:
         for rank, news in report.ranks.items():
             if news.windows is not None:
                 self._take(rank, news.windows)

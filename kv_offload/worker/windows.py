@@ -57,7 +57,7 @@ class PeerArenas:
             return loads
         return [_number(job, windows.window_slots) for job in loads]
 
-    def take_report(self) -> dict[int, tuple[str, int]] | None:
+    def report(self) -> dict[int, tuple[str, int]] | None:
         """Return the `windows` of a report; None if they are those of the last one."""
         windows = self.windows
         if windows is None or not (self._paths or self._reported != {}):

@@ -311,7 +311,7 @@ class OffloadWorker:
         report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), aborted_step)
         return OffloadWorkerMetadata({self.rank: report})
 
-    def take_report(self) -> OffloadWorkerMetadata | None:
+    def report(self) -> OffloadWorkerMetadata | None:
         """Return the report of this step; None if nothing has happened."""
         jobs, ready, weights = self._jobs, self._jobs.ready_slots, self._count_weight_loads()
         news = (  # in the order of the fields of `RankReport`
@@ -321,7 +321,7 @@ class OffloadWorker:
             self._moves.take_speeds(),
             ready if ready > self._reported_ready_slots else None,
             weights if weights > self._reported_weight_loads else None,
-            self._peers.take_report(),
+            self._peers.report(),
         )
         if not jobs.ended and news.count(None) == len(news):
             return None  # the case in most steps
@@ -331,7 +331,7 @@ class OffloadWorker:
         return OffloadWorkerMetadata({self.rank: report})
 
     def take_losses(self) -> OffloadWorkerMetadata:
-        """Return the losses, which must be reported in this step even if `take_report` has raised.
+        """Return the losses, which must be reported in this step even if `report` has raised.
 
         Otherwise the engine would accept tokens that were computed with lost blocks.
         """

@@ -201,7 +201,7 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on():
     assert engine.answers["preempted"] == answer([1, 1, 0], 40)
 
 
-@pytest.mark.parametrize("hook", ["offload_worker.take_report", "offload_scheduler.take_effects"])
+@pytest.mark.parametrize("hook", ["offload_worker.report", "offload_scheduler.take_effects"])
 def test_a_loss_is_told_though_a_hook_that_tells_of_it_fails(holding, hook):
     """Where nobody knows who computed with lost KV, all of the step end."""
     engine = holding(synchronous_loads=True)
@@ -417,7 +417,7 @@ def test_a_hook_that_raises_does_not_end_the_engine(holding, hook, synchronous):
         assert pinned(engine) == set()
     assert times > 0, "it was never called"
     assert counted <= times
-    assert counted or hook.endswith(("take_stats", "take_report")), "not counted"
+    assert counted or hook.endswith(("take_stats", "report")), "not counted"
 
 
 def test_a_question_of_the_engine_that_raises_is_answered_with_no(holding):
@@ -469,7 +469,7 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice():
     engine.reset()
     assert request.request_id not in engine.scheduler.requests
     engine.process()
-    raise_once("offload_scheduler.take_report", engine.connector)
+    raise_once("offload_scheduler.apply_report", engine.connector)
     engine.process()
     engine.rest()
     assert engine.totals["hook_errors"] > 0
@@ -478,6 +478,6 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice():
 def test_an_error_in_what_was_measured_keeps_no_job_from_ending(monkeypatch):
     engine = PlayedEngine(beside=False)
     monkeypatch.setattr(engine.offload.watch.load_rate, "learn", lambda _speed: 1 / 0)
-    engine.offload.take_report(OffloadWorkerMetadata({0: RankReport(load_bytes_per_second=1.0)}))
+    engine.offload.apply_report(OffloadWorkerMetadata({0: RankReport(load_bytes_per_second=1.0)}))
     check_served(engine, PROMPT)
     assert engine.totals["hook_errors"] == 1

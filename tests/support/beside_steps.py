@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Report how jobs ended on a rank."""
     told = RankReport(dict(outcomes), **more)
-    engine.offload.take_report(OffloadWorkerMetadata({rank: told}))
+    engine.offload.apply_report(OffloadWorkerMetadata({rank: told}))
 
 
 def teach(engine: PlayedEngine, bytes_per_second: float) -> None:

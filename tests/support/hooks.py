@@ -10,7 +10,7 @@ HOOKS = (
     "offload_scheduler.match",
     "offload_scheduler.allocated",
     "offload_scheduler.plan_step",
-    "offload_scheduler.take_report",
+    "offload_scheduler.apply_report",
     "offload_scheduler.finished",
     "offload_scheduler.take_stats",
     "offload_worker.submit_stores",
@@ -18,7 +18,7 @@ HOOKS = (
     "offload_worker.start_kv_transfers",
     "offload_worker.prepare_store_kv",
     "offload_worker.poll",
-    "offload_worker.take_report",
+    "offload_worker.report",
 )
 """What the connector's hooks call, on both halves."""
 

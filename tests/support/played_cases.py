@@ -127,7 +127,7 @@ def narrow(engine: PlayedEngine, slots: int) -> PlayedEngine:
     """Have the link so slow that this many slots may be on their way; one of them always."""
     speed = blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS
     report = RankReport(store_bytes_per_second=speed)
-    engine.offload.take_report(OffloadWorkerMetadata({0: report}))
+    engine.offload.apply_report(OffloadWorkerMetadata({0: report}))
     return engine
 
 

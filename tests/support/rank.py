@@ -198,7 +198,7 @@ class Rank:
 
     def report(self) -> RankReport:
         """Return what the ended step reports; empty where it reports nothing."""
-        told = self.half.take_report()
+        told = self.half.report()
         report = RankReport() if told is None else told.ranks[self.half.rank]
         self._told = tuple(report.jobs)
         return report

@@ -108,7 +108,7 @@ class Asked:
 
     def complete(self, job: LoadJob) -> None:
         told = RankReport({job.job_id: Outcome.FAILED if job.incomplete else Outcome.OK})
-        self.offload.take_report(OffloadWorkerMetadata({0: told}))
+        self.offload.apply_report(OffloadWorkerMetadata({0: told}))
         self.offload.check_integrity()
 
     @property

@@ -41,7 +41,7 @@ def test_new_weights_are_known_before_slots_become_usable(rank):
     usable_then = []
     reset = manager.reset
     manager.reset = lambda: (usable_then.append(manager.usable_slots), reset())
-    engine.offload.take_report(OffloadWorkerMetadata(news))
+    engine.offload.apply_report(OffloadWorkerMetadata(news))
     assert (usable_then, manager.usable_slots) == ([10], 30)
 
 

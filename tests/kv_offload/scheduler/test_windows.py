@@ -59,7 +59,7 @@ class Bed:
 
     def report(self, windows: dict[int, tuple[str, int]], rank: int) -> None:
         report = OffloadWorkerMetadata({rank: RankReport(windows=windows)})
-        self.engine.offload.take_report(report)
+        self.engine.offload.apply_report(report)
 
     def map_all(self, slots: int = SLOTS) -> None:
         for rank, path in self.paths.items():

@@ -713,7 +713,7 @@ def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step(now, engin
     engine.disk.stuck = False
     worker = engine.ranks[0].connector.offload_worker
     worker.poll()
-    engine.offload.take_report(worker.ended())
+    engine.offload.apply_report(worker.ended())
     hits = []
     for _ in range(2):
         assert engine.offload.match(tracked.request, 0)[0] == FULL_BLOCKS * 4

@@ -19,10 +19,10 @@ def test_a_job_is_told_until_it_is_known(rank):
     for _ in range(2):
         rank.step(known=())
         assert rank.half.ended() == OffloadWorkerMetadata({0: RankReport({0: Outcome.OK})})
-        assert rank.half.take_report() == rank.half.ended()
+        assert rank.half.report() == rank.half.ended()
     assert rank.drain(known=()) == {0: Outcome.OK}
     rank.step(store(1, (3, 4)), known=[0])
-    assert rank.half.take_report() is None
+    assert rank.half.report() is None
     rank.step(known=[0])
     assert rank.jobs() == {1: Outcome.OK}
     assert rank.drain(known=[1]) == {}
@@ -47,13 +47,13 @@ def test_ready_slots_and_weight_loads_are_reported_when_they_have_grown():
     assert rank.half.weight_loads() == {}
     rank.start()
     assert rank.report() == RankReport(ready_slots=8)
-    assert rank.half.take_report() is None
+    assert rank.half.report() is None
     rank.engine.weight_loads = 3
     assert rank.half.weight_loads() == {1: 3}
     assert rank.report() == RankReport(weight_loads=3)
-    assert rank.half.take_report() is None
+    assert rank.half.report() is None
     rank.half.shutdown()
-    assert rank.half.take_report() is None, "fewer slots are no news"
+    assert rank.half.report() is None, "fewer slots are no news"
 
 
 def test_what_cannot_wait_is_told_where_a_report_raises(rank, monkeypatch):
@@ -67,7 +67,7 @@ def test_what_cannot_wait_is_told_where_a_report_raises(rank, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(PlainRank, "weight_loads", property(fail), raising=False)
         with pytest.raises(RuntimeError, match="injected"):
-            rank.half.take_report()
+            rank.half.report()
     losses = rank.half.take_losses()
     assert losses == OffloadWorkerMetadata({0: RankReport({0: Outcome.LOST}, aborted_step=7)})
     assert rank.report() == RankReport({0: Outcome.LOST}), "a step is told once to be cut short"
@@ -90,7 +90,7 @@ def test_a_step_that_was_cut_short_is_told_once_and_stores_nothing(rank):
     report = RankReport({0: Outcome.FAILED, 1: Outcome.OK}, aborted_step=7)
     assert rank.report() == report
     rank.step()
-    assert rank.half.take_report() is None
+    assert rank.half.report() is None
 
 
 @pytest.mark.parametrize("index", [0, 1])

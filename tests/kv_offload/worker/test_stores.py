@@ -35,7 +35,7 @@ def test_stores_start_once_with_the_next_step_and_are_told_when_they_have_ended(
     rank.half.submit_stores()
     assert rank.transfer.in_flight == 2
     rank.half.poll()
-    assert rank.half.take_report() is None, "they run"
+    assert rank.half.report() is None, "they run"
     gate.opened.set()
     rank.step()
     assert rank.jobs() == {0: OK, 1: OK}
@@ -76,7 +76,7 @@ def test_blocks_that_do_not_fit_are_told_until_the_scheduler_knows(rank, monkeyp
     rank.step(known=(1,))
     assert rank.report().failed_rows == {0: (1, 2)}
     rank.step(known=(0,))
-    assert rank.half.take_report() is None
+    assert rank.half.report() is None
     assert rank.drain(store(2, (3, 1))) == {2: OK}
     assert rank.report().failed_rows == {2: (0,)}
 

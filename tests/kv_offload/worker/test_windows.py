@@ -109,7 +109,7 @@ def test_an_engine_without_a_pool_has_no_windows() -> None:
     loads = [load(0, "request", (1, 1))]
     arenas = PeerArenas(0)
     assert arenas.number(loads) is loads
-    assert arenas.take_report() is None
+    assert arenas.report() is None
 
 
 @pytest.mark.parametrize("num_slots", [8, 1 << 20])

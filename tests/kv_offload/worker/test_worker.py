@@ -128,7 +128,7 @@ def test_shutdown_may_come_twice_or_before_the_start():
     rank.half.shutdown()
     rank.half.poll()
     assert rank.drain() == {}
-    assert rank.half.take_report() is None
+    assert rank.half.report() is None
 
 
 def test_a_sleeping_rank_lets_go_of_the_kv_tensors_and_takes_them_again(rank, gate):

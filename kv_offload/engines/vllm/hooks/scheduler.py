@@ -182,24 +182,24 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         the end of a copy one or two steps late.
         """
         if report is not None:
-            self._take_report(report)
+            self._apply_report(report)
         self._poll_local_rank()
 
-    @survives(lambda self, report: self.offload_scheduler.take_report(report))  # retry once
-    def _take_report(self, report: OffloadWorkerMetadata) -> None:
-        self.offload_scheduler.take_report(report)
+    @survives(lambda self, report: self.offload_scheduler.apply_report(report))  # retry once
+    def _apply_report(self, report: OffloadWorkerMetadata) -> None:
+        self.offload_scheduler.apply_report(report)
 
     @survives(lambda self, report: None)  # a report that was not applied is repeated
     def apply_drain_report(self, report: OffloadWorkerMetadata) -> None:
         """Apply a rank's report between two steps."""
-        self._take_report(report)
+        self._apply_report(report)
 
     @survives(lambda self: None)  # its next report includes it
     def _poll_local_rank(self) -> None:
         rank = self._local_rank()
         if rank is not None and self.offload_scheduler.in_flight.awaits_ranks:
             rank.poll()
-            self.offload_scheduler.take_report(rank.ended())
+            self.offload_scheduler.apply_report(rank.ended())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Name the requests whose loads have ended on all ranks; the ranks name none to vLLM.

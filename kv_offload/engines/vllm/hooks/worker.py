@@ -166,4 +166,4 @@ class WorkerHooks(KVConnectorBase_V1):
     @survives(lambda self: self.offload_worker.take_losses())
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
         """Report the jobs that ended; after an error, only what this step must report."""
-        return self.offload_worker.take_report()
+        return self.offload_worker.report()
