@@ -1,7 +1,8 @@
 """Sessions whose prompt grows, as vLLM's streaming input has them: one request of several parts.
 
 A session keeps its blocks between two parts, and is not looked up again for a later one unless the
-model has states. Of an answer it keeps what was computed, which the last token mostly is not.
+model has states or rings. Of an answer it keeps what was computed, which the last token mostly is
+not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.support.played_engine import PlayedEngine
 pytestmark = pytest.mark.engine
 
 ATTENTION, STATE_OF_8 = CacheGroup(0, 8), CacheGroup(1, 8, holds_state=True)
+RING = CacheGroup(1, 8, chunk_tokens=4, is_scratch=True)
 
 both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 
@@ -58,6 +60,7 @@ STATES: dict[str, dict[str, Any]] = {
     "drafts in the first block": {"drafts": 2, "match_tokens": 2},
     "states within a prefill": {"drafts": 3, "checkpoints": 1},
     "a step under way": {"async_scheduling": True},
+    "a ring": {"groups": (FULL, RING), "drafts": 3, "async_scheduling": True},
 }
 
 
@@ -65,8 +68,8 @@ STATES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arguments", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("last", [0, 1])
 def test_states_are_those_of_what_a_session_keeps(arguments, last):
-    """Drafts and steps under way write states after the token with which an answer ends."""
-    engine = PlayedEngine((ATTENTION, STATE_OF_8), blocks=60, **arguments)
+    """Drafts and steps under way write states and rings after the token that ends an answer."""
+    engine = PlayedEngine(**{"groups": (ATTENTION, STATE_OF_8), "blocks": 60, **arguments})
     for number in range(1, 7):
         parts = PROMPT[:13], [1, 0] * 7, [number % 2], [0, 1, 1]
         session = engine.stream(

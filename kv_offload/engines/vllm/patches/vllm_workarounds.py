@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kv_offload.engines.vllm.locate import connectors_in
+from kv_offload.engines.vllm.model.groups import scratch_layers
 from kv_offload.engines.vllm.requests import queue_without_blocks
 
 
@@ -48,16 +49,18 @@ def continue_session(
     computed. Drafts of the next token of the answer would be scheduled with the new part.
 
     The state after the last token that stays may be lost: a step under way at the end of the answer
-    has overwritten it, or it is behind that of a draft, where no runner looks for it. So a session
-    of a model with states gives its blocks back and is looked up again, as after a preemption. It
-    does not count as preempted: after a load, runner V1 would keep the prompt without the new part.
+    has overwritten it, or it is behind that of a draft, where no runner looks for it. With drafts,
+    that step also overwrites in a ring what is not compressed yet. So a session of a model with
+    states or rings gives its blocks back and is looked up again, as after a preemption. It does not
+    count as preempted: after a load, runner V1 would keep the prompt without the new part.
     """
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
     result = original(self, session, *args, **kwargs)
     session.num_preemptions = 0
     session.spec_token_ids, session.is_prefill_chunk = [], True  # while that is so, it gets no more
-    if self.has_mamba_layers and (connectors := [*connectors_in(self.connector)]):
+    may_be_lost = self.has_mamba_layers or scratch_layers(self.kv_cache_config)
+    if may_be_lost and (connectors := [*connectors_in(self.connector)]):
         self._free_request_blocks(session)
         session.num_computed_tokens = 0
         queue_without_blocks(self, {session.request_id})
