@@ -44,7 +44,7 @@ from tests.support.beside_steps import teach
 from tests.support.hooks import HOOKS, wrap_hook
 from tests.support.loads import set_synchronous_loads
 from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
-from tests.support.played_cases import CHUNKS, FULL, STATE, WINDOW, narrow
+from tests.support.played_cases import CHUNKS, FULL, RING, STATE, WINDOW, narrow
 from tests.support.played_engine import PlayedEngine
 from tests.support.timing import Lagging
 
@@ -65,6 +65,7 @@ GROUPS = (
     (CacheGroup(0, 2 * TOKENS), CacheGroup(1, TOKENS, 6)),
     (FULL, CHUNKS),
     (CacheGroup(0, TOKENS, chunk_tokens=16),),
+    (FULL, RING),
     (CacheGroup(0, TOKENS, holds_state=True), CacheGroup(1, TOKENS), CacheGroup(2, TOKENS, 6)),
 )
 
@@ -94,7 +95,7 @@ TIER_FAULTS = ("submit", "error", "mismatch")
 COPIES = ("submit", "before_compute", "load_now", "copy")
 HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
-NEEDED = ("answered", "blocks loaded", "failed load", "told routers", "unpackable")
+NEEDED = ("answered", "blocks loaded", "failed load", "told routers", "unpackable", "sessions")
 """What a variant proves nothing without; on a slow machine it goes on for as long."""
 MOST_EXTRA_SEEDS = 40
 
@@ -156,6 +157,7 @@ ENGINES = st.fixed_dictionaries(
         "slots": st.sampled_from((64, 64, 8, 3)),
         "scheduling_policy": st.sampled_from(("fcfs", "priority")),
         "drafts": st.sampled_from((0, 0, 2)),
+        "checkpoints": st.sampled_from((0, 1)),
         "match_tokens": st.sampled_from((None, 2)),
         "tier": st.sampled_from((None, None, 1024, 136, "remote", "both")),
         "events": st.booleans(),
@@ -245,8 +247,10 @@ class Interleavings(RuleBasedStateMachine):
                 arguments["plugin"]["disk"] = disk
             for name, seconds in (IMPATIENCE if not waits else {}).items():
                 self.cleanup.enter_context(mock.patch(f"kv_offload.tiers.{name}", seconds))
-        if late or any(group.holds_state for group in arguments["groups"]):
+        if late:
             arguments["drafts"] = 0
+        if not any(group.holds_state for group in arguments["groups"]):
+            arguments["checkpoints"] = 0
         if arguments["groups"] not in HITS_INSIDE:
             del arguments["match_tokens"]
         self.engine = PlayedEngine(
@@ -259,6 +263,7 @@ class Interleavings(RuleBasedStateMachine):
             locked_slots=arguments["slots"] if locked else 1,
         )
         self.requests: dict[str, Any] = {}
+        self.sessions: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.armed: Counter[str] = Counter()
         self.injected = 0
@@ -314,9 +319,25 @@ class Interleavings(RuleBasedStateMachine):
             request_id, [*text[:tokens], *tail], max_tokens, **arguments
         )
 
+    @property
+    def live_sessions(self) -> list[str]:
+        return [name for name, session in self.sessions.items() if not session.is_finished()]
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        parts=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=2, max_size=4),
+    )
+    def stream(self, text: list[int], parts: list[tuple[int, int]]) -> None:
+        """Begin a session. Two could keep the blocks that the other one needs, for ever."""
+        if not self.live_sessions:
+            name = f"s{len(self.sessions)}"
+            sampled = ((text[:tokens], max_tokens) for tokens, max_tokens in parts)
+            self.sessions[name] = self.engine.stream(name, *sampled)
+
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
         live = [r for r, request in self.requests.items() if not request.is_finished()]
+        live += self.live_sessions
         if live:
             request_id = live[which % len(live)]
             self.engine.abort(request_id)
@@ -388,6 +409,7 @@ class Interleavings(RuleBasedStateMachine):
             rank.copies.faults.clear()
         engine.core.resume_scheduler()
         engine.finish_steps()
+        engine.abort(*self.live_sessions)
         engine.core.reset_prefix_cache(True, False)
         if case.others:
             self.add([0] * 8, 8, [], 6)
@@ -511,9 +533,11 @@ class Interleavings(RuleBasedStateMachine):
             self.aborted |= {r for r, request in self.requests.items() if not request.is_finished()}
 
     def _cannot_reset(self) -> bool:
-        """Copies that do not end keep their blocks, so that vLLM raises."""
+        """Copies that do not end keep their blocks, and so do sessions, so that vLLM raises."""
         broken = self.armed["offload_worker.submit_stores"] or self.armed["offload_worker.poll"]
-        return bool(broken) or any(rank.copies.stuck for rank in self.engine.ranks)
+        return bool(broken or self.live_sessions) or any(
+            rank.copies.stuck for rank in self.engine.ranks
+        )
 
     # -- what the engine does ------------------------------------------------------------------
 
@@ -649,7 +673,8 @@ class Interleavings(RuleBasedStateMachine):
         assert engine.totals["hook_errors"] <= self.injected, "a hook raised by itself"
         blocks = [block for block in engine.pool.blocks if not block.is_null]
         assert engine.pool.get_num_free_blocks() == sum(not block.ref_cnt for block in blocks)
-        for request_id, answer in engine.answers.items():
+        for request_id in engine.answers.keys() & self.requests.keys():
+            answer = engine.answers[request_id]
             begin = len(self.requests[request_id].prompt_token_ids)
             for position, token in enumerate(answer, begin):
                 assert token in engine.model.sampled[request_id, position], request_id
@@ -685,6 +710,7 @@ class Interleavings(RuleBasedStateMachine):
         self.narrow(1000)  # else what waits is stored slot by slot
         engine.core.resume_scheduler()
         engine.finish_steps()
+        engine.abort(*self.live_sessions)
         engine.step(2, copies=True)  # for the ends of stores that a drain has given up
         engine.run()
         self.wake_tiers()
@@ -700,6 +726,7 @@ class Interleavings(RuleBasedStateMachine):
                 continue
             HAPPENED["answered"] += 1
             assert len(engine.answers[request_id]) == request.max_tokens
+        HAPPENED["sessions"] += sum(engine.ended.get(name) == "length" for name in self.sessions)
         HAPPENED["blocks loaded"] += int(engine.totals["hit_tokens"]) // 4
         HAPPENED["late lookups"] += int(engine.totals["late_lookups"])
         HAPPENED["told routers"] += sum(router.heard for router in engine.routers)

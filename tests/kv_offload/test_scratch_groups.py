@@ -17,6 +17,7 @@ from tests.support.played_cases import (
     FULL,
     OTHER,
     PROMPT,
+    RING,
     both_runners,
     both_ways,
     harsh_engine,
@@ -26,7 +27,6 @@ from tests.support.played_cases import (
 )
 from tests.support.played_engine import PlayedEngine
 
-RING = CacheGroup(1, 8, chunk_tokens=4, is_scratch=True)
 REPLAY = CacheGroup(1, 4, window_tokens=8, is_scratch=True)
 CASES: dict[str, tuple[tuple[CacheGroup, ...], int]] = {
     "ring": ((FULL, RING), 27),

@@ -19,6 +19,7 @@ from tests.support.played_cases import (
     FULL,
     OTHER,
     PROMPT,
+    RING,
     STATE,
     WINDOW,
     both_runners,
@@ -31,7 +32,6 @@ from tests.support.played_engine import PlayedEngine
 pytestmark = pytest.mark.engine
 
 ATTENTION, STATE_OF_8 = CacheGroup(0, 8), CacheGroup(1, 8, holds_state=True)
-RING = CacheGroup(1, 8, chunk_tokens=4, is_scratch=True)
 
 both_kinds = pytest.mark.parametrize("drafts", [0, 2], ids=["", "drafts"])
 

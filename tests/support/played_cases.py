@@ -21,6 +21,7 @@ BLOCK = 4
 FULL, WINDOW = CacheGroup(0, BLOCK), CacheGroup(1, BLOCK, 6)
 CHUNKS = CacheGroup(1, BLOCK, chunk_tokens=8)
 STATE = CacheGroup(1, BLOCK, holds_state=True)
+RING = CacheGroup(1, 2 * BLOCK, chunk_tokens=BLOCK, is_scratch=True)
 
 SLOT_BYTES = PAGE_WORDS * 8
 """Of a slot in host memory, whatever its group."""
