@@ -17,6 +17,7 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.simulation import miss_ratio_curve
 from kv_offload.simulation.mini_sim import MiniSim, SampledRequest
 from kv_offload.simulation.miss_ratio_curve import MissRatioCurve
+from tests.support.slow import rest_is_slow
 
 BLOCK_TOKENS = 16
 
@@ -67,7 +68,7 @@ def conversations(requests: int, source: random.Random) -> Iterator[list[bytes]]
         yield system + talk
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", rest_is_slow(POLICIES))
 def test_estimates_are_within_few_points_of_replays(policy, monkeypatch):
     monkeypatch.setattr(miss_ratio_curve, "MINIATURE_SLOTS", 2048)
     slots = 1024  # half of the blocks are sampled
