@@ -16,7 +16,7 @@ import torch
 from kv_swap.errors import TierError
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierDirection
-from kv_swap.tiers.mover import Outcome
+from kv_swap.tiers.mover import MoveResult
 from kv_swap.tiers.region import FIRST_REGION_BYTES
 from kv_swap.tiers.transfers import Transfers
 from safetensors.torch import load_file, save_file
@@ -153,11 +153,11 @@ def fail_first_write(failed: Path) -> None:
     """Have the first write of a process that is forked later fail, and make a file then."""
     move = Transfers.move
 
-    def fail_or_move(mover: Transfers, direction: TierDirection, rows: Any) -> Outcome:
+    def fail_or_move(mover: Transfers, direction: TierDirection, rows: Any) -> MoveResult:
         if direction is TierDirection.PROMOTE or failed.exists():
             return move(mover, direction, rows)
         failed.touch()
-        outcome = Outcome()
+        outcome = MoveResult()
         for row in rows:
             outcome.fail(row, TierError("injected fault"))
         return outcome

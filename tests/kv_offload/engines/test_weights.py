@@ -128,7 +128,7 @@ KEEPS = [
 def test_calls_that_may_change_weights_empty_host_memory(keep, method):
     core = make(EngineCore, keep=keep)
     called: list[Any] = []
-    core.model_executor.collective_rpc = lambda *arguments: called.append(arguments) or []
+    core.model_executor.collective_rpc = lambda *arguments, **_: called.append(arguments) or []
     core.collective_rpc(method, None, (), None)
     assert called == [(method, None, (), None)]
     assert slots(core) == (5 if method in KEEPS else 0)
