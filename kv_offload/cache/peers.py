@@ -82,7 +82,7 @@ class PeerDirectory:
         is_alike = all(files.get(rank, "").startswith(f"{kind}.") for rank, kind in kinds.items())
         peer = cls(seat, contents, inode, files, reader)
         # Between the two it may have been replaced.
-        if not is_alike or not peer.is_current or not peer.has_arenas:
+        if not is_alike or not peer.is_current:
             return None
         peer._leases[np.flatnonzero(peer._leases)] = 0
         return peer
@@ -221,7 +221,7 @@ class PeerDirectories:
             if peer is None:
                 return None
             self._opened[seat, peer.inode] = peer
-        return peer if peer.is_current and peer.has_arenas else None
+        return peer if peer.has_arenas else None
 
     def close(self) -> None:
         """Drop all of them, and end the thread and all leases."""

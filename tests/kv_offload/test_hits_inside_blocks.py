@@ -194,6 +194,25 @@ def test_a_request_that_ends_where_its_state_is_leaves_its_tail(async_scheduling
     assert hit_tokens(engine, PROMPT) == END
 
 
+def test_a_tail_needs_the_states_of_all_groups():
+    """Else the next request would continue from a state that was never kept."""
+    engine = engine_of(*KINDS["two of each"], blocks=60)
+    register = engine.connector.register_finished_partial_tail
+
+    def register_one(request: Any, block_ids: Any, states: Any) -> bool:
+        assert len(states) == 2
+        return bool(register(request, block_ids, states[:1]))
+
+    engine.connector.register_finished_partial_tail = register_one
+    request = engine.add("a", PROMPT)
+    while request.num_computed_tokens < END:
+        engine.step(copies=True)
+    engine.abort("a")
+    engine.run()
+    assert tails_in(engine) == 0
+    assert hit_tokens(engine, PROMPT) == WHOLE
+
+
 def test_a_request_that_ends_before_it_has_run_leaves_nothing():
     engine = store(engine_of(), PROMPT)
     request = engine.add("a", PROMPT)

@@ -93,6 +93,24 @@ def test_a_session_is_loaded_while_nothing_else_runs():
     engine.check_rest()
 
 
+@pytest.mark.parametrize("ends", ["while it waits", "after its last part"])
+def test_a_session_has_given_its_blocks_back_until_it_is_scheduled_or_ends(ends):
+    """The next of its name is another one."""
+    engine = PlayedEngine((FULL, STATE), blocks=60)
+    session = engine.stream("session", (PROMPT[:5], 1), (PROMPT[5:], 8))
+    restarted = engine.connector.restarted_sessions
+    while not restarted and engine.scheduler.has_requests():
+        engine.step(copies=True)
+    assert restarted == {"session"}
+    if ends == "while it waits":
+        engine.abort("session")
+    else:
+        engine.step(2, copies=True)
+        assert not session.is_finished()
+    assert not restarted
+    engine.rest()
+
+
 @both_ways
 def test_a_session_waits_to_be_looked_up_while_nothing_else_runs(monkeypatch):
     engine = PlayedEngine((FULL, STATE), blocks=60)

@@ -33,8 +33,7 @@ def _hashed_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
     managers = kv_cache_manager.coordinator.single_type_managers
     for manager, table in zip(managers, tables, strict=True):
         for block_id in table[request.num_computed_tokens // manager.block_size :]:
-            block = blocks[block_id]
-            if block.block_hash is not None and not block.is_null:
+            if blocks[block_id].block_hash is not None:  # the null block has none
                 yield block_id
 
 
