@@ -726,7 +726,10 @@ class Interleavings(RuleBasedStateMachine):
                 continue
             HAPPENED["answered"] += 1
             assert len(engine.answers[request_id]) == request.max_tokens
-        HAPPENED["sessions"] += sum(engine.ended.get(name) == "length" for name in self.sessions)
+        HAPPENED["sessions"] += sum(
+            session.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            for session in self.sessions.values()
+        )
         HAPPENED["blocks loaded"] += int(engine.totals["hit_tokens"]) // 4
         HAPPENED["late lookups"] += int(engine.totals["late_lookups"])
         HAPPENED["told routers"] += sum(router.heard for router in engine.routers)

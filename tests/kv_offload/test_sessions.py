@@ -1,8 +1,8 @@
 """Sessions whose prompt grows, as vLLM's streaming input has them: one request of several parts.
 
 A session keeps its blocks between two parts, and is not looked up again for a later one unless the
-model has states or rings. Of an answer it keeps what was computed, which the last token mostly is
-not.
+model has states, or rings and drafts. Of an answer it keeps what was computed, which the last token
+mostly is not.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 ENOUGH = 0.6
-"""Share of a link's bandwidth that copies should reach. An H100 on PCIe 5.0 x16 reaches 0.73 to
-0.81 (bench/results/h100/swap.json); guests of a hypervisor reach less."""
+"""Share of a link's bandwidth that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.71 to
+0.81 (bench/results/h200/swap.json); guests of a hypervisor reach less."""
 
 
 def check_gpus(

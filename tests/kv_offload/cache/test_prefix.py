@@ -19,6 +19,7 @@ from kv_offload.cache.prefix import (
     Readable,
 )
 from kv_offload.errors import UnsupportedError
+from tests.support.slow import rest_is_slow
 
 
 def make_key(block_hash: bytes, group_id: int) -> bytes:
@@ -136,12 +137,16 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=250)
-@given(cases())
-def test_the_longest_hit_is_what_brute_force_finds(case):
-    readable = among(case.readable_keys)
-    found, _ = case.prefixes.longest_hits(case.hashes, readable, case.start, case.limit)
-    assert found == case.longest_hit()
+@pytest.mark.parametrize("examples", rest_is_slow([250, 1000]))
+def test_the_longest_hit_is_what_brute_force_finds(examples):
+    @settings(deadline=None, max_examples=examples)
+    @given(cases())
+    def check(case):
+        readable = among(case.readable_keys)
+        found, _ = case.prefixes.longest_hits(case.hashes, readable, case.start, case.limit)
+        assert found == case.longest_hit()
+
+    check()
 
 
 @given(cases())

@@ -170,7 +170,7 @@ def test_wrappers_of_other_plugins_stay(ours_first, monkeypatch):
     )
     scheduler = object.__new__(Scheduler)
     scheduler.hash_block_size, scheduler.has_mamba_layers = 4, False
-    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
+    scheduler.num_spec_tokens = 0
     session = SimpleNamespace(num_computed_tokens=9, num_tokens=7, block_hashes=["a", "b"])
     assert scheduler._update_request_as_session(session, 1, more=2) == (["a"], (1,), {"more": 2})
     assert told == ["other", "vLLM"]

@@ -50,16 +50,19 @@ def continue_session(
     The state after the last token that stays may be lost: a step under way at the end of the answer
     has overwritten it, or it is behind that of a draft, where no runner looks for it. With drafts,
     that step also overwrites in a ring what is not compressed yet. So a session of a model with
-    states or rings gives its blocks back and is looked up again, as after a preemption. It does not
-    count as preempted: after a load, runner V1 would keep the prompt without the new part.
+    states, or with rings and drafts, gives its blocks back and is looked up again, as after a
+    preemption. It does not count as preempted: after a load, runner V1 would keep the prompt
+    without the new part.
     """
     session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
     result = original(self, session, *args, **kwargs)
     session.num_preemptions = 0
     session.spec_token_ids, session.is_prefill_chunk = [], True  # while that is so, it gets no more
-    may_be_lost = self.has_mamba_layers or scratch_layers(self.kv_cache_config)
-    if may_be_lost and (connectors := [*connectors_in(self.connector)]):
+    overwrites_rings = self.num_spec_tokens and scratch_layers(self.kv_cache_config)
+    if (self.has_mamba_layers or overwrites_rings) and (
+        connectors := [*connectors_in(self.connector)]
+    ):
         self._free_request_blocks(session)
         session.num_computed_tokens = 0
         queue_without_blocks(self, {session.request_id})
