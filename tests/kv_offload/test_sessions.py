@@ -93,6 +93,17 @@ def test_a_session_is_loaded_while_nothing_else_runs():
     engine.check_rest()
 
 
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, RING)], ids=["window", "ring"])
+def test_a_session_keeps_its_blocks_where_nothing_in_them_is_lost(groups):
+    """Without drafts, a step under way writes nothing into a ring that is still needed."""
+    engine = PlayedEngine(groups, blocks=60, async_scheduling=True)
+    engine.stream("session", (PROMPT[:5], 1), (PROMPT[5:], 8))
+    while engine.scheduler.has_requests():
+        engine.step(copies=True)
+        assert not engine.connector.restarted_sessions
+    engine.rest()
+
+
 @pytest.mark.parametrize("ends", ["while it waits", "after its last part"])
 def test_a_session_has_given_its_blocks_back_until_it_is_scheduled_or_ends(ends):
     """The next of its name is another one."""
