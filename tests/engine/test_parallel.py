@@ -22,12 +22,14 @@ def test_stages_of_a_pipeline(model_folder, forks, kind, partition):
     check(run_module(ROUND_TRIP, model_folder, kind, arguments, forks=forks, **stages), ranks=2)
 
 
+@pytest.mark.slow  # `test_multi_connector.py` has ranks, `tests/kv_offload/worker` what they share
 def test_ranks_with_latent_attention_keep_their_bytes_once(model_folder, forks):
     arguments = {"tensor_parallel_size": 2, "sleep": True, **LATENT}
     result = run_module(ROUND_TRIP, model_folder, "deepseek_v2", arguments, forks=forks)
     check(result, ranks=2, sharing=2)
 
 
+@pytest.mark.slow  # `tests/kv_offload/engines/test_replicas.py` has them without an engine
 def test_replicas_of_data_parallelism(model_folder, forks):
     """Replicas of a model with experts step together, with dummy batches; others do not."""
     case = ("deepseek_v2", LATENT)

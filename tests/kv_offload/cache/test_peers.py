@@ -345,6 +345,7 @@ def until_killed(process: int, stops: bool) -> Iterator[None]:
         yield
         if stops and not ended:
             os.kill(process, signal.SIGCONT)
+            time.sleep(0.001)  # else it may be stopped again before it runs a line
     assert os.WIFSIGNALED(status), "it ended with an error"
 
 
