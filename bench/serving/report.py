@@ -390,7 +390,7 @@ def _long_blocks(document: Document) -> str:
             if beside is not None:
                 cells[1:] = [f"{beside['gbps']:.1f}", f"{beside['ratio']:.2f}"]
             rows.append([names[way], path.removeprefix("runs, "), *cells])
-    head = ["direction", "copies", "alone", "next to decodes", "a decode takes, times"]
+    head = ["direction", "copies", "alone", "next to decodes", "slowdown of decodes"]
     return markdown_rows(head, rows)
 
 

@@ -248,6 +248,11 @@ GATES = "gates, runs of 2 MiB"
 """The copy path next to those of 64 KiB pages."""
 
 
+def page_of(path: str) -> int:
+    """Return the bytes of a page of this path next to compute or to a small copy."""
+    return 2 * MIB if path == GATES else 64 * KIB
+
+
 def gated_bed(direction: Direction) -> tuple[CudaBed, SwapJob]:
     """Return a bed with gates, and a job of 256 MiB in scattered runs of 2 MiB."""
     count = 256 * MIB // (2 * MIB)
@@ -280,8 +285,7 @@ def test_slowdown_of_compute(benchmark: Any, results: list[Row], direction: Dire
             ratio, seconds = beside(bed.torch, workload, copies, 0.0051, 7)
             name, gbps = f"slowdown of {workload.name}", copies.nbytes / seconds / 1e9
             rates = {"gbps": gbps, "ratio": ratio}
-            page_bytes = 2 * MIB if path == GATES else 64 * KIB
-            results.append(row_of(name, direction.value, page_bytes, path, **rates))
+            results.append(row_of(name, direction.value, page_of(path), path, **rates))
     benchmark.pedantic(bed.case(job).run, rounds=1)
     for each in (bed, gated, packed):
         if each is not None:
@@ -325,8 +329,8 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
             ("2 KiB copy, p99", float(np.percentile(times, 99))),
         ):
             if benchmark.enabled:
-                page_bytes = 2 * MIB if path == GATES else 64 * KIB
-                results.append(row_of(name, "store", page_bytes, path, microseconds=microseconds))
+                figures = {"microseconds": microseconds}
+                results.append(row_of(name, "store", page_of(path), path, **figures))
     benchmark.pedantic(copy_tokens, rounds=1)
     bed.engine.close()
     gated.engine.close()

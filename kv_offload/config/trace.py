@@ -6,7 +6,6 @@ Every given value is checked, even one that another source overrides.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from kv_offload.config.schema import (
     SCHEMA,
     SECTIONS,
     OffloadConfig,
+    as_yaml,
     keys_of,
 )
 from kv_offload.config.sizes import describe_bytes, format_size, parse_size
@@ -194,7 +194,7 @@ def _written(value: Any, text: str | None) -> str:
     text = value if isinstance(value, str) else text
     if text is not None:
         return show(text)[1:-1]
-    return json.dumps(value) if value is None or isinstance(value, bool) else show(value)
+    return as_yaml(value) if value is None or isinstance(value, bool) else show(value)
 
 
 def _flatten(

@@ -263,7 +263,7 @@ class Engine:
         gauges = self.offload.gauges()
         assert (gauges["pinned_blocks"], gauges["running_loads"]) == (0, 0)
         self.offload.check_integrity()
-        assert not len(self.offload._requests)
+        assert not self.offload._requests
         assert self.rank.transfer.in_flight == 0
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.offload.manager.check_integrity()
