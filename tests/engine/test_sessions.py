@@ -23,14 +23,14 @@ from tests.support.inputs import Tokens
 PARTS = [random_tokens(tokens, seed) for seed, tokens in enumerate((70, 40, 9, 150), start=50)]
 
 
-def serve(running: Engine, request_id: str) -> Tokens:
+def serve(running: Engine, request_id: str, parts: list[Tokens] = PARTS) -> Tokens:
     """Serve a session of all parts, and end it; return its text with what it kept of answers."""
 
     def part(tokens: Tokens, **more: Any) -> Request:
         hasher = running.core.request_block_hasher
         return Request(request_id, list(tokens), greedy(8), None, block_hasher=hasher, **more)
 
-    session, *others = (part(tokens, resumable=True) for tokens in PARTS)
+    session, *others = (part(tokens, resumable=True) for tokens in parts)
     for added in (session, *others, part([0])):
         running.scheduler.add_request(added)
     for _ in patiently(2000):

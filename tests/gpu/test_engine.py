@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -105,6 +106,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama_wide",
         {"kv_cache_dtype": "int4_per_token_head", "expected_from": "its own GPU cache"},
     ),
+    "nvfp4": ("llama_wide", {"kv_cache_dtype": "nvfp4"}),
+    "nvfp4, graphs": ("llama_wide", {"kv_cache_dtype": "nvfp4", "enforce_eager": False}),
     "codes of 4 bits": ("llama_wide", {"kv_cache_dtype": "turboquant_4bit_nc"}),
     "fp8 keys, codes of 4 bits": ("llama_wide", {"kv_cache_dtype": "turboquant_k8v4"}),
     "draft head": ("llama", {"draft_head": True}),
@@ -137,8 +140,11 @@ def has_flash_attention_2() -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_come_back(tmp_path, case, runner):
     kind, arguments = CASES[case]
-    if "turboquant" in arguments.get("kv_cache_dtype", "") and not has_flash_attention_2():
+    cache_type = arguments.get("kv_cache_dtype", "")
+    if "turboquant" in cache_type and not has_flash_attention_2():
         pytest.skip("TurboQuant needs FlashAttention 2, which this build of vLLM lacks")
+    if cache_type == "nvfp4" and find_spec("flashinfer") is None:
+        pytest.skip("vLLM reads nvfp4 with FlashInfer, which is not installed")
     result = run_module(
         "tests.gpu.engine_run",
         tmp_path,
