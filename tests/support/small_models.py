@@ -160,6 +160,7 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         if kind == "nemotron_h_mtp":
             _shrink_states(folder)
+            _leave_out_dtype(folder)
         if kind in _MTP_MODULES:
             _write_mtp_module(folder, *_MTP_MODULES[kind])
         if kind == "deepseek_v4":
@@ -213,6 +214,14 @@ def _shrink_states(folder: Path) -> None:
         if name.endswith("mixer.out_proj.weight"):
             weight *= 0.1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _leave_out_dtype(folder: Path) -> None:
+    """Say nothing of the weights' type, which vLLM 0.33 gives to the module whatever it runs in."""
+    file = folder / "config.json"
+    published = json.loads(file.read_text())
+    del published["dtype"]
+    file.write_text(json.dumps(published))
 
 
 _MTP_MODULES = {
