@@ -253,10 +253,6 @@ def _throughput(document: Document, found: Rounds) -> str:
             seconds[column] = [1 / statistics.median(of) for of in rates]
             row.append(_cell_of_rounds(rates, 1e-3) if rates else "as 0 % hits")
         rows.append([*row, _least_lead(seconds.get(OURS, []), seconds.get(PEER, []))])
-    first = ["100 % hits, first time again"]
-    for rounds in found.values():
-        first.append(_cell([of[0] for of in _rates(document, rounds, "100")], 1e-3))
-    rows.append([*first, ""])
     shape = document["shape"]
     tokens = shape["batch_prompts"] * shape["batch_tokens"]
     served = ["tokens not computed then, %"]
@@ -280,7 +276,7 @@ def _throughput(document: Document, found: Rounds) -> str:
 def _decodes(_document: Document, found: Rounds) -> str:
     rows = []
     for phase, label in PHASE_NAMES.items():
-        for key in ("p50", "p99"):
+        for key in ("mean", "p99"):
             row = [f"{label}, {key}"]
             for rounds in found.values():
                 row.append(_cell([one[phase]["between_tokens"][key] for one in rounds], 1e3))
