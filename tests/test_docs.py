@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_offload.config.unknown_keys import _NOT_NEEDED, _OTHERS_KEYS
+from kv_offload.config.schema import SCHEMA
+from kv_offload.config.unknown_keys import _NOT_NEEDED, _OTHERS_KEYS, _RENAMED, _VLLMS_KEYS
 from tests.support import claims
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +91,15 @@ def test_keys_of_others_that_errors_answer_are_on_the_page_about_migration():
     page = (ROOT / "docs/use/migration.md").read_text()
     named = {name.strip("_") for name in re.findall(r"\w+", page.replace("-", "_"))}
     assert {*_OTHERS_KEYS, *_NOT_NEEDED} - named == set()
+
+
+def test_errors_answer_the_keys_of_others_on_the_page_about_migration():
+    """Options, values and groups of keys, such as `pd_*`, aside."""
+    page = (ROOT / "docs/use/migration.md").read_text()
+    cells = "".join(re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE))
+    keys = {*re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:: [^`]*)?`", cells)}
+    assert len(keys) > 35
+    assert keys - {*_OTHERS_KEYS, *_NOT_NEEDED, *_RENAMED, *_VLLMS_KEYS, *SCHEMA} == set()
 
 
 GIVEN_UP = re.compile(

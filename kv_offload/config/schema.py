@@ -57,7 +57,7 @@ class DiskConfig:
     bytes: Annotated[
         Size,
         _size(
-            "Size on that disk for one replica of the engine, over all its ranks.",
+            "Disk space for one replica of the engine, over all its ranks.",
             "bytes, or a size (500GiB)",
         ),
     ]

@@ -42,10 +42,14 @@ _RENAMED = {
 
 _OTHERS_KEYS = {
     # vLLM
+    "cache_policy_module_path": "eviction_policy",
     "cpu_bytes_to_use": "cpu_bytes",
     "cpu_bytes_to_use_per_rank": "cpu_bytes",
     "disk_capacity_bytes": "disk.bytes",
+    "kv_load_failure_policy": "on_load_failure",
+    "kv_offload_backend": "disk.path",
     "kv_offloading_size": "cpu_bytes",
+    "max_tracker_size": "eviction_policy",
     "num_cpu_blocks": "cpu_bytes",
     "offload_prompt_only": "store_blocks",
     "secondary_tiers": "disk.path",
@@ -57,21 +61,33 @@ _OTHERS_KEYS = {
     "local_disk": "disk.path",
     "max_local_cpu_size": "cpu_bytes",
     "max_local_disk_size": "disk.bytes",
-    "remote_url": "remote.address",
+    "remote_url": "remote.kind",
     "save_decode_cache": "store_blocks",
 }
 """Our keys by the equivalent keys of vLLM's connectors and of LMCache."""
 
 _NOT_NEEDED = {
+    # vLLM
     "block_size": "blocks have the size of the engine's --block-size",
     "blocks_per_chunk": "blocks have the size of the engine's --block-size",
-    "chunk_size": "blocks have the size of the engine's --block-size",
+    "disk_buffer_slots": "a disk uses direct I/O where its filesystem allows it",
     "kv_offloading_backend": "--kv-transfer-config names the connector",
     "lazy_offload": "blocks are stored once they are computed; store_blocks says which",
-    "local_cpu": "there is always host memory; cpu_bytes says how much",
-    "remote_serde": "blocks are stored as they are; pack_kv packs them without loss",
+    "self_describing_kv_events": "vLLM's --kv-events-config turns events on",
     "spec_module_path": "there is one kind of host memory, of cpu_bytes",
     "spec_name": "there is one kind of host memory, of cpu_bytes",
+    "use_page_cache": "a disk uses direct I/O where its filesystem allows it",
+    # LMCache
+    "chunk_size": "blocks have the size of the engine's --block-size",
+    "enable_blending": "only a common prefix is reused",
+    "enable_controller": "a server's metrics and routes replace it",
+    "enable_p2p": "another connector in a MultiConnector does that",
+    "enable_pd": "another connector in a MultiConnector does that",
+    "local_cpu": "there is always host memory; cpu_bytes says how much",
+    "pre_caching_hash_algorithm": "vLLM's --prefix-caching-hash-algo names it",
+    "remote_serde": "blocks are stored as they are; pack_kv packs them without loss",
+    "reserve_local_cpu_size": "some memory of the machine always stays free",
+    "save_unfull_chunk": "only full blocks are kept",
     "use_layerwise": "the engine decides when layers are copied",
 }
 """Keys of vLLM's connectors and of LMCache without an equivalent here, with the reason."""
@@ -102,17 +118,17 @@ def unknown_key(
         )
     others = written.removeprefix("lmcache").lstrip("_.")
     if ours := _OTHERS_KEYS.get(others):
-        hint = f"It is a key of another connector; write {_as_place(ours)}. "
+        answer = f"It is a key of another connector; write {_as_place(ours)} instead."
     elif reason := _NOT_NEEDED.get(others):
-        hint = f"It is a key of another connector, not needed here: {reason}. "
+        answer = f"It is a key of another connector, not needed here: {reason}. Remove it."
     elif others != written:
-        hint = "It is a key of LMCache without an equivalent here. "
+        answer = "It is a key of LMCache without an equivalent here. Remove it."
     else:
-        hint = _suggest(section, written, extra)
-    return ConfigError(
-        f"{refused}{hint}Correct or remove it; the keys{f' of {section}' if section else ''} are "
-        f"{_describe_keys(section, extra)}."
-    )
+        answer = (
+            f"{_suggest(section, written, extra)}Correct or remove it; the "
+            f"keys{f' of {section}' if section else ''} are {_describe_keys(section, extra)}."
+        )
+    return ConfigError(f"{refused}{answer}")
 
 
 def _suggest(section: str, written: str, extra: Sequence[str]) -> str:

@@ -207,7 +207,7 @@ def test_a_disk_needs_a_folder_and_a_size(write, tmp_path, monkeypatch):
         assert config == dataclasses.replace(DEFAULTS, disk=disk)
     file = write("disk:\n  path: /nvme/kv")
     assert refusal({"config_file": file}) == (
-        f"{file}: disk: disk.bytes is missing. Add it: Size on that disk for one replica of the "
+        f"{file}: disk: disk.bytes is missing. Add it: Disk space for one replica of the "
         "engine, over all its ranks. Allowed: bytes, or a size (500GiB). Or remove disk to run "
         "without a disk."
     )
@@ -323,20 +323,6 @@ def test_replicas_of_a_host_divide_a_percentage_and_each_takes_a_size():
         ("CPU_BYTES", "Did you mean cpu_bytes? Correct or remove it"),
         ("config_file", "Correct or remove it"),
         ("cpu-byte", "Did you mean cpu_bytes? Correct or remove it"),
-        ("store_threshold", "It is a key of another connector; write eviction_policy. "),
-        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "It is a key of another connector; write cpu_bytes. "),
-        ("lmcache.local_disk", "It is a key of another connector; write disk: {path: ...}. "),
-        ("LMCACHE_REMOTE_URL", "It is a key of another connector; write remote: {address: ...}."),
-        ("secondary_tiers", "It is a key of another connector; write disk: {path: ...}"),
-        ("num_cpu_blocks", "It is a key of another connector; write cpu_bytes. "),
-        (
-            "block_size",
-            "It is a key of another connector, not needed here: blocks have the size of the "
-            "engine's --block-size. Correct or remove it",
-        ),
-        ("chunk_size", "It is a key of another connector, not needed here: blocks have"),
-        ("lazy_offload", "It is a key of another connector, not needed here: blocks are"),
-        ("LMCACHE_BLEND_RECOMPUTE_RATIOS", "It is a key of LMCache without an equivalent"),
         ("store_policy", "Correct or remove it"),
         ("path", "Did you mean disk: {path: ...} or remote: {path: ...}? "),
         ("address", "Did you mean remote: {address: ...}? "),
@@ -358,6 +344,36 @@ def test_unknown_keys_are_refused_with_the_nearest_and_all_keys(write, key, hint
             "disk: {path, bytes, write_rate, keep_on_restart, keep_on_reset}, remote: {" in message
         )
     assert "Did you mean config_file?" in refusal({"config_fil": file}), "a key inline alone"
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("store_threshold", "It is a key of another connector; write eviction_policy"),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "It is a key of another connector; write cpu_bytes"),
+        ("lmcache.local_disk", "It is a key of another connector; write disk: {path: ...}"),
+        ("LMCACHE_REMOTE_URL", "It is a key of another connector; write remote: {kind: ...}"),
+        ("secondary_tiers", "It is a key of another connector; write disk: {path: ...}"),
+        ("num_cpu_blocks", "It is a key of another connector; write cpu_bytes"),
+        (
+            "block_size",
+            "It is a key of another connector, not needed here: blocks have the size of the "
+            "engine's --block-size. Remove it.",
+        ),
+        ("chunk_size", "It is a key of another connector, not needed here: blocks have"),
+        ("lazy_offload", "It is a key of another connector, not needed here: blocks are"),
+        ("LMCACHE_BLEND_RECOMPUTE_RATIOS", "It is a key of LMCache without an equivalent"),
+        ("kv-load-failure-policy", "It is a key of another connector; write on_load_failure"),
+    ],
+)
+def test_a_key_of_another_connector_is_refused_with_what_to_do_alone(write, key, answer):
+    """No list of keys follows, in which the answer would be hard to find."""
+    file = write(f"{key}: lru")
+    for extra_config, source in (({key: "lru"}, INLINE), ({"config_file": file}, file)):
+        message = refusal(extra_config)
+        assert message.startswith(f"{source}: {key}: 'lru': unknown key. {answer}")
+        assert message.endswith((" instead.", " Remove it."))
+        assert "record_trace" not in message
 
 
 def test_every_key_of_another_connector_is_answered_with_one_of_ours():
