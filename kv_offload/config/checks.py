@@ -51,7 +51,7 @@ def check_sizes(traced: ResolvedConfig) -> None:
                 find_place(Path(disk.path)),
                 disk.bytes * traced.replicas,
                 _describe_request(traced, disk),
-                "Ask for less, or name a folder on another disk",
+                "Ask for less, or name a folder on another disk.",
             )
     if traced.config.host_pool is not None:
         with contextlib.suppress(OSError):  # `check_pool_folder` reports it

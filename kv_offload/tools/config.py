@@ -20,8 +20,8 @@ from kv_offload.tools.output import Report
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kv-offload config [--argument] [FILE]`."""
     keys = "\n".join(
-        f"  {key.name} (default {key.written_default})\n    {key.description}\n"
-        f"    Allowed: {key.allowed}."
+        f"  {key.name} ({'' if key.is_required else 'default '}{key.written_default})\n"
+        f"    {key.description}\n    Allowed: {key.allowed}."
         for key in SCHEMA.values()
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "List the host pools (host_pool) of this user: the memory that each engine keeps there, "
         "whether it runs, and how many blocks the next one would take over. The exit status is 2 "
-        "for a pool that is not there or cannot be removed, else 0."
+        "if a folder or pool does not exist or a pool cannot be removed, else 0."
     )
     parser.add_argument(
         "--path",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove",
         metavar="NAME",
-        help="free the memory that engines of this pool left which no longer run",
+        help="free the memory of engines of this pool that no longer run",
     )
     parser.set_defaults(run=_run)
 
@@ -64,6 +64,10 @@ class SeatState:
 
 def _run(arguments: argparse.Namespace) -> Report:
     folder = user_folder(arguments.path)
+    if not arguments.path.is_dir():
+        raise ConfigError(
+            f"{arguments.path}: there is no such folder. Give the host_pool_path of the engines"
+        )
     try:
         if arguments.remove is not None:
             freed_bytes, page = _remove(folder, arguments.remove)

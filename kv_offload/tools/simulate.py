@@ -26,14 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kv-offload simulate TRACE`."""
     parser.description = (
         "Replay a trace of requests through the cache manager and the eviction policies, and print "
-        "which share of the prompts host memory of each size would have brought. A trace has a "
-        "JSON object a line: timestamp, input_length, output_length and hash_ids. No engine and no "
-        "GPU is needed. The exit status is 2 if the trace, the model or an argument is wrong, else "
-        "0."
+        "the hit rate for each size of host memory. A trace has one JSON object per line, with "
+        "timestamp, input_length, output_length and hash_ids. Needs neither an engine nor a GPU. "
+        "The exit status is 2 if the trace, the model or an argument is wrong, else 0."
     )
-    parser.add_argument("trace", metavar="TRACE", help="the file: JSON lines, as record_trace has")
+    parser.add_argument("trace", metavar="TRACE", help="file of JSON lines, as from record_trace")
     parser.add_argument(
-        "--cpu-bytes", metavar="SIZES", required=True, help="as many as you like: 64GiB,256GiB"
+        "--cpu-bytes", metavar="SIZES", required=True, help="separated by commas: 64GiB,256GiB"
     )
     parser.add_argument(
         "--model-config",
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> Report:
     # A share of this machine's memory is refused: the question is usually about another machine.
-    give = "sizes with units, with commas between them: 64GiB,256GiB"
+    give = "sizes with units, separated by commas: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
     policies = arguments.policies.split(",")
     if unknown := [name for name in policies if name not in POLICIES]:

@@ -55,7 +55,8 @@ def _check_keys(environ: Mapping[str, str]) -> Check:
     if seed.isdecimal():
         return Check("remote keys", "ok", f"{SEED} is {seed}", needed)
     remedy = f"Start all engines with the same one, such as {SEED}=0."
-    found = f"{SEED} is not a number; at startup an engine says whether its vLLM needs one"
+    state = f"{seed!r}, not a number" if seed else "not set"
+    found = f"{SEED} is {state}; at startup an engine says whether its vLLM needs one"
     return not_checked("remote keys", found, remedy)
 
 

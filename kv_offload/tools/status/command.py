@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kv-offload status URL`."""
     parser.description = (
         "Read the metrics of a running vLLM server and show them until Ctrl-C: hit rates, copies, "
-        "the pool, slots that were not stored and why, what waits, errors. Without a terminal one "
-        "page is printed. With --check the figures are judged once. The exit status is 1 if a "
-        "limit of --check is passed, 2 if there is no server or it has no metrics of kv-offload, "
-        "else 0."
+        "the pool, slots that were not stored and why, what waits, errors. Prints a single page if "
+        "the output is not a terminal. --check reads the metrics once and compares them with "
+        "limits. The exit status is 1 if a limit of --check is violated, 2 if there is no server "
+        "or it has no metrics of kv-offload, else 0."
     )
     parser.add_argument(
         "url", metavar="URL", help="the server: localhost:8000, or http://localhost:8000/metrics"
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time between two readings (default: %(default)s)",
     )
-    parser.add_argument("--once", action="store_true", help="print one page and end")
+    parser.add_argument("--once", action="store_true", help="print one page and exit")
     limits = parser.add_argument_group("limits of --check, each of which implies it")
-    limits.add_argument("--check", action="store_true", help="exit with 1 if a limit is passed")
+    limits.add_argument("--check", action="store_true", help="exit with 1 if a limit is violated")
     for option, (_, default, description) in LIMITS.items():
         shown = "not judged" if default is None else f"{default:g}"
         text = f"{description} (default: {shown})"
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         HIT_RATIO,
         type=partial(_number, most=1.0),
         metavar="SHARE",
-        help=f"least share of looked-up tokens that are loaded, such as 0.2, once {ENOUGH_TOKENS:,}"
-        " were looked up (default: not judged)",
+        help="minimum share of looked-up tokens that are loaded, such as 0.2; judged once "
+        f"{ENOUGH_TOKENS:,} tokens were looked up (default: not judged)",
     )
     parser.set_defaults(run=_run)
 
@@ -79,8 +79,8 @@ def _number(text: str, least: float = 0.0, most: float = math.inf) -> float:
     except ValueError:
         number = math.nan
     if not (least <= number <= most and math.isfinite(number)):
-        bound = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, {bound}")
+        bound = f"of {least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bound}")
     return number
 
 

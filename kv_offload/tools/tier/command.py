@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kv-offload tier PATH`."""
     parser.description = (
         "Show what the folder of a disk holds: model, slots, sizes, last use, and whether an "
-        "engine uses it. An engine may use it meanwhile. The exit status is 1 if an index or a "
-        "file cannot be used or was cut; 2 if there is nothing of kv-offload's; else 0."
+        "engine uses it. Safe while an engine uses it. The exit status is 1 if an index or a file "
+        "is unusable or truncated; 2 if the folder holds nothing of kv-offload; else 0."
     )
     parser.add_argument("path", metavar="PATH", type=path, help="the disk.path of an engine")
     parser.set_defaults(run=_run)

@@ -68,7 +68,7 @@ def read_folder(path: Path) -> list[Replica]:
         ) from error
     if not folders:
         raise ConfigError(
-            f"{path}: has no {INDEX_FILE} and no file of a rank, nor has a folder of a replica in "
+            f"{path}: has no {INDEX_FILE}, no file of a rank and no folder of a replica in "
             "it. Give the folder that an engine has as its disk.path"
         )
     try:

@@ -143,5 +143,6 @@ def test_version_and_help(command):
     assert command("--version") == (0, f"kv-offload {kv_offload.__version__}\n", "")
     output = command("config", "--help").out
     for key in SCHEMA.values():
-        described = f"{key.name} (default {key.written_default})\n    {key.description}"
+        default = "required" if key.is_required else f"default {key.written_default}"
+        described = f"{key.name} ({default})\n    {key.description}"
         assert f"{described}\n    Allowed: {key.allowed}." in output

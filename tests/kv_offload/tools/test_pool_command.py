@@ -83,6 +83,14 @@ def test_a_pool_that_is_not_there_is_refused(
     assert listed(tmp_path, capsys)[0]["memory_bytes"] == NBYTES
 
 
+def test_a_folder_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped path looks no different from a path without pools otherwise."""
+    assert main(["pool", "--path", str(tmp_path / "shm")]) == 2
+    assert f"{tmp_path}/shm: there is no such folder. Give the" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("about", ['{"contents": 5}', '{"started": "x"}', "[" * 100_000, "[1]"])
 def test_a_seat_whose_engine_says_nothing_is_listed_and_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], about: str

@@ -77,7 +77,7 @@ def test_options_decide(simulate):
     ("sizes", "options", "model", "problem"),
     [
         ("64", (), "Llama-3.1-8B", "Did you mean 64GiB"),
-        ("25%", (), "Llama-3.1-8B", "Give sizes with units, with commas"),
+        ("25%", (), "Llama-3.1-8B", "Give sizes with units, separated by"),
         ("1MiB", (), "Llama-3.1-8B", "1 MiB holds no block of 512 tokens, which takes 64 MiB"),
         (
             "1GiB",

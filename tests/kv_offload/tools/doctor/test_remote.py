@@ -75,6 +75,16 @@ def test_keys_are_the_same_elsewhere_with_a_seed(environ, state):
     assert checks(f"127.0.0.1:{free_port()}", environ)["remote keys"].state == state
 
 
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [({}, "is not set"), ({remote.SEED: "random"}, "is 'random', not a number")],
+)
+def test_a_missing_seed_is_not_called_a_wrong_one(tmp_path, environ, found):
+    folder = RemoteConfig(kind="folder", path=str(tmp_path), bytes=1 << 20)
+    keys, *_ = remote.check_remote(folder, environ, measures=False)
+    assert keys.found.startswith(f"{remote.SEED} {found}; ")
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_the_command_has_a_section(command, tmp_path, in_file):
     require_mooncake()
