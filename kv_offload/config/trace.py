@@ -158,7 +158,7 @@ def trace_config(
         raise CapacityError(
             f"{traced.describe_request()}, but {host.source} reports "
             f"{describe_bytes(host.size_bytes)}, of which {format_size(headroom)} must stay free. "
-            f"Ask for less, for example {DEFAULT_CPU_BYTES}, or give the process more."
+            f"Ask for less, for example {DEFAULT_CPU_BYTES}, or give the process more memory."
         )
     return traced
 

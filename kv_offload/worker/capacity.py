@@ -62,7 +62,7 @@ def check_available(
         # Ranks of other hosts may have enough, and not ask again.
         if wait is None or not may_wait or len(here) < len(reports):
             raise CapacityError(
-                f"{lack}. Lower cpu_bytes, end what else takes memory, or give the process more."
+                f"{lack}. Lower cpu_bytes, stop other programs, or give this one more memory."
             )
         try:
             waited = wait(lack)
@@ -74,8 +74,8 @@ def check_available(
         return None
     return (
         f"cpu_bytes takes {part:.0%} of the {format_size(least.size_bytes)} that are available now "
-        f"({least.source}): lower it, unless nothing else here grows; else the kernel may end a "
-        "process"
+        f"({least.source}): lower it unless nothing else on this machine will grow; otherwise the "
+        "kernel may kill a process"
     )
 
 

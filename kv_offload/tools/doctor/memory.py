@@ -49,8 +49,8 @@ def check_free(traced: ResolvedConfig) -> Check:
         warning = check_available(traced, lambda mine: [mine])
     except CapacityError:
         remedy = (
-            "Lower cpu_bytes, end what else takes memory, or give the process more. An engine that "
-            "runs already holds its own."
+            "Lower cpu_bytes, stop other programs, or give this one more memory. A running engine "
+            "already holds its own."
         )
         return Check(name, "problem", found, needed, remedy)
     if needed_bytes > free.size_bytes:

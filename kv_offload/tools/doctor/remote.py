@@ -43,7 +43,7 @@ def check_remote(
         else:
             yield not_checked("remote rate", "--no-measure was given")
     except TierError as error:
-        needed, remedy = f"{remote.kind} that answers", "Do as it says, and run doctor again."
+        needed, remedy = f"{remote.kind} that answers", "Correct that, and run doctor again."
         yield Check("remote", "problem", str(error), needed, remedy)
     finally:
         asker.close()
@@ -72,7 +72,7 @@ def _check_round_trip(remote: RemoteConfig, asker: RemoteClient) -> Check:
             where = "in doctor's own memory, as no engine gives any"
             rates = measure(asker, make_client(remote, OWN_BYTES), NUM_BLOCKS, BLOCK_BYTES)
     except TierError as error:
-        remedy = "Look at what the store's memory or disk is, and at the network to it."
+        remedy = "Check the store's memory or disk, and the network to it."
         return Check(name, "problem", str(error), "blocks are read back unchanged", remedy)
     return judged(
         name,

@@ -103,8 +103,8 @@ def read(url: str) -> Reading:
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
             f"{url} cannot be reached{_describe_proxy(url)}: {short(why)}; check the address "
-            "(http or https, the host, the port: vLLM's is 8000 if --port names no other), and "
-            "that the server has started (it answers when the model is loaded)"
+            "(http or https, the host, the port, by default 8000), and that the server has started "
+            "(it answers once the model is loaded)"
         ) from error
     if len(answer) > MAX_PAGE_BYTES:
         raise ServerError(

@@ -301,7 +301,7 @@ def test_more_than_the_machine_has():
     assert refusal({"cpu_bytes": "65GiB"}, kind=CapacityError) == (
         "kv_connector_extra_config: cpu_bytes: '65GiB': asks for 65 GiB (69793218560 bytes), but "
         "/proc/meminfo reports 64 GiB (68719476736 bytes), of which 2 GiB must stay "
-        "free. Ask for less, for example 25%, or give the process more."
+        "free. Ask for less, for example 25%, or give the process more memory."
     )
     assert "cpu_bytes: 66571993089:" in refusal({"cpu_bytes": 62 * GIB + 1}, kind=CapacityError)
 

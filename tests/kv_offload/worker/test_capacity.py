@@ -31,8 +31,8 @@ def test_what_is_available_is_enough_to_the_byte():
     assert str(caught.value) == (
         "kv-offload: kv_connector_extra_config: cpu_bytes: '100GiB': asks for 100 GiB "
         "(107374182400 bytes), but only 102 GiB (109521666047 bytes) are available now "
-        "(MemAvailable in /proc/meminfo), of which 2 GiB must stay free. Lower cpu_bytes, end what "
-        "else takes memory, or give the process more."
+        "(MemAvailable in /proc/meminfo), of which 2 GiB must stay free. Lower cpu_bytes, stop "
+        "other programs, or give this one more memory."
     )
 
 
@@ -40,8 +40,8 @@ def test_a_share_above_80_percent_of_what_is_available_is_said():
     assert check(asking("100GiB"), 125 * GIB) is None
     assert check(asking("100GiB"), 125 * GIB - 1) == (
         "cpu_bytes takes 80% of the 125 GiB that are available now (MemAvailable in "
-        "/proc/meminfo): lower it, unless nothing else here grows; else the kernel may end a "
-        "process"
+        "/proc/meminfo): lower it unless nothing else on this machine will grow; otherwise the "
+        "kernel may kill a process"
     )
     ranks = Ranks(("a", 200 * GIB), ("b", 60 * GIB))
     assert ranks.check(0, asking("100GiB")) is None
