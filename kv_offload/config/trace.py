@@ -241,6 +241,7 @@ def _complete(given: Mapping[str, Given], problems: Problems) -> dict[str, Given
     problem.
     """
     complete: dict[str, Given] = {}
+    kinds = [key.kind for key in SCHEMA.values()]
     for key in SCHEMA.values():
         if key.section and given[key.section].value is None:
             complete[key.section] = given[key.section]
@@ -248,7 +249,7 @@ def _complete(given: Mapping[str, Given], problems: Problems) -> dict[str, Given
         kind = complete["remote.kind"].value if "remote.kind" in complete else None
         with problems:
             if key.kind and key.kind != kind:
-                if key.name in given and kind is not None:
+                if key.name in given and kind in kinds:
                     one = given[key.name]
                     raise ConfigError(
                         f"{one.source}: {key.name}: {one.shown}: belongs to remote.kind "

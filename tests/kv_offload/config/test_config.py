@@ -248,6 +248,10 @@ def test_a_remote_store_needs_an_address_and_a_size_and_may_have_a_disk_beside_i
         f"{INLINE}: remote.address: '10.0.0.5:50051': belongs to remote.kind mooncake, and it is "
         "folder. Remove it, or change remote.kind."
     )
+    with pytest.raises(ConfigError) as caught:  # and not that `path` belongs to another kind
+        load({"remote": {**folder, "kind": "nfs"}})
+    (problem,) = caught.value.args
+    assert "remote.kind: 'nfs': must be mooncake, folder or s3. " in problem
     config = load({"remote": {"kind": "s3", "url": "s3://bucket/kv", "bytes": 0}})
     assert (config.remote.url, config.remote.bytes, config.given_bytes) == ("s3://bucket/kv", 0, 0)
     del folder["path"]
