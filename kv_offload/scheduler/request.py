@@ -233,8 +233,8 @@ class RequestTable:
             if not self._warned:  # a client may send thousands
                 self._warned = True
                 logger.warning(
-                    "%s. The request came past the check of vLLM's front end and was served as if "
-                    "it had no hints; others like it are only counted (ignored_hints)",
+                    "%s. The request bypassed the check in vLLM's API server and was served as if "
+                    "it had no hints; further ones are only counted (ignored_hints)",
                     error,
                 )
             return NO_HINTS

@@ -101,8 +101,8 @@ class TraceRecorder:
             except OSError as error:
                 if not self._failed:
                     logger.error(
-                        "kv-offload: %s: a request could not be recorded: %s. The engine is not "
-                        "hurt, and goes on recording; trace_errors counts what is missing",
+                        "kv-offload: %s: a request could not be recorded: %s. The engine "
+                        "and the recording continue; trace_errors counts missing requests",
                         self._path,
                         error,
                     )

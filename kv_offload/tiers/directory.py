@@ -94,7 +94,7 @@ class RemoteDirectory:
             found = call()
         except Exception as error:  # noqa: BLE001 - whatever it is, the store is left alone
             if not self._failing:
-                logger.warning("kv-offload: the remote store cannot be asked: %s", error)
+                logger.warning("kv-offload: the remote store does not answer: %s", error)
             self._failing = True
             return None
         self._failing = False

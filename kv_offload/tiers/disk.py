@@ -201,8 +201,8 @@ class DiskTier(Tier):
         self._reset_is_reported = True
         logger.error(
             "kv-offload: the disk could not be emptied for a restart: %s. This process serves "
-            "nothing of before the reset, but an engine that is started with this disk may: remove "
-            "its folder before, or mend the disk and call reset_prefix_cache again until it "
+            "nothing older than the reset, but an engine started with this disk may. Remove its "
+            "folder before the next start, or repair the disk and call reset_prefix_cache until it "
             "returns True",
             "; ".join(filter(None, [self.index.problem, *problems])) or "it has not answered",
         )

@@ -137,6 +137,6 @@ def _remove(folder: Path, name: str) -> tuple[int, str]:
         running += nbytes is None
         freed += nbytes or 0
     if running and not freed:
-        raise ConfigError(f"{running} engines of pool {name!r} run: end them first")
-    kept = f"; {running} engines that run keep theirs" if running else ""
+        raise ConfigError(f"running engines of pool {name!r}: {running}. Stop them first")
+    kept = f"; running engines keep theirs: {running}" if running else ""
     return freed, f"freed {format_size(freed)} of pool {name!r}{kept}"

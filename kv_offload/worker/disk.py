@@ -98,8 +98,8 @@ class Disk:
                 nbytes = remove_file(path)
             except TierError as error:
                 logger.warning(
-                    "kv-offload: a file of an engine with more ranks is left, and takes space "
-                    "beside disk.bytes: %s",
+                    "kv-offload: a file left by an engine with more ranks takes space in addition "
+                    "to disk.bytes: %s",
                     error,
                 )
                 continue

@@ -97,7 +97,7 @@ def read(url: str) -> Reading:
         raise ServerError(
             f"{url} answers with HTTP status {error.code} ({short(error.reason)})"
             f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
-            "address, and what stands in front of it"
+            "address, and any proxy in front of it"
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of a redirect
         why = error.reason if isinstance(error, urllib.error.URLError) else error

@@ -87,7 +87,7 @@ def test_a_reset_that_might_be_undone_is_answered_with_false_and_the_remedy(
     (told,) = [r.message for r in caplog.records if r.name == disk.__name__ and r.levelno > 30]
     assert f"{tmp_path / 'index.sqlite'} cannot be removed or emptied: [Errno 5] a bad" in told
     assert PROBLEM in told
-    assert "remove its folder before, or mend the disk and call reset_prefix_cache again" in told
+    assert "Remove its folder before the next start, or repair the disk and call" in told
     # This process serves nothing of before, and stores as ever.
     assert engine.offload.gauges()["tier_slots_in_use"] == 0
     engine.serve("again", PROMPT, 1)

@@ -103,7 +103,7 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(caplog):
     client.error = TierError("the master is gone")
     directory = RemoteDirectory(client, ["0"], object_keys)
     assert [answered(directory.ask(NAMES)) for _ in range(3)] == [None] * 3
-    assert caplog.text.count("the remote store cannot be asked: ") == 1
+    assert caplog.text.count("the remote store does not answer: ") == 1
     client.error = None
     assert answered(directory.ask(NAMES)) == [False, True, False]
     directory.close(20)

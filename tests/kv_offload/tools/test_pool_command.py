@@ -65,7 +65,7 @@ def test_only_what_no_engine_has_is_removed(
     seat = start(tmp_path, "chat")
     remove = ["pool", "--path", str(tmp_path), "--remove", "chat"]
     assert main(remove) == 2
-    assert "1 engines of pool 'chat' run: end them first" in capsys.readouterr().err
+    assert "running engines of pool 'chat': 1. Stop them first" in capsys.readouterr().err
     seat.leave()
     assert main(remove) == 0
     assert "freed 8 KiB of pool 'chat'" in capsys.readouterr().out
