@@ -13,7 +13,7 @@ import numpy as np
 
 from kv_offload.cache.manager import CacheManager, Change, ChangeLog
 from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.scheduler.events.records import BlockRecords, Describe, Record
 from kv_offload.scheduler.stores.candidates import Span
@@ -22,9 +22,6 @@ from kv_offload.scheduler.transfers import Transfer
 MAX_STORED = 1024
 MAX_REMOVED = 4096
 """Maximum blocks that one step announces. The rest follows in the next steps."""
-
-MAX_AGAIN = 256
-"""Maximum blocks that one step announces again. Most are announced alone, so each takes longer."""
 
 MAX_LOOKS = 256
 """Maximum parents of held-back blocks that one step checks. A copy that hangs may hold back tens of
@@ -81,12 +78,11 @@ class Announcer:
         self._tier = tier
         self._manager = manager
         self._prefixes = prefixes
-        self._records = BlockRecords(manager.num_slots, prefixes, describe)
+        self._records = BlockRecords(prefixes, describe)
         # By slot, the record that routers know; up to the last slot that was announced.
         self._announced: list[Record | None] = []
-        # Slots to announce again, in order, and by slot whether that is still to be done.
-        self._again = NO_SLOTS
         self._is_again = bytearray(manager.num_slots)
+        """By slot, 1 if it must be announced again."""
         self.held_back: OrderedDict[SlotKey, deque[Slots]] = OrderedDict()
         """Readable slots whose parent block was not announced yet, by its key."""
         # Keys among them that were announced, or are gone.
@@ -140,17 +136,16 @@ class Announcer:
             self._log.became_readable(np.array([*slot_of.values()], np.int32))
 
     def engine_was_reset(self) -> None:
-        """Announce everything again, parents first: the engine's reset made routers forget it."""
+        """Announce everything again: the engine's reset made some routers forget it."""
         slots = [slot for slot, known in enumerate(self._announced) if known is not None]
-        announced = np.array(slots, np.int32)
-        again = np.zeros(self._manager.num_slots, np.uint8)
-        again[announced] = 1
-        self._again, self._is_again = self._records.by_depth(announced), bytearray(again)
+        for slot in slots:
+            self._is_again[slot] = 1
+        self._log.became_readable(np.array(slots, np.int32))
 
     @property
     def has_more(self) -> bool:
         """True if `take` has something to announce now, except blocks that wait for a copy."""
-        if self._log.changes or len(self._again) or self._released:
+        if self._log.changes or self._released:
             return True
         return any(not self._is_coming(key) for key in islice(self.held_back, MAX_LOOKS))
 
@@ -163,9 +158,7 @@ class Announcer:
         return announced
 
     def _take(self) -> Iterator[Announcement]:
-        now, self._again = self._again[:MAX_AGAIN], self._again[MAX_AGAIN:]
         self._stored_left, removed_left = MAX_STORED, MAX_REMOVED
-        yield from self._store(now)
         changes = self._log.changes
         while changes:
             change = changes.popleft()

@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.cache.slots import Key, Slots
 from kv_offload.engine import Request
@@ -31,11 +29,10 @@ Takes the request, the first token, the end (exclusive), and the number of token
 class BlockRecords:
     """The record of each slot, written when the slot is taken: about 200 bytes per block."""
 
-    def __init__(self, num_slots: int, prefixes: PrefixMap, describe: Describe) -> None:
+    def __init__(self, prefixes: PrefixMap, describe: Describe) -> None:
         self._prefixes = prefixes
         self.describe = describe
         self._record_of: list[Record | None] = []  # by slot, as far as slots were used
-        self._depth_of = array("i", bytes(num_slots * array("i").itemsize))
 
     def of(self, slot: int, key: Key) -> Record | None:
         """Return the record of a slot if it is about this key; else None."""
@@ -49,16 +46,9 @@ class BlockRecords:
         self._make_room(int(own_slots.max(initial=-1)))
         for key, slot, own in zip(keys, slots.tolist(), own_slots.tolist(), strict=True):
             self._record_of[own] = source.of(slot, key)
-            self._depth_of[own] = source._depth_of[slot]
 
     def _make_room(self, last_slot: int) -> None:
         self._record_of += [None] * (last_slot + 1 - len(self._record_of))
-
-    def by_depth(self, slots: Slots) -> Slots:
-        """Return slots ordered so that parents come before their children."""
-        depths = np.frombuffer(self._depth_of, np.int32)[slots]
-        ordered: Slots = slots[np.argsort(depths, kind="stable")]
-        return ordered
 
     def remember(
         self,
@@ -86,4 +76,3 @@ class BlockRecords:
                 continue
             of_block = tokens[at * step : (at + 1) * step]
             self._record_of[slot] = (key, position, parent, of_block, descriptions[at])
-            self._depth_of[slot] = first + at

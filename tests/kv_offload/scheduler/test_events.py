@@ -181,9 +181,12 @@ def test_a_reset_of_the_engine_has_what_is_left_told_again(reset_connector):
 
 def test_what_is_new_comes_after_what_is_told_again(monkeypatch):
     """A router that has forgotten the beginning of a prompt would drop its end."""
-    monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
+    monkeypatch.setattr(announcer, "MAX_STORED", 1)
     engine = FollowedEngine()
     for name, prompt in {"a": PROMPT, "b": OTHER, "c": OTHER[3:], "d": [1, *OTHER]}.items():
+        engine.serve(name, prompt, 1)
+    engine.offload.manager.forget(np.array([0], np.int32))
+    for name, prompt in {"takes its place": [2, *OTHER], "has it again": PROMPT}.items():
         engine.serve(name, prompt, 1)
     before = engine.routed.copy()
     assert engine.reset()
@@ -193,7 +196,7 @@ def test_what_is_new_comes_after_what_is_told_again(monkeypatch):
 
 
 def test_a_reset_begins_anew_what_is_told_again(monkeypatch):
-    monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
+    monkeypatch.setattr(announcer, "MAX_STORED", 1)
     engine = FollowedEngine()
     engine.serve("a", PROMPT, 1)
     for _ in range(2):
@@ -208,7 +211,6 @@ def test_a_reset_begins_anew_what_is_told_again(monkeypatch):
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcer, "MAX_STORED", 2)
     monkeypatch.setattr(announcer, "MAX_REMOVED", 3)
-    monkeypatch.setattr(announcer, "MAX_AGAIN", 1)
 
 
 @pytest.mark.usefixtures("few")
