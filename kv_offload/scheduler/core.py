@@ -13,6 +13,8 @@ from kv_offload.cache.retention import Retention
 from kv_offload.config import OffloadConfig
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.events.announcer import Announcer
+from kv_offload.scheduler.loads.costs import LoadCosts
+from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.observers import Observers, Subscribers
 from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import RequestTable, never
@@ -80,12 +82,17 @@ class Core:
         shares = config.max_retained_share, per_salt
         self.retention = Retention(self.manager, *shares, self.statistics.count)
         self.watch = StepWatch()
+        self.lookups = Lookups(self.prefixes, self.manager)
+        mode, queue = config.load_or_recompute, self.transfers.load_queue
+        overlaps, block_bytes = engine.loads_overlap, slots.block_bytes
+        self.costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)
         self.announcer: Announcer | None = None
         self.quotas: Quotas | None = None
         self.subscribers = self._make_subscribers(observers, has_tier=has_tier)
 
     def _make_subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
         subscribers, prefixes = Subscribers(), self.prefixes
+        subscribers.emptied.append(self.lookups.emptied)
         if self.config.max_share_per_salt < 1:
             share = self.config.max_share_per_salt
             self.quotas = Quotas(self.manager, share, self.statistics.count)

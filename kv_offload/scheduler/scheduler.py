@@ -17,8 +17,6 @@ from kv_offload.scheduler.core import Core, EngineFacts, SlotFacts
 from kv_offload.scheduler.effects import Effects, InFlight, PendingEffects
 from kv_offload.scheduler.events.announcer import Announcement
 from kv_offload.scheduler.loads.admissions import Admissions, Match
-from kv_offload.scheduler.loads.costs import LoadCosts
-from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.observers import Observers
 from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.resets import Resets
@@ -60,13 +58,9 @@ class OffloadScheduler:
         self._transfers, self._requests = core.transfers, core.requests
         self._statistics, self._retention = core.statistics, core.retention
         self._subscribers, self._quotas = core.subscribers, core.quotas
-        self._lookups = Lookups(core.prefixes, core.manager)
-        self._subscribers.emptied.append(self._lookups.emptied)
-        mode, block_bytes = config.load_or_recompute, slots.block_bytes
-        overlaps, queue = engine.loads_overlap, self._transfers.load_queue
-        self._costs = LoadCosts(mode, block_bytes, self.watch, queue, overlaps=overlaps)
-        self.tiers = LowerTiers(core, self._lookups, self._costs, tiers)
-        self._admissions = Admissions(core, self._lookups, self._costs, self.tiers)
+        self._lookups, self._costs = core.lookups, core.costs
+        self.tiers = LowerTiers(core, tiers)
+        self._admissions = Admissions(core, self.tiers)
         self._stores = StorePlanner(core)
         self.resets = Resets(core, self._stores, self.tiers)
         self._effects = PendingEffects(core)

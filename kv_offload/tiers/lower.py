@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import OffloadWorkerMetadata, TierCapacity, WorkerCapacity
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.costs import LoadCosts
-from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
@@ -59,9 +57,7 @@ class LowerTiers:
     came from a remote store is written to the disk once a request has loaded it.
     """
 
-    def __init__(
-        self, core: Core, lookups: Lookups, costs: LoadCosts, specs: Sequence[TierSpec]
-    ) -> None:
+    def __init__(self, core: Core, specs: Sequence[TierSpec]) -> None:
         self._engine, self._transfers = core.engine, core.transfers
         self._statistics, self._retention = core.statistics, core.retention
         self.tiers: dict[str, Tier] = {}
@@ -82,8 +78,8 @@ class LowerTiers:
                     core.subscribers.add_quotas_below(core.quotas, quotas)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
-        self.promoter = Promoter(core, self.tiers, lookups, costs)
-        self._prefetcher = Prefetcher(core, self.promoter, lookups)
+        self.promoter = Promoter(core, self.tiers)
+        self._prefetcher = Prefetcher(core, self.promoter)
         # By tier and rank.
         self._ranks: dict[str, dict[int, TierCapacity]] = {name: {} for name in self.tiers}
         # Since when all steps were without tokens, on the monotonic clock.

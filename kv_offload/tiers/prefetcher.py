@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.request import Phase, TrackedRequest
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.promoter import Promoter
@@ -28,10 +27,10 @@ class Prefetcher:
     the engine looks the request up, the request waits for it as for any other.
     """
 
-    def __init__(self, core: Core, promoter: Promoter, lookups: Lookups) -> None:
+    def __init__(self, core: Core, promoter: Promoter) -> None:
         self._pool, self._host, self._prefixes = core.engine.pool, core.manager, core.prefixes
         self._statistics = core.statistics
-        self._promoter, self._budget = promoter, lookups.budget
+        self._promoter, self._budget = promoter, core.lookups.budget
         self._queue: deque[TrackedRequest] = deque()
         self._room = 0
         """Slots that this step may still read ahead."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.costs import LoadCosts
-from kv_offload.scheduler.loads.lookups import OFFER_SECONDS, Lookups
+from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import Tier
@@ -70,14 +69,12 @@ class Promoter:
     second one takes O(log tokens).
     """
 
-    def __init__(
-        self, core: Core, tiers: Mapping[str, Tier], lookups: Lookups, costs: LoadCosts
-    ) -> None:
+    def __init__(self, core: Core, tiers: Mapping[str, Tier]) -> None:
         self._statistics, self._alignment = core.statistics, core.prefixes.alignment_tokens
-        self._tiers, self._lookups = tiers, lookups
+        self._tiers, self._lookups = tiers, core.lookups
         self.reads = Reads(core, tiers)
-        self.questions = Questions(core, lookups)
-        self._search = Search(core, tiers, lookups, costs, self.reads)
+        self.questions = Questions(core)
+        self._search = Search(core, tiers, self.reads)
 
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
         """Return whether the engine must ask for a request again, since a read or answer is coming.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -49,9 +48,9 @@ class Question:
 class Questions:
     """The open questions, by the prefixes that they are about."""
 
-    def __init__(self, core: Core, lookups: Lookups) -> None:
+    def __init__(self, core: Core) -> None:
         self._prefixes, self._host = core.prefixes, core.manager
-        self._budget = lookups.budget
+        self._budget = core.lookups.budget
         self._by_key: dict[SlotKey, Question] = {}
         # In the order in which they were asked, which is that of the answers; with their keys.
         self._queue: deque[tuple[Question, list[SlotKey]]] = deque()

@@ -13,9 +13,7 @@ from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.engine import Request
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import MARGIN
-from kv_offload.scheduler.loads.lookups import Lookups
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.tiers.base import Tier
 from kv_offload.tiers.reads import Read, Reads
@@ -28,21 +26,11 @@ class Search:
     from the first that has it. What that tier turns out to have lost is asked of the shared tiers.
     """
 
-    def __init__(
-        self,
-        core: Core,
-        tiers: Mapping[str, Tier],
-        lookups: Lookups,
-        costs: LoadCosts,
-        reads: Reads,
-    ) -> None:
-        self._prefixes, self._host, self._subscribers = (
-            core.prefixes,
-            core.manager,
-            core.subscribers,
-        )
-        self._slot_bytes = core.slots.slot_bytes
-        self._tiers, self._lookups, self._costs, self._reads = tiers, lookups, costs, reads
+    def __init__(self, core: Core, tiers: Mapping[str, Tier], reads: Reads) -> None:
+        self._prefixes, self._host = core.prefixes, core.manager
+        self._subscribers, self._slot_bytes = core.subscribers, core.slots.slot_bytes
+        self._lookups, self._costs = core.lookups, core.costs
+        self._tiers, self._reads = tiers, reads
 
     def find(self, tracked: TrackedRequest, start: int, tiers: Sequence[Tier]) -> Read | None:
         """Look a request up in host memory and `tiers`; return the read that it should wait for."""

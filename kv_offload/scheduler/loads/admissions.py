@@ -11,9 +11,8 @@ from kv_offload.cache.slots import NO_SLOTS, MissingKeyError
 from kv_offload.engine import AllocatedBlocks, Request
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads import decision
-from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.decision import Decision
-from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, Lookups
+from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS
 from kv_offload.scheduler.request import Hit, Phase, TrackedRequest
 from kv_offload.scheduler.transfers import Kind
 from kv_offload.tiers.lower import LowerTiers
@@ -48,17 +47,11 @@ class Match(NamedTuple):
 class Admissions:
     """Answers lookups of waiting requests, and plans their loads when they get blocks."""
 
-    def __init__(
-        self,
-        core: Core,
-        lookups: Lookups,
-        costs: LoadCosts,
-        tiers: LowerTiers,
-    ) -> None:
+    def __init__(self, core: Core, tiers: LowerTiers) -> None:
         self._requests, self._prefixes, self._manager = core.requests, core.prefixes, core.manager
         self._transfers, self._statistics = core.transfers, core.statistics
         self._retention = core.retention
-        self._lookups, self._costs, self._tiers = lookups, costs, tiers
+        self._lookups, self._costs, self._tiers = core.lookups, core.costs, tiers
         self._null_block_id = core.engine.pool.null_block.block_id
         self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
