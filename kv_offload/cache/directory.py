@@ -28,7 +28,6 @@ docs/design/host_pool.md has the argument.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -53,6 +52,7 @@ from kv_offload.cache.key_index import (
     Names,
     same_words,
 )
+from kv_offload.cache.seats import lock
 from kv_offload.cache.slots import NO_SLOTS, Slots
 
 DIRECTORY = "directory"
@@ -397,27 +397,14 @@ def _take_over(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[in
         found = os.fstat(fd)
         if found.st_uid == os.geteuid() and found.st_size == file_bytes(num_slots):
             contents = Contents.open(fd, writes=True)
-            if contents is not None and contents.files == file_names(files):
-                _lock(fd)
+            is_ours = contents is not None and contents.files == file_names(files)
+            # An engine that has lost its ranks and is ending may have the lock.
+            if contents is not None and is_ours and lock(fd, LOCK_SECONDS):
                 return fd, contents
     except OSError:
-        pass  # held by the process of an engine that has lost its ranks and is ending
+        pass
     os.close(fd)
     return None
-
-
-def _lock(fd: int) -> None:
-    """Lock a directory, waiting for an ending engine to close it: its ranks end before it does."""
-    until = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(0.02)
-        else:
-            return
 
 
 def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Contents]:
@@ -429,7 +416,7 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
     new = path.with_name(f"{DIRECTORY}-new.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(fd)
         # Allocate all of it: touching a page that the filesystem cannot provide would kill the
         # process.
         os.posix_fallocate(fd, 0, file_bytes(num_slots))

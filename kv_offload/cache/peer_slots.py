@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress, repeat
 from pathlib import Path
 
@@ -25,14 +24,6 @@ from kv_offload.messages import WINDOW_BITS, peer_slots
 
 LOST_SECONDS = 30.0
 """A key whose slot was written before it could be leased is not found for up to this long."""
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A peer of whose slots all ranks can load those below `num_slots`."""
-
-    peer: PeerDirectory
-    num_slots: int
 
 
 class Found:
@@ -86,7 +77,8 @@ class PeerSlots:
         self.directories = PeerDirectories(arenas, changed)
         self.is_cut_off = False
         """True once this engine was reset: peers may have KV that was computed before."""
-        self.opened: tuple[Opened, ...] = ()
+        self.opened: dict[PeerDirectory, int] = {}
+        """Peers, each with the slots of it below which all ranks can load, the last used first."""
         # By seat: only those with leases, opened or not. Others would stay mapped once removed.
         self._leased: dict[int, PeerDirectory] = {}
         self._lost: set[bytes] = set()
@@ -95,8 +87,9 @@ class PeerSlots:
 
     def open(self, peer: PeerDirectory, num_slots: int) -> None:
         """Find slots of a peer below `num_slots` from now on; 0 closes it."""
-        others = [one for one in self.opened if one.peer is not peer]
-        self.opened = (*others, Opened(peer, num_slots)) if num_slots else tuple(others)
+        self.opened.pop(peer, None)
+        if num_slots:
+            self.opened[peer] = num_slots
 
     def find(self, keys: Sequence[bytes], *, uses: bool = False) -> Slots:
         """Return for each key the slot of a peer that seems to have it, -1 if there is none.
@@ -109,21 +102,21 @@ class PeerSlots:
 
     def _find(self, keys: Sequence[bytes], names: Names, *, uses: bool = False) -> Slots:
         found = np.full(len(keys), -1, np.int32)
-        indices = [one.peer.contents.index for one in self.opened]
-        asked = zip(self.opened, candidates(indices, names.hashes), strict=True)
-        for opened, (slots, rows) in asked:
+        indices = [peer.contents.index for peer in self.opened]
+        asked = zip(self.opened.items(), candidates(indices, names.hashes), strict=True)
+        for (peer, num_slots), (slots, rows) in asked:
             if not len(rows):
                 continue
-            contents = opened.peer.contents
+            contents = peer.contents
             has = contents.have(slots, names.words.take(rows, axis=0))
-            has &= (slots < opened.num_slots) & (found[rows] < 0)
+            has &= (slots < num_slots) & (found[rows] < 0)
             own = slots[has].astype(np.int32)
             if uses and len(own):
                 contents.mark(own)
-            found[rows[has]] = peer_slots(opened.peer.number, own)
+            found[rows[has]] = peer_slots(peer.number, own)
             if (found >= 0).all():
                 # The rest of the prompt is likely there too: ask this peer first.
-                self.opened = opened, *(one for one in self.opened if one is not opened)
+                self.opened = {peer: num_slots, **self.opened}
                 break
         if self._lost:
             if time.monotonic() >= self._lost_until:
@@ -157,13 +150,13 @@ class PeerSlots:
         rows = rows[~found.are_leased[rows]]
         slots, words, good = found.slots[rows], found.words[rows], np.zeros(len(rows), bool)
         seats = (slots >> WINDOW_BITS) - 1
-        for opened in self.opened:
-            its = seats == opened.peer.number
+        for peer in self.opened:
+            its = seats == peer.number
             if its.any():
-                good[its] = opened.peer.lease(_own(slots[its]), words[its])
+                good[its] = peer.lease(_own(slots[its]), words[its])
                 if good[its].any():
-                    before = self._leased.setdefault(opened.peer.number, opened.peer)
-                    assert before is opened.peer, "another engine's leases"
+                    before = self._leased.setdefault(peer.number, peer)
+                    assert before is peer, "another engine's leases"
         found.are_leased[rows[good]] = True
         if good.all():
             return True
@@ -222,7 +215,7 @@ class PeerSlots:
 
     def cut_off(self) -> None:
         """Find nothing from now on. Loads under way go on."""
-        self.is_cut_off, self.opened = True, ()
+        self.is_cut_off, self.opened = True, {}
         self.drop()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,10 @@ this."""
 
 RELEASED_PER_STEP = 1024
 """Maximum number of expired slots that one step releases; the rest follows in later steps."""
+
+
+Terms: TypeAlias = tuple[int, str]
+"""The second at which a lease ends, and its owner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +68,10 @@ class Retention:
         # By slot, the second at which it expires, 0 for none; zeros from the system take no memory
         # until they are written.
         self._expires_of = np.zeros(manager.num_slots, np.int64)
-        # By second, with the seconds as a heap, and by owner.
-        self._leases: dict[int, dict[str | None, Lease]] = {}
-        self._seconds: list[int] = []
-        self._owned: Counter[str | None] = Counter()
+        # By the second at which they end and their owner; these terms also as a heap.
+        self._leases: dict[Terms, Lease] = {}
+        self._ends: list[Terms] = []
+        self._owned: Counter[str] = Counter()
         # By slot that is being written: how to retain it once the write has ended.
         self._pending: dict[int, Keep] = {}
 
@@ -95,7 +100,7 @@ class Retention:
 
     def _retain(self, slots: Slots, keep: Keep) -> None:
         """Put readable slots into the lease with these terms."""
-        owner = keep.owner or None  # vLLM's keys are the same with an empty salt
+        owner = keep.owner or ""  # vLLM's keys are the same without a salt and with an empty one
         # At least a second from now: a slot never comes back to a lease.
         second = math.ceil(self._clock() + max(1.0, keep.seconds))
         before = self._expires_of[slots]
@@ -107,37 +112,37 @@ class Retention:
             self.slots += len(kept)
             self._owned[owner] += len(kept)
         is_earlier = (before > 0) & (before < second)  # vLLM's keys differ by salt: same owner
-        self._add(second, owner, np.concatenate((slots[is_earlier], kept)))
+        self._add((second, owner), np.concatenate((slots[is_earlier], kept)))
         earlier, counts = np.unique(before[is_earlier], return_counts=True)
         for other, count in zip(earlier.tolist(), counts.tolist(), strict=True):
-            self._lessen(other, owner, count)
+            self._lessen((other, owner), count)
 
-    def _room(self, owner: str | None) -> int:
+    def _room(self, owner: str) -> int:
         """Return how many more slots an owner may retain."""
         usable = self._manager.usable_slots
         own_room = int(self._max_owner_share * usable) - self._owned[owner]
         return max(0, min(own_room, int(self._max_share * usable) - self.slots))
 
-    def _add(self, second: int, owner: str | None, slots: Slots) -> None:
+    def _add(self, terms: Terms, slots: Slots) -> None:
         if not len(slots):
             return
-        if second not in self._leases:
-            self._leases[second] = {}
-            heapq.heappush(self._seconds, second)
-        lease = self._leases[second].setdefault(owner, Lease())
+        if terms not in self._leases:
+            self._leases[terms] = Lease()
+            heapq.heappush(self._ends, terms)
+        lease = self._leases[terms]
         lease.parts.append(slots)
         lease.slots += len(slots)
         lease.named += len(slots)
-        self._expires_of[slots] = second
+        self._expires_of[slots] = terms[0]
 
-    def _lessen(self, second: int, owner: str | None, slots: int) -> None:
+    def _lessen(self, terms: Terms, slots: int) -> None:
         """Subtract lost slots from a lease; a lease without slots has ended."""
-        lease = self._leases[second][owner]
+        lease = self._leases[terms]
         lease.slots -= slots
         if not lease.slots:
-            del self._leases[second][owner]
+            del self._leases[terms]
         elif lease.named > 2 * lease.slots + MIN_STALE:
-            lease.parts, lease.named = [self._own(second, lease.parts)], lease.slots
+            lease.parts, lease.named = [self._own(terms[0], lease.parts)], lease.slots
 
     def _own(self, second: int, parts: Sequence[Slots]) -> Slots:
         """Return the slots in some parts of a lease that the lease still has."""
@@ -147,19 +152,18 @@ class Retention:
 
     def expire(self) -> None:
         """Release expired slots, a bounded number per call."""
-        if not self._seconds:
+        if not self._ends:
             return  # true in most steps
         now, left = self._clock(), RELEASED_PER_STEP
-        while left and self._seconds and self._seconds[0] <= now:
-            second = self._seconds[0]
-            owner, lease = next(iter(self._leases[second].items()), (None, None))
-            if lease is not None:
-                left -= self._let_go(second, owner, lease, left)
+        while left and self._ends and self._ends[0][0] <= now:
+            if self._ends[0] in self._leases:
+                left -= self._let_go(self._ends[0], left)
             else:
-                del self._leases[heapq.heappop(self._seconds)]
+                heapq.heappop(self._ends)
 
-    def _let_go(self, second: int, owner: str | None, lease: Lease, most: int) -> int:
+    def _let_go(self, terms: Terms, most: int) -> int:
         """Release up to `most` slots of a lease, last ones first; return how many were released."""
+        (second, owner), lease = terms, self._leases[terms]
         # As many parts as are needed, since those of decodes have one slot each.
         parts = [lease.parts.pop()]
         named = len(parts[0])
@@ -174,7 +178,7 @@ class Retention:
         self._owned[owner] -= len(gone)
         if not self._owned[owner]:
             del self._owned[owner]
-        self._lessen(second, owner, len(gone))
+        self._lessen(terms, len(gone))
         return len(gone)
 
     def _release(self, slots: Slots) -> None:
@@ -185,7 +189,7 @@ class Retention:
     def drop(self) -> None:
         """Release all slots and drop what is pending; called before the manager is reset."""
         self._release(np.flatnonzero(self._expires_of).astype(np.int32))
-        for table in (self._leases, self._seconds, self._owned, self._pending):
+        for table in (self._leases, self._ends, self._owned, self._pending):
             table.clear()
 
     def check_integrity(self) -> None:
@@ -193,11 +197,10 @@ class Retention:
         held = np.flatnonzero(self._expires_of).astype(np.int32)
         assert not self._manager.idle(held).any(), "a retained slot is not held"
         assert self.slots == len(held) == self._owned.total(), "retained slots are counted wrongly"
-        assert sorted(self._seconds) == sorted(self._leases), "a lease never expires"
-        owned: Counter[str | None] = Counter()
-        for second, leases in self._leases.items():
-            for owner, lease in leases.items():
-                owned[owner] += lease.slots
-                assert len({*self._own(second, lease.parts).tolist()}) == lease.slots > 0
-                assert sum(map(len, lease.parts)) == lease.named <= 2 * lease.slots + MIN_STALE
+        assert self._leases.keys() <= {*self._ends}, "a lease never expires"
+        owned: Counter[str] = Counter()
+        for (second, owner), lease in self._leases.items():
+            owned[owner] += lease.slots
+            assert len({*self._own(second, lease.parts).tolist()}) == lease.slots > 0
+            assert sum(map(len, lease.parts)) == lease.named <= 2 * lease.slots + MIN_STALE
         assert owned == self._owned, "the slots of an owner are counted wrongly"

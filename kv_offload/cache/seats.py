@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from pathlib import Path
 
 SEAT = re.compile(r"seat-(\d+)")
@@ -34,9 +35,24 @@ def lock_file(path: Path, *, creates: bool = True) -> int | None:
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if creates else 0)
     fd = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+    if lock(fd):
+        return fd
+    os.close(fd)
+    return None
+
+
+def lock(fd: int, timeout_seconds: float = 0.0) -> bool:
+    """Lock an open file until it is closed, or this process ends; False if another process has it.
+
+    Blocks until the timeout: an engine that is ending closes its files after its ranks have ended.
+    """
+    until = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.02)
+        else:
+            return True

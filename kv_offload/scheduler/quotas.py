@@ -21,7 +21,7 @@ from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slot_refcounts import distinct
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
-from kv_offload.scheduler.stores.candidates import Span
+from kv_offload.scheduler.stores.candidates import Span, keys_of_spans
 from kv_offload.scheduler.transfers import Transfer
 
 SMALL_BATCH = 64
@@ -77,18 +77,15 @@ class Quotas:
     ) -> None:
         """Give `slots` to the tenants of the spans; see `Subscribers.stores`."""
         owners: dict[Owner, list[SlotKey]] = {}
-        at = 0
-        for cursor, _, first, last in spans:
-            end = at + last - first
-            owners.setdefault(cursor.request.cache_salt or None, []).extend(keys[at:end])
-            at = end
+        for cursor, _, _, own_keys in keys_of_spans(spans, keys):
+            owners.setdefault(cursor.request.cache_salt or None, []).extend(own_keys)
         if len(owners) == 1:
             self.filled(next(iter(owners)), slots)
             return
         slot_of = dict(zip(new, slots.tolist(), strict=False))
-        for owner, own_keys in owners.items():
+        for owner, its_keys in owners.items():
             # Requests that share a prefix have its keys more than once.
-            own = [slot_of.pop(key) for key in own_keys if key in slot_of]
+            own = [slot_of.pop(key) for key in its_keys if key in slot_of]
             self.filled(owner, np.array(own, np.int32))
 
     def filled(self, owner: Owner, slots: Slots) -> None:

@@ -173,6 +173,6 @@ class Windows:
             return {}
         return {
             "peers": float(len(peers.opened)),
-            "peer_slots": float(sum(one.num_slots for one in peers.opened)),
+            "peer_slots": float(sum(peers.opened.values())),
             "leased_slots": float(peers.num_leases),
         }

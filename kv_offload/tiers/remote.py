@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,40 +34,23 @@ DirectoryOpener = Callable[[Sequence[str]], RemoteDirectory]
 """Opens a directory. Takes the distinct prefixes of the ranks' object keys."""
 
 
-class RecentKeys:
-    """Remembers keys for `KNOWN_SECONDS` to twice as long, or less if there are too many."""
-
-    def __init__(self) -> None:
-        self._young: set[bytes] = set()
-        self._old: set[bytes] = set()
-        self._turned = time.monotonic()
-
-    def _turn(self) -> None:
-        now = time.monotonic()
-        late = now - self._turned
-        if late >= KNOWN_SECONDS or len(self._young) >= MAX_KNOWN_KEYS // 2:
-            self._old = self._young if late < 2 * KNOWN_SECONDS else set()
-            self._young, self._turned = set(), now
+class RecentKeys(OrderedDict[bytes, float]):
+    """The time until which each key is remembered, `KNOWN_SECONDS` after it was added last."""
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Add keys; those that are known stay longer."""
-        self._turn()
-        self._young.update(keys)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget keys."""
+        """Add keys, and forget those whose time is over, or more if there are too many."""
+        now = time.monotonic()
+        until = now + KNOWN_SECONDS
         for key in keys:
-            self._young.discard(key)
-            self._old.discard(key)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._young or key in self._old
+            self[key] = until
+            self.move_to_end(key)
+        while self and (len(self) > MAX_KNOWN_KEYS or next(iter(self.values())) < now):
+            self.popitem(last=False)
 
     def has(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Return for each key whether it is remembered; a mask."""
-        self._turn()
-        young, old = self._young, self._old
-        return np.array([key in young or key in old for key in keys], bool)
+        now, get = time.monotonic(), self.get
+        return np.array([get(key, -1.0) >= now for key in keys], bool)
 
 
 class RemoteTier(Tier):
@@ -154,7 +139,7 @@ class RemoteTier(Tier):
         elif answer.found is None:
             self.read_failed()
         elif generation == self._generation:  # else there was a reset meanwhile
-            self._known.add(key for key, there in zip(keys, answer.found, strict=True) if there)
+            self._known.add(compress(keys, answer.found))
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         super().next_step(oldest, now)
@@ -170,14 +155,15 @@ class RemoteTier(Tier):
 
     def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
         if move.generation == self._generation:
-            self._known.add(key for key, bad in zip(move.keys, failed, strict=True) if not bad)
+            self._known.add(compress(move.keys, (~failed).tolist()))
 
     def begin_read(self, keys: Sequence[bytes]) -> Slots:
         """See `Tier`. The store finds blocks by their names alone."""
         return np.arange(len(keys), dtype=np.int32)
 
     def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
-        self._known.discard(key for key, bad in zip(move.keys, failed, strict=True) if bad)
+        for key in compress(move.keys, failed.tolist()):
+            self._known.pop(key, None)
 
     def forget_all(self) -> bool:
         """Forget all keys, and hide from other engines what is stored from now on. See `Tier`."""

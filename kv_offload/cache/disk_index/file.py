@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shlex
 import sqlite3
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from kv_offload.cache.disk_index.contents import (
     read_contents,
     write_new,
 )
+from kv_offload.cache.seats import lock
 from kv_offload.errors import ConfigError
 
 LOCK_SECONDS = 1.0
@@ -30,27 +29,20 @@ SUFFIXES = ("", "-wal", "-shm", "-journal")
 NO_INDEX = "it has no index: it is new, or a reset or new weights emptied it"
 
 
-def lock(path: Path) -> int:
+def lock_index(path: Path) -> int:
     """Lock the lock file of `path`; return its descriptor, which holds the lock until it is closed.
 
     Raises `ConfigError` if another engine holds the lock.
     """
     file = lock_file(path)
     descriptor = os.open(file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() < end:
-                time.sleep(0.02)
-                continue
-            os.close(descriptor)
-            raise ConfigError(
-                f"{path}: another engine uses it. Give each engine its own disk.path, or stop "
-                f"the other one; `fuser {shlex.quote(str(file))}` names its process"
-            ) from error
+    if lock(descriptor, LOCK_SECONDS):
         return descriptor
+    os.close(descriptor)
+    raise ConfigError(
+        f"{path}: another engine uses it. Give each engine its own disk.path, or stop the other "
+        f"one; `fuser {shlex.quote(str(file))}` names its process"
+    )
 
 
 def lock_file(path: Path) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kv_offload.cache.disk_index.contents import GENERATION_BYTES, DiskContents, row_sum
-from kv_offload.cache.disk_index.file import end_index, lock, open_index, refused
+from kv_offload.cache.disk_index.file import end_index, lock_index, open_index, refused
 from kv_offload.cache.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class DiskIndex:
         generation = secrets.token_bytes(GENERATION_BYTES)
         new = DiskContents(description, files, num_slots, generation)
         with refused(path), contextlib.ExitStack() as opened:
-            self._lock = lock(path)
+            self._lock = lock_index(path)
             opened.callback(os.close, self._lock)
             self._database, found, self.reason = open_index(path, new)
             opened.callback(self._database.close)

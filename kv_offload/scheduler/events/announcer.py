@@ -16,7 +16,7 @@ from kv_offload.cache.prefix import CacheGroup, PrefixMap, SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.scheduler.events.records import BlockRecords, Describe, Record
-from kv_offload.scheduler.stores.candidates import Span
+from kv_offload.scheduler.stores.candidates import Span, keys_of_spans
 from kv_offload.scheduler.transfers import Transfer
 
 MAX_STORED = 1024
@@ -93,11 +93,9 @@ class Announcer:
         self, spans: Iterable[Span], keys: Sequence[SlotKey], new: Sequence[SlotKey], slots: Slots
     ) -> None:
         """Remember the blocks whose stores are planned; see `Subscribers.stores`."""
-        slot_of, at = dict(zip(new, slots.tolist(), strict=False)), 0
-        for cursor, position, first, last in spans:
-            end = at + last - first
-            self._records.remember(cursor.request, position, first, keys[at:end], slot_of)
-            at = end
+        slot_of = dict(zip(new, slots.tolist(), strict=False))
+        for cursor, position, first, own in keys_of_spans(spans, keys):
+            self._records.remember(cursor.request, position, first, own, slot_of)
 
     def promoted(
         self, request: Request, start_tokens: int, end_tokens: int, moves: Sequence[Transfer]

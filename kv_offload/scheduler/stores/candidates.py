@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from kv_offload.cache.manager import CacheManager
@@ -17,6 +18,17 @@ follows in the next steps."""
 Span: TypeAlias = tuple[StoreCursor, int, int, int]
 """Slots of one request to examine: cursor, position of the cache group, first slot and end
 (exclusive)."""
+
+
+def keys_of_spans(
+    spans: Iterable[Span], keys: Sequence[SlotKey]
+) -> Iterator[tuple[StoreCursor, int, int, Sequence[SlotKey]]]:
+    """Yield cursor, group position, first slot and keys of each span; `keys` has those of all."""
+    at = 0
+    for cursor, position, first, last in spans:
+        end = at + last - first
+        yield cursor, position, first, keys[at:end]
+        at = end
 
 
 class StoreCandidates:

@@ -17,7 +17,7 @@ from kv_offload.scheduler.observers import StoresPlanned
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
 from kv_offload.scheduler.stores.backlog import StoreBacklog
 from kv_offload.scheduler.stores.budget import PIN_STEPS, StoreBudget
-from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
+from kv_offload.scheduler.stores.candidates import Span, StoreCandidates, keys_of_spans
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
 from kv_offload.scheduler.stores.tails import StoreTails, Tail
@@ -348,13 +348,10 @@ class StorePlanner:
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
         """Retain the examined slots of the requests that hint so."""
-        at = 0
-        for cursor, _, first, last in spans:
-            end = at + last - first
+        for cursor, _, _, own in keys_of_spans(spans, keys):
             if cursor.hints.keep is not None:
-                slots = self._manager.find(keys[at:end])
+                slots = self._manager.find(own)
                 self._retention.keep(slots[slots >= 0], cursor.hints.keep)
-            at = end
 
     def _retain_known(self, cursor: StoreCursor) -> None:
         """Retain the slots that host memory has of a request: in a pause none is examined."""
