@@ -203,7 +203,7 @@ class LastingManager(CacheManager):
         apart = others[leased]
         self._running.end_stores(apart)
         self._running.start_loads(apart)
-        self._policy.discard(apart)
+        self.policy.discard(apart)
         self._index.disown(apart)
         self._leased = np.concatenate((self._leased, apart))
         return slots[:first]
@@ -234,7 +234,7 @@ class LastingManager(CacheManager):
             named = [key is not None for key in self.readable_keys(used)]
             # The beginnings of prompts, which mostly have lower slots, count as used last.
             used = used[np.array(named, bool)][::-1]
-            self._policy.use(used)
+            self.policy.use(used)
             if self.on_peer_uses is not None:
                 self.on_peer_uses(used)
 

@@ -85,7 +85,8 @@ class CacheManager:
         self.on_peer_uses: Callable[[Slots], None] | None = None
         """Set by the consumer: gets distinct slots that peers have used, the most recent last."""
         self._index = SlotIndex(num_slots)
-        self._policy = policy
+        self.policy = policy
+        """Ranks the slots. Others than this class may only count uses and ask it."""
         self.reads_runs = policy.reads_runs
         """True if the runs of offered keys are used."""
         self._running = SlotRefcounts(num_slots)  # includes orphans
@@ -172,8 +173,8 @@ class CacheManager:
         idle = self._running.start_loads(slots)
         # Some keys may be repeated, or have other readers.
         accessed = idle if len(idle) == len(slots) else distinct(slots)
-        self._policy.use(accessed[::-1])
-        self._policy.keep(idle)
+        self.policy.use(accessed[::-1])
+        self.policy.keep(idle)
         return slots
 
     def restore(self, keys: Sequence[Key], slots: Slots, end: int) -> None:
@@ -183,8 +184,8 @@ class CacheManager:
         other slots below `end` that were not given out are given out now.
         """
         self._index.restore(slots, keys, end)
-        self._policy.add(slots[::-1], keys[::-1])
-        self._policy.release(slots)
+        self.policy.add(slots[::-1], keys[::-1])
+        self.policy.release(slots)
         if self.changes is not None:
             self.changes.restored.update(slots.tolist())
             self.changes.became_readable(slots)
@@ -204,34 +205,14 @@ class CacheManager:
 
     def prepare_copy(self, slots: Slots) -> None:
         """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
-        self._policy.keep(self._running.start_loads(slots))
+        self.policy.keep(self._running.start_loads(slots))
 
     def idle(self, slots: Slots) -> NDArray[np.bool_]:
         """Return for each slot whether nothing writes it or holds it against eviction."""
         return self._running.are_idle(slots)
 
-    def use(self, slots: Slots) -> None:
-        """Count an access to distinct slots that have a key, the last of them the most recent."""
-        self._policy.use(slots)
-
     def count_peer_uses(self) -> None:
         """Count what peers have used since the last call, as loads here are counted."""
-
-    def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
-        """Return which slots with a key the policy considers worth a write to the tier below."""
-        return self._policy.should_demote(slots)
-
-    @property
-    def has_newly_demotable(self) -> bool:
-        """True if `take_newly_demotable` may have something to return."""
-        return self._policy.has_newly_demotable
-
-    def take_newly_demotable(self) -> Slots:
-        """Return slots used again since the last call, for which `should_demote` may have changed.
-
-        Takes O(num_slots), a few nanoseconds per hundred slots.
-        """
-        return self._policy.take_newly_demotable()
 
     def forget(self, slots: Slots) -> None:
         """Drop the keys of distinct slots, none of which is being stored.
@@ -239,7 +220,7 @@ class CacheManager:
         Slots that a load reads become free when it ends.
         """
         idle = self._running.are_idle(slots)
-        self._policy.discard(slots)
+        self.policy.discard(slots)
         self._index.forget(slots[idle])
         self._index.disown(slots[~idle])
         self._forget_by(slots)
@@ -254,11 +235,7 @@ class CacheManager:
     def complete_load(self, slots: Slots) -> None:
         """End one load of each slot, successful or not. Raises `MisuseError`."""
         idle = self._running.end_loads(slots)
-        self._policy.release(self._index.free_orphans(idle))
-
-    def catch_up(self) -> None:
-        """Let the policy do deferred work in a step without an access; called once a step."""
-        self._policy.catch_up()
+        self.policy.release(self._index.free_orphans(idle))
 
     def offer(
         self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
@@ -270,9 +247,9 @@ class CacheManager:
         """
         free = self._count_free(len(keys))
         parents: Sequence[int] = ()
-        if self._policy.reads_runs:
+        if self.policy.reads_runs:
             parents = self._index.parent_slots(runs)
-        worth = self._policy.admit(keys, runs, free, parents)
+        worth = self.policy.admit(keys, runs, free, parents)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]
         return self._give_slots(keys, along), worth
@@ -301,23 +278,23 @@ class CacheManager:
         if len(along):
             along = distinct(along)
             guarded = along[self._running.are_idle(along)]
-            self._policy.keep(guarded)
+            self.policy.keep(guarded)
         slots = self._take_slots(keys)
         self._running.start_stores(slots)
         if len(along):
-            self._policy.use(along[::-1])
-            self._policy.release(guarded)
+            self.policy.use(along[::-1])
+            self.policy.release(guarded)
         return slots
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Give slots to the first of `keys`: free slots, then the slots of evicted keys."""
         free = self._index.take_free(keys)
         if len(free):
-            self._policy.add(free, keys[: len(free)])
+            self.policy.add(free, keys[: len(free)])
             keys = keys[len(free) :]
         if not len(keys):
             return free
-        victims = self._policy.replace(keys)
+        victims = self.policy.replace(keys)
         self._index.replace(victims, keys[: len(victims)])
         self.evictions += len(victims)
         self._forget_by(victims)
@@ -331,13 +308,13 @@ class CacheManager:
         self._running.end_stores(slots)
         owned = self._index.free_orphans(slots)
         if ok:
-            self._policy.release(owned)
+            self.policy.release(owned)
             self.stored_slots += len(owned)
             if self.changes is not None:
                 self.changes.became_readable(owned)
         else:
             self._index.forget(owned)
-            self._policy.discard(owned)
+            self.policy.discard(owned)
 
     def reset(self) -> None:
         """Drop all keys; slots of a running load or store stay in use until it completes.
@@ -347,7 +324,7 @@ class CacheManager:
         self.forgotten += 1
         self._forgotten_at[: self._index.given_out] = self.forgotten
         self._index.clear(self._running.busy(self._index.given_out))
-        self._policy.clear()
+        self.policy.clear()
         if self.changes is not None:
             self.changes.lost(None)
 
@@ -356,7 +333,7 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        for part in (self._policy, self._index, self._running):
+        for part in (self.policy, self._index, self._running):
             part.check_integrity()
         running = {*np.flatnonzero(self._running.busy(self.num_slots)).tolist()}
         owned = {slot for _, slot in self._index.items()}
@@ -364,4 +341,4 @@ class CacheManager:
         assert orphans <= running, "an orphan has no running operation"
         assert running <= owned | orphans, "a busy slot has no key and is no orphan"
         held = {slot: slot in running for slot in owned}
-        assert self._policy.resident() == held, "what the policy ranks or holds is wrong"
+        assert self.policy.resident() == held, "what the policy ranks or holds is wrong"

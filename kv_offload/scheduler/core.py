@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kv_offload.cache.lasting import LastingManager
 from kv_offload.cache.manager import CacheManager
@@ -15,9 +16,9 @@ from kv_offload.engine import BlockPool
 from kv_offload.scheduler.events.announcer import Announcer
 from kv_offload.scheduler.loads.costs import LoadCosts
 from kv_offload.scheduler.loads.lookups import Lookups
-from kv_offload.scheduler.observers import Observers, Subscribers
+from kv_offload.scheduler.observers import CLOSE_SECONDS, Observers, Subscribers
 from kv_offload.scheduler.quotas import Quotas
-from kv_offload.scheduler.request import RequestTable, never
+from kv_offload.scheduler.request import Hit, RequestTable, TrackedRequest, never
 from kv_offload.scheduler.spans import Spans
 from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.timing import StepWatch
@@ -91,22 +92,44 @@ class Core:
         self.subscribers = self._make_subscribers(observers, has_tier=has_tier)
 
     def _make_subscribers(self, observers: Observers, *, has_tier: bool) -> Subscribers:
-        subscribers, prefixes = Subscribers(), self.prefixes
-        subscribers.emptied.append(self.lookups.emptied)
+        to, prefixes, count = Subscribers(), self.prefixes, self.statistics.count
+        to.emptied.append(self.lookups.emptied)
         if self.config.max_share_per_salt < 1:
-            share = self.config.max_share_per_salt
-            self.quotas = Quotas(self.manager, share, self.statistics.count)
-            subscribers.add_quotas(self.quotas)
+            quotas = self.quotas = Quotas(self.manager, self.config.max_share_per_salt, count)
+            to.stores.append(quotas.stores_planned)
+            to.tails.append(quotas.stores_planned)
+            to.promotions.append(quotas.promoted)
+            to.load_end.append(quotas.load_ended)
+            to.emptied.append(quotas.clear)
         if observers.describe is not None:
-            self.announcer = Announcer(self.manager, prefixes, observers.describe)
-            subscribers.add_announcer(self.announcer)
+            announcer = self.announcer = Announcer(self.manager, prefixes, observers.describe)
+            to.stores.append(announcer.stores_planned)
+            to.promotions.append(announcer.promoted)
+            to.follow(announcer)
         if observers.report_span is not None:
-            subscribers.add_spans(Spans(observers.report_span))
+            spans = Spans(observers.report_span)
+            to.lookup.append(spans.asked)
+            to.admission.append(spans.admitted)
+            to.load_end.append(spans.load_ended)
         if MissRatioCurve.can_estimate(prefixes):
-            num_slots, count = self.slots.num_slots, self.statistics.count
+            num_slots = self.slots.num_slots
             estimates = MissRatioCurve(self.config, prefixes, num_slots, count, with_tier=has_tier)
-            subscribers.add_other_sizes(estimates)
-        if observers.recorder is not None:
+            to.admission.append(partial(_count_in, estimates))
+            to.request_end.append(estimates.ended)
+            to.emptied.append(estimates.reset)
+            to.work.append(lambda idle: estimates.work(idle=idle))
+            to.has_work.append(lambda idle: idle and estimates.has_turns)
+        if (recorder := observers.recorder) is not None:
             hash_block_tokens = self.engine.pool.hash_block_size
-            subscribers.add_recorder(observers.recorder, hash_block_tokens, self.statistics)
-        return subscribers
+            to.request_end.append(lambda request, _: recorder.record(request, hash_block_tokens))
+            to.work.append(lambda _: count("trace_errors", recorder.take_errors()))
+            to.close.append(partial(recorder.close, CLOSE_SECONDS))
+        return to
+
+
+def _count_in(
+    estimates: MissRatioCurve, tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int
+) -> None:
+    if hit is not None and hit.decision is not None:
+        found_tokens = loaded_tokens + hit.declined_tokens
+        estimates.admitted(tracked.request, hit.start_tokens, found_tokens)

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slots import Slots
 from kv_offload.engine import Request
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 from kv_offload.scheduler.events.announcer import Announcement, Announcer
 from kv_offload.scheduler.events.records import Describe
-from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import Hit, TrackedRequest
-from kv_offload.scheduler.spans import ReportSpan, Spans
-from kv_offload.scheduler.statistics import Statistics
+from kv_offload.scheduler.spans import ReportSpan
 from kv_offload.scheduler.stores.candidates import Span
 from kv_offload.scheduler.transfers import Transfer
-from kv_offload.simulation.miss_ratio_curve import MissRatioCurve
 from kv_offload.simulation.trace_recorder import TraceRecorder
 
 CLOSE_SECONDS = 5.0
@@ -82,19 +77,9 @@ class Subscribers:
         self.reports: list[Callable[[OffloadWorkerMetadata], None]] = []
         self.close: list[Callable[[], None]] = []
 
-    def add_announcer(self, announcer: Announcer) -> None:
-        """Announce blocks of host memory to routers."""
-        self.stores.append(announcer.stores_planned)
-        self.promotions.append(announcer.promoted)
-        self._follow(announcer)
+    def follow(self, announcer: Announcer) -> None:
+        """Announce blocks of host memory, or of a tier, to routers."""
 
-    def add_announcer_below(self, above: Announcer, manager: CacheManager, tier: str) -> None:
-        """Announce blocks of a tier to routers; `above` does those of host memory."""
-        announcer = above.below(manager, tier)
-        self.demotions.append(partial(announcer.demoted, above))
-        self._follow(announcer)
-
-    def _follow(self, announcer: Announcer) -> None:
         def admitted(tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
             if hit is not None:
                 announcer.learn(tracked.request, hit.start_tokens + loaded_tokens)
@@ -103,44 +88,3 @@ class Subscribers:
         self.engine_reset.append(announcer.engine_was_reset)
         self.has_work.append(lambda _idle: announcer.has_more)
         self.announcements.append(announcer.take)
-
-    def add_quotas(self, quotas: Quotas) -> None:
-        """Bound what one tenant takes of host memory."""
-        self.stores.append(quotas.stores_planned)
-        self.tails.append(quotas.stores_planned)
-        self.promotions.append(quotas.promoted)
-        self.load_end.append(quotas.load_ended)
-        self.emptied.append(quotas.clear)
-
-    def add_quotas_below(self, above: Quotas, quotas: Quotas) -> None:
-        """Bound what one tenant takes of a tier; `above` does so of host memory."""
-        self.demotions.append(partial(quotas.demoted, above))
-        self.promotions.append(quotas.promoted)
-
-    def add_spans(self, spans: Spans) -> None:
-        """Report lookups and loads to a tracer."""
-        self.lookup.append(spans.asked)
-        self.admission.append(spans.admitted)
-        self.load_end.append(spans.load_ended)
-
-    def add_recorder(
-        self, recorder: TraceRecorder, hash_block_tokens: int, statistics: Statistics
-    ) -> None:
-        """Record requests that end."""
-        self.request_end.append(lambda request, _: recorder.record(request, hash_block_tokens))
-        self.work.append(lambda _: statistics.count("trace_errors", recorder.take_errors()))
-        self.close.append(partial(recorder.close, CLOSE_SECONDS))
-
-    def add_other_sizes(self, estimates: MissRatioCurve) -> None:
-        """Estimate the hits of caches of other sizes."""
-
-        def admitted(tracked: TrackedRequest, hit: Hit | None, loaded_tokens: int) -> None:
-            if hit is not None and hit.decision is not None:
-                found_tokens = loaded_tokens + hit.declined_tokens
-                estimates.admitted(tracked.request, hit.start_tokens, found_tokens)
-
-        self.admission.append(admitted)
-        self.request_end.append(estimates.ended)
-        self.emptied.append(estimates.reset)
-        self.work.append(lambda idle: estimates.work(idle=idle))
-        self.has_work.append(lambda idle: idle and estimates.has_turns)

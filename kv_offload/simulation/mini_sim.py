@@ -120,7 +120,7 @@ class MiniSim:
                 parent = keys[end - 1] if end else None
                 runs.append(Run(len(new) - before, prompt_tokens, parent=parent))
         if used:
-            manager.use(distinct(np.array(used, np.int32))[::-1])
+            manager.policy.use(distinct(np.array(used, np.int32))[::-1])
         if new or along:
             known = np.array(along, np.int32) if along else NO_SLOTS
             stored, _ = manager.offer([*new], runs, known)

@@ -69,13 +69,13 @@ class Demoter:
 
     @property
     def _any_newly_demotable(self) -> bool:
-        return not self._tier.is_shared and self._host.has_newly_demotable
+        return not self._tier.is_shared and self._host.policy.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
         """Plan the writes of a step, more where the engine is idle; `sharing_ranks` share each."""
         now = time.monotonic()
         if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
-            self.offer(self._host.take_newly_demotable())
+            self.offer(self._host.policy.take_newly_demotable())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return
         slots_per_second = self._rank_slots_per_second * sharing_ranks
@@ -115,7 +115,7 @@ class Demoter:
         """
         host, tier = self._host, self._tier
         if not tier.is_shared:  # else another engine may use the blocks next
-            slots = slots[host.should_demote(slots)]
+            slots = slots[host.policy.should_demote(slots)]
         found = [
             (key, slot)
             for key, slot in zip(host.readable_keys(slots), slots.tolist(), strict=True)

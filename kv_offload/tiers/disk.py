@@ -100,7 +100,7 @@ class DiskTier(Tier):
         slots = self.manager.find(keys)
         below = slots[slots >= 0]
         if len(below):
-            self.manager.use(below)
+            self.manager.policy.use(below)
             self.index.use(below)
         new = np.flatnonzero(slots < 0).tolist()
         given = self.manager.prepare_store([keys[row] for row in new]) if new else NO_SLOTS

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kv_offload.cache.slots import Slots
 from kv_offload.messages import OffloadWorkerMetadata, TierCapacity, WorkerCapacity
@@ -69,13 +70,17 @@ class LowerTiers:
             self.tiers[tier.name] = tier
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
             if (manager := tier.manager) is not None:
+                to = core.subscribers
                 if core.announcer is not None:
-                    core.subscribers.add_announcer_below(core.announcer, manager, tier.name)
+                    announcer = core.announcer.below(manager, tier.name)
+                    to.demotions.append(partial(announcer.demoted, core.announcer))
+                    to.follow(announcer)
                 if core.quotas is not None:
                     share, count = core.config.max_share_per_salt, core.statistics.count
                     quotas = Quotas(manager, share, count, tier.name, tier.evict)
                     self._quotas[tier.name] = quotas
-                    core.subscribers.add_quotas_below(core.quotas, quotas)
+                    to.demotions.append(partial(quotas.demoted, core.quotas))
+                    to.promotions.append(quotas.promoted)
             if spec.keep_on_reset:
                 self._kept_on_reset.add(tier.name)
         self.promoter = Promoter(core, self.tiers)

@@ -99,7 +99,7 @@ class StorePlanner:
         for tail in self._tails.take():
             self._store_tail(tail)
         self._pin_chosen()
-        self._manager.catch_up()
+        self._manager.policy.catch_up()
         self.backlog.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:

@@ -121,9 +121,9 @@ def test_what_waits_is_taken_in_by_a_step_without_an_access():
     for new in (["first"], range(enough)):  # the first eviction takes in what is stored
         keys = [b"new %a" % key for key in new]
         manager.complete_store(manager.offer(keys, [Run(len(keys), 100)])[0])
-    manager.catch_up()
+    manager.policy.catch_up()
     assert len(policy._history) == 0, "its step has work enough"
-    manager.catch_up()
+    manager.policy.catch_up()
     assert len(policy._history) > enough * 0.9
     manager.check_integrity()
 
@@ -285,7 +285,9 @@ def test_many_new_keys_in_a_row_are_stored_until_a_known_one_comes():
         stored.append(len(slots))
     assert stored == [0, 0] + 6 * [MIN_NEW // 2]
     assert manager.readable(keys[4096 + MIN_NEW : 4096 + 4 * MIN_NEW]).all()
-    manager.use(np.array(manager.slot_numbers(keys[4096 + MIN_NEW : 4097 + MIN_NEW]), np.int32))
+    manager.policy.use(
+        np.array(manager.slot_numbers(keys[4096 + MIN_NEW : 4097 + MIN_NEW]), np.int32)
+    )
     assert policy._rivals.density_leads
     policy._density.new[:] = 0.0
     slots, _ = manager.offer(keys[6000:6010], [Run(10, 100)])
@@ -603,18 +605,18 @@ def test_what_was_used_once_is_mostly_not_worth_a_write_and_what_was_used_again_
     kept = manager.readable_slots()
     hot = np.array([slot for key, slot in kept.items() if key.startswith(b"hot")], np.int32)
     cold = np.array([slot for key, slot in kept.items() if not key.startswith(b"hot")], np.int32)
-    assert manager.should_demote(hot).mean() > 0.9
-    assert manager.should_demote(cold).mean() < 0.1
+    assert manager.policy.should_demote(hot).mean() > 0.9
+    assert manager.policy.should_demote(cold).mean() < 0.1
 
 
 def test_slots_that_were_used_again_are_told_once():
     manager = CacheManager(AutoPolicy(8))
     manager.complete_store(manager.prepare_store([b"a", b"b"]))
-    assert manager.take_newly_demotable().tolist() == []
-    assert not manager.has_newly_demotable
+    assert manager.policy.take_newly_demotable().tolist() == []
+    assert not manager.policy.has_newly_demotable
     manager.complete_load(manager.prepare_load([b"b"]))
-    assert manager.take_newly_demotable().tolist() == manager.slot_numbers([b"b"])
-    assert manager.take_newly_demotable().tolist() == []
+    assert manager.policy.take_newly_demotable().tolist() == manager.slot_numbers([b"b"])
+    assert manager.policy.take_newly_demotable().tolist() == []
 
 
 def test_entries_of_hot_slots_do_not_pile_up():
@@ -623,7 +625,7 @@ def test_entries_of_hot_slots_do_not_pile_up():
     slots = manager.prepare_store(keys)
     manager.complete_store(slots)
     for _ in range(60):
-        manager.use(slots)
+        manager.policy.use(slots)
     manager.check_integrity()
 
 
@@ -633,9 +635,9 @@ def test_what_is_used_once_an_epoch_outlives_all_ages_and_what_is_not_is_still_e
     manager = CacheManager(policy)
     manager.complete_store(manager.prepare_store([b"old", b"used"]))
     for _ in range(MIN_EPOCH + 1):
-        manager.use(np.full(1, 1, np.int32))
+        manager.policy.use(np.full(1, 1, np.int32))
     for epoch in range(AGES + 50):
-        manager.use(np.full(1, 1, np.int32))
+        manager.policy.use(np.full(1, 1, np.int32))
         new = [b"%d %d" % (epoch, at) for at in range(MIN_EPOCH)]
         slots, _ = manager.offer(new, [Run(MIN_EPOCH, 100)])
         manager.complete_store(slots)
