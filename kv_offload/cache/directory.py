@@ -15,14 +15,11 @@ an entry names a key only while the slot holds all bytes of that key:
   of 1 in 2^64.
 - No two publications share a version, so an entry with the same sum is still the same entry.
 
-A byte of the leases is not 0 while the engine with that seat may read the slot. `withdraw` clears
-the sum and then looks at the leases; a reader sets its byte and then looks at the sum
-(`kv_offload.cache.peers`). So one of them sees the other.
-
-The index (`kv_offload.cache.key_index`) is only a hint to where a key may be; the entry decides. A
-mark records that a peer has used a slot; the last mark records that some other mark is set. Any
-value in them is harmless: it only changes which block the owner evicts next.
-docs/design/host_pool.md has the argument.
+A byte of the leases is not 0 while the engine with that seat may read the slot
+(`kv_offload.cache.peers`). The index (`kv_offload.cache.key_index`) is only a hint to where a key
+may be; the entry decides. A mark records that a peer has used a slot; the last mark records that
+some other mark is set. Any value in them is harmless: it only changes which block the owner evicts
+next. docs/design/host_pool.md has the argument.
 """
 
 from __future__ import annotations
@@ -200,10 +197,7 @@ class Contents:
         return have
 
     def mark(self, slots: Slots) -> None:
-        """Mark a use of slots, which the owner counts when it evicts.
-
-        Any process may call this at any time.
-        """
+        """Mark a use of slots, which the owner counts when it evicts. For any process."""
         self.marks[slots] = 1
         order_memory()
         self.marks[-1] = 1

@@ -14,8 +14,6 @@ because a job may complete piece by piece.
 
 Python code runs per key only where a key is given a slot: a prompt has thousands of blocks.
 
-`MisuseError` means that a completed load or store was not running; nothing is changed.
-
 Not thread safe: one scheduler owns it. All operations except `reset` take O(1) amortised time per
 key, without a pause to reorganise.
 """

@@ -13,9 +13,7 @@ of used slots, and the leases of this one. A slot of another engine is read betw
 So one of both sees the other. No two publications have the same sum, so an unchanged sum means that
 the slot had the key all the time, and has it until the lease ends. This holds at whatever
 instruction owner or reader stop or end. A reader that has ended is known by the lock of its seat
-(`READER`): then the owner ends its leases.
-
-docs/design/host_pool.md has the argument.
+(`READER`): then the owner ends its leases. docs/design/host_pool.md has the argument.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 The file is only an index: each record on the disk names its block and is verified when it is read.
 So the file may lag behind, and a wrong entry costs one read of the disk.
-
-- `index`: the interface for the scheduler, and the thread that writes.
-- `file`: opening, locking, creating and refusing the file, whose format is in `contents`.
 """
 
 from kv_offload.cache.disk_index.index import DiskIndex
