@@ -50,7 +50,7 @@ from kv_offload.cache.key_index import (
     same_words,
 )
 from kv_offload.cache.seats import lock
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
 
 DIRECTORY = "directory"
 MAGIC = b"kvpool-4"
@@ -157,9 +157,9 @@ class Contents:
         """True if no entry is valid, whatever it says."""
         return bool(self.header["is_retired"])
 
-    def has_leases(self, slots: Slots) -> NDArray[np.bool_]:
+    def has_leases(self, slots: Slots) -> Mask:
         """Return for each slot whether some reader may read it; takes a cache line per slot."""
-        leased: NDArray[np.bool_] = (self.leases.view("<u8")[slots] != 0).any(axis=1)
+        leased: Mask = (self.leases.view("<u8")[slots] != 0).any(axis=1)
         return leased
 
     @property
@@ -178,7 +178,7 @@ class Contents:
         fits = self.fits(slots, part[named], generation)
         return slots[fits], [*compress(Names.of_words(part["name"][named]).keys(), fits.tolist())]
 
-    def fits(self, slots: Slots, read: NDArray[np.void], generation: bytes) -> NDArray[np.bool_]:
+    def fits(self, slots: Slots, read: NDArray[np.void], generation: bytes) -> Mask:
         """Return for each entry in `read` whether its sum matches its contents."""
         text, step = np.ascontiguousarray(read["name"]).tobytes(), 8 * NAME_WORDS
         columns = slots.tolist(), read["version"].tolist(), read["sum"].tolist()
@@ -188,12 +188,10 @@ class Contents:
         ]
         return np.array(fits, bool)
 
-    def have(
-        self, slots: NDArray[np.signedinteger], words: NDArray[np.uint64]
-    ) -> NDArray[np.bool_]:
+    def have(self, slots: NDArray[np.signedinteger], words: NDArray[np.uint64]) -> Mask:
         """Return for each slot whether its entry has the name in `words`; sums are not verified."""
         entries = self._words.take(slots, axis=0)
-        have: NDArray[np.bool_] = same_words(entries[:, -NAME_WORDS:], words) & (entries[:, 0] != 0)
+        have: Mask = same_words(entries[:, -NAME_WORDS:], words) & (entries[:, 0] != 0)
         return have
 
     def mark(self, slots: Slots) -> None:
@@ -259,7 +257,7 @@ class Directory:
         order_memory()
         self._contents.index.remove(slots, Names.of_words(entries["name"][slots]).hashes)
 
-    def are_leased(self, slots: Slots) -> NDArray[np.bool_]:
+    def are_leased(self, slots: Slots) -> Mask:
         """Return for each withdrawn slot whether some reader may still read it."""
         leased = self._contents.has_leases(slots)
         for former in self._former:

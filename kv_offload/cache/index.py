@@ -17,9 +17,8 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
 
 RUN_SLOTS = 16
 """Number of keys that one lookup finds if their slots are consecutive. Otherwise each key takes
@@ -217,7 +216,7 @@ class SlotIndex:
         others: Slots = slots[owned]
         return others
 
-    def clear(self, busy: NDArray[np.bool_]) -> None:
+    def clear(self, busy: Mask) -> None:
         """Drop all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
         self.num_orphans = int(busy.sum())
         self._slot_of = KeyMap(self.num_slots)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import Mask, Slots
 
 NAME_WORDS = 5
 KEY_BYTES = 8 * NAME_WORDS - 1
@@ -76,9 +76,9 @@ class Names(NamedTuple):
         return [text[at + 1 : at + max(1, text[at])] for at in range(0, len(text), step)]
 
 
-def same_words(words: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def same_words(words: NDArray[np.uint64], others: NDArray[np.uint64]) -> Mask:
     """Return for each name whether it is the other one's, both `(n, NAME_WORDS)`."""
-    same: NDArray[np.bool_] = reduce(np.bitwise_or, (words ^ others).T) == 0
+    same: Mask = reduce(np.bitwise_or, (words ^ others).T) == 0
     return same
 
 

@@ -11,7 +11,6 @@ from itertools import compress
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.directory import SLOT_BYTES, Directory
 from kv_offload.cache.manager import CacheManager
@@ -19,7 +18,7 @@ from kv_offload.cache.peer_slots import PeerSlots
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.seats import READER, lock_file
 from kv_offload.cache.slot_refcounts import distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, Run, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Run, Runs, Slots
 from kv_offload.errors import CapacityError
 from kv_offload.messages import WINDOW_BITS
 
@@ -105,9 +104,9 @@ class LastingManager(CacheManager):
         self.restore([keys[row] for row in rows], slots[rows], usable_slots)
         self.adopted_slots += len(rows)
 
-    def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[Key]) -> Mask:
         """See `CacheManager`. A key that a peer seems to have must be reserved before its load."""
-        ask: list[Callable[[Sequence[Key]], NDArray[np.bool_]]] = [super().readable]
+        ask: list[Callable[[Sequence[Key]], Mask]] = [super().readable]
         if self.peers is not None and self.peers.opened and len(keys):
             # Whoever has the first of them has most of them.
             ask.insert(keys[0] in self, self.peers.look_up)
@@ -117,7 +116,7 @@ class LastingManager(CacheManager):
                 found[~found] = other(_of(keys, ~found))
         return found
 
-    def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+    def lacks(self, keys: Sequence[Key]) -> Mask:
         """See `CacheManager`. A key that a peer seems to have is not lacking."""
         lacking = super().lacks(keys)
         if self.peers is not None and lacking.any():
@@ -162,9 +161,7 @@ class LastingManager(CacheManager):
         """See `CacheManager`. A key of a peer, whose slot here is -1, may be gone at any time."""
         return bool((slots >= 0).all()) and super().keep_their_keys(slots, since)
 
-    def offer(
-        self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
-    ) -> tuple[Slots, NDArray[np.bool_]]:
+    def offer(self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS) -> tuple[Slots, Mask]:
         """See `CacheManager`. A key that a peer has is not worth a slot."""
         wanted = np.ones(len(keys), bool)
         if self.peers is not None:
@@ -192,7 +189,7 @@ class LastingManager(CacheManager):
             self.directory.use(distinct(along)[::-1])
         return slots
 
-    def _set_apart(self, slots: Slots, leased: NDArray[np.bool_]) -> Slots:
+    def _set_apart(self, slots: Slots, leased: Mask) -> Slots:
         """Keep leased slots, which were just given to keys, until no peer reads them.
 
         Returns the slots before the first of them; the keys of the others get none.
@@ -273,12 +270,12 @@ class LastingManager(CacheManager):
             self._directory.close()
 
 
-def _of(keys: Sequence[Key], wanted: NDArray[np.bool_]) -> list[Key]:
+def _of(keys: Sequence[Key], wanted: Mask) -> list[Key]:
     """Return the wanted keys."""
     return [*keys] if wanted.all() else [*compress(keys, wanted.tolist())]
 
 
-def _runs_of(runs: Runs, wanted: NDArray[np.bool_]) -> list[Run]:
+def _runs_of(runs: Runs, wanted: Mask) -> list[Run]:
     """Return the runs of the wanted keys; a run that contains other keys is split."""
     parts, first = [], 0
     for run in runs:

@@ -26,12 +26,11 @@ from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.index import SlotIndex
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.slot_refcounts import SlotRefcounts, distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, MissingKeyError, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, MissingKeyError, Runs, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +128,13 @@ class CacheManager:
         """Return the slot of each key as an array; faster than `slot_numbers` for many keys."""
         return self._index.find(keys)
 
-    def readable(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[Key]) -> Mask:
         """Return for each key whether it can be loaded now. Changes nothing, not even recency."""
         return self.holds(self._index.find(keys))
 
-    def lacks(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+    def lacks(self, keys: Sequence[Key]) -> Mask:
         """Return for each key whether it must be read from a lower tier. Changes nothing."""
-        lacking: NDArray[np.bool_] = self._index.find(keys) < 0
+        lacking: Mask = self._index.find(keys) < 0
         return lacking
 
     def reserve(self, keys: Sequence[Key]) -> bool:
@@ -146,7 +145,7 @@ class CacheManager:
         """Return those of a load's slots that are in this engine's memory."""
         return slots
 
-    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+    def holds(self, slots: Slots) -> Mask:
         """Return for each slot of `find` whether its key can be loaded from it now."""
         # A missing key has slot -1, which indexes the last slot; the second term excludes it.
         return self._running.not_written(slots) & (slots >= 0)
@@ -205,7 +204,7 @@ class CacheManager:
         """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
         self.policy.keep(self._running.start_loads(slots))
 
-    def idle(self, slots: Slots) -> NDArray[np.bool_]:
+    def idle(self, slots: Slots) -> Mask:
         """Return for each slot whether nothing writes it or holds it against eviction."""
         return self._running.are_idle(slots)
 
@@ -235,9 +234,7 @@ class CacheManager:
         idle = self._running.end_loads(slots)
         self.policy.release(self._index.free_orphans(idle))
 
-    def offer(
-        self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS
-    ) -> tuple[Slots, NDArray[np.bool_]]:
+    def offer(self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS) -> tuple[Slots, Mask]:
         """Call `prepare_store` for those of `keys` that the policy finds worth a slot.
 
         `runs` groups the keys by prompt, in order; required if the policy `reads_runs`. Returns the

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.key_index import NAME_WORDS, Names, candidates
 from kv_offload.cache.peers import PeerDirectories, PeerDirectory
-from kv_offload.cache.slots import NO_SLOTS, MissingKeyError, Slots
+from kv_offload.cache.slots import NO_SLOTS, Mask, MissingKeyError, Slots
 from kv_offload.messages import WINDOW_BITS, peer_slots
 
 LOST_SECONDS = 30.0
@@ -50,7 +50,7 @@ class Found:
         self.words = np.concatenate((self.words, words))
         self.are_leased = np.append(self.are_leased, np.zeros(len(keys), bool))
 
-    def rows_of(self, keys: Sequence[bytes], allowed: NDArray[np.bool_]) -> NDArray[np.intp]:
+    def rows_of(self, keys: Sequence[bytes], allowed: Mask) -> NDArray[np.intp]:
         """Return for each key one of the `allowed` rows that it has, -1 if it has none."""
         first = self._begins.get(keys[0], 0)
         end = first + len(keys)
@@ -124,13 +124,13 @@ class PeerSlots:
             found[[key in self._lost for key in keys]] = -1
         return found
 
-    def look_up(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def look_up(self, keys: Sequence[bytes]) -> Mask:
         """Return for each key whether a peer seems to have it; `reserve` may be called for it."""
         if not self.opened:
             return np.zeros(len(keys), bool)
         names = Names.of(keys)
         slots = self._find(keys, names)
-        has: NDArray[np.bool_] = slots >= 0
+        has: Mask = slots >= 0
         if has.all():
             self._found.add(keys, slots, names.words)
         elif has.any():

@@ -40,7 +40,7 @@ from kv_offload.cache.directory import (
 )
 from kv_offload.cache.seats import READER, find_seats, lock_file, seat_number
 from kv_offload.cache.slot_refcounts import SlotRefcounts
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import Mask, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class PeerDirectory:
         contents = self.contents
         return 0 if contents.is_retired else int(contents.header["usable_slots"])
 
-    def lease(self, slots: Slots, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def lease(self, slots: Slots, words: NDArray[np.uint64]) -> Mask:
         """Lease distinct slots in which keys were found, whose names have these `words`.
 
         Returns which of them have these keys, and do so until `release`.
@@ -111,7 +111,7 @@ class PeerDirectory:
         order_memory()
         sums = entries["sum"][slots]
         order_memory()
-        good: NDArray[np.bool_] = (sums != 0) & contents.have(slots, words)
+        good: Mask = (sums != 0) & contents.have(slots, words)
         self._leases[slots] = 1
         order_memory()
         good &= entries["sum"][slots] == sums

@@ -14,13 +14,13 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.slots import MissingKeyError
+from kv_offload.cache.slots import Mask, MissingKeyError
 from kv_offload.errors import UnsupportedError
 
 SlotKey = bytes
 KeyMaker = Callable[[bytes, int], bytes]
 """vLLM's `make_block_hash_with_group_id`, which makes a key of vLLM's own pool."""
-Readable = Callable[[Sequence[SlotKey]], NDArray[np.bool_]]
+Readable = Callable[[Sequence[SlotKey]], Mask]
 """Returns for each key whether host memory can serve it."""
 
 FIRST_LOOKUP_SLOTS, LOOKUP_GROWTH = 8, 4
@@ -413,7 +413,7 @@ class PrefixMap:
 
     def _present(
         self, group: CacheGroup, hashes: Sequence[bytes], readable: Readable, slots: range
-    ) -> NDArray[np.bool_]:
+    ) -> Mask:
         """Return for each slot whether it is readable; a slot without a hash is not."""
         keys = self.slot_keys(hashes, group, slots.start, slots.stop)
         present = readable(keys)

@@ -6,9 +6,8 @@ Any number of loads may read a slot at once, or one store writes it.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kv_offload.cache.slots import MisuseError, Slots
+from kv_offload.cache.slots import Mask, MisuseError, Slots
 
 WRITTEN = -1
 """Replaces the number of readers while a store writes the slot."""
@@ -69,19 +68,19 @@ class SlotRefcounts:
             )
         self._readers[slots] = 0
 
-    def not_written(self, slots: Slots) -> NDArray[np.bool_]:
+    def not_written(self, slots: Slots) -> Mask:
         """Return for each slot whether no store is writing it."""
-        not_written: NDArray[np.bool_] = self._readers[slots] != WRITTEN
+        not_written: Mask = self._readers[slots] != WRITTEN
         return not_written
 
-    def are_idle(self, slots: Slots) -> NDArray[np.bool_]:
+    def are_idle(self, slots: Slots) -> Mask:
         """Return for each slot whether it is neither read nor written."""
-        idle: NDArray[np.bool_] = self._readers[slots] == 0
+        idle: Mask = self._readers[slots] == 0
         return idle
 
-    def busy(self, count: int) -> NDArray[np.bool_]:
+    def busy(self, count: int) -> Mask:
         """Return for each of the first `count` slots whether it is read or written."""
-        busy: NDArray[np.bool_] = self._readers[:count] != 0
+        busy: Mask = self._readers[:count] != 0
         return busy
 
     def check_integrity(self) -> None:

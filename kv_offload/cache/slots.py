@@ -16,6 +16,9 @@ Key: TypeAlias = bytes
 Slots: TypeAlias = NDArray[np.int32]
 """Slot numbers, shape `(n,)`. Arrays, because a prompt has thousands of blocks."""
 
+Mask: TypeAlias = NDArray[np.bool_]
+"""One truth value for each of some keys or slots, shape `(n,)`."""
+
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
 from kv_offload.engine import BlockPool
 from kv_offload.messages import (
     LoadJob,
@@ -97,7 +96,7 @@ class Transfer:
         return self.kind is Kind.STORE and not self.unpinned_early
 
     @property
-    def failed(self) -> NDArray[np.bool_]:
+    def failed(self) -> Mask:
         """Mask over `slots`: True where the copy failed on some rank."""
         failed = np.zeros(len(self.slots), bool)
         failed[list(self.failed_rows)] = True

@@ -8,11 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kv_offload.cache.manager import CacheManager
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import Mask, Slots
 from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.timing import CopyRate
 from kv_offload.scheduler.transfers import Kind, Transfer
@@ -120,7 +117,7 @@ class Tier(ABC):
         """Prefix of every block's name; changes with `forget_all`."""
 
     @abstractmethod
-    def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[bytes]) -> Mask:
         """Return which keys the tier is known to have, a mask; also while it may not be read."""
 
     @abstractmethod
@@ -142,7 +139,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def end_write(self, move: Transfer, failed: Mask) -> None:
         """Act on the end of a write; `failed` masks the keys that the tier has not."""
 
     @abstractmethod
@@ -150,7 +147,7 @@ class Tier(ABC):
         """Return the places of readable keys, which are held until `end_read`."""
 
     @abstractmethod
-    def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def end_read(self, move: Transfer, failed: Mask) -> None:
         """Act on the end of a read; `failed` masks the keys whose blocks were not as expected."""
 
     @abstractmethod

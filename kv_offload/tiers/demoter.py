@@ -7,9 +7,8 @@ import time
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import Mask, Slots
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
@@ -135,7 +134,7 @@ class Demoter:
         self.running_slots += len(held)
         self._saved_slots -= len(held)
 
-    def ended(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def ended(self, move: Transfer, failed: Mask) -> None:
         """Act on the end of a demotion; `failed` masks the slots that were not written."""
         self.running_slots -= len(move.slots)
         self._host.complete_load(move.slots)

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.disk_index import DiskIndex
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
 from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import Tier
@@ -86,7 +85,7 @@ class DiskTier(Tier):
     def generation(self) -> bytes:
         return self.index.generation
 
-    def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[bytes]) -> Mask:
         return self.manager.readable(keys)
 
     def may_have(self, key: bytes) -> bool:
@@ -109,7 +108,7 @@ class DiskTier(Tier):
             self.index.remove(given)
         return new[: len(given)], given
 
-    def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def end_write(self, move: Transfer, failed: Mask) -> None:
         # After a reset the manager does not know these keys, or has them in other slots.
         known = self.manager.find(move.keys) == move.tier_slots
         bad = known & failed & (move.outcome is Outcome.FAILED)
@@ -125,7 +124,7 @@ class DiskTier(Tier):
         """Pin the slots of keys against eviction."""
         return self.manager.prepare_load(keys)
 
-    def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def end_read(self, move: Transfer, failed: Mask) -> None:
         """Forget blocks that were not what their names say, or could not be read."""
         self.manager.complete_load(move.tier_slots)
         # After a reset the manager does not know these keys, or has them in other slots.

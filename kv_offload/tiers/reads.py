@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import SlotKey
+from kv_offload.cache.slots import Mask
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
@@ -118,7 +119,7 @@ class Reads:
         for transfer in read.transfers:
             self._running[transfer].append(read)
 
-    def ended(self, transfer: Transfer, failed: NDArray[np.bool_]) -> None:
+    def ended(self, transfer: Transfer, failed: Mask) -> None:
         """Act on the end of a transfer on all ranks; `failed` masks the slots that hold garbage."""
         tier = self._tiers[transfer.tier]
         tier.reading_slots -= len(transfer.slots)

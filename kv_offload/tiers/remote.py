@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import Mask, Slots
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
@@ -47,7 +46,7 @@ class RecentKeys(OrderedDict[bytes, float]):
         while self and (len(self) > MAX_KNOWN_KEYS or next(iter(self.values())) < now):
             self.popitem(last=False)
 
-    def has(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def has(self, keys: Sequence[bytes]) -> Mask:
         """Return for each key whether it is remembered; a mask."""
         now, get = time.monotonic(), self.get
         return np.array([get(key, -1.0) >= now for key in keys], bool)
@@ -111,7 +110,7 @@ class RemoteTier(Tier):
     def generation(self) -> bytes:
         return self._generation
 
-    def readable(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[bytes]) -> Mask:
         return self._known.has(keys)
 
     def may_have(self, key: bytes) -> bool:
@@ -153,7 +152,7 @@ class RemoteTier(Tier):
         rows = np.flatnonzero(~self._known.has(keys)).tolist()
         return rows, np.arange(len(rows), dtype=np.int32)
 
-    def end_write(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def end_write(self, move: Transfer, failed: Mask) -> None:
         if move.generation == self._generation:
             self._known.add(compress(move.keys, (~failed).tolist()))
 
@@ -161,7 +160,7 @@ class RemoteTier(Tier):
         """See `Tier`. The store finds blocks by their names alone."""
         return np.arange(len(keys), dtype=np.int32)
 
-    def end_read(self, move: Transfer, failed: NDArray[np.bool_]) -> None:
+    def end_read(self, move: Transfer, failed: Mask) -> None:
         for key in compress(move.keys, failed.tolist()):
             self._known.pop(key, None)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.cache.slot_refcounts import distinct
+from kv_offload.cache.slots import Mask
 from kv_offload.engine import Request
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.decision import MARGIN
@@ -128,7 +128,7 @@ class Search:
             self._reads.share(read, hashes, start)
         return read if read.parts else None
 
-    def _readable(self, tiers: Sequence[Tier], keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+    def _readable(self, tiers: Sequence[Tier], keys: Sequence[SlotKey]) -> Mask:
         """Return for each key whether host memory has it, or can have it from below; a mask."""
         self._lookups.budget.spend(len(keys))
         slots = self._host.find(keys)

@@ -26,7 +26,7 @@ from kv_offload.cache.policies.history import Hashes, History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST
 from kv_offload.cache.policies.ranking import Ranking
 from kv_offload.cache.policies.rivals import Rivals
-from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
 
 NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
 """Number of pending accesses at which the next access processes them: one per `NOTED_OF_CAPACITY`
@@ -89,9 +89,7 @@ class AutoPolicy(EvictionPolicy):
 
     # -- accesses ------------------------------------------------------------------------------
 
-    def admit(
-        self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]
-    ) -> NDArray[np.bool_]:
+    def admit(self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]) -> Mask:
         if not len(keys):
             return np.ones(0, bool)
         self._advance()
@@ -129,13 +127,13 @@ class AutoPolicy(EvictionPolicy):
             self._admitted = hashes, buckets, before
         return worth
 
-    def _worth_a_slot(self, classes: NDArray[np.int64], free: int) -> NDArray[np.bool_]:
+    def _worth_a_slot(self, classes: NDArray[np.int64], free: int) -> Mask:
         """Return which new blocks are worth more than their victims."""
         density = self._density.new[classes]
         wanted = len(classes) - free
         leaving = self._ranking.next_density(wanted)
         if leaving is not None:
-            worth: NDArray[np.bool_] = density > leaving
+            worth: Mask = density > leaving
             worth[:free] = True
             return worth
         each = self._ranking.densities(wanted)
@@ -291,7 +289,7 @@ class AutoPolicy(EvictionPolicy):
 
     # -- the tier below ------------------------------------------------------------------------
 
-    def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
+    def should_demote(self, slots: Slots) -> Mask:
         if self._rivals.stores_all:
             return super().should_demote(slots)
         return self._density.likely(self._bucket_of[slots])
@@ -320,7 +318,7 @@ class AutoPolicy(EvictionPolicy):
         assert lives == watched, f"{lives} lives go on of {watched} keys that are watched"
 
 
-def _cut_runs(worth: NDArray[np.bool_], counts: NDArray[np.int64]) -> None:
+def _cut_runs(worth: Mask, counts: NDArray[np.int64]) -> None:
     """Decline all keys of a run after its first declined key."""
     places = np.arange(len(worth))
     last_declined = np.maximum.accumulate(np.where(worth, -1, places))

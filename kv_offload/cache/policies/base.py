@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.slots import NO_SLOTS, Key, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
 from kv_offload.errors import CapacityError
 
 
@@ -49,9 +49,7 @@ class EvictionPolicy(ABC):
         If too few slots can be evicted, the last keys get none.
         """
 
-    def admit(
-        self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]
-    ) -> NDArray[np.bool_]:
+    def admit(self, keys: Sequence[Key], runs: Runs, free: int, parents: Sequence[int]) -> Mask:
         """Return which keys without a slot are worth one; this is an access to all of them.
 
         If the policy `reads_runs`, `parents` names the slot of the block before each run, -1 if
@@ -61,7 +59,7 @@ class EvictionPolicy(ABC):
         """
         return np.ones(len(keys), bool)
 
-    def should_demote(self, slots: Slots) -> NDArray[np.bool_]:
+    def should_demote(self, slots: Slots) -> Mask:
         """Return which slots with a key are likely enough to be reused to be worth demoting."""
         return np.ones(len(slots), bool)
 

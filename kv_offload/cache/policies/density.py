@@ -21,6 +21,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_offload.cache.slots import Mask
+
 Buckets: TypeAlias = NDArray[np.int64]
 """Numbers of buckets, shape `(n,)`; 0 stands for none."""
 
@@ -173,7 +175,7 @@ class HitDensity:
         density: NDArray[np.float64] = self.worth[self._ages(buckets), buckets % CLASSES]
         return density
 
-    def likely(self, buckets: Buckets) -> NDArray[np.bool_]:
+    def likely(self, buckets: Buckets) -> Mask:
         """Return which blocks have a chance of reuse of at least one half, or at least average.
 
         Without evidence, all of them.
@@ -181,5 +183,5 @@ class HitDensity:
         ended = self._hits.sum()
         average = ended / (ended + self._alive.sum() + 1)
         chance = self._chance[buckets % CLASSES, self._ages(buckets)]
-        likely: NDArray[np.bool_] = chance >= min(0.5, average)
+        likely: Mask = chance >= min(0.5, average)
         return likely

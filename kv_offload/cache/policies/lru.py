@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.slots import NO_SLOTS, Key, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Slots
 
 SLACK_ENTRIES = 4096
 """This many stale entries never cause a sweep."""
@@ -86,7 +86,7 @@ class LRUPolicy(EvictionPolicy):
         self._log[entries & self._mask] = slots
         self._entry_of[slots] = entries
 
-    def _read(self, first: int, last: int) -> tuple[Slots, NDArray[np.bool_]]:
+    def _read(self, first: int, last: int) -> tuple[Slots, Mask]:
         """Return the slots of entries `first` to `last` (exclusive), and which entries are live."""
         entries = np.arange(first, last)
         slots = self._log[entries & self._mask]

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
 
 FIRST = -1
 """Stands for the parent slot of a block that has no parent."""
@@ -142,11 +142,11 @@ class PrefixOrder:
 
 
 def _follow(
-    blocked: NDArray[np.bool_],
-    listed: NDArray[np.bool_],
+    blocked: Mask,
+    listed: Mask,
     place: NDArray[np.int32],
     places: NDArray[np.int32],
-) -> NDArray[np.bool_]:
+) -> Mask:
     """Add to `blocked` the `listed` slots whose child, at `place`, is blocked."""
     stretch = np.maximum.accumulate(np.where(listed & (place == places - 1), 0, places))
     for _ in range(ROUNDS):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.policies.density import AGES, CLASSES, OLD, HitDensity
 from kv_offload.cache.policies.prefixes import PrefixOrder
-from kv_offload.cache.slots import NO_SLOTS, Slots
+from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
 
 SLACK_ENTRIES = 4096
 """This many stale entries never cause a sweep."""
@@ -238,7 +238,7 @@ class Ranking:
             found += [density] * len(slots)
         return (found + [np.inf] * (count - len(found)))[:count]
 
-    def pop(self, count: int, held: NDArray[np.bool_], parked: set[int]) -> list[tuple[int, Slots]]:
+    def pop(self, count: int, held: Mask, parked: set[int]) -> list[tuple[int, Slots]]:
         """Remove and return up to `count` of the idle slots that are worth least, by bucket.
 
         Held slots on the way lose their entry and go to `parked`.

@@ -20,10 +20,10 @@ stays until a known key comes. If the run was very long, hit density then loses 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.policies.density import AGES, CLASSES, HitDensity
 from kv_offload.cache.policies.ranking import NEVER
+from kv_offload.cache.slots import Mask
 
 MEMORY_EPOCHS = 32
 """Number of epochs over which the mean and variance of the leads are averaged."""
@@ -90,7 +90,7 @@ class Rivals:
             return 0
         return self._run_began if self._in_long_run else NEVER
 
-    def see_new(self, known: NDArray[np.bool_]) -> bool:
+    def see_new(self, known: Mask) -> bool:
         """Record an access to keys without a slot; return whether the order of eviction changed.
 
         `known` says which of them were seen before. Only keys before this call decide: one long

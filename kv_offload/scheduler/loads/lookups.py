@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
+from kv_offload.cache.slots import Mask
 from kv_offload.scheduler.request import Hit, TrackedRequest
 
 MAX_WAIT_SECONDS = 5.0
@@ -218,7 +218,7 @@ class Lookups:
         self._not_indexed.clear()
         return self._owner_of
 
-    def readable(self, keys: Sequence[SlotKey]) -> NDArray[np.bool_]:
+    def readable(self, keys: Sequence[SlotKey]) -> Mask:
         """Return which keys host memory can serve, a mask; they count against the budget."""
         self.budget.spend(len(keys))
         return self._manager.readable(keys)
