@@ -124,7 +124,6 @@ class LastingManager(CacheManager):
         return lacking
 
     def reserve(self, keys: Sequence[Key]) -> bool:
-        """See `CacheManager`."""
         return self.peers is None or self.peers.reserve(keys)
 
     def end_step(self) -> None:
@@ -146,12 +145,10 @@ class LastingManager(CacheManager):
         return slots
 
     def owned(self, slots: Slots) -> Slots:
-        """See `CacheManager`."""
         own: Slots = slots[slots < self.num_slots]
         return own
 
     def complete_load(self, slots: Slots) -> None:
-        """See `CacheManager`."""
         own = self.owned(slots)
         super().complete_load(own)
         if len(own) < len(slots) and self.peers is not None:
@@ -176,7 +173,6 @@ class LastingManager(CacheManager):
         return slots, wanted
 
     def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
-        """See `CacheManager`."""
         self._take_back()
         slots = super()._give_slots(keys, along)
         if len(slots):
@@ -236,7 +232,6 @@ class LastingManager(CacheManager):
                 self.on_peer_uses(used)
 
     def complete_store(self, slots: Slots, *, ok: bool = True) -> None:
-        """See `CacheManager`."""
         super().complete_store(slots, ok=ok)
         keys = self.readable_keys(slots)  # None if the store failed, and after a reset
         named = [key is not None for key in keys]
@@ -244,7 +239,6 @@ class LastingManager(CacheManager):
             self.directory.publish(slots[named], [key for key in keys if key is not None])
 
     def forget(self, slots: Slots) -> None:
-        """See `CacheManager`."""
         self.directory.withdraw(slots)
         super().forget(slots)
 

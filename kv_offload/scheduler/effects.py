@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kv_offload.messages import OffloadWorkerMetadata
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
-from kv_offload.scheduler.transfers import Transfer
+from kv_offload.scheduler.transfers import Kind, Transfer
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class InFlight:
 
     def __init__(self, core: Core, effects: PendingEffects) -> None:
         self._requests, self._transfers = core.requests, core.transfers
-        self._effects = effects
+        self._effects, self._pool = effects, core.engine.pool
 
     @property
     def awaits_ranks(self) -> bool:
@@ -110,12 +110,14 @@ class InFlight:
     @property
     def holds_idle_blocks(self) -> bool:
         """True if some GPU block would be free but for a store."""
-        return self._transfers.holds_idle_blocks
+        blocks = self._pool.blocks
+        return any(blocks[block].ref_cnt == 1 for block in self._transfers.pinned())
 
     @property
     def loading(self) -> set[str]:
         """Requests with an asynchronous load that has not ended; some may have ended themselves."""
-        return self._transfers.loading_requests()
+        loads = self._transfers.running(Kind.LOAD).values()
+        return {one.request.request_id for one in loads if one.request and not one.synchronous}
 
     @property
     def abandoned(self) -> set[str]:

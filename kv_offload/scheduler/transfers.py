@@ -335,17 +335,6 @@ class TransferTable:
         """True while a store runs that was given up."""
         return any(store.unpinned_early for store in self.running(Kind.STORE).values())
 
-    def loading_requests(self) -> set[str]:
-        """Return the ids of requests, ended or not, whose asynchronous load runs."""
-        loads = self.running(Kind.LOAD).values()
-        return {one.request.request_id for one in loads if one.request and not one.synchronous}
-
-    @property
-    def holds_idle_blocks(self) -> bool:
-        """True if some block would be free but for its pin."""
-        blocks = self._pool.blocks
-        return any(blocks[block].ref_cnt == 1 for block in self.pinned())
-
     def pinned(self) -> Iterator[int]:
         """Yield every pinned block, once for each of its pins."""
         for store in self._pinning():

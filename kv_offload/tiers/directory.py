@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -22,27 +23,21 @@ START_SECONDS = 5.0
 for it, and Mooncake blocks all Python threads while it connects."""
 
 
+@dataclass(slots=True, eq=False)
 class RemoteAnswer:
     """Which names the store has; if `are_chained`, each is useful only with all before it."""
 
-    def __init__(self, names: Sequence[bytes], *, are_chained: bool = False) -> None:
-        self.names, self.are_chained = names, are_chained
-        self.found: Sequence[bool] | None = None
-        """For each name whether all parts are there; None if the question failed."""
-        self.answered = 0.0
-        """Time of the answer, on the monotonic clock."""
-        self._done = threading.Event()
+    names: Sequence[bytes]
+    are_chained: bool = False
+    found: Sequence[bool] | None = None
+    """For each name whether all parts are there; None if the question failed."""
+    answered: float = 0.0
+    """Time of the answer, on the monotonic clock. Set last, by the directory's thread."""
 
     @property
     def is_done(self) -> bool:
         """True if the directory has answered, or failed to."""
-        return self._done.is_set()
-
-    def set(self, found: Sequence[bool] | None) -> None:
-        """Answer, or say that it failed."""
-        self.found = found
-        self.answered = time.monotonic()
-        self._done.set()
+        return self.answered > 0
 
 
 class RemoteDirectory:
@@ -71,7 +66,7 @@ class RemoteDirectory:
 
     def ask(self, names: Sequence[bytes], *, are_chained: bool = False) -> RemoteAnswer:
         """Ask which of these names the store has; see `RemoteAnswer`."""
-        answer = RemoteAnswer(names, are_chained=are_chained)
+        answer = RemoteAnswer(names, are_chained)
         self._queue.put(answer)
         return answer
 
@@ -85,7 +80,8 @@ class RemoteDirectory:
         self._tried.set()
         while (question := self._queue.get()) is not None:
             look = self._look_along if question.are_chained and self._client.probes else self._look
-            question.set(self._attempt(partial(look, question.names)))
+            question.found = self._attempt(partial(look, question.names))
+            question.answered = time.monotonic()
         self._client.close()
 
     def _attempt(self, call: Callable[[], Found]) -> Found | None:
