@@ -67,7 +67,11 @@ class Names(NamedTuple):
     @classmethod
     def of_words(cls, words: NDArray[np.uint64]) -> Names:
         """Return names with their hashes."""
-        return cls(words, _mix(words))
+        hashes: NDArray[np.uint64] = words @ _FACTORS
+        hashes ^= hashes >> _HALF
+        hashes *= _FACTORS[0]
+        hashes ^= hashes >> np.uint64(29)
+        return cls(words, hashes)
 
     def keys(self) -> list[bytes]:
         """Return the keys."""
@@ -89,14 +93,6 @@ def _pad(text: bytes, count: int, length: int) -> NDArray[np.uint64]:
         names[:, 0] = length + 1
         names[:, 1 : length + 1] = np.frombuffer(text, np.uint8).reshape(count, length)
     return names.view("<u8")
-
-
-def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    hashes: NDArray[np.uint64] = words @ _FACTORS
-    hashes ^= hashes >> _HALF
-    hashes *= _FACTORS[0]
-    hashes ^= hashes >> np.uint64(29)
-    return hashes
 
 
 class KeyIndex:

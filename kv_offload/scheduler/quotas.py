@@ -178,7 +178,9 @@ class Quotas:
             gone = own[self._manager.idle(own)][: surplus - evicted]
             if len(gone):
                 evicted += len(gone)
-                self._drop(gone)
+                known = [key is not None for key in self._manager.readable_keys(gone)]
+                self._take_away(gone)  # also those that are empty
+                self._forget(gone[known])
                 share.named -= len(gone)
             left = number, self._own(number, own)
             if evicted >= surplus:
@@ -186,12 +188,6 @@ class Quotas:
             elif len(left[1]):  # they are held: looked at again after all others
                 share.batches.append(left)
         self._count("quota_evictions", evicted)
-
-    def _drop(self, slots: Slots) -> None:
-        """Evict blocks, and take all these slots from their owner, also those that are empty."""
-        known = [key is not None for key in self._manager.readable_keys(slots)]
-        self._take_away(slots)
-        self._forget(slots[known])
 
     def _take_away(self, slots: Slots) -> None:
         """Take slots from their owners."""

@@ -112,8 +112,10 @@ class Promoter:
             self._begin_patience(wait, now)
             if wait.is_stale:
                 tracked.hit = None  # it lacks what has come
-            if now >= wait.until:
-                self._give_up(tracked, wait)
+            if now >= wait.until:  # it gets what has come, and nothing more is read for it
+                if wait.read is not None:
+                    self._statistics.count("late_promotions", 1)
+                    tracked.hit = wait.read = None
                 wait.looked, wait.is_stale = now, False
                 return False
             if is_reading or self._is_asking(wait):
@@ -158,12 +160,6 @@ class Promoter:
             wait.asked = False  # a shared tier may have what this one has lost
         wait.read, wait.is_stale = None, True
         return False
-
-    def _give_up(self, tracked: TrackedRequest, wait: Wait) -> None:
-        """Serve a request with what has come; nothing more is read for it."""
-        if wait.read is not None:
-            self._statistics.count("late_promotions", 1)
-            tracked.hit = wait.read = None
 
     def _ask(self, tracked: TrackedRequest, wait: Wait, tiers: Sequence[Tier]) -> None:
         """Ask the shared ones of `tiers` which blocks they have of what is not on its way."""

@@ -172,7 +172,9 @@ class Ranking:
             if len(blocked):
                 self._add(bucket, blocked)
             if len(slots):
-                self._enqueue(bucket, self._densities[bucket], slots)
+                self._queue.append((bucket, self._densities[bucket], slots))
+                self._queued += len(slots)
+                self._free_before(slots)
 
     def _open(self) -> None:
         """Open the next bucket; for recent ones, all of an epoch, ordered by last access."""
@@ -191,12 +193,6 @@ class Ranking:
             by_access = np.argsort(self._accessed[slots], kind="stable")
             slots, buckets = slots[by_access], buckets[by_access]
         self._opened, self._opened_from = slots, buckets
-
-    def _enqueue(self, bucket: int, density: float, slots: Slots) -> None:
-        """Queue slots of a bucket to leave next."""
-        self._queue.append((bucket, density, slots))
-        self._queued += len(slots)
-        self._free_before(slots)
 
     def _enqueue_freed(self) -> None:
         """Queue the slots that had to stay for the queue, except those used since."""

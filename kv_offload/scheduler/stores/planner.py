@@ -211,7 +211,9 @@ class StorePlanner:
     def request_ends(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Plan the last stores of a request, just before the engine frees its blocks."""
         if not self._candidates.has_more(cursor, end_tokens):
-            self._count_unwanted(cursor, end_tokens)
+            if not cursor.hints.store or self.paused:
+                left = self._candidates.count_left(cursor, end_tokens)
+                self._statistics.skipped("paused" if self.paused else "not_wanted", left)
             return
         # The cursor's blocks are used: in a window group the engine's are null blocks where the
         # window has moved on, although the blocks may still hold their KV.
@@ -242,11 +244,6 @@ class StorePlanner:
         self._store(chosen, tail.spans, tail.keys, self._subscribers.tails)
         if tail.cursor.hints.keep is not None:
             self._retain(tail.spans, tail.keys)
-
-    def _count_unwanted(self, cursor: StoreCursor, end_tokens: int) -> None:
-        if not cursor.hints.store or self.paused:
-            left = self._candidates.count_left(cursor, end_tokens)
-            self._statistics.skipped("paused" if self.paused else "not_wanted", left)
 
     @property
     def paused(self) -> bool:
