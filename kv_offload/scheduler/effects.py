@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kv_offload.messages import OffloadWorkerMetadata
 from kv_offload.scheduler.core import Core
-from kv_offload.scheduler.request import RequestTable, StoreCursor, TrackedRequest
+from kv_offload.scheduler.request import Phase, RequestTable, StoreCursor, TrackedRequest
 from kv_offload.scheduler.transfers import Kind, Transfer
 
 
@@ -137,7 +137,8 @@ class InFlight:
     @property
     def loaded(self) -> set[str]:
         """Requests whose loads have ended and that have not been scheduled since."""
-        return {tracked.request_id for tracked in self._requests if tracked.is_loaded}
+        ready = [tracked for tracked in self._requests if tracked.phase is Phase.READY]
+        return {tracked.request_id for tracked in ready if tracked.loaded is not None}
 
 
 def tainted_requests(requests: RequestTable, lost_loads: Sequence[Transfer]) -> set[TrackedRequest]:

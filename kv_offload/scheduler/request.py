@@ -151,11 +151,6 @@ class TrackedRequest:
         wants = self.hints.load and not self.request.skip_reading_prefix_cache
         return wants and not self.load_failed and not self.served_by_peer_connector
 
-    @property
-    def is_loaded(self) -> bool:
-        """True if its load has ended, and it has not been scheduled since."""
-        return self.phase is Phase.READY and self.loaded is not None
-
     def looked_up(self) -> None:
         """Note that the engine asks what can be loaded; an earlier decision is void."""
         self.phase = Phase.WAITING

@@ -65,9 +65,8 @@ class OffloadScheduler:
         self.resets = Resets(core, self._stores, self.tiers)
         self._effects = PendingEffects(core)
         self.in_flight = InFlight(core, self._effects)
+        self._core = core
         self._windows: Windows | None = None
-        if isinstance(core.manager, LastingManager):
-            self._windows = Windows(core, core.manager)
         self._ready_slots: dict[int, int] = {}
         self.manager.limit_slots(0)
 
@@ -329,7 +328,10 @@ class OffloadScheduler:
             return True
         if transfers.pinned_blocks or self._stores.backlog.slots:
             return True
-        return transfers.awaits_synchronous_load or self.tiers.has_pending_work
+        # Only a step brings the report of a synchronous load.
+        if any(load.synchronous for load in transfers.running(Kind.LOAD).values()):
+            return True
+        return self.tiers.has_pending_work
 
     # -- host memory ---------------------------------------------------------------------------
 
@@ -349,6 +351,8 @@ class OffloadScheduler:
                 )
             manager.open(arenas)
             manager.share(self._engine.wake)
+            if manager.peers is not None:
+                self._windows = Windows(self._core, manager, manager.peers)
         self._use_ready_slots({rank.rank: rank.ready_slots for rank in capacities})
         self.tiers.take_capacities(capacities)
 

@@ -325,16 +325,6 @@ class TransferTable:
         """Return whether the next `seal` sends a load of this request."""
         return any(transfer.request is request for transfer in self._planned)
 
-    @property
-    def awaits_synchronous_load(self) -> bool:
-        """True while some rank has not reported a synchronous load, which only a step can."""
-        return any(load.synchronous for load in self.running(Kind.LOAD).values())
-
-    @property
-    def any_unpinned_early(self) -> bool:
-        """True while a store runs that was given up."""
-        return any(store.unpinned_early for store in self.running(Kind.STORE).values())
-
     def pinned(self) -> Iterator[int]:
         """Yield every pinned block, once for each of its pins."""
         for store in self._pinning():

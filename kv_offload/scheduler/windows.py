@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kv_offload.cache.lasting import LastingManager
+from kv_offload.cache.peer_slots import PeerSlots
 from kv_offload.cache.peers import PeerDirectory
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, Window
 from kv_offload.scheduler.core import Core
@@ -44,8 +45,8 @@ class Windows:
     stay as they are until the lease ends.
     """
 
-    def __init__(self, core: Core, manager: LastingManager) -> None:
-        self._manager, self._num_ranks = manager, core.engine.num_ranks
+    def __init__(self, core: Core, manager: LastingManager, peers: PeerSlots) -> None:
+        self._manager, self._peers, self._num_ranks = manager, peers, core.engine.num_ranks
         self._is_to_rest = core.engine.is_to_rest
         self._statistics, self._slots = core.statistics, core.slots
         self._mapped: dict[int, Mapped] = {}
@@ -64,10 +65,7 @@ class Windows:
         return replace(plan, windows=changes) if changes else plan
 
     def _changes(self, now: float) -> list[Window]:
-        peers = self._manager.peers
-        if peers is None:
-            return []
-        changes = []
+        peers, changes = self._peers, []
         wanted = () if peers.is_cut_off else peers.directories.all
         usable = {peer: slots for peer in wanted if (slots := peer.usable_slots)}
         for gone in self._growing.keys() - usable.keys():
@@ -117,8 +115,7 @@ class Windows:
 
     def _take(self, rank: int, windows: Mapping[int, tuple[str, int]]) -> None:
         """Take what a rank maps by now. Only a file of the window that was sent last counts."""
-        peers = self._manager.peers
-        assert peers is not None, "windows without peers"
+        peers = self._peers
         for seat, mapped in self._mapped.items():
             path, slots = windows.get(seat, ("", 0))
             if mapped.ends:
@@ -143,9 +140,7 @@ class Windows:
     @property
     def has_work(self) -> bool:
         """True while the engine must step for a window; a step that comes anyway tries longer."""
-        peers, now = self._manager.peers, time.monotonic()
-        if peers is None:
-            return False
+        peers, now = self._peers, time.monotonic()
         if any(
             self._is_pending(mapped) or not min(mapped.ranks.values(), default=1)
             for mapped in self._mapped.values()
@@ -168,11 +163,8 @@ class Windows:
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of `kv_offload.metrics`."""
-        peers = self._manager.peers
-        if peers is None:
-            return {}
         return {
-            "peers": float(len(peers.opened)),
-            "peer_slots": float(sum(peers.opened.values())),
-            "leased_slots": float(peers.num_leases),
+            "peers": float(len(self._peers.opened)),
+            "peer_slots": float(sum(self._peers.opened.values())),
+            "leased_slots": float(self._peers.num_leases),
         }

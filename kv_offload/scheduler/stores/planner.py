@@ -21,6 +21,7 @@ from kv_offload.scheduler.stores.candidates import Span, StoreCandidates, keys_o
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
 from kv_offload.scheduler.stores.refusals import MAX_SHARE, Refusals
 from kv_offload.scheduler.stores.tails import StoreTails, Tail
+from kv_offload.scheduler.transfers import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +293,8 @@ class StorePlanner:
             self._paused_by_refusals = True
 
     def _slots_left(self) -> int:
-        if self._transfers.any_unpinned_early:  # the next store would wait for it
+        running = self._transfers.running(Kind.STORE).values()
+        if any(store.unpinned_early for store in running):  # the next one would wait for it
             return 0
         return self.budget.slots_left(self._transfers.pinned_blocks)
 
