@@ -75,7 +75,7 @@ class OffloadScheduler:
     def arrived(self, request: Request) -> None:
         """Note that the engine has queued a request."""
         tracked = self._requests.track(request)
-        tracked.still_waits = self._lookups.budget.is_spent
+        tracked.still_waits = self._lookups.is_spent
         if self.tiers.tiers:
             self.tiers.arrived(tracked)
 
@@ -184,7 +184,7 @@ class OffloadScheduler:
     def _begin_step(self, output: StepOutput) -> OffloadMetadata:
         # This comes last and does not raise: what was planned must be sent.
         transfers = self._transfers
-        self._lookups.budget.next_step()
+        self._lookups.next_step()
         self._costs.next_step()
         loads, waits = transfers.num_loads > 0, transfers.plans_synchronous_load
         self.watch.begin(output, loads=loads, waits=waits)

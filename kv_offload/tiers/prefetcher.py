@@ -30,7 +30,7 @@ class Prefetcher:
     def __init__(self, core: Core, promoter: Promoter) -> None:
         self._pool, self._host, self._prefixes = core.engine.pool, core.manager, core.prefixes
         self._statistics = core.statistics
-        self._promoter, self._budget = promoter, core.lookups.budget
+        self._promoter, self._lookups = promoter, core.lookups
         self._queue: deque[TrackedRequest] = deque()
         self._room = 0
         """Slots that this step may still read ahead."""
@@ -42,7 +42,7 @@ class Prefetcher:
         self._queue.append(tracked)
 
     def plan_step(self) -> None:
-        """Look at the first requests that the engine could not run, within the lookup budget."""
+        """Look at the first requests that the engine could not run, while keys are left."""
         if self._ahead:
             waiting = Phase.WAITING
             self._ahead = {one: moves for one, moves in self._ahead.items() if one.phase is waiting}
@@ -61,7 +61,7 @@ class Prefetcher:
         wait = tracked.tier_wait
         if wait is None and self._promoter.questions.any_open:
             return False  # answers come in order, and the engine's next question must not wait long
-        if self._room <= 0 or self._budget.is_spent():
+        if self._room <= 0 or self._lookups.is_spent():
             return False
         start_tokens = self._gpu_tokens(tracked) if wait is None else wait.start_tokens
         moves = self._promoter.prefetch(tracked, start_tokens)

@@ -83,7 +83,7 @@ class Promoter:
         """
         waits, wait = self._waits(tracked, start_tokens, is_ahead=False), tracked.tier_wait
         if waits:
-            tracked.still_waits = self._lookups.budget.is_spent
+            tracked.still_waits = self._lookups.is_spent
             if wait is not None and wait.goes_on():
                 tracked.still_waits = wait.goes_on
         return waits
@@ -128,9 +128,9 @@ class Promoter:
         tiers = [tier for tier in self._tiers.values() if tier.may_read]
         if not tiers or start_tokens % self._alignment:
             return False
-        if self._lookups.budget.is_spent():
+        if self._lookups.is_spent():
             return True
-        self._lookups.budget.spend(LOOK_KEYS)
+        self._lookups.spend(LOOK_KEYS)
         if wait is None:
             tracked.tier_wait = wait = Wait(start_tokens, num_tokens, now, is_ahead)
         elif not same:

@@ -50,7 +50,7 @@ class Questions:
 
     def __init__(self, core: Core) -> None:
         self._prefixes, self._host = core.prefixes, core.manager
-        self._budget = core.lookups.budget
+        self._lookups = core.lookups
         self._by_key: dict[SlotKey, Question] = {}
         # In the order in which they were asked, which is that of the answers; with their keys.
         self._queue: deque[tuple[Question, list[SlotKey]]] = deque()
@@ -79,7 +79,7 @@ class Questions:
             slots = range(asked_end // group.block_tokens, end // group.block_tokens)
             # One slot more may be the proof of a draft head's hit.
             keys += prefixes.slot_keys(hashes, group, slots.start, slots.stop + 1)
-        self._budget.spend(len(keys))
+        self._lookups.spend(len(keys))
         missing = self._host.lacks(keys)
         for other in tiers:
             if not other.is_shared and missing.any():

@@ -79,7 +79,7 @@ class Search:
         if next_end > prefixes.hashed_end(hashes, limit):
             return False
         key = prefixes.chain_key(hashes, next_end)
-        self._lookups.budget.spend(1)
+        self._lookups.spend(1)
         return key in self._host or any(tier.may_have(key) for tier in tiers)
 
     def _begin(
@@ -130,7 +130,7 @@ class Search:
 
     def _readable(self, tiers: Sequence[Tier], keys: Sequence[SlotKey]) -> Mask:
         """Return for each key whether host memory has it, or can have it from below; a mask."""
-        self._lookups.budget.spend(len(keys))
+        self._lookups.spend(len(keys))
         slots = self._host.find(keys)
         readable = self._host.readable(keys)
         if readable.all():

@@ -63,7 +63,7 @@ class Admissions:
             tracked.looked_up()
             self._lookups.arrived(tracked)
             # Asked first: the lookup in the tiers must not prevent the one in host memory.
-            is_spent = self._lookups.budget.is_spent()
+            is_spent = self._lookups.is_spent()
             if not tracked.may_load:
                 tokens = 0
             elif not self._tiers.waits(tracked, start):

@@ -36,31 +36,11 @@ MAX_LOOKUPS = 2
 """Lookups of a request in a step: a peer may lose a block between its lookup and its lease."""
 
 
-class LookupBudget:
-    """Bounds the keys that one step looks up.
+class Lookups:
+    """Looks requests up in host memory, about `STEP_KEYS` keys in a step.
 
     The engine asks for its waiting requests in order, so those that a step leaves out come first in
     the next one. A lookup that has begun is never cut short, so each step makes at least one.
-    """
-
-    def __init__(self) -> None:
-        self.next_step()
-
-    def next_step(self) -> None:
-        """Begin a step."""
-        self._left = STEP_KEYS
-
-    def spend(self, keys: int) -> None:
-        """Count keys that are looked up."""
-        self._left -= keys
-
-    def is_spent(self) -> bool:
-        """Return whether the next lookup must wait for another step."""
-        return self._left <= 0
-
-
-class Lookups:
-    """Looks requests up in host memory.
 
     The keys of an asynchronous load count as *arriving* until its request is scheduled with them
     (only then does the engine's own prefix cache know the blocks), is looked up again after a
@@ -70,19 +50,31 @@ class Lookups:
     def __init__(self, prefixes: PrefixMap, manager: CacheManager) -> None:
         self._prefixes = prefixes
         self._manager = manager
-        self.budget = LookupBudget()
+        self._keys_left = STEP_KEYS
         # Who loads an arriving key. Requests are indexed when another one is compared with them.
         self._owner_of: dict[SlotKey, TrackedRequest] = {}
         self._not_indexed: list[TrackedRequest] = []
         self._arrivals = 0
+
+    def next_step(self) -> None:
+        """Begin a step."""
+        self._keys_left = STEP_KEYS
+
+    def spend(self, keys: int) -> None:
+        """Count keys that are looked up."""
+        self._keys_left -= keys
+
+    def is_spent(self) -> bool:
+        """Return whether the next lookup must wait for another step."""
+        return self._keys_left <= 0
 
     def find(
         self, tracked: TrackedRequest, start_tokens: int, *, is_spent: bool = False
     ) -> Hit | None:
         """Return the tokens after `start_tokens` that host memory can bring now.
 
-        None asks the engine to ask again: another request loads a part of them, or the budget
-        `is_spent`. A hit has all tokens of a request only if the model can compute the last one
+        None asks the engine to ask again: another request loads a part of them, or the step's keys
+        are spent. A hit has all tokens of a request only if the model can compute the last one
         again, to sample from it. If nothing but the last slot is left to load, it is computed.
         While host memory does not change, further calls return the same hit for `OFFER_SECONDS`,
         without looking at every block.
@@ -103,7 +95,7 @@ class Lookups:
             self._wait(tracked, owner)
             return None
         if is_spent:
-            tracked.still_waits = self.budget.is_spent
+            tracked.still_waits = self.is_spent
             return None
         for _ in range(MAX_LOOKUPS):
             end, keys = self._look_up(tracked, start_tokens, patient=patient)
@@ -219,8 +211,8 @@ class Lookups:
         return self._owner_of
 
     def readable(self, keys: Sequence[SlotKey]) -> Mask:
-        """Return which keys host memory can serve, a mask; they count against the budget."""
-        self.budget.spend(len(keys))
+        """Return which keys host memory can serve, a mask; they are spent."""
+        self.spend(len(keys))
         return self._manager.readable(keys)
 
     def _still_holds(self, hit: Hit, start_tokens: int, num_tokens: int) -> bool:

@@ -81,6 +81,8 @@ class StorePlanner:
         self._block_state: BlockState | None = None
         self._states: Mapping[str, Sequence[tuple[int, int, int]]] = {}
         """By request, the states that a step names: cache group, block and number of tokens."""
+        self._noted: list[Tail] = []
+        """The tails of a step's requests."""
         self._waiting: set[str] = set()
         """Decodes that have got a block and were not examined since."""
 
@@ -97,7 +99,7 @@ class StorePlanner:
             free_blocks = self._pool.get_num_free_blocks() - self.budget.reserved_blocks
             self.backlog.examine(min(self._slots_left(), free_blocks))
         self._grown_blocks = self._follow(output)
-        for tail in self._tails.take():
+        for tail in self._noted:
             self._store_tail(tail)
         self._pin_chosen()
         self._manager.policy.catch_up()
@@ -105,7 +107,7 @@ class StorePlanner:
 
     def _follow(self, output: StepOutput) -> int:
         """Follow the requests of a step; return how many blocks those that ran before have got."""
-        self.budget.prompt_growth = 0
+        self.budget.prompt_growth, self._noted = 0, []
         unfinished = self._candidates.take_unfinished()
         self._block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
         state = self._block_state
@@ -166,7 +168,7 @@ class StorePlanner:
         if inside:
             assert self._block_state is not None
             block_ids = self._block_state.get_block_ids(request_id)
-            self._tails.note(cursor, end_tokens, inside, block_ids)
+            self._noted += self._tails.find(cursor, end_tokens, inside, block_ids)
 
     def _follow_running(
         self, cached: RunningRequests, scheduled: Mapping[str, int], unfinished: set[str]
@@ -231,8 +233,7 @@ class StorePlanner:
         block_ids: Sequence[Sequence[int]],
     ) -> None:
         """Plan the stores of the blocks inside of which a request ends."""
-        self._tails.note(cursor, end_tokens, states, block_ids)
-        for tail in self._tails.take():
+        for tail in self._tails.find(cursor, end_tokens, states, block_ids):
             self._store_tail(tail)
 
     def _store_tail(self, tail: Tail) -> None:

@@ -7,7 +7,7 @@ end, and nothing reads what a store copies from there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import PrefixMap, SlotKey
@@ -31,7 +31,7 @@ class Tail:
 
 
 class StoreTails:
-    """Collects the tails of a step that are to be stored."""
+    """Finds the tails that are to be stored, and chooses their blocks."""
 
     def __init__(
         self,
@@ -42,16 +42,15 @@ class StoreTails:
     ) -> None:
         self._prefixes, self._pool = prefixes, pool
         self._candidates, self._refused = candidates, refused
-        self._noted: list[Tail] = []
 
-    def note(
+    def find(
         self,
         cursor: StoreCursor,
         computed_tokens: int,
         states: Sequence[tuple[int, int, int]],
         block_ids: Sequence[Sequence[int]],
-    ) -> None:
-        """Note the tails of a request whose table is `block_ids`, where the engine has its states.
+    ) -> Iterator[Tail]:
+        """Yield the tails of a request whose table is `block_ids`, where the engine has its states.
 
         `states` are cache groups, blocks and numbers of tokens. `computed_tokens` are computed
         before the stores run.
@@ -63,7 +62,7 @@ class StoreTails:
                 state_of = {group: block for group, block, tokens in states if tokens == end_tokens}
                 tail = self._collect(cursor, end_tokens, state_of, block_ids)
                 if tail is not None:
-                    self._noted.append(tail)
+                    yield tail
 
     def _is_wanted(self, cursor: StoreCursor, computed_tokens: int, end_tokens: int) -> bool:
         """Return whether a tail is worth its slots, and its proof, where it needs one, computed."""
@@ -101,11 +100,6 @@ class StoreTails:
                 tail.keys.append(key)
                 tail.blocks.append(block)
         return tail
-
-    def take(self) -> list[Tail]:
-        """Return what was noted since the last call."""
-        noted, self._noted = self._noted, []
-        return noted
 
     def choose(self, tail: Tail, slots: Sequence[int]) -> Chosen:
         """Choose those of a tail's blocks that have no slot in `slots`; none if one was refused."""

@@ -119,9 +119,9 @@ def hold(engine: PlayedEngine, *, stuck: bool = True) -> None:
 
 def limit_lookups(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each step look one request up."""
-    budget = engine.offload._lookups.budget
-    monkeypatch.setattr(budget, "next_step", lambda: setattr(budget, "_left", 1))
-    budget.next_step()
+    lookups = engine.offload._lookups
+    monkeypatch.setattr(lookups, "next_step", lambda: setattr(lookups, "_keys_left", 1))
+    lookups.next_step()
 
 
 def looked_up(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -176,7 +176,7 @@ def test_the_engine_does_not_look_its_own_blocks_up_for_requests_that_wait(
         assert len(lookups) <= 2, "one that may be looked up, and the next that may not"
         lookups.clear()
     monkeypatch.undo()
-    engine.offload._lookups.budget.next_step()
+    engine.offload._lookups.next_step()
     hold(engine, stuck=False)
     engine.run()
     assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}

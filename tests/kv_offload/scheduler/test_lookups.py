@@ -365,7 +365,7 @@ def test_one_that_shares_too_little_for_a_window_of_its_own_does_not_wait():
 
 def test_a_step_that_has_looked_up_enough_leaves_the_others_to_the_next():
     asked = Asked(kept=2)
-    asked.offload._lookups.budget.spend(STEP_KEYS - 1)
+    asked.offload._lookups.spend(STEP_KEYS - 1)
     assert asked.match("a") == 8, "a look-up that begins is not cut"
     assert asked.match("b") is None
     assert asked.match("a") == 8, "it is known"
@@ -378,7 +378,7 @@ def test_what_is_looked_up_below_does_not_take_the_place_of_a_look_up(monkeypatc
     asked = Asked(kept=6)
 
     def waits(*_):
-        asked.offload._lookups.budget.spend(STEP_KEYS)
+        asked.offload._lookups.spend(STEP_KEYS)
         return False
 
     monkeypatch.setattr(type(asked.offload.tiers), "waits", waits)
@@ -387,7 +387,7 @@ def test_what_is_looked_up_below_does_not_take_the_place_of_a_look_up(monkeypatc
 
 def test_a_step_whose_plan_failed_begins_the_next_one_all_the_same():
     asked = Asked(kept=2)
-    asked.offload._lookups.budget.spend(STEP_KEYS)
+    asked.offload._lookups.spend(STEP_KEYS)
     assert asked.match("a") is None
     asked.offload.plan_after_error(EMPTY_STEP)
     assert asked.match("a") == 8
