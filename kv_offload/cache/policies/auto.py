@@ -1,13 +1,10 @@
 """Evicts by recency, or by hit density once the traffic shows that this brings more hits.
 
-`rivals` compares both rules on the traffic, and decides which leads. While recency leads,
-everything is stored and the least recently used block is evicted. While hit density leads, a block
-is stored only if it is worth more than the block evicted for it, except during a long run of keys
-that were never seen before. The worth of a block is learned from the traffic (`density`): from the
-number of its uses, the time since the last one, and the length of the prompt that first had it.
-Keys without a slot are watched as well (`history`), so what is learned does not depend on what was
-kept. Slots of the same class and age share a bucket, and the worst buckets give the victims
-(`ranking`), no block before its child (`prefixes`).
+`rivals` decides which rule leads. While recency leads, everything is stored and the least recently
+used block is evicted. While hit density leads, a block is stored only if it is worth more than the
+block evicted for it. The worth of a block is learned from the traffic (`density`), also from keys
+without a slot (`history`). Slots of the same class and age share a bucket, and the worst buckets
+give the victims (`ranking`), no block before its child (`prefixes`).
 
 A step pays for a few array operations. Other work is deferred to a step without an access, or until
 too many accesses are pending. The buckets are ranked again after each epoch of accesses.

@@ -5,12 +5,8 @@ class and age. So this module only keeps the share of each of these cells that a
 hold: recency holds the most recently used keys, as many as there are slots, and hit density holds
 the cells that are worth most. An access counts as a hit by the share of its cell. On the traces and
 workloads of `bench/trace` such hits are within half a point of those of a real cache in most cells
-(November 2026).
-
-Recency leads at first. Each epoch adds the hits of hit density beyond those of recency to a credit,
-in standard deviations, and subtracts a rent. Hit density takes the lead when the credit reaches
-`ENTER`, and keeps it until the credit is used up. While it leads, its real hits count: it keeps
-prompts that are large for the cache less well than their cells say.
+(November 2026). docs/design/eviction.md says how the lead changes. While hit density leads, its
+real hits count: it keeps prompts that are large for the cache less well than their cells say.
 
 New traffic shows in keys that were never seen before, whereas in a loop over more than memory
 holds, every missed key is known. So once a long run of new keys has come, everything is stored, and

@@ -265,7 +265,7 @@ class StorePlanner:
         New weights may pack well, so they end a pause that refused blocks have caused.
         """
         self.backlog.drop()
-        self._refusals.forget_keys()
+        self._refusals.keys.clear()
         if not weights_changed:
             return
         self._refusals.start_over()
@@ -280,8 +280,7 @@ class StorePlanner:
         host memory has forgotten the key.
         """
         refusals = self._refusals
-        refusals.count(blocks, len(refused))
-        refusals.remember(key for key in refused if key is not None)
+        refusals.count(blocks, refused)
         self._statistics.skipped("unpackable", len(refused))
         if refusals.are_too_many and not self.paused:
             logger.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_offload.cache.prefix import SlotKey
@@ -41,25 +41,18 @@ class Refusals:
         """True if enough blocks were tried, and too many of them refused, for storing to pay."""
         return self._tried >= TRIED_BLOCKS and self.share > MAX_SHARE
 
-    def count(self, tried: int, refused: int) -> None:
-        """Count the blocks of a store that has ended."""
+    def count(self, tried: int, refused: Sequence[SlotKey | None]) -> None:
+        """Count the blocks of a store that has ended, and do not try the refused ones again."""
         self._tried += tried
-        self._refused += refused
+        self._refused += len(refused)
         if self._tried >= RECENT_BLOCKS:
             self._tried //= 2
             self._refused //= 2
-
-    def remember(self, keys: Iterable[SlotKey]) -> None:
-        """Do not try blocks with these keys again."""
-        self.keys.update(dict.fromkeys(keys))
+        self.keys.update({key: None for key in refused if key is not None})
         while len(self.keys) > REMEMBERED_KEYS:
             self.keys.popitem(last=False)
 
-    def forget_keys(self) -> None:
-        """Try every block again."""
-        self.keys.clear()
-
     def start_over(self) -> None:
         """Try every block again, and count from zero."""
-        self.forget_keys()
+        self.keys.clear()
         self._tried = self._refused = 0
