@@ -91,11 +91,6 @@ class PeerDirectory:
         return _inode(self.seat) == self.inode
 
     @property
-    def has_arenas(self) -> bool:
-        """True while the arenas are there: an engine that starts may have removed one."""
-        return all((self.seat / name).exists() for name in self.files.values())
-
-    @property
     def usable_slots(self) -> int:
         """The slots below this have memory on all ranks; 0 once the directory is retired."""
         contents = self.contents
@@ -179,7 +174,9 @@ class PeerDirectories:
             found: tuple[PeerDirectory, ...] = ()
             with contextlib.suppress(OSError):  # somebody has removed the seat or the pool
                 if self._may_read():
-                    found = tuple(filter(None, map(self._find, self._others())))
+                    seats = [one for one in find_seats(self._seat.parent) if one != self._seat]
+                    named = [one for one in seats if seat_number(one) < MAX_PEERS]
+                    found = tuple(filter(None, map(self._find, named)))
             if found == self.all:
                 return
             self.all = found
@@ -203,11 +200,6 @@ class PeerDirectories:
             self._reader_inode = os.fstat(lock).st_ino
         return os.stat(self._seat / READER, follow_symlinks=False).st_ino == self._reader_inode
 
-    def _others(self) -> list[Path]:
-        """Return the other seats of the pool whose slots can be named."""
-        seats = find_seats(self._seat.parent)
-        return [one for one in seats if one != self._seat and seat_number(one) < MAX_PEERS]
-
     def _find(self, seat: Path) -> PeerDirectory | None:
         """Return the directory of a seat, if its arenas are alike and there.
 
@@ -219,7 +211,9 @@ class PeerDirectories:
             if peer is None:
                 return None
             self._opened[seat, peer.inode] = peer
-        return peer if peer.has_arenas else None
+        # An engine that starts may have removed an arena.
+        has_arenas = all((seat / name).exists() for name in peer.files.values())
+        return peer if has_arenas else None
 
     def close(self) -> None:
         """Drop all of them, and end the thread and all leases."""

@@ -88,6 +88,9 @@ class LoadCosts:
         """
         watch, tokens_left = self._watch, num_tokens - end
         in_waves = self._in_waves and tokens_left > 0
+        hidden = 0.0
+        if self._overlaps:
+            hidden = max(0.0, TRUSTED_SHARE * watch.seconds_left() - START_SECONDS)
         compute = None
         if (
             self.measured
@@ -98,7 +101,7 @@ class LoadCosts:
         return Costs(
             load=self.load_seconds(slots),
             queued=self.queued_seconds(),
-            hidden=self._hidden_seconds(),
+            hidden=hidden,
             beside=self._beside,
             forward=watch.prompt_seconds(self._step_tokens + tokens_left) if in_waves else 0.0,
             decode=watch.decode_seconds.value if watch.decode_seconds else ASSUMED_DECODE_SECONDS,
@@ -132,11 +135,6 @@ class LoadCosts:
         """
         own_compute = self._watch.prefill_rate.seconds(tokens)
         return None if own_compute is None else own_compute + self._seconds_ahead()
-
-    def _hidden_seconds(self) -> float:
-        if not self._overlaps:
-            return 0.0
-        return max(0.0, TRUSTED_SHARE * self._watch.seconds_left() - START_SECONDS)
 
     def _seconds_ahead(self) -> float:
         """Return how long the prompts take that are admitted and not computed; they come first."""
