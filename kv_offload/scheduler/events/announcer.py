@@ -135,10 +135,10 @@ class Announcer:
 
     def engine_was_reset(self) -> None:
         """Announce everything again: the engine's reset made some routers forget it."""
-        slots = [slot for slot, known in enumerate(self._announced) if known is not None]
-        for slot in slots:
-            self._is_again[slot] = 1
-        self._log.became_readable(np.array(slots, np.int32))
+        known = [slot for slot, record in enumerate(self._announced) if record is not None]
+        slots = np.array(known, np.int32)
+        np.frombuffer(self._is_again, np.uint8)[slots] = 1
+        self._log.became_readable(slots)
 
     @property
     def has_more(self) -> bool:
