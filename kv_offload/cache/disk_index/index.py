@@ -33,18 +33,16 @@ class Changes:
     def __init__(self, last_use: int) -> None:
         """Times of use are in microseconds since 1970, and increase from `last_use`."""
         self.last_use = last_use
-        self._put: dict[int, bytes] = {}
-        self._used: dict[int, int] = {}  # includes all slots in `_put`
-        # Deletions are written before the rest, so a slot may also be in `_put`.
-        self._removed: set[int] = set()
+        self._key_of: dict[int, bytes | None] = {}  # None if removed
+        self._used: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         """True if there is something to write."""
-        return bool(self._used or self._removed)
+        return bool(self._used or self._key_of)
 
     def put(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """Record that slots hold keys."""
-        self._put.update(zip(slots, keys, strict=True))
+        self._key_of.update(zip(slots, keys, strict=True))
         self.use(slots)
 
     def use(self, slots: Sequence[int]) -> None:
@@ -55,25 +53,22 @@ class Changes:
 
     def remove(self, slots: Sequence[int]) -> None:
         """Record that slots hold nothing."""
-        self._removed.update(slots)
-        for slot in slots:
-            self._put.pop(slot, None)
-            self._used.pop(slot, None)
+        self._key_of.update(dict.fromkeys(slots))
 
     def add(self, later: Changes) -> None:
         """Add changes that came after these."""
-        self.remove([*later._removed])
-        self._put.update(later._put)
+        self._key_of.update(later._key_of)
         self._used.update(later._used)
         self.last_use = later.last_use
 
     def write(self, database: sqlite3.Connection, generation: bytes) -> None:
         """Write all changes in one transaction, which is rolled back if an error is raised."""
-        removed = [(slot,) for slot in self._removed]
-        used = [(when, slot) for slot, when in self._used.items() if slot not in self._put]
+        removed = [(slot,) for slot, key in self._key_of.items() if key is None]
+        used = [(when, slot) for slot, when in self._used.items() if slot not in self._key_of]
         put = [
             (slot, key, self._used[slot], row_sum(generation, slot, key))
-            for slot, key in self._put.items()
+            for slot, key in self._key_of.items()
+            if key is not None
         ]
         try:
             database.execute("BEGIN IMMEDIATE")

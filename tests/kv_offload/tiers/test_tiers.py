@@ -592,7 +592,7 @@ def test_an_idle_engine_writes_what_has_become_worth_it(make, monkeypatch):
     assert engine.totals["demoted_slots"] == 0
     worth[0] = True
     manager = engine.offload.manager
-    manager.use(np.array([*manager.readable_slots().values()], np.int32))
+    manager.policy.use(np.array([*manager.readable_slots().values()], np.int32))
     assert engine.offload.has_pending_work
     engine.rest()
     assert engine.totals["demoted_slots"] == FULL_BLOCKS
