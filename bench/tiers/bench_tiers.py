@@ -32,7 +32,7 @@ from kv_swap.tiers.remote.tier import RemoteTier
 from numpy.typing import NDArray
 
 from bench.machine import keep_rows
-from kv_offload.tiers.directory import RemoteDirectory
+from kv_offload.tiers.directory import Question, RemoteDirectory
 from tests.support.mooncake import Master, Peer, require_mooncake
 from tests.support.s3_server import BUCKET, S3Server, require_s3
 
@@ -176,11 +176,12 @@ def test_asking_a_remote(
 
     def ask() -> float:
         started = time.perf_counter()
-        answer = directory.ask(names, are_chained=chained)
-        while not answer.is_done:
+        question = Question(names, chained)
+        directory.ask(question)
+        while not question.is_done:
             time.sleep(0.0001)
-        assert answer.found is not None
-        assert not any(answer.found)
+        assert question.found is not None
+        assert not any(question.found)
         return time.perf_counter() - started
 
     took: list[float] = []

@@ -6,16 +6,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.slots import Mask, Slots
 from kv_offload.messages import Outcome, TierCapacity
 from kv_offload.scheduler.timing import CopyRate
 from kv_offload.scheduler.transfers import Kind, Transfer
-
-if TYPE_CHECKING:
-    from kv_offload.tiers.questions import Question
+from kv_offload.tiers.directory import Question
 
 logger = logging.getLogger(__name__)
 

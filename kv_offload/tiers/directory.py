@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -23,21 +23,43 @@ START_SECONDS = 5.0
 for it, and Mooncake blocks all Python threads while it connects."""
 
 
+PATIENCE_SECONDS = 0.2
+"""How long a request waits for an answer before it is served without it."""
+
+
 @dataclass(slots=True, eq=False)
-class RemoteAnswer:
-    """Which names the store has; if `are_chained`, each is useful only with all before it."""
+class Question:
+    """A query for names in the store; if `are_chained`, each is useful only with all before it.
+
+    `on_close` takes it once, when it has an answer or is late.
+    """
 
     names: Sequence[bytes]
     are_chained: bool = False
+    on_close: Callable[[Question], None] = lambda _: None
     found: Sequence[bool] | None = None
     """For each name whether all parts are there; None if the question failed."""
     answered: float = 0.0
     """Time of the answer, on the monotonic clock. Set last, by the directory's thread."""
+    is_late: bool = False
+    """True if it was closed without an answer."""
+    _asked: float = field(default_factory=lambda: time.monotonic(), init=False)
+    _closed: bool = field(default=False, init=False)
 
     @property
     def is_done(self) -> bool:
         """True if the directory has answered, or failed to."""
         return self.answered > 0
+
+    def is_open(self) -> bool:
+        """Return whether a request may wait for the answer, and close the question if not."""
+        if not self._closed:
+            waited = time.monotonic() - self._asked
+            self.is_late = waited > PATIENCE_SECONDS and not self.is_done
+            self._closed = self.is_done or self.is_late
+            if self._closed:
+                self.on_close(self)
+        return not self._closed
 
 
 class RemoteDirectory:
@@ -57,18 +79,16 @@ class RemoteDirectory:
         self._client = client
         self._make_keys = make_keys
         self._prefixes = prefixes
-        self._queue: SimpleQueue[RemoteAnswer | None] = SimpleQueue()
+        self._queue: SimpleQueue[Question | None] = SimpleQueue()
         self._failing = False
         self._tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-offload-store", daemon=True)
         self._thread.start()
         self._tried.wait(START_SECONDS)
 
-    def ask(self, names: Sequence[bytes], *, are_chained: bool = False) -> RemoteAnswer:
-        """Ask which of these names the store has; see `RemoteAnswer`."""
-        answer = RemoteAnswer(names, are_chained)
-        self._queue.put(answer)
-        return answer
+    def ask(self, question: Question) -> None:
+        """Answer a question once those before it are answered."""
+        self._queue.put(question)
 
     def close(self, timeout_seconds: float) -> None:
         """End the thread, unless a call to the store hangs longer than the timeout."""

@@ -12,7 +12,8 @@ from kv_offload.scheduler.loads.lookups import OFFER_SECONDS
 from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import Tier
-from kv_offload.tiers.questions import Question, Questions
+from kv_offload.tiers.directory import Question
+from kv_offload.tiers.questions import Questions
 from kv_offload.tiers.reads import Read, Reads
 from kv_offload.tiers.remote import KNOWN_SECONDS
 from kv_offload.tiers.search import Search

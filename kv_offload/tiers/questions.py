@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kv_offload.cache.prefix import SlotKey
 from kv_offload.scheduler.core import Core
 from kv_offload.tiers.base import Tier
-
-if TYPE_CHECKING:
-    from kv_offload.tiers.directory import RemoteAnswer
-    from kv_offload.tiers.remote import RemoteTier
-
-PATIENCE_SECONDS = 0.2
-"""How long a request waits for an answer before it is served without it."""
-
-
-class Question:
-    """A query for the keys that a remote store has. The answer may still be pending."""
-
-    def __init__(self, tier: RemoteTier, keys: Sequence[bytes], answer: RemoteAnswer) -> None:
-        self._tier, self._keys, self.answer = tier, keys, answer
-        self._generation = tier.generation
-        self._asked = time.monotonic()
-        self._closed = False
-        self.is_late = False
-        """True if it was closed without an answer."""
-
-    def is_open(self) -> bool:
-        """Return whether a request may wait for the answer.
-
-        The call that closes the question reports it to the tier, whose `readable` then knows the
-        answer.
-        """
-        if not self._closed:
-            waited = time.monotonic() - self._asked
-            self.is_late = waited > PATIENCE_SECONDS and not self.answer.is_done
-            self._closed = self.answer.is_done or self.is_late
-            if self._closed:
-                self._tier.take_answer(self._keys, self._generation, self.answer)
-        return not self._closed
+from kv_offload.tiers.directory import Question
 
 
 class Questions:

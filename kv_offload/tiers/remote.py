@@ -15,8 +15,7 @@ from kv_offload.cache.slots import Mask, Slots
 from kv_offload.messages import TierCapacity
 from kv_offload.scheduler.transfers import Transfer
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
-from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
-from kv_offload.tiers.questions import Question
+from kv_offload.tiers.directory import Question, RemoteDirectory
 
 KNOWN_SECONDS = 30.0
 """A block that the store had no longer ago than this is read without asking again."""
@@ -72,7 +71,7 @@ class RemoteTier(Tier):
         self._known = RecentKeys()
         self._generation = SHARED_GENERATION
         # Answers come in the order of the questions, so the last one is open as long as any is.
-        self._last_answer: RemoteAnswer | None = None
+        self._last_question: Question | None = None
         self._is_late = False
 
     @property
@@ -101,10 +100,10 @@ class RemoteTier(Tier):
     @property
     def _late_answer_failed(self) -> bool:
         """True if the last answer came late, as an error, and a pause for it would not be over."""
-        answer = self._last_answer
-        if not self._is_late or answer is None or not answer.is_done or answer.found is not None:
+        last = self._last_question
+        if not self._is_late or last is None or not last.is_done or last.found is not None:
             return False
-        return time.monotonic() - answer.answered < FIRST_PAUSE_SECONDS
+        return time.monotonic() - last.answered < FIRST_PAUSE_SECONDS
 
     @property
     def generation(self) -> bytes:
@@ -123,22 +122,24 @@ class RemoteTier(Tier):
         if not unknown:
             return None
         names = [self._generation + key for key in unknown]
-        answer = self._directory.ask(names, are_chained=are_chained)
-        self._last_answer, self._is_late = answer, False
-        return Question(self, unknown, answer)
+        self._last_question = Question(names, are_chained, self._take_answer)
+        self._is_late = False
+        self._directory.ask(self._last_question)
+        return self._last_question
 
     @property
     def is_asked(self) -> bool:
-        return self._last_answer is not None and not self._last_answer.is_done
+        return self._last_question is not None and not self._last_question.is_done
 
-    def take_answer(self, keys: Sequence[bytes], generation: bytes, answer: RemoteAnswer) -> None:
-        """Learn from an answer, or from a late one; `generation` is that of the question."""
-        if not answer.is_done:
+    def _take_answer(self, question: Question) -> None:
+        """Learn from an answer, or that it is late."""
+        if not question.is_done:
             self._is_late = True
-        elif answer.found is None:
+        elif question.found is None:
             self.read_failed()
-        elif generation == self._generation:  # else there was a reset meanwhile
-            self._known.add(compress(keys, answer.found))
+        elif question.names[0].startswith(self._generation):  # else there was a reset meanwhile
+            keys = [name[GENERATION_BYTES:] for name in question.names]
+            self._known.add(compress(keys, question.found))
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         super().next_step(oldest, now)

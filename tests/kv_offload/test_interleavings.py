@@ -85,7 +85,7 @@ IMPATIENCE = {
     "base.STUCK_SECONDS": 0.005,
     "base.FIRST_PAUSE_SECONDS": 0.002,
     "base.LONGEST_PAUSE_SECONDS": 0.004,
-    "questions.PATIENCE_SECONDS": 0.003,
+    "directory.PATIENCE_SECONDS": 0.003,
     "disk.SET_ASIDE_SHARE": 3,
 }
 """A step takes microseconds here, and a disk that hangs is to outlast the engine's patience. Of a

@@ -16,6 +16,7 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.engine import TierCompletion, TierDirection, TierJob
 from numpy.typing import NDArray
 
+from kv_offload.tiers.directory import Question
 from tests.support.manual_copies import GARBAGE
 
 
@@ -157,16 +158,6 @@ class ManualRemote(ManualTier):
         return name
 
 
-class ManualAnswer:
-    """An answer of `ManualDirectory`."""
-
-    def __init__(self, names: Sequence[bytes]) -> None:
-        self.names = names
-        self.is_done = False
-        self.found: list[bool] | None = None
-        self.answered = 0.0
-
-
 class ManualDirectory:
     """Answers at once what `ManualRemote` has, unless it is `stuck`, or fails."""
 
@@ -175,22 +166,21 @@ class ManualDirectory:
 
     def __init__(self, client: object, prefixes: Sequence[str], make_keys: object) -> None:
         self.parts = [ManualRemote.contents[prefix] for prefix in prefixes]
-        self.asked: list[ManualAnswer] = []
+        self.asked: list[Question] = []
         self.closed = False
 
-    def ask(self, names: Sequence[bytes], *, are_chained: bool) -> ManualAnswer:
-        self.asked.append(ManualAnswer(names))
+    def ask(self, question: Question) -> None:
+        self.asked.append(question)
         self.answer()
-        return self.asked[-1]
 
     def answer(self) -> None:
         """Answer all that was asked."""
-        for answer in () if self.stuck else self.asked:
-            if not answer.is_done:
-                answer.is_done, answer.answered = True, time.monotonic()
+        for question in () if self.stuck else self.asked:
+            if not question.is_done:
+                question.answered = time.monotonic()
                 if not self.fails:
-                    parts = self.parts
-                    answer.found = [all(name in part for part in parts) for name in answer.names]
+                    names, parts = question.names, self.parts
+                    question.found = [all(name in part for part in parts) for name in names]
 
     def close(self, timeout_seconds: float) -> None:
         self.closed = True

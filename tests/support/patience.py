@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kv_offload.tiers import promoter, questions
+from kv_offload.tiers import directory, promoter
 
 SECONDS = 60.0
 
 
 def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
     """Have requests of this process wait until a shared tier says what it has."""
-    patch.setattr(questions, "PATIENCE_SECONDS", SECONDS)
+    patch.setattr(directory, "PATIENCE_SECONDS", SECONDS)
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.remote.client import PREFIX, RemoteClient, object_keys
 
 from kv_offload.tiers import directory as remote_directory
-from kv_offload.tiers.directory import RemoteAnswer, RemoteDirectory
+from kv_offload.tiers.directory import Question, RemoteDirectory
 from tests.support.waiting import wait_until
 
 NAMES = [b"a", b"b", b"c"]
@@ -56,15 +56,23 @@ def keys(prefix: str, *names: bytes) -> list[str]:
     return object_keys(prefix, names)
 
 
-def answered(answer: RemoteAnswer) -> Sequence[bool] | None:
-    wait_until(lambda: answer.is_done)
-    return answer.found
+def ask(
+    directory: RemoteDirectory, names: Sequence[bytes], *, are_chained: bool = False
+) -> Question:
+    question = Question(names, are_chained)
+    directory.ask(question)
+    return question
+
+
+def answered(question: Question) -> Sequence[bool] | None:
+    wait_until(lambda: question.is_done)
+    return question.found
 
 
 def test_a_block_is_there_if_all_of_its_parts_are():
     client = Asked(*keys("0", b"a", b"b"), *keys("1", b"b", b"c"))
     directory = RemoteDirectory(client, ["0", "1"], object_keys)
-    assert answered(directory.ask(NAMES)) == [False, True, False]
+    assert answered(ask(directory, NAMES)) == [False, True, False]
     assert client.asked == [keys("0", *NAMES), keys("1", b"a", b"b")], "those that can be there"
     directory.close(20)
     assert client.closed
@@ -80,7 +88,7 @@ def test_of_a_chain_a_store_is_asked_for_a_few_names(length, probes):
         client.probes = probes
         directory = RemoteDirectory(client, ["0", "1"], object_keys)
         expected = [number < there for number in range(length)]
-        assert answered(directory.ask(names, are_chained=True)) == expected
+        assert answered(ask(directory, names, are_chained=True)) == expected
         asked = [call for call in client.asked if call[0].startswith(f"{PREFIX}0/")]
         assert max(map(len, asked)) <= probes
         if probes == 32:
@@ -94,7 +102,7 @@ def test_a_chain_whose_beginning_is_gone_is_not_there(gone):
     client = Asked(*keys("0", *names[gone:]))
     client.probes = 32
     directory = RemoteDirectory(client, ["0"], object_keys)
-    assert not any(answered(directory.ask(names, are_chained=True)) or [True])
+    assert not any(answered(ask(directory, names, are_chained=True)) or [True])
     directory.close(20)
 
 
@@ -102,10 +110,10 @@ def test_an_error_is_told_once_and_the_next_question_is_asked(caplog):
     client = Asked(*keys("0", b"b"))
     client.error = TierError("the master is gone")
     directory = RemoteDirectory(client, ["0"], object_keys)
-    assert [answered(directory.ask(NAMES)) for _ in range(3)] == [None] * 3
+    assert [answered(ask(directory, NAMES)) for _ in range(3)] == [None] * 3
     assert caplog.text.count("the remote store does not answer: ") == 1
     client.error = None
-    assert answered(directory.ask(NAMES)) == [False, True, False]
+    assert answered(ask(directory, NAMES)) == [False, True, False]
     directory.close(20)
 
 
@@ -128,7 +136,7 @@ def test_an_engine_starts_also_while_the_store_is_away(caplog, monkeypatch):
     began = time.monotonic()
     directory = RemoteDirectory(client, ["0"], object_keys)
     assert time.monotonic() - began < 10
-    answer = directory.ask(NAMES)
+    answer = ask(directory, NAMES)
     assert not answer.is_done
     client.connects.set()
     assert answered(answer) == [False] * 3
@@ -140,7 +148,7 @@ def test_neither_a_question_nor_the_end_waits_for_a_store_that_hangs():
     client.answers.clear()
     directory = RemoteDirectory(client, ["0"], object_keys)
     began = time.monotonic()
-    answer = directory.ask(NAMES)
+    answer = ask(directory, NAMES)
     directory.close(0.05)
     assert time.monotonic() - began < 10
     assert not answer.is_done

@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is
 from kv_offload.scheduler.loads import lookups
 from kv_offload.tiers import prefetcher, promoter
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
-from kv_offload.tiers.questions import PATIENCE_SECONDS
+from kv_offload.tiers.directory import PATIENCE_SECONDS
 from kv_offload.tiers.remote import KNOWN_SECONDS, RecentKeys, RemoteTier
 from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kv_offload.cache.policies.auto import AutoPolicy
-from kv_offload.tiers import base, lower, questions, remote
+from kv_offload.tiers import base, directory, lower, remote
 from kv_offload.tiers.remote import SHARED_GENERATION, RecentKeys
 from tests.support.manual_tier import REMOTE, ManualDirectory, ManualRemote, manual_remote
 from tests.support.played_engine import PlayedEngine
@@ -49,7 +49,7 @@ class RemoteEngine(PlayedEngine):
         self.directory.stuck = True
         self.add(name, prompt, 2)
         self.step(2)
-        now[0] += questions.PATIENCE_SECONDS + 0.01
+        now[0] += directory.PATIENCE_SECONDS + 0.01
         self.step(12, copies=True)
 
     def forget(self) -> None:
