@@ -11,7 +11,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.copies import Copies
 from tests.engine.harness import engine
-from tests.support import imports, processes
+from tests.support import forked, imports, processes
 from tests.support.latents import cache_prefixes_of_latents
 
 HERE = Path(__file__).parent
@@ -20,18 +20,8 @@ ENGINE_SECONDS = 1800
 others want the same core."""
 
 
-def starts_processes(item: pytest.Item) -> bool:
-    """Whether a test of this folder has processes forked that have imported vLLM."""
-    names = {"forks", "master", "server"} & set(getattr(item, "fixturenames", ()))
-    return bool(names) and HERE in item.path.parents
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder; vLLM's own warnings are not ours to fix.
-
-    Tests that fork come last: by then the process that they fork has imported vLLM.
-    """
-    items.sort(key=starts_processes)
+    """Mark the tests of this folder; vLLM's own warnings are not ours to fix."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("engine")
@@ -40,21 +30,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have another process import vLLM while the first tests run.
-
-    A worker of pytest-xdist may get no test that needs it; the first such test waits for it there.
-    """
-    is_worker = hasattr(session.config, "workerinput")
-    if not is_worker and any(map(starts_processes, session.items)):
-        processes.forking()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork this process while it has no other thread, if tests of this folder run."""
+    if any(HERE in item.path.parents for item in session.items):
+        forked.start()
 
 
 def pytest_sessionfinish() -> None:
-    """End that process."""
-    if processes.forking.cache_info().currsize:
-        with processes.forking() as forking:
-            forking.kill()
+    """End the fork."""
+    if forked.start.cache_info().currsize:
+        forked.start().close()
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,30 @@
-"""A process that has imported vLLM and forks others, which run a module as `python -m` does.
+"""A fork of pytest's process that forks others, which run a module as `python -m` does.
 
-vLLM's imports take longer than what a test does with an engine: 13 s on two cores. On a GPU vLLM
-itself forks unless something keeps it from that. Its CPU platform always spawns, since forked
-OpenMP threads hang: tests have one thread only. So here the processes of an engine are forked, too.
-And vLLM asks each model what it can in a process that imports all of vLLM: here it asks in its own.
-
-Each line of standard input is a request, as the JSON of `become`'s arguments; the answer is the id
-of the process. It ends when the input ends.
+vLLM's imports take longer than what a test does with an engine: 10 s. Pytest's process has imported
+vLLM to collect tests, and is forked before a test has made a thread. On a GPU vLLM itself forks
+unless something keeps it from that. Its CPU platform always spawns, since forked OpenMP threads
+hang: tests have one thread only. So here the processes of an engine are forked, too. And vLLM asks
+each model what it can in a process that imports all of vLLM: here it asks in its own.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
+import functools
 import json
+import logging
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
+import stat
 import sys
-from typing import Any, NoReturn
+import traceback
+import warnings
+from typing import Any, NoReturn, TextIO
 
 from tests.support import imports
 
@@ -34,20 +41,30 @@ def become(words: list[str], environment: dict[str, str], outputs: list[str]) ->
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, path in enumerate([os.devnull, *outputs]):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+    faulthandler.enable()
+    for handler in logging.getLogger("vllm").handlers:
+        handler.setStream(sys.stdout)  # from what pytest captured while it imported vLLM
     os.environ.clear()
     os.environ.update(environment)
     paths = environment["PYTHONPATH"].split(os.pathsep)
     sys.path[:0] = [path for path in paths if path not in sys.path]
     sys.argv[:] = words
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    sys.exit()
+    sys.modules.pop(words[0], None)
+    try:
+        with contextlib.suppress(SystemExit):
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
 
 
-def main() -> None:
-    # Some versions of vLLM write to standard output while they are imported.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import vllm.entrypoints.llm
+def serve(requests: TextIO) -> None:
+    """Fork a process for each request: a line with `become`'s arguments; the answer is its id."""
+    import torch._dynamo.config
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
@@ -56,14 +73,42 @@ def main() -> None:
 
     multiprocessing.get_context = get_context  # type: ignore[assignment]
     registry._run_in_subprocess = lambda call: call()
+    # Each of several ranks would compile the look-up of an embedding, for 3 s.
+    torch._dynamo.config.disable = True
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for them
     with imports.frozen():
-        for line in sys.stdin:
+        for line in requests:
             pid = os.fork()
             if pid == 0:
                 become(**json.loads(line))
-            print(pid, file=answers, flush=True)
+            print(pid, file=requests, flush=True)
 
 
-if __name__ == "__main__":
-    main()
+@functools.cache
+def start() -> TextIO:
+    """Fork this process, once; return the file for requests and answers. Its end ends the fork."""
+    ours, theirs = socket.socketpair()
+    sys.stdout.flush()
+    if os.fork() == 0:
+        try:
+            warnings.simplefilter("ignore")  # which are errors to pytest
+            # Pytest's cannot say where the code of a module is, which `runpy` asks for.
+            sys.meta_path[:] = [f for f in sys.meta_path if "pytest" not in type(f).__module__]
+            close_pipes(but=theirs.fileno())
+            serve(theirs.makefile("rw"))
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(0)
+    with ours, theirs:
+        return ours.makefile("rw")
+
+
+def close_pipes(but: int) -> None:
+    """Close what this process has inherited and another one may read to its end."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the folder's own is closed
+            mode = os.fstat(fd).st_mode
+            if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and fd > 2 and fd != but:
+                os.close(fd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import select
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 500.0
@@ -76,13 +77,6 @@ class Forked:
             signal.pidfd_send_signal(self._ended, number)
 
 
-@functools.cache
-def forking() -> subprocess.Popen[str]:
-    """Return the process of `tests.support.forked`, which imports vLLM meanwhile."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return _python("tests.support.forked", env=_environment({}), **pipes)
-
-
 Process = subprocess.Popen[Any] | Forked
 
 
@@ -96,13 +90,10 @@ def start_module(
     """
     environment = _environment(environment)
     if forks:
-        server = forking()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        request = {"words": [module, *words], "environment": environment}
-        server.stdin.write(json.dumps({**request, "outputs": [str(stdout), str(stderr)]}) + "\n")
-        server.stdin.flush()
-        return Forked(int(server.stdout.readline()))
+        outputs = [str(stdout), str(stderr)]
+        request = {"words": [module, *words], "environment": environment, "outputs": outputs}
+        print(json.dumps(request), file=forked.start(), flush=True)
+        return Forked(int(forked.start().readline()))
     with stdout.open("ab") as out, stderr.open("ab") as err:
         return _python(
             module, *words, env=environment, stdout=out, stderr=err, start_new_session=True
