@@ -212,11 +212,14 @@ def make_prompts(chance: random.Random) -> list[Tokens]:
 
 
 def ask(plain: Engine, prompts: Sequence[Tokens], *, exact: bool) -> list[Question]:
+    """Answer prompts one by one where answers depend on the batch: where they are not `exact`."""
+    if exact:
+        answers = plain.generate(prompts, MAX_TOKENS)
+        return [Question(*asked, []) for asked in zip(prompts, answers, strict=True)]
     questions = []
     for prompt in prompts:
-        more = {} if exact else {"logprobs": 2}
         (output,) = plain.llm.generate(
-            [{"prompt_token_ids": prompt}], greedy(MAX_TOKENS, **more), use_tqdm=False
+            [{"prompt_token_ids": prompt}], greedy(MAX_TOKENS, logprobs=2), use_tqdm=False
         )
         best = output.outputs[0]
         margins = []

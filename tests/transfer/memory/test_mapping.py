@@ -76,7 +76,7 @@ def test_no_mmap_waits_until_all_pages_are_there():
     """A start maps memory hundreds of times, and must not wait for the pool."""
     shares: list[float] = []
     while len(shares) < ATTEMPTS and not any(share <= 0.5 for share in shares):
-        made = Mapping(1 << 30)
+        made = Mapping(512 << 20)
         shares.append(longest_map_beside(partial(made.populate, 0, made.nbytes)))
         assert resident_bytes(made.address, made.nbytes) == made.nbytes
         made.close()
