@@ -6,15 +6,11 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from bench.serving import plot
-from bench.serving.plot import MARKED, PAGES, PICTURE, ROOT, draw, lines, main
-from tests.bench.test_serving import document
-
-SVG = "{http://www.w3.org/2000/svg}"
+from bench.serving.plot import MARKED, PAGES, ROOT, draw, lines, main
 
 
 def result(*, seconds: float = 0.2, gpu: str = "a GPU") -> dict[str, Any]:
@@ -53,38 +49,6 @@ def test_a_line_has_the_median_and_the_range_of_its_column_in_milliseconds():
     assert ours.points[8192] == pytest.approx({"median": 240, "min": 160, "max": 320})
 
 
-def test_a_result_of_the_bench_itself_is_drawn():
-    """Rounds that failed have no times; they are left out and the rest is drawn."""
-    measured = document()
-    assert [line.column for line in lines(measured)] == ["off", "vllm", "kv-offload"]
-    measured["results"]["vllm"] = [{"round": 1, "error": "no room"}]
-    assert [line.column for line in lines(measured)] == ["off", "kv-offload"]
-
-
-def test_faster_is_lower_longer_is_further_right_and_everything_is_inside():
-    root = ElementTree.fromstring(draw([result()]))
-    off, ours = (
-        [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-        for line in root.iter(f"{SVG}polyline")
-    )
-    assert len(off) == len(ours) == 2
-    assert all(ours_y > off_y for (_, off_y), (_, ours_y) in zip(off, ours, strict=True))
-    assert off[0][0] < off[1][0]
-    width, height = map(float, root.attrib["viewBox"].split()[2:])
-    for x, y in [*off, *ours]:
-        assert 0 <= x <= width
-        assert 0 <= y <= height
-    text = " ".join(root.itertext())
-    assert "gqa8, a GPU, vLLM 0.33.0" in text
-    assert "kv-offload" in text
-
-
-def test_each_result_has_a_panel():
-    text = draw([result(gpu="H100"), {**result(), "results": {}}, result(gpu="H200")])
-    assert text.count("<polyline") == 4
-    assert text.index("H100") < text.index("H200")
-
-
 def test_the_picture_and_its_sources_are_put_into_the_pages(tmp_path):
     pages(tmp_path)
     write(tmp_path, "h100/serving-gqa8", result())
@@ -100,16 +64,6 @@ def test_the_picture_and_its_sources_are_put_into_the_pages(tmp_path):
             assert ((tmp_path / page).parent / link).is_file()
     assert main(tmp_path) == 0
     assert (tmp_path / "README.md").read_text() == readme, "drawing again changes nothing"
-
-
-def test_without_results_nothing_changes(tmp_path, capsys):
-    pages(tmp_path)
-    write(tmp_path, "h100/serving-gqa8", {**result(), "results": {}})
-    before = (tmp_path / "README.md").read_text()
-    assert main(tmp_path) == 1
-    assert "no bench/results/*/serving-*.json" in capsys.readouterr().err
-    assert not (tmp_path / PICTURE).exists()
-    assert (tmp_path / "README.md").read_text() == before
 
 
 @pytest.mark.parametrize("page", PAGES)

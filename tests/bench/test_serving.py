@@ -138,63 +138,6 @@ def test_the_tables_have_the_range_the_floor_the_least_lead_and_what_failed():
     assert warning in tables(measured)
 
 
-def test_the_readme_has_the_first_questions_with_their_ranges():
-    head = "|  | computed again | vLLM's OffloadingConnector | kv-offload |"
-    text = table(document(), "summary_ttft")
-    assert text.startswith(head)
-    assert "| TTFT of a repeated prompt, 4,096 tokens, ms | 200 | 150 (149 to 150) |" in text
-    text = table(document(), "summary_throughput")
-    assert text.startswith(head)
-    assert (
-        "repeated prompts of 8,192 tokens at once, thousand tokens/s | 39.3 | 7.0 | 8.0 |" in text
-    )
-
-
-def test_the_table_of_page_locking_has_rows_with_and_without_it():
-    ms = {"p50": 5.04, "p90": 5.1, "p99": 5.6, "max": 6.0, "mean": 5.1, "count": 400}
-    locked = {"registration_ms": {"p50": 0.41}, "gib_per_second": 4.85}
-    rows = [
-        {"work": "steps", "piece_mib": 0, "ms": ms},
-        {"work": "steps", "piece_mib": 16, "ms": ms, **locked},
-        {"work": "captures", "piece_mib": 16, "ms": ms, **locked},
-    ]
-    text = table({"rows": rows}, "pinning")
-    assert "| - | 5.0 | 5.6 | 6.0 | - | - |\n| 16 | 5.0 | 5.6 | 6.0 | 0.41 | 4.85 |" in text
-    assert text.count("\n") == 3, "of decode steps only"
-
-
-def test_the_tables_of_copies_have_a_row_for_each_page_size_or_path():
-    def copied(name, way, path, gbps, **more):
-        row = {"name": name, "direction": way, "path": path, "gbps": gbps, "page_bytes": 2 << 20}
-        return row | {"peer_gbps": 52.7, "roofline_gbps": 53.0} | more
-
-    rows = [
-        copied("one way", "load", "host", 3.8),
-        copied("one way", "load", "kernels", 45.04),
-        copied("one way", "store", "kernels", 51.0),
-        copied("long blocks", "store+load", "runs, gates", 84.4),
-        copied("long blocks", "store+load", "rows, kernels", 63.1),
-        copied("long blocks", "store+load", "contiguous", 86.4),
-        copied("slowdown of decodes", "store+load", "runs, gates", 84.2, ratio=1.056),
-    ]
-    text = table({"rows": rows}, "scattered_pages")
-    assert "| page | load | peer | roofline | store | peer | roofline |" in text
-    assert text.endswith("| 2,048 KiB | 45.0 | 52.7 | 53.0 | 51.0 | 52.7 | 53.0 |")
-    text = table({"rows": rows}, "long_blocks")
-    both = ("gates | 84.4 | 84.2 | 1.06 |", "contiguous | 86.4 | - | - |")
-    assert text.endswith("\n".join(f"| both at once | {cells}" for cells in both))
-
-
-def test_the_table_of_bursts_has_a_row_for_each_burst_and_a_column_for_each_connector():
-    rows = [
-        {"where": where, "prefixes": "equal", "requests": 1000, "p50_step_ms": ms}
-        for where, ms in (("vLLM alone", 33.04), ("disk", 21.3))
-    ]
-    text = table({"rows": rows, "equal_blocks": 400, "different_blocks": 64}, "bursts")
-    assert "| requests | vLLM alone | disk |" in text
-    assert "| 1,000 that share 400 blocks | 33.0 | 21.3 |" in text
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_a_page_are_those_of_the_results(page):
     """`python -m bench.serving.report --pages` writes them."""
