@@ -20,7 +20,7 @@ from vllm import LLM
 from tests.engine import rank_calls
 from tests.engine.harness import PATIENCE_SECONDS, all_differ, engine_settings, greedy
 from tests.engine.multiprocess_run import ask, assert_same, plain_answers
-from tests.support.inputs import random_tokens, transfer_config
+from tests.support.inputs import Tokens, random_tokens, transfer_config
 from tests.support.latents import cache_prefixes_of_latents
 from tests.support.processes import be_run, shut_down, stay
 from tests.support.totals import figures
@@ -58,21 +58,26 @@ def compute_and_stay(models: str, kind: str, arguments: dict[str, Any], ready: s
     stay(ready)
 
 
-def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    settings, sampling = make_settings(models, kind, arguments), greedy(8)
-    (expected,) = plain_answers(settings, [PROMPTS], sampling)
-    llm = LLM(**settings, kv_transfer_config=transfer_config(arguments["plugin"]))
-    result: dict[str, Any] = {"expected": expected}
-    result["ranks"] = llm.collective_rpc(rank_calls.watch)
-    result["restarted"] = ask(llm, PROMPTS, sampling)
+def start_again(settings: dict[str, Any], prompts: list[Tokens]) -> dict[str, Any]:
+    """Ask ranks that start afterwards; hand back their answers, loads, and those of the control."""
+    llm = LLM(**settings)
+    result: dict[str, Any] = {"ranks": llm.collective_rpc(rank_calls.watch)}
+    result["restarted"] = ask(llm, prompts, greedy(8))
     result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
     result["figures"] = figures(llm)
     llm.reset_prefix_cache()
     leaders = [rank["rank"] for rank in result["ranks"][:: result["ranks"][0]["sharing"]]]
     llm.collective_rpc(rank_calls.roll, args=(leaders, "loaded"))
-    result["corrupted"] = ask(llm, PROMPTS, sampling)
+    result["corrupted"] = ask(llm, prompts, greedy(8))
     shut_down(llm)
     return result
+
+
+def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    settings = make_settings(models, kind, arguments)
+    (expected,) = plain_answers(settings, [PROMPTS], greedy(8))
+    settings["kv_transfer_config"] = transfer_config(arguments["plugin"])
+    return {"expected": expected, **start_again(settings, PROMPTS)}
 
 
 if __name__ == "__main__":

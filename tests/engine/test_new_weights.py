@@ -33,19 +33,26 @@ CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
 Weights = list[tuple[str, torch.Tensor]]
 
 
+def changed(file: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a file, of which `CHANGED` are other ones."""
+    weights = load_file(file)
+    generator = torch.Generator().manual_seed(1)
+    for name in CHANGED:
+        weight = weights[name]
+        noise = torch.randn(weight.shape, generator=generator)
+        weights[name] = weight + noise * weight.std().clamp(min=0.3)
+    return weights
+
+
 def write_new_weights(models: Path) -> tuple[Path, Weights, Weights]:
     """Write the small model with other weights; return its folder, and what was and is other."""
     old = write_model("qwen3", models / "qwen3")
     folder = models / "new" / "qwen3"
     shutil.copytree(old, folder, dirs_exist_ok=True)
-    weights = load_file(old / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    before = [(name, weights[name].clone()) for name in CHANGED]
-    for name, weight in before:
-        noise = torch.randn(weight.shape, generator=generator)
-        weights[name] = weight + noise * weight.std().clamp(min=0.3)
+    before, weights = load_file(old / "model.safetensors"), changed(old / "model.safetensors")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, before, [(name, weights[name]) for name in CHANGED]
+    before, after = ([(name, of[name]) for name in CHANGED] for of in (before, weights))
+    return folder, before, after
 
 
 # -- ways in which trainers give a running engine new weights ----------------------------------

@@ -13,7 +13,7 @@ from kv_swap.packing.slots import SlotPacker
 from vllm import LLM
 
 from kv_offload.worker.copies import Stores
-from tests.engine import multiprocess_run, rank_calls
+from tests.engine import multiprocess_run, pool_run
 from tests.engine.harness import (
     Engine,
     Tokens,
@@ -229,17 +229,7 @@ def start_twice(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     result["computed"] = ask(llm, prompts, sampling)
     result["written"] = wait_until_written(llm, sampling, blocks)
     shut_down(llm)
-    llm = LLM(**settings)
-    result["ranks"] = llm.collective_rpc(rank_calls.watch)
-    result["restarted"] = ask(llm, prompts, sampling)
-    result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
-    result["figures"] = figures(llm)
-    llm.reset_prefix_cache()
-    ranks = [rank["rank"] for rank in result["ranks"]]
-    llm.collective_rpc(rank_calls.roll, args=(ranks, "loaded"))
-    result["corrupted"] = ask(llm, prompts, sampling)
-    shut_down(llm)
-    return result
+    return result | pool_run.start_again(settings, prompts)
 
 
 @pytest.mark.slow  # `test_a_disk_keeps_packed_slots_over_a_restart` has one rank in `make test`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -148,7 +149,7 @@ def run_function(
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     given = [str(a) if isinstance(a, Path) else a for a in arguments]
-    words = ("tests.support.called", function.__module__, function.__name__, given)
+    words = (__name__, function.__module__, function.__name__, given)
     return run_module(*words, **{"forks": True, **environment, **more})
 
 
@@ -246,3 +247,8 @@ def stay(ready: str, said: object = "") -> None:
     told.write_text(str(said))
     told.rename(ready)
     signal.pause()
+
+
+if __name__ == "__main__":  # of `run_function`
+    module, name, arguments = sys.argv[1:]
+    print_result(getattr(importlib.import_module(module), name)(*json.loads(arguments)))

@@ -260,21 +260,6 @@ def fill(bed: HostBed) -> None:
     bed.write(np.full_like(bed.read(), FIRST))
 
 
-def test_a_wave_is_there_when_it_was_awaited(bed):
-    fill(bed)
-    bed.load_in_waves(7, (2, 3), (0, 1))
-    assert arrived(bed, 2, 3) == arrived(bed, 0, 1) == [False, True, False, True]
-    assert bed.engine.poll() == []
-    bed.engine.await_wave(1)
-    bed.engine.await_wave(0)
-    assert arrived(bed, 2, 3) == [True, True, False, True]
-    bed.engine.await_wave(2)
-    assert arrived(bed, 0, 1) == [True] * 4
-    (done,) = bed.engine.poll()
-    assert (done.job_id, done.error) == (7, None)
-    assert bed.engine.in_flight == 0
-
-
 def test_seconds_are_those_of_the_copies(bed, monkeypatch):
     """Each of three waves takes a second; there is an hour between them."""
     clock = 0.0

@@ -132,22 +132,6 @@ def test_a_master_that_does_not_answer(master):
         until_right(bed, NAMES)
 
 
-@IN_ENGINE
-def test_a_peer_is_killed(master):
-    with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
-        wait_until(lambda: not bed.get(NAMES).failed)
-        peer.kill()
-        done = bed.get(NAMES)
-        assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
-        assert "the process that has the memory for it is gone" in str(done.error)
-        wait_until(lambda: bed.get(NAMES).error is None)
-        # The master has forgotten what lay there.
-        done = bed.get(NAMES)
-        assert (done.failed, done.mismatches) == (tuple(NAMES), 0)
-        with MooncakeBed(master.address, SEGMENT_BYTES):
-            until_right(bed, NAMES)
-
-
 def test_a_read_that_takes_longer_than_its_lease_is_a_miss(hasty):
     """The bytes may be those of another object by then. It is no error: the next read may work."""
     with Peer(hasty.address) as peer, MooncakeBed(hasty.address) as bed:
@@ -183,22 +167,6 @@ def test_a_store_without_memory_is_an_error(master):
         done = bed.put(NAMES)
         assert done.failed == tuple(NAMES)
         assert "the store is full" in str(done.error)
-
-
-@IN_ENGINE
-def test_a_stalled_peer_fails_its_rows(master, monkeypatch):
-    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
-    with Peer(master.address) as peer, MooncakeBed(master.address) as bed:
-        wait_until(lambda: not bed.get(NAMES).failed)
-        peer.hold()
-        bed.tier.submit(job(1, PROMOTE, [(0, 0)], [NAMES[0]]))
-        assert bed.tier.poll() == []
-        assert bed.tier.wait(50)
-        (done,) = bed.tier.poll()
-        assert done.failed == (0,)
-        assert "or the network between" in str(done.error)
-        peer.go_on()
-        until_right(bed, NAMES)
 
 
 def test_a_call_that_hangs_does_not_hold_up_a_close_and_keeps_the_arena(master):
