@@ -202,6 +202,28 @@ def test_what_a_failed_job_was_to_wait_for_the_next_one_waits_for(cuda):
     assert second is None
 
 
+def test_the_next_job_to_begin_waits_for_it_not_one_that_has_begun(cuda, monkeypatch):
+    """Else a block would be zeroed after it was loaded."""
+    monkeypatch.setattr(swap, "RING_ENTRIES", 1)
+    monkeypatch.setattr(swap, "MAX_PAIRS", 1)
+    engine = Engine(copies_with="kernels")
+    engine.submit(LOAD, (0, 0), (1, 1), after_compute=False)
+    engine.copies.zero_blocks([3])
+    cuda.failing = {"eventRecord"}
+    engine.submit(LOAD, (4, 4))
+    cuda.failing = set()
+    engine.submit(LOAD, (3, 5), after_compute=False)
+    ended: list[Completion] = []
+    while len(ended) < 2:
+        cuda.run_copies()
+        ended += engine.copies.poll()
+    cuda.run_copies()
+    cuda.run()
+    ended += engine.copies.poll()
+    assert engine.block(3) == [7] * LAYERS
+    assert [error is None for error in errors(ended)] == [True, False, True]
+
+
 def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follows(cuda):
     engine = Engine()
     read: list[list[int]] = []

@@ -177,7 +177,7 @@ class Lane:
         # Jobs that may have slices to queue, and the events that a new job comes after.
         self._unqueued: deque[_Running] = deque()
         self._fences: dict[int, Event] = {}
-        # Events of a job that failed before it began: the next job waits for them as well.
+        # Events of jobs that failed before they began: the next one to begin waits for them, too.
         self._handed_on: list[Event] = []
         self._slices: deque[tuple[Event, _Running, Refusals | None, int]] = deque()
         # The total size of these. Queuing delays the step, so queue only enough to keep the device
@@ -201,7 +201,7 @@ class Lane:
 
         Also order it after the last `wait_for_compute`. Then queue slices as the allowance permits.
         """
-        events, started, failure = [*self._handed_on, *self._fences.values()], None, None
+        events, started, failure = [*self._fences.values()], None, None
         try:
             if job.after_compute:
                 # First, so that the device works on it while the slice is cut.
@@ -216,7 +216,6 @@ class Lane:
         self._waves.clear()
         self._awaited = None
         self._fences.clear()
-        self._handed_on.clear()
         if failure is not None:
             self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
@@ -363,6 +362,8 @@ class Lane:
             return
         try:
             if not running.began:
+                running.events += self._handed_on
+                self._handed_on.clear()
                 self.stream.wait_stream(running.events)
                 running.began = True
             if running.started is None:
@@ -398,5 +399,4 @@ class Lane:
                 f"{running.nbytes} bytes{consequence}"
             )
             if not running.began:
-                follower = next((job for job in self._unqueued if job is not running), None)
-                (self._handed_on if follower is None else follower.events).extend(running.events)
+                self._handed_on.extend(running.events)
