@@ -66,12 +66,12 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
             try:
                 found = read_contents(database, path)
                 reason = _difference(found, new)
+                if not reason:
+                    _prepare(database)
+                    opened.pop_all()
+                    return database, found, ""
             except DamagedIndexError as error:
                 reason = error.args[0]
-            if not reason:
-                _prepare(database)
-                opened.pop_all()
-                return database, found, ""
     for suffix in SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # no other user reads it
@@ -103,11 +103,20 @@ def _is_read(database: sqlite3.Connection) -> bool:
 
 
 def _prepare(database: sqlite3.Connection) -> None:
-    """Ensure that a kill leaves whole transactions, and that a transaction can begin."""
+    """Ensure that a kill leaves whole transactions, and that a transaction can begin.
+
+    Raises `DamagedIndexError` for a file that SQLite reads but never writes, as one with the number
+    of a later version in its header.
+    """
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("BEGIN IMMEDIATE")
-    database.rollback()
+    try:
+        database.execute("DELETE FROM meta")  # beginning does not tell
+    except sqlite3.Error as error:
+        raise DamagedIndexError(f"it cannot be written: {error}") from error
+    finally:
+        database.rollback()
 
 
 def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:

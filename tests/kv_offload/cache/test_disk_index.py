@@ -418,6 +418,19 @@ def test_what_is_no_index_of_this_version_is_named(path):
         assert problem in reason(b"", statement)
 
 
+def test_one_that_can_be_read_but_not_written_begins_empty(path):
+    with opened(path) as first:
+        first.put(keys(1), slots(1))
+    content = bytearray(path.read_bytes())
+    content[18] = 3  # SQLite's number of the format for writing
+    path.write_bytes(content)
+    with opened(path) as again:
+        assert "cannot be written: attempt to write a readonly database" in again.reason
+        again.put(keys(2), slots(2))
+    with opened(path) as third:
+        assert (third.reason, third.keys) == ("", keys(2))
+
+
 @pytest.mark.parametrize(
     ("change", "left"),
     [
