@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -64,6 +65,18 @@ def test_a_host_that_is_not_there_is_named():
     require_mooncake()
     with pytest.raises(TierError, match=r"cannot reach the store at nowhere\.invalid:5"):
         MooncakeClient("nowhere.invalid:5", 0).connect()
+
+
+def test_a_master_is_reached_over_ipv4_and_no_other_way():
+    require_mooncake()
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        master = f"::1:{listener.getsockname()[1]}"
+        with pytest.raises(TierError, match=f"cannot reach the store at {master}"):
+            MooncakeClient(master, 0).connect()
 
 
 def test_who_asks_without_a_master_hears_so_each_time():

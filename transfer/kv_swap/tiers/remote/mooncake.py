@@ -97,7 +97,9 @@ def _own_address(master: str) -> str:
     if not colon or not host or not port.isdecimal():
         raise TierError(f"a master is HOST:PORT, such as 10.0.0.5:50051, got {master!r}")
     try:
-        with socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection:
+        with socket.socket() as connection:  # IPv4, whatever else the name has, as in `connect`
+            connection.settimeout(_PROBE_SECONDS)
+            connection.connect((host, int(port)))
             return str(connection.getsockname()[0])
     except (OSError, OverflowError) as error:
         raise TierError(
