@@ -217,11 +217,15 @@ class ForwardLoads:
             self._end(loads)
 
     def _end(self, loads: StepLoads) -> None:
-        """Make the compute stream wait for all waves; lose the loads if a layer did not call."""
+        """Make the compute stream wait for the loads; lose them if a layer did not call."""
         why: object = loads.error
-        if loads.started and self.waves.cut is not None:
+        if loads.started:
+            transfer = self._jobs.require_transfer()
             try:
-                self._jobs.require_transfer().await_wave(len(self.waves.cut.waves) - 1)
+                if loads.in_waves and self.waves.cut is not None:
+                    transfer.await_wave(len(self.waves.cut.waves) - 1)
+                else:  # nothing has waited for it: its step was cut short
+                    transfer.await_loads()
             except Exception as error:  # noqa: BLE001 - after any error the load is lost
                 why = error
             missed = self.waves.missed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,18 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch, which is not installed")
 
+import torch
+from kv_swap.cuda.device import CudaRegistrar
+from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.errors import CopyError
 from kv_swap.host.engine import HostSwapEngine
+from kv_swap.memory.arena import HostArena
 
 from kv_offload.messages import Outcome
+from kv_offload.worker.forward_loads import ForwardLoads
+from kv_offload.worker.jobs import RankJobs, RankLog
+from tests.support.kv_memory import layered_cache
+from tests.support.played_cuda import COMPUTE, PlayedCuda
 from tests.support.rank import BLOCK_BYTES, NO_BLOCK, Rank, load, store, synchronous
 
 OK, FAILED, LOST = Outcome.OK, Outcome.FAILED, Outcome.LOST
@@ -227,3 +236,25 @@ def test_a_load_whose_step_is_cut_short_before_the_forward_ends(layers, refused)
     layers.half.start_copies(metadata) if refused else layers.half.begin_step(metadata)
     layers.end(layers.begin())
     assert layers.jobs() == {1: LOST}
+
+
+def test_compute_waits_for_a_load_whose_step_is_cut_short_before_the_forward(monkeypatch):
+    """Else its copies would overwrite what later steps compute in its blocks."""
+    cuda = PlayedCuda()
+    cuda.install(monkeypatch)
+    layout, storage, pages = layered_cache(2, 8, 64)
+    device = torch.device("cuda", 0)
+    arena = HostArena(4, layout.slot_bytes, register=CudaRegistrar(device))
+    jobs = RankJobs(0, RankLog(logging.getLogger(__name__), 0))
+    jobs.transfer = CudaSwapEngine(layout, arena, device, [storage])
+    arena.view()[:] = 7
+    loads = ForwardLoads(jobs, lambda: None)
+    loads.take([synchronous(1, "a", (3, 2))])
+    loads.start(after_compute=False)
+    loads.take([])
+    assert jobs.ended == {1: LOST}
+    cuda.queue(lambda: pages[:, 3].fill(9))
+    cuda.run(COMPUTE)
+    cuda.run()
+    assert (pages[:, 3] == 9).all()
+    jobs.transfer.close()
