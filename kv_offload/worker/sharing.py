@@ -16,7 +16,6 @@ sums. If a last bit differed, a rank would read what its neighbour computed.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +27,6 @@ from kv_swap.memory.shared import SharedMemory
 from kv_offload.messages import StoreJob
 
 logger = logging.getLogger(__name__)
-
-ATTACH_SECONDS = 5.0
-"""The memory is offered before its name is sent: this is for a machine that is very busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +60,12 @@ class Memfds:
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
         """Make memory, and return the name under which the other ranks attach."""
-        # Unique on the host: an engine's id may be the user's, and the same for several engines.
-        name = secrets.token_hex(16)
-        return name, SharedMemory.create(name, nbytes, num_peers)
+        memory = SharedMemory.create(nbytes)
+        return memory.name, memory
 
     def attach(self, name: str, nbytes: int) -> SharedMemory:
         """Return the memory that another rank has created."""
-        return SharedMemory.attach(name, nbytes, ATTACH_SECONDS)
+        return SharedMemory.attach(name, nbytes)
 
 
 def open_shared_memory(

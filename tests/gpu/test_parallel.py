@@ -7,7 +7,6 @@ side: most of each is processes that start.
 from __future__ import annotations
 
 import importlib.util
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -202,8 +201,7 @@ def test_what_one_gpu_stored_another_loads():
     caches = [make_cache(slots, pages, f"cuda:{device}") for device in range(2)]
     randomize(*(cache.storage for cache in caches))
     torch.cuda.synchronize(1)
-    name = uuid.uuid4().hex
-    with SharedMemory.create(name, slots * slot_bytes, 0) as memory:
+    with SharedMemory.create(slots * slot_bytes) as memory:
         engines = [
             CudaSwapEngine(
                 cache.layout,

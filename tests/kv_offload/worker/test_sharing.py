@@ -213,28 +213,6 @@ def test_a_device_that_cannot_be_served_is_refused_in_the_plugins_words(monkeypa
     assert str(caught.value) == "kv-offload: CuPy cannot be imported"
 
 
-def test_engines_side_by_side_share_nothing(monkeypatch):
-    """Whatever id their user gave them: replicas of data parallelism, say."""
-    both_offer, create = threading.Barrier(2, timeout=120), SharedMemory.create
-
-    def create_beside_the_other(*arguments: Any) -> SharedMemory:
-        try:
-            return create(*arguments)
-        finally:
-            both_offer.wait()
-
-    monkeypatch.setattr(SharedMemory, "create", create_beside_the_other)
-    engines = [Ranks(), Ranks()]
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(Ranks.start, engines))
-    engines[0].arena(0)[:] = 1
-    engines[1].arena(1)[:] = 2
-    assert set(engines[0].arena(1)) == {1}
-    assert set(engines[1].arena(0)) == {2}
-    for engine in engines:
-        engine.stop()
-
-
 def open_files() -> set[str]:
     """Return what this process has open. Other tests' files may be closed at any time."""
     gc.collect()

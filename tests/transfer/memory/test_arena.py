@@ -477,7 +477,7 @@ def test_little_memory_is_looked_at_before_every_step_of_a_piece(host, monkeypat
 def test_memory_that_another_process_has_taken_for_both_needs_no_room(host, caplog):
     """Ranks that share memory lock it at their own pace; all of it is of use to the slowest."""
     host.free_bytes = 0
-    with SharedMemory.create(f"{os.getpid()}-room", 40 * PAGE, 0) as memory:
+    with SharedMemory.create(40 * PAGE) as memory:
         other = Mapping(memory.nbytes, fd=memory.fileno())
         other.populate(0, 5 * PIECE + 2 * PAGE)
         arena = host.arena(shared=memory)

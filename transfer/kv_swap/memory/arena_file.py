@@ -115,7 +115,7 @@ class ArenaFiles:
                 f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
                 f"Memory), remove unused files, free memory, or use a smaller pool"
             ) from error
-        return name, SharedMemory(fd, nbytes, None)
+        return name, SharedMemory(fd, nbytes)
 
     def attach(self, name: str, nbytes: int) -> SharedMemory:
         """Open the arena that another rank has created. Raises `PinnedMemoryError`."""
@@ -127,7 +127,7 @@ class ArenaFiles:
             raise PinnedMemoryError(f"cannot share {self.folder / name}: {error}") from error
         self._remove_others(name)
         self.name = name
-        return SharedMemory(fd, nbytes, None)
+        return SharedMemory(fd, nbytes)
 
     def _own(self) -> list[str]:
         return [name for name in find_arenas(self.folder) if rank_of(name) == self._rank]

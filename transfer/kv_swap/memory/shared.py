@@ -1,8 +1,7 @@
 """Memory mapped by several processes of one host that need the same bytes.
 
 It is a memfd, which disappears when the last process that has it ends, in whatever way. Other
-processes of the same user get it from its creator through a socket in Linux's abstract namespace,
-which vanishes with the creator.
+processes of the same user open it through the entry of its creator's handle in `/proc`.
 
 Memory model. Host memory is coherent between processes, and with a device that has completed its
 copy: a process that learns about a store's completion through any message sees its bytes.
@@ -10,24 +9,15 @@ copy: a process that learns about a store's completion through any message sees 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
-import socket
-import struct
-import threading
-import time
 
 from kv_swap.errors import PinnedMemoryError
 from kv_swap.memory.mapping import describe_limits, whole_pages
 from kv_swap.memory.numa import prefer_node
-
-_ANSWER_SECONDS = 5.0
-"""Seconds that the other process may take to answer once it is connected."""
-
-_RETRY_SECONDS = 0.02
 
 
 class SharedMemory:
@@ -37,20 +27,18 @@ class SharedMemory:
     peers have attached.
     """
 
-    def __init__(self, fd: int, nbytes: int, offer: _Offer | None) -> None:
+    def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
         self.nbytes = nbytes
-        self._offer = offer
 
     @classmethod
-    def create(cls, name: str, nbytes: int, num_peers: int) -> SharedMemory:
-        """Create exactly `nbytes` of zeroed memory, and offer it to `num_peers` other processes.
+    def create(cls, nbytes: int) -> SharedMemory:
+        """Create exactly `nbytes` of zeroed memory, to which other processes may attach.
 
-        Allocates no pages yet. Raises `PinnedMemoryError` if the machine does not have the memory,
-        or if the name is in use on this host.
+        Allocates no pages yet. Raises `PinnedMemoryError` if the machine does not have the memory.
         """
         mapped_bytes = whole_pages(nbytes)
-        fd = os.memfd_create(f"kv-swap-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("kv-swap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Linux promises shared memory of any size, and kills a process when it runs out. But it
             # refuses a private mapping that could never be filled, so try one.
@@ -65,39 +53,39 @@ class SharedMemory:
                 f"cannot share {mapped_bytes} bytes of host memory: {error}; {describe_limits()}; "
                 f"use a smaller pool or free memory"
             ) from error
-        try:
-            offer = _Offer(name, os.dup(fd), num_peers) if num_peers else None
-        except OSError as error:
-            os.close(fd)
-            raise PinnedMemoryError(
-                f"cannot offer shared memory as {name!r}: {error}; give each shared memory of "
-                f"the host a name of its own, of less than 90 letters"
-            ) from error
-        return cls(fd, nbytes, offer)
+        return cls(fd, nbytes)
+
+    @property
+    def name(self) -> str:
+        """What other processes need to attach, while this handle is open in its creator."""
+        found = os.fstat(self._fd)
+        return f"/proc/{os.getpid()}/fd/{self._fd} {found.st_dev}:{found.st_ino}"
 
     @classmethod
-    def attach(cls, name: str, nbytes: int, timeout_seconds: float) -> SharedMemory:
-        """Get the memory that another process creates under `name`; waits up to the timeout for it.
+    def attach(cls, name: str, nbytes: int) -> SharedMemory:
+        """Open the memory of this name, which another process has created.
 
-        Raises `PinnedMemoryError` if none is offered in time, or if it has a different size.
+        Raises `PinnedMemoryError` if it cannot be opened, or if it has a different size.
         """
-        deadline = time.monotonic() + timeout_seconds
-        while (fd := _ask(name)) is None:
-            if time.monotonic() >= deadline:
-                raise PinnedMemoryError(
-                    f"no process of this user offered shared memory {name!r} of {nbytes} bytes "
-                    f"within {timeout_seconds:.0f} s: the process that creates it did not start or "
-                    f"runs on another host or in another network namespace; see its log"
-                )
-            time.sleep(_RETRY_SECONDS)
-        size = os.fstat(fd).st_size
-        if size != whole_pages(nbytes):
+        path, _, file = name.rpartition(" ")
+        try:
+            found = os.stat(path)
+            if f"{found.st_dev}:{found.st_ino}" != file:  # the same number in another container
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PinnedMemoryError(
+                f"cannot open shared memory of {nbytes} bytes: {error}: the process that created "
+                f"it has ended, belongs to another user, or runs on another host or in another "
+                f"container"
+            ) from error
+        if found.st_size != whole_pages(nbytes):
             os.close(fd)
             raise PinnedMemoryError(
-                f"shared memory {name!r} has {size} bytes, this process wants {nbytes}: have "
-                f"all that share it ask for the same"
+                f"shared memory {name!r} has {found.st_size} bytes, this process wants {nbytes}: "
+                f"have all that share it ask for the same"
             )
-        return cls(fd, nbytes, None)
+        return cls(fd, nbytes)
 
     def fileno(self) -> int:
         """Return the file descriptor to map, valid until `close`."""
@@ -118,83 +106,13 @@ class SharedMemory:
             return prefer_node(address, end - first, node)
 
     def close(self) -> None:
-        """Close the handle and end the offer. Idempotent. Existing mappings stay valid."""
+        """Close the handle. Idempotent. Existing mappings stay valid."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self._offer is not None:
-            self._offer.end()
 
     def __enter__(self) -> SharedMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _Offer:
-    """Hands out `fd`, which it owns, on a thread until `num_peers` processes have taken it."""
-
-    def __init__(self, name: str, fd: int, num_peers: int) -> None:
-        self._fd = fd
-        self._peers_left = num_peers
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._listener.bind(_address(name))
-            self._listener.listen(num_peers)
-        except OSError:
-            self._listener.close()
-            os.close(fd)
-            raise
-        self._thread = threading.Thread(target=self._serve, name="kv-swap-share", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with self._listener:
-            while self._peers_left:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:
-                    break  # `end` was called
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(_ANSWER_SECONDS)
-                    if _is_own_user(connection):
-                        socket.send_fds(connection, [b"m"], [self._fd])
-                        self._peers_left -= connection.recv(1) == b"k"
-            os.close(self._fd)
-
-    def end(self) -> None:
-        """End the offer and free the name; waits for a peer that is currently taking the memory."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(2 * _ANSWER_SECONDS)
-
-
-def _ask(name: str) -> int | None:
-    """Return a file descriptor from the process that offers `name`; `None` means: try again."""
-    fds: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_ANSWER_SECONDS)
-        try:
-            connection.connect(_address(name))
-            if not _is_own_user(connection):
-                return None
-            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-            if fds:
-                connection.send(b"k")
-        except OSError:
-            for fd in fds:
-                os.close(fd)
-            return None
-    return fds[0] if fds else None
-
-
-def _address(name: str) -> str:
-    return f"\0kv-swap/{name}"
-
-
-def _is_own_user(connection: socket.socket) -> bool:
-    """Ask the kernel whether the process at the other end belongs to this user."""
-    credentials = struct.Struct("3i")
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return bool(credentials.unpack(raw)[1] == os.getuid())
