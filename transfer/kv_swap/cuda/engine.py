@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index
-from kv_swap.cuda.plain import BlockZeroer, PlainCopier
+from kv_swap.cuda.plain import BlockZeroer, copy_each
 from kv_swap.cuda.state import State, make_state, release
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, DeviceError, JobError, PinnedMemoryError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.0001
 
 _UNPACKED_BYTES = 64 << 20
-"""Bytes in which `load_now` unpacks blocks; at least one block in any case."""
+"""Bytes of blocks that `load_now` takes out of their slots at a time; at least one block."""
 
 
 class CudaSwapEngine(SwapEngine):
@@ -79,8 +79,6 @@ class CudaSwapEngine(SwapEngine):
             self._state = make_state(
                 layout, arena, self._device, keep_alive, output_copy_stream, copies_with
             )
-            # For `load_now`, which shares no resources with jobs.
-            self._copier = PlainCopier(layout, arena, self._device)
             self._zeroer = BlockZeroer(layout, self._device)
         except DeviceError:
             raise
@@ -111,7 +109,7 @@ class CudaSwapEngine(SwapEngine):
             lane.await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`. One `cudaMemcpyAsync` per page, which the host may have unpacked."""
+        """See `SwapEngine`. One `cudaMemcpyAsync` per page, which shares no resources with jobs."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
@@ -126,18 +124,14 @@ class CudaSwapEngine(SwapEngine):
             # Slices of the failed job must not write after the forward has begun.
             lane.drop_unqueued()
             lane.stream.stream.synchronize()
-            if self.layout.num_tiles:
-                self._load_unpacked(arena, pairs, compute)
-            else:
-                self._copier.load(pairs, compute)
-            compute.synchronize()
+            self._load_pages(arena, pairs, compute)
         except (RuntimeError, ValueError) as error:
             raise CopyError(
-                f"{self._copier.call} failed with {error}: a load of {len(pairs)} blocks at once"
+                f"cudaMemcpyAsync failed with {error}: a load of {len(pairs)} blocks at once"
             ) from error
 
-    def _load_unpacked(self, arena: HostArena, pairs: NDArray[np.int32], stream: Any) -> None:
-        """Unpack a few blocks at a time in host memory and copy them; blocks the host.
+    def _load_pages(self, arena: HostArena, pairs: NDArray[np.int32], stream: Any) -> None:
+        """Take a few blocks at a time out of their slots and copy their pages; blocks the host.
 
         Raises `RuntimeError` from CUDA, `ValueError` for a slot without packed KV.
         """
@@ -160,7 +154,7 @@ class CudaSwapEngine(SwapEngine):
                 for index, page in pages.items()
                 for row, block in enumerate(blocks.tolist())
             )
-            self._copier.copy(copies, stream)
+            copy_each(copies, self._device, stream)
             stream.synchronize()  # the copies read `pages`
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
