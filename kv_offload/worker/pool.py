@@ -149,8 +149,6 @@ class Seat:
     kept_bytes: int
     """Bytes of memory that an earlier process left here and that no process holds."""
     lock: int = -1
-    files: ArenaFiles | None = None
-    """The arena files of this rank, once requested."""
 
     def __post_init__(self) -> None:
         self._readers = Readers(self.folder)
@@ -176,14 +174,7 @@ class Seat:
         place = [rank, num_ranks, sharing.index, sharing.count, pages, num_slots, read_boot()]
         kind = f"{digest(self.contents)}-{digest(place)}"
         room = MemoryRoom(read_available_memory, 0) if reserve else None
-        self.files = ArenaFiles(self.folder, rank, kind, room, reserve=reserve)
-        return self.files
-
-    @property
-    def arena(self) -> Path:
-        """The path of this rank's arena, once open; ranks that share one have the same path."""
-        assert self.files is not None, "no arena was opened"
-        return self.folder / self.files.name
+        return ArenaFiles(self.folder, rank, kind, room, reserve=reserve)
 
     def leave(self) -> None:
         """Release the seat, so that another engine can take it."""

@@ -80,8 +80,6 @@ class ArenaFiles:
     ) -> None:
         self.folder, self._rank, self._kind = folder, rank, kind
         self._room, self._reserve = room, reserve
-        self.name = ""
-        """The name of the arena that was opened last."""
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
         """Open the arena that a predecessor left, or create one; remove this rank's other arenas.
@@ -99,7 +97,7 @@ class ArenaFiles:
         if opened is None:
             name = f"rank-{self._rank}.{self._kind}.{secrets.token_hex(8)}"
             opened = name, self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        self.name, fd = name, fd = opened
+        name, fd = opened
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, whole_pages(nbytes))
@@ -126,7 +124,6 @@ class ArenaFiles:
             os.close(fd)
             raise PinnedMemoryError(f"cannot share {self.folder / name}: {error}") from error
         self._remove_others(name)
-        self.name = name
         return SharedMemory(fd, nbytes)
 
     def _own(self) -> list[str]:
