@@ -15,9 +15,9 @@ import pytest
 from kv_swap.errors import TierError
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import TierDirection
-from kv_swap.tiers.mover import MoveResult
 from kv_swap.tiers.region import FIRST_REGION_BYTES
 from kv_swap.tiers.transfers import Transfers
+from kv_swap.tiers.workers import MoveResult
 from safetensors.torch import load_file, save_file
 from vllm import LLM
 

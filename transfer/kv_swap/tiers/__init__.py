@@ -7,8 +7,7 @@ region.py     what that file says of itself, and its format
 record.py     a slot in that file, and its format
 transfers.py  records between the file and the arena, on one thread
 remote/       the engine for a store that many engines share
-mover.py      what the threads of either need: something that moves rows
-workers.py    the threads: jobs in, completions out
+workers.py    the threads: jobs in, completions out; what moves rows on them
 probe.py      what a disk gives without an engine
 
 This package does not know which block is in which slot. A slot is found by its number, an object of

@@ -7,16 +7,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.errors import JobError, TierError
-from kv_swap.tiers.workers import Task, start, stop
-
-if TYPE_CHECKING:
-    from kv_swap.tiers.mover import Mover
+from kv_swap.tiers.workers import Mover, Task, start, stop
 
 MAX_NAME_BYTES = 1024
 """Maximum bytes of a block's name, in every tier."""

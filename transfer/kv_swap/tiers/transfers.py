@@ -14,8 +14,8 @@ from kv_swap.errors import TierError, explain
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import OpenFile
-from kv_swap.tiers.mover import Mover, MoveResult, Row
 from kv_swap.tiers.record import PAGE_BYTES
+from kv_swap.tiers.workers import Mover, MoveResult, Row
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}
 """Requests may wait for promotions, but not for demotions. With three writers, one can compute a

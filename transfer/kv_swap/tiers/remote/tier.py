@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from kv_swap.errors import TierError
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection, TierEngine
-from kv_swap.tiers.mover import Mover, MoveResult, Row
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
 from kv_swap.tiers.remote.client import Fate, Parts, RemoteClient, namespace, object_keys
+from kv_swap.tiers.workers import Mover, MoveResult, Row
 
 _FULL = TierError(
     "the store is full, or no process gives it memory: give it more, or look at what its engines "
