@@ -282,11 +282,10 @@ def test_an_engine_goes_on_and_counts_what_is_missing(path, played):
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
 def test_a_later_replica_has_a_file_of_its_own(path):
-    start = pytest.importorskip("kv_offload.engines.vllm.start.trace", reason="needs vLLM")
+    tiers = pytest.importorskip("kv_offload.engines.vllm.start.tiers", reason="needs vLLM")
     configurations = pytest.importorskip("tests.support.configurations", reason="needs vLLM")
     vllm_config = configurations.make_vllm_config({"cpu_bytes": "1MiB"})
     vllm_config.parallel_config.data_parallel_index = 2
-    recorder = start.find_recorder(OffloadConfig(cpu_bytes=1, record_trace=str(path)), vllm_config)
-    recorder.close(LIMIT_SECONDS)
-    assert [file.name for file in path.parent.iterdir()] == [f"{path.name}.replica-2"]
-    assert start.find_recorder(OffloadConfig(cpu_bytes=1), vllm_config) is None
+    config = OffloadConfig(cpu_bytes=1, record_trace=str(path))
+    assert tiers.recording_file(config, vllm_config) == Path(f"{path}.replica-2")
+    assert tiers.recording_file(OffloadConfig(cpu_bytes=1), vllm_config) is None

@@ -15,11 +15,12 @@ from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
 from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
-from kv_offload.engines.vllm.start import log, members, ranks, support, tiers, trace
+from kv_offload.engines.vllm.start import log, members, ranks, support, tiers
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
 from kv_offload.scheduler.core import EngineFacts, SlotFacts
 from kv_offload.scheduler.observers import Observers
 from kv_offload.scheduler.scheduler import OffloadScheduler
+from kv_offload.simulation.trace_recorder import TraceRecorder
 from kv_offload.worker.capacity import check_available
 from kv_offload.worker.sharing import ALONE, arena_bytes
 from kv_offload.worker.worker import OffloadWorker
@@ -81,7 +82,8 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
     block_bytes = bytes_per_block(engine.kv_cache_config)
 
     # A single recorder, even if the scheduler's half is built again because ranks hold fewer slots.
-    recorder = trace.find_recorder(config, engine.vllm_config)
+    file = tiers.recording_file(config, engine.vllm_config)
+    recorder = None if file is None else TraceRecorder(file, config.record_trace_bytes)
 
     def make(
         pool: BlockPool,

@@ -15,9 +15,9 @@ from kv_swap.cuda.device import import_cupy, make_kernel_cache
 from kv_swap.errors import DeviceError
 
 from kv_offload.config import trace_config
-from kv_offload.config.checks import check_disk, check_sizes
+from kv_offload.config.checks import check_disk, check_recording, check_sizes
 from kv_offload.engines.vllm import CONNECTOR
-from kv_offload.engines.vllm.start import members, ranks, support, tiers, trace
+from kv_offload.engines.vllm.start import members, ranks, support, tiers
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import ConfigError, Problems, UnsupportedError
 from kv_offload.worker.allocation import check_packing, transfer_kind
@@ -70,8 +70,10 @@ def check_settings(vllm_config: VllmConfig) -> None:
         with problems:
             tiers.check_pool(config, own)
         with problems:
-            if not parallel.node_rank_within_dp:  # else the scheduler is on another host
-                trace.check_trace(config, own)
+            file = tiers.recording_file(config, own)
+            # On another rank's node the scheduler is on another host.
+            if file is not None and not parallel.node_rank_within_dp:
+                check_recording(file)
         with problems:
             if transfer_kind(config, device) != "host":
                 if config.pack_kv:

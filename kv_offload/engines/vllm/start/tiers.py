@@ -150,6 +150,17 @@ def replica_index(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
+def recording_file(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
+    """Return the file to which this replica records its requests; None without `record_trace`.
+
+    Replicas after the first append `.replica-1` and so on.
+    """
+    if config.record_trace is None:
+        return None
+    replica = replica_index(vllm_config)
+    return Path(config.record_trace + (f".replica-{replica}" if replica else ""))
+
+
 def disk_tier(
     config: DiskConfig, disk: Disk, slot_bytes: int, num_ranks: int, sharing_ranks: int
 ) -> TierSpec:
