@@ -213,7 +213,8 @@ def test_blocks_come_back_as_they_were_stored(kind, tokens, layout):
 def test_blocks_of_models_that_cannot_be_built_here_come_back(name, layout):
     built = build_model(name, layout)
     round_trip(built)
-    assert describe_pages(make_vllm_config({}), built.config, built.caches)
+    described = describe_kv_caches(built.caches, built.config)
+    assert describe_pages(make_vllm_config({}), built.config, built.caches, described)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -264,7 +265,7 @@ def test_blocks_outermost_are_one_run_over_all_layers(layout):
     regions = describe_kv_caches(built.caches, built.config).regions
     assert len(regions) == 3
     (run,) = runs_of(regions)
-    assert run.nbytes == run.block_stride == bytes_per_block(built.config)
+    assert run.page_bytes == run.block_stride_bytes == bytes_per_block(built.config)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -422,7 +423,8 @@ def pages(
         name.replace("_", "."): SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
         for name, backend in backends.items()
     }
-    return describe_pages(config, built.config, built.caches, packs=packs)
+    described = describe_kv_caches(built.caches, built.config, packs=packs)
+    return describe_pages(config, built.config, built.caches, described)
 
 
 def test_slots_in_which_values_lie_elsewhere_are_told_apart():

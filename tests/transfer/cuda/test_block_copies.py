@@ -12,7 +12,6 @@ from kv_swap.cuda.block_copies import (
     LEAST_RUN_BYTES,
     MOST_COPY_BYTES,
     BlockCutter,
-    ByteRun,
     Copies,
     runs_of,
     suits_copy_engine,
@@ -110,13 +109,13 @@ def test_copies_bring_every_byte_and_end_where_a_registration_does(layout, piece
 @pytest.mark.parametrize(
     ("layout", "runs"),
     [
-        (layers(3, 64, 640), [ByteRun(CACHE + i * 640, 64, 64 * i, 64) for i in range(3)]),
-        (TWO, [ByteRun(CACHE, 64, 0, 64), ByteRun(CACHE + 8192, 80, 64, 48)]),
-        (OUTERMOST, [ByteRun(CACHE, 4 * 4096, 0, 4 * 4096)]),
+        (layers(3, 64, 640), [Region(CACHE + i * 640, 64, 64, 64 * i) for i in range(3)]),
+        (TWO, [Region(CACHE, 64, 64, 0), Region(CACHE + 8192, 48, 80, 64)]),
+        (OUTERMOST, [Region(CACHE, 4 * 4096, 4 * 4096, 0)]),
         # The layers stand side by side in another order than in the slot.
         (
             KVLayout(9, (Region(CACHE + 64, 64, 128, 0), Region(CACHE, 64, 128, 64))),
-            [ByteRun(CACHE + 64, 128, 0, 64), ByteRun(CACHE, 128, 64, 64)],
+            [Region(CACHE + 64, 64, 128, 0), Region(CACHE, 64, 128, 64)],
         ),
     ],
 )

@@ -30,31 +30,20 @@ A copy costs the step's thread 2 to 3 us, because CUDA looks up the registration
 address: with shorter runs, 1 GiB would take more than 4 ms of that thread (H200, 28 Nov 2026)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRun:
-    """`nbytes` contiguous bytes, at `address` in block 0 and at `slot_offset` in a slot."""
-
-    address: int
-    block_stride: int
-    slot_offset: int
-    nbytes: int
-
-
-def runs_of(regions: Sequence[Region]) -> list[ByteRun]:
-    """Return the runs of raw regions, in slot order."""
-    runs: list[ByteRun] = []
+def runs_of(regions: Sequence[Region]) -> list[Region]:
+    """Return the runs of raw regions, in slot order: regions that continue each other are one."""
+    runs: list[Region] = []
     for region in sorted(regions, key=lambda region: region.slot_offset_bytes):
-        place = region.address, region.slot_offset_bytes, region.block_stride_bytes
         last = runs[-1] if runs else None
-        if last and place == (
-            last.address + last.nbytes,
-            last.slot_offset + last.nbytes,
-            last.block_stride,
+        if last and region == replace(
+            region,
+            address=last.address + last.page_bytes,
+            slot_offset_bytes=last.slot_offset_bytes + last.page_bytes,
+            block_stride_bytes=last.block_stride_bytes,
         ):
-            runs[-1] = replace(last, nbytes=last.nbytes + region.page_bytes)
+            runs[-1] = replace(last, page_bytes=last.page_bytes + region.page_bytes)
         else:
-            address, slot_offset, block_stride = place
-            runs.append(ByteRun(address, block_stride, slot_offset, region.page_bytes))
+            runs.append(region)
     return runs
 
 
@@ -100,12 +89,12 @@ class BlockCutter:
         self._slot_bytes = arena.slot_bytes
         self._border_bytes = arena.piece_bytes
         parts = [part for run in runs_of(regions) for part in _cut_run(run)]
-        self.nbytes = sum(part.nbytes for part in parts)
+        self.nbytes = sum(part.page_bytes for part in parts)
         """Bytes of a block."""
         self._address = _array(part.address for part in parts)
-        self._block_stride = _array(part.block_stride for part in parts)
-        self._slot_offset = _array(part.slot_offset for part in parts)
-        self._nbytes = _array(part.nbytes for part in parts)
+        self._block_stride = _array(part.block_stride_bytes for part in parts)
+        self._slot_offset = _array(part.slot_offset_bytes for part in parts)
+        self._nbytes = _array(part.page_bytes for part in parts)
         self.least_copy_bytes = int(self._nbytes.min())
         """Minimum bytes of a copy in a block that is not cut at a border."""
 
@@ -126,13 +115,18 @@ def _array(values: Any) -> NDArray[np.int64]:
     return np.fromiter(values, np.int64)
 
 
-def _cut_run(run: ByteRun) -> list[ByteRun]:
+def _cut_run(run: Region) -> list[Region]:
     """Cut a run into copies of about equal size."""
-    count = -(-run.nbytes // MOST_COPY_BYTES)
-    bounds = [run.nbytes * index // count // 16 * 16 for index in range(count)]
+    count = -(-run.page_bytes // MOST_COPY_BYTES)
+    bounds = [run.page_bytes * index // count // 16 * 16 for index in range(count)]
     return [
-        ByteRun(run.address + first, run.block_stride, run.slot_offset + first, end - first)
-        for first, end in pairwise([*bounds, run.nbytes])
+        replace(
+            run,
+            address=run.address + first,
+            page_bytes=end - first,
+            slot_offset_bytes=run.slot_offset_bytes + first,
+        )
+        for first, end in pairwise([*bounds, run.page_bytes])
     ]
 
 
