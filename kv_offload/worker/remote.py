@@ -45,13 +45,11 @@ def make_client(remote: RemoteConfig, segment_bytes: int) -> RemoteClient:
     return MooncakeClient(remote.address, segment_bytes)
 
 
-def check_usable(remote: RemoteConfig | None) -> None:
+def check_usable(remote: RemoteConfig) -> None:
     """Refuse an unusable shared folder, or a store whose package is not installed.
 
     Raises `ConfigError` or `UnsupportedError`.
     """
-    if remote is None:
-        return
     if remote.path is not None:
         check_shared_folder(Path(remote.path))
     if remote.kind == "mooncake" and not mooncake.is_installed():

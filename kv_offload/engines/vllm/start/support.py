@@ -69,9 +69,7 @@ def check_supported(
     if kv_cache_config is not None:
         problems += _model_problems(vllm_config, kv_cache_config)
     if problems:
-        # One line, so that a search for `kv-offload:` in a log finds all of it.
-        numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
-        listed = " ".join(numbered) if len(problems) > 1 else problems[0]
+        listed = UnsupportedError(*problems).message
         raise UnsupportedError(f"this engine cannot be served correctly: {listed}")
 
 
