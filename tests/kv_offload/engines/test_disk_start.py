@@ -28,7 +28,7 @@ def find(folder: Path, *, engine: dict[str, Any] | None = None, **options: Any) 
         setattr(getattr(vllm_config, part) if part else vllm_config, name, value)
     disk_config = DiskConfig(path=str(folder), bytes=1 << 20, **options)
     config = OffloadConfig(cpu_bytes=1, disk=disk_config)
-    disk, _ = find_tiers(config, vllm_config, KV_CACHE)
+    disk, *_ = find_tiers(config, vllm_config, KV_CACHE)
     assert disk is not None
     return disk
 

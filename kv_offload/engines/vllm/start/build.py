@@ -58,8 +58,8 @@ class Engine:
         self.gives_idle_blocks = gives_idle_blocks(vllm_config, self.cache_groups)
         self.sharing_ranks = groups.ranks_with_equal_bytes(parallel, kv_cache_config)
         config = self.traced.config
-        self.disk, self.remote = tiers.find_tiers(config, vllm_config, kv_cache_config)
-        self.pool = tiers.find_pool(config, vllm_config, kv_cache_config)
+        found = tiers.find_tiers(config, vllm_config, kv_cache_config)
+        self.disk, self.remote, self.pool = found
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:

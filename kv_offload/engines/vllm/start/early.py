@@ -68,8 +68,6 @@ def check_settings(vllm_config: VllmConfig) -> None:
         with problems:
             tiers.check_tiers(config, own)
         with problems:
-            tiers.check_pool(config, own)
-        with problems:
             file = tiers.recording_file(config, own)
             # On another rank's node the scheduler is on another host.
             if file is not None and not parallel.node_rank_within_dp:

@@ -31,7 +31,7 @@ PROCESS = "process"
 
 
 def check_tiers(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise one error for a disk and a store that are unusable, or whose keys no other knows."""
+    """Raise one error for a disk, store or pool that is unusable, or whose keys no other knows."""
     problems = Problems()
     if config.disk is not None:
         with problems:
@@ -48,18 +48,22 @@ def check_tiers(config: OffloadConfig, vllm_config: VllmConfig) -> None:
         with problems:
             check_contents(vllm_config, "remote", keep_on_reset=config.remote.keep_on_reset)
             check_usable(config.remote)
+    if config.host_pool is not None:
+        with problems:
+            check_contents(vllm_config, "host_pool", keep_on_reset=False)
+            check_pool_folder(config.host_pool_path)
     problems.raise_all()
 
 
 def find_tiers(
     config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> tuple[Disk | None, Remote | None]:
-    """Return this replica's disk, whose folder is created, and its remote store, as configured.
+) -> tuple[Disk | None, Remote | None, Pool | None]:
+    """Return this replica's disk, whose folder is created, its remote store and its host pool.
 
     Raises `ConfigError` as `check_tiers` and `make_folder` do.
     """
     check_tiers(config, vllm_config)
-    disk = remote = None
+    disk = remote = pool = None
     if config.disk is not None:
         folder = make_folder(config.disk, vllm_config)
         private = not config.disk.keep_on_restart
@@ -67,27 +71,9 @@ def find_tiers(
         disk = Disk(folder, config.disk.bytes, contents)
     if config.remote is not None:
         remote = Remote(config.remote, describe_contents(vllm_config, kv_cache_config))
-    return disk, remote
-
-
-def check_pool(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise `ConfigError` if another process could not know what the keys of blocks mean.
-
-    Also raises it if the folder of the pools is missing, is not writable, or is not in memory.
-    """
     if config.host_pool is not None:
-        check_contents(vllm_config, "host_pool", keep_on_reset=False)
-        check_pool_folder(config.host_pool_path)
-
-
-def find_pool(
-    config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> Pool | None:
-    """Return the pool that the configuration names. Raises `ConfigError` as `check_pool` does."""
-    check_pool(config, vllm_config)
-    if config.host_pool is None:
-        return None
-    return Pool(pool_folder(config), describe_contents(vllm_config, kv_cache_config))
+        pool = Pool(pool_folder(config), describe_contents(vllm_config, kv_cache_config))
+    return disk, remote, pool
 
 
 def check_contents(
