@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kv_offload.engines.vllm.events import EventMaker
 from kv_offload.engines.vllm.hooks.errors import HookErrors, survives
 from kv_offload.engines.vllm.hooks.scheduler import SchedulerHooks
 from kv_offload.engines.vllm.hooks.worker import WorkerHooks
@@ -15,9 +13,7 @@ from kv_offload.engines.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kv_offload.engines.vllm.model.block_order import wanted_layout
 from kv_offload.engines.vllm.patches.patch import log_new
 from kv_offload.engines.vllm.plugin import register
-from kv_offload.engines.vllm.runner import find_runner
-from kv_offload.engines.vllm.start.build import Engine, build_worker, prepare_scheduler
-from kv_offload.engines.vllm.start.log import FirstHits
+from kv_offload.engines.vllm.start.build import Engine
 from kv_offload.engines.vllm.start.members import is_asked_of_member
 from kv_offload.engines.vllm.versions import host_hit_source
 
@@ -47,21 +43,14 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         engine = Engine(vllm_config, kv_cache_config)
         self._is_member = bool(engine.enclosing)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
-        self._only_rank = vllm_config.parallel_config.world_size == 1
         # One of the two stays None; vLLM calls each hook only on the half that it belongs to.
         self.offload_scheduler = None  # type: ignore[assignment]
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
-            self._multi_connectors = engine.multi_connectors
-            self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
-            self._events = EventMaker(kv_cache_config)
-            self._traced, self._first_hits = engine.traced, FirstHits()
-            self.restarted_sessions: set[str] = set()
+            self._start_scheduler(engine)
             log_new()
         else:
-            worker = find_runner()
-            self._vllm_worker = None if worker is None else weakref.ref(worker)
-            self.offload_worker = build_worker(engine)
+            self._start_worker(engine)
 
     @survives(lambda self: None)
     def get_kv_connector_stats(self) -> ConnectorStats | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
@@ -13,9 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_offload.engines.vllm import requests
+from kv_offload.engines.vllm.events import EventMaker
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import EngineState, find_waker
 from kv_offload.engines.vllm.patches.waiting import skip_lookups
+from kv_offload.engines.vllm.start.build import Engine, prepare_scheduler
 from kv_offload.engines.vllm.start.log import FirstHits, log_pool
 from kv_offload.engines.vllm.start.members import is_chosen, served_by_peer_connector
 from kv_offload.engines.vllm.start.ranks import ask_capacities
@@ -25,16 +27,11 @@ from kv_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from kv_offload.config import ResolvedConfig
-    from kv_offload.engines.vllm.events import EventMaker
-    from kv_offload.engines.vllm.start.build import SchedulerMaker
 
 
 KVConnectorMetadata.register(OffloadMetadata)
@@ -46,25 +43,24 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     engine_id: str | None
     offload_scheduler: OffloadScheduler
     _is_member: bool
-    _multi_connectors: Sequence[MultiConnector]
-    """The MultiConnectors around this connector, innermost first."""
-    _only_rank: bool
-    """True if the engine has one rank, which may be in this process."""
-    _num_slots: int
-    _slot_bytes: int
-    _make_scheduler: SchedulerMaker
-    _events: EventMaker
-    _traced: ResolvedConfig
-    _first_hits: FirstHits
     _pool_is_logged = False
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
     _passed_over: Request | None = None
     """The request that vLLM has just not looked up, since it waits."""
-    restarted_sessions: set[str]
-    """Sessions that gave their blocks back and were not scheduled since."""
     loaded: frozenset[str] = frozenset()
     """Requests whose asynchronous loads have ended, not yet reported to vLLM."""
+
+    def _start_scheduler(self, engine: Engine) -> None:
+        """Prepare this half, which `bind_gpu_block_pool` builds."""
+        self._multi_connectors = engine.multi_connectors  # around this one, innermost first
+        # The only rank may be in this process.
+        self._only_rank = engine.vllm_config.parallel_config.world_size == 1
+        self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
+        self._events = EventMaker(engine.kv_cache_config)
+        self._traced, self._first_hits = engine.traced, FirstHits()
+        self.restarted_sessions: set[str] = set()
+        """Sessions that gave their blocks back and were not scheduled since."""
 
     @property
     def requires_kv_delivery(self) -> bool:

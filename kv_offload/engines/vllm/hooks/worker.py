@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import callers
 from kv_offload.engines.vllm.patches.patch import log_new
-from kv_offload.engines.vllm.runner import before_each_step
+from kv_offload.engines.vllm.runner import before_each_step, find_runner
+from kv_offload.engines.vllm.start.build import Engine, build_worker
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 from kv_offload.worker.worker import OffloadWorker
@@ -44,8 +45,13 @@ class WorkerHooks(KVConnectorBase_V1):
 
     offload_worker: OffloadWorker
     _is_member: bool
-    _vllm_worker: weakref.ref[Any] | None
-    """The vLLM worker for which this half was built, if one was found."""
+
+    def _start_worker(self, engine: Engine) -> None:
+        """Build this half."""
+        # The vLLM worker for which it is built, if one was found.
+        worker = find_runner()
+        self._vllm_worker = None if worker is None else weakref.ref(worker)
+        self.offload_worker = build_worker(engine)
 
     @property
     def engine_is_gone(self) -> bool:
