@@ -134,8 +134,6 @@ def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
     """End requests with an error; return those that had not ended yet."""
     from vllm.v1.request import RequestStatus
 
-    if not request_ids:
-        return []
     ended: list[Any] = engine_scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR)
     return ended
 

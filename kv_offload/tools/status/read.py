@@ -142,15 +142,10 @@ def _read_answer(response: http.client.HTTPResponse) -> bytes:
     Raises `OSError` or `HTTPException` for a truncated answer, since part of a page, or of a
     number, would pass for the whole.
     """
-    answer, expected = bytearray(), response.length
-    while len(answer) <= MAX_PAGE_BYTES and len(answer) != expected:
-        part = response.read1(1 << 16)
-        if not part:
-            break
-        answer += part
-    if expected is not None and len(answer) < min(expected, MAX_PAGE_BYTES):
-        raise http.client.IncompleteRead(bytes(answer), expected - len(answer))
-    return bytes(answer)
+    answer = response.read(MAX_PAGE_BYTES + 1)
+    if response.length and len(answer) <= MAX_PAGE_BYTES:  # what has not been read
+        raise http.client.IncompleteRead(answer, response.length)
+    return answer
 
 
 def _describe_proxy(url: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from kv_swap.cuda import gate_test, gated, lane, state  # noqa: E402
+from kv_swap.cuda import gate_test, gated, lane  # noqa: E402
 from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.gate_test import MOST_PIECES, TURNS, GateReport, Turn, judge  # noqa: E402
@@ -256,12 +256,10 @@ def test_copies_and_gates_are_queued_on_the_device_of_the_cache(cuda, page_bytes
 def test_the_gate_is_for_long_runs_where_it_yields(
     cuda, page_bytes, num_layers, yields, chosen, caplog
 ):
-    state._warn_once.cache_clear()
     cuda.yields = yields
-    for _ in range(2):
-        assert Bed(page_bytes, num_layers, 2, None).engine.copies_with == chosen
+    assert Bed(page_bytes, num_layers, 2, None).engine.copies_with == chosen
     told = caplog.text.count("kernels copy, not the copy engine")
-    assert told == (0 if yields else 1), "once, and only where the copy engine would copy"
+    assert told == (0 if yields else 1), "only where the copy engine would copy"
 
 
 def turn(waited: float, *, began: float = 0.1, queued_early: bool = True) -> Turn:

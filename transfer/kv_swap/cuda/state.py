@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from kv_swap.cuda.block_copies import suits_copy_engine
@@ -44,23 +43,18 @@ _LEAKED: list[State] = []
 def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:
     """Return the copy path for a layout: the copy engine if blocks are few long copies.
 
-    Logs once if the copy engine suits the layout but does not yield at gates.
+    Logs it if the copy engine suits the layout but does not yield at gates.
     """
     if not suits_copy_engine(layout):
         return "kernels"
     report = check_gates(device)
     if report.yields:
         return "gates"
-    _warn_once(report.found)
-    return "kernels"
-
-
-@cache
-def _warn_once(found: str) -> None:
     logger.warning(
         "kernels copy, not the copy engine: small copies would wait too long for it here (%s)",
-        found,
+        report.found,
     )
+    return "kernels"
 
 
 def make_state(
@@ -83,28 +77,28 @@ def make_state(
     kernels = [SwapKernel(layout, arena, device, family) for family in families]
     tables = [WaveTable(layout, family, device, registrar) for family in families]
 
-    def path(direction: Direction, *, before_compute: bool = False) -> CopyPath:
+    def make_lane(
+        direction: Direction,
+        output_copy_stream: torch.cuda.Stream | None = None,
+        *,
+        before_compute: bool = False,
+    ) -> Lane:
         # Compute waits for these loads, so SMs are free, and kernels start earlier.
         if state.copies_with == "gates" and not before_compute:
-            return GatedPath(direction, layout, arena, device)
-        waves = tables if before_compute else ()
-        return KernelPath(direction, kernels, layout.block_bytes, registrar, waves)
-
-    def make_lane(
-        direction: Direction, path: CopyPath, output_copy_stream: torch.cuda.Stream | None
-    ) -> Lane:
+            path: CopyPath = GatedPath(direction, layout, arena, device)
+        else:
+            waves = tables if before_compute else ()
+            path = KernelPath(direction, kernels, layout.block_bytes, registrar, waves)
         # As many events for jobs as for slices: each job has one event and at least one slice.
         stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
         path.warm_up(stream.stream)
         stream.stream.synchronize()
         return Lane(direction, path, stream, state.pace)
 
-    load, store = path(Direction.LOAD), path(Direction.STORE)
-    before_compute = path(Direction.LOAD, before_compute=True)
     state.lanes = {
-        Direction.LOAD: make_lane(Direction.LOAD, load, None),
-        Direction.STORE: make_lane(Direction.STORE, store, output_copy_stream),
-        "before_compute": make_lane(Direction.LOAD, before_compute, None),
+        Direction.LOAD: make_lane(Direction.LOAD),
+        Direction.STORE: make_lane(Direction.STORE, output_copy_stream),
+        "before_compute": make_lane(Direction.LOAD, before_compute=True),
     }
     return state
 

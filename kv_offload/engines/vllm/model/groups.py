@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,12 +104,11 @@ def cache_groups(
             rule["retention_tokens"] = retention_tokens
         block_tokens = planned.kv_cache_spec.block_size * ranks
         unnamed_tokens = max(0, lookahead_tokens - 1)
-        group = CacheGroup(group_id, block_tokens, **rule, unnamed_tokens=unnamed_tokens)
         may_be_of_head = of_head[group_id] or not any(of_head)
         # Draft heads have no states, and vLLM drops no states for them.
-        has_proof = not (group.holds_state or group.is_scratch)
-        sees_next_token = drops_last_block and may_be_of_head and has_proof
-        groups.append(dataclasses.replace(group, sees_next_token=sees_next_token))
+        if drops_last_block and may_be_of_head and not {"holds_state", "is_scratch"} & rule.keys():
+            rule["sees_next_token"] = True
+        groups.append(CacheGroup(group_id, block_tokens, **rule, unnamed_tokens=unnamed_tokens))
     # With states, a hit of vLLM's own may end within a block.
     if not any(group.holds_state for group in groups):
         hit_tokens = math.lcm(*(group.block_tokens for group in groups))
