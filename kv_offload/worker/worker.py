@@ -177,11 +177,6 @@ class OffloadWorker:
         return self._jobs.transfer
 
     @property
-    def waves(self) -> LayerWaves:
-        """Tracks the layers that wait for their part of a load."""
-        return self._forward_loads.waves
-
-    @property
     def sharing_ranks(self) -> int:
         """Number of ranks that keep their KV in this rank's host memory, including this one."""
         return self._stores.sharing.count

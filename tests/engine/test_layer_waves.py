@@ -69,7 +69,7 @@ def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
 @pytest.mark.parametrize("async_scheduling", rest_is_slow([False, True]))
 def test_layers_wait_for_their_waves(model_folder, answers, async_scheduling):
     with started(model_folder, answers, async_scheduling=async_scheduling) as ours:
-        cut = ours.rank.waves.cut
+        cut = ours.rank._forward_loads.waves.cut
         assert len(cut.waves) == LAYERS
         assert sorted(cut.wave_of.values()) == [1, 2, 3]
         jobs, awaited = watch(ours)

@@ -129,7 +129,7 @@ def silent_layer() -> Iterator[list[int]]:
     def called(self: Any, layer_name: str) -> None:
         rank = self.offload_worker
         # Layers wait for waves in this step, and are not just being learned.
-        waits = rank.on_layer is not None and not rank.waves.learning
+        waits = rank.on_layer is not None and not rank._forward_loads.waves.learning
         if waits and ".1." in layer_name:
             skipped[0] += 1
         else:
@@ -195,7 +195,7 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
         compare("with faults again", empty=False)
         result["faults again"] = faults.happened - result["faults"]
         with silent_layer() as skipped:
-            ours.rank.waves._given_up = False
+            ours.rank._forward_loads.waves._given_up = False
             compare("silent layer", empty=False)
             result["silent layer"]["skipped"] = skipped[0]
         assert ours.rank.transfer.wait(10)
