@@ -6,9 +6,16 @@ import sys
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
+import kv_offload.engines.vllm.connector  # noqa: F401 - vLLM takes our messages from then on
 from kv_offload.engines.vllm import CONNECTOR
 from kv_offload.engines.vllm.plugin import VLLM_LOG, register
+from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +71,9 @@ def test_both_logs_go_to_vllms(monkeypatch, caplog, name):
     logging.getLogger(name).info("not of interest to this user")
     logging.getLogger(name).error("kv-offload: of %s", "interest")
     assert shown == ["kv-offload: page-locked 5 bytes", "kv-offload: of interest"]
+
+
+def test_messages_are_what_vllm_expects_of_a_connector():
+    assert issubclass(OffloadMetadata, KVConnectorMetadata)
+    assert issubclass(OffloadWorkerMetadata, KVConnectorWorkerMetadata)
+    assert issubclass(WorkerCapacity, KVConnectorHandshakeMetadata)
