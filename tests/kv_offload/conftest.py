@@ -14,31 +14,35 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
-IMPORT = re.compile(
-    r"^(from|import) .*\b(vllm|played_\w+|simulated_engine|configurations)\b", re.MULTILINE
-)
+VLLM = r"vllm|played_\w+|simulated_engine|configurations|test_host_pool"
+TORCH = r"torch|tests\.support\.rank|manual_copies"
 
 
 @functools.cache
+def imports(path: Path, names: str) -> bool:
+    """Whether a module of tests imports a package, or what plays parts of it."""
+    return re.search(rf"^(from|import) .*\b({names})\b", path.read_text(), re.MULTILINE) is not None
+
+
 def uses_vllm(path: Path) -> bool:
-    """Whether a module of tests imports vLLM, or what plays parts of it."""
-    return IMPORT.search(path.read_text()) is not None
+    return imports(path, VLLM)
 
 
-class NeedsVllm(pytest.Module):
-    """Imports vLLM without its warnings; is skipped, with the reason, where there is none."""
+class NeedsPackage(pytest.Module):
+    """Imports vLLM without its warnings; is skipped, with the reason, without it or torch."""
 
     def collect(self) -> list[pytest.Item]:
-        pytest.importorskip(
-            "vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed"
-        )
+        if imports(self.path, TORCH):
+            pytest.importorskip("torch", reason="needs torch, which is not installed")
+        if uses_vllm(self.path):
+            pytest.importorskip(
+                "vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed"
+            )
         return list(super().collect())
 
 
-def pytest_pycollect_makemodule(
-    module_path: Path, parent: pytest.Collector
-) -> pytest.Module | None:
-    return NeedsVllm.from_parent(parent, path=module_path) if uses_vllm(module_path) else None
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return NeedsPackage.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,8 +16,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.directory import read_directory
 from kv_offload.cache.peer_slots import PeerSlots
 from kv_offload.config.host_memory import HostMemory

@@ -19,11 +19,7 @@ from tests.support.loads import set_synchronous_loads
 from tests.support.manual_tier import manual_remote
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.usefixtures("now"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("now")]
 
 REQUESTS, BLOCKS, TOKENS = 24, 64, 4
 DRAW = random.Random(0)

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
 from kv_offload.scheduler.quotas import MAX_LOOKS, Quotas
@@ -90,7 +88,6 @@ def test_what_peers_use_of_a_tenant_stays_while_its_other_blocks_go(tmp_path: Pa
     quotas.check_integrity()
 
 
-played = pytest.mark.filterwarnings("default")
 FILLERS = [[(number >> bit) & 1 for bit in range(8)] * 3 for number in range(16)]
 PROMPT_BLOCKS = len(PROMPT) // BLOCK
 
@@ -162,7 +159,6 @@ def serve_many(engine: PlayedEngine, salt: str | None) -> None:
     forget(engine)
 
 
-@played
 @pytest.mark.parametrize("share", [0.25, 1])
 def test_a_tenant_that_stores_much_displaces_its_own_blocks(share):
     engine = PlayedEngine(plugin={"max_share_per_salt": share}, slots=32)
@@ -175,7 +171,6 @@ def test_a_tenant_that_stores_much_displaces_its_own_blocks(share):
     assert (engine.totals["quota_evictions"] > 0) == bounded
 
 
-@played
 @pytest.mark.parametrize("store_blocks", ["all", "prompt"])
 def test_of_a_prompt_that_is_longer_than_the_share_the_beginning_is_stored(store_blocks):
     """It is computed in four steps. No other prompt of its tenant need go for what is not kept."""
@@ -196,7 +191,6 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"disk": {"path": str(tmp_path), "bytes": "1MiB"}}
 
 
-@played
 @pytest.mark.parametrize("share", [0.1, 1])
 def test_a_tenant_has_a_share_of_the_disk(share, disk):
     engine = PlayedEngine(plugin={"max_share_per_salt": share, **disk})
@@ -225,7 +219,6 @@ def test_a_tenant_has_a_share_of_the_disk(share, disk):
     engine.connector.shutdown()
 
 
-@played
 def test_what_a_tenant_uses_stays_while_its_other_blocks_go():
     engine = PlayedEngine(plugin={"max_share_per_salt": 0.5}, slots=32)
     for number, prompt in enumerate(FILLERS):
@@ -236,7 +229,6 @@ def test_what_a_tenant_uses_stays_while_its_other_blocks_go():
     assert hits(engine, FILLERS[1], None) == 0
 
 
-@played
 def test_a_prefix_that_requests_of_a_step_share_counts_once():
     engine = PlayedEngine(plugin={"max_share_per_salt": 0.5}, slots=32)
     for name in ("first", "same"):

@@ -8,13 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.scheduler.stores.budget import StoreBudget
 from tests.support.simulated_engine import Clock, SimulatedEngine
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 BLOCK = 8
 PROMPTS = 24

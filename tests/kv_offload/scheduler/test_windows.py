@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.cache.directory import DIRECTORY, Directory, open_directory, read_names
 from kv_offload.messages import OffloadWorkerMetadata, RankReport, Window
 from kv_offload.scheduler import windows

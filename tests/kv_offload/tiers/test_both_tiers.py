@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.tiers import base, reads
 from kv_offload.tiers.remote import RecentKeys
 from tests.kv_offload.tiers.test_remote import FULL_BLOCKS, PROMPT, RemoteEngine
 from tests.support.manual_tier import ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 ALL_TOKENS = FULL_BLOCKS * 4
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_swap.tiers.engine import TierDirection
 
 from kv_offload.cache.peer_slots import PeerSlots
@@ -14,7 +11,7 @@ from tests.kv_offload.test_host_pool import PooledEngine, meet
 from tests.support.manual_tier import REMOTE, manual_remote
 from tests.support.played_cases import PROMPT
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 
 def test_what_a_peer_evicts_while_it_is_looked_up_is_computed(memory_folder, tmp_path, monkeypatch):

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM, which is not installed")
-
 from kv_offload.scheduler.loads import lookups
 from kv_offload.tiers import prefetcher, promoter
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
@@ -18,7 +16,7 @@ from kv_offload.tiers.remote import KNOWN_SECONDS, RecentKeys, RemoteTier
 from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
 from tests.support.played_engine import PlayedEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.engine
 
 PROMPTS = [
     [number, *[0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]] for number in range(8)

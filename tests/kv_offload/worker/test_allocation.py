@@ -3,9 +3,6 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("torch", reason="needs torch, which is not installed")
-
 import torch
 from kv_swap.errors import DeviceError, PinnedMemoryError
 

@@ -9,9 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("torch", reason="needs torch, which is not installed")
-
 import torch
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine

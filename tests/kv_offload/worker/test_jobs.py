@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch, which is not installed")
-
 from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
 from tests.support.rank import BLOCK_BYTES, PlainRank, Rank, load, store, synchronous
 

@@ -6,9 +6,6 @@ import threading
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("torch", reason="needs torch, which is not installed")
-
 import torch
 from kv_swap.engine import Direction, SwapJob
 from kv_swap.errors import JobError

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from itertools import chain
 
 import pytest
-
-pytest.importorskip("torch", reason="needs torch, which is not installed")
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -76,32 +76,6 @@ def test_arguments_that_name_nothing_are_refused(command):
         assert "path is empty" in done.err or "'10.0.0.5' is not host:port" in done.err
 
 
-def test_what_the_engine_refuses_at_its_start_is_a_problem(tmp_path, command, report):
-    """By the same checks: an engine would say it minutes later."""
-    disk = f"disk:\n  path: {tmp_path}/new\n  bytes"
-    for key, says in (
-        ("cpu_bytes: 8B", "asks for 8 bytes, less than 1 MiB"),
-        (f"{disk}: 8B", "asks for 8 bytes, less than 1 MiB"),
-        (f"{disk}: 900TiB", f"but the filesystem of {tmp_path} has "),
-    ):
-        (tmp_path / "kv.yaml").write_text(key)
-        done = command("doctor", "kv.yaml")
-        assert done.status == 2
-        assert says in done.err
-    for key, line, says in (
-        (f"record_trace: {tmp_path}", "recording", "it is not a regular file"),
-        ("transfer_engine: cuda", "transfer engine", "the KV cache of this engine is on cpu"),
-        (f"{disk}: 1MiB", "disk", ""),
-        ("record_trace: new", "recording", ""),
-        ("transfer_engine: host", "transfer engine", ""),
-    ):
-        (tmp_path / "kv.yaml").write_text(key)
-        found = report("kv.yaml")[line]
-        assert found["state"] == ("problem" if says else "ok"), found
-        assert says in found["found"]
-    assert list(tmp_path.iterdir()) == [tmp_path / "kv.yaml"]
-
-
 @pytest.fixture(autouse=True)
 def torch_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "read_torch", lambda: installation.Torch("2.11.0", None))
