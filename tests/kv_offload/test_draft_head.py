@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from vllm.config import SpeculativeConfig
 
 from kv_offload.cache.prefix import CacheGroup
-from tests.kv_offload.test_hazards import submit_stores_in_their_step
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -28,7 +27,6 @@ from tests.support.played_cases import (
     forget,
     serve_under_pressure,
     store,
-    wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import (
@@ -161,15 +159,6 @@ def test_a_store_reads_what_the_head_wrote_last(groups):
     engine.check_rest()
 
 
-def test_a_store_behind_the_model_alone_would_read_the_heads_guesses(monkeypatch):
-    """The control: submitted in its own step, as soon as the sampled tokens are copied."""
-    submit_stores_in_their_step(monkeypatch)
-    engine = HeadEngine(timing=Harsh(eager=True))
-    engine.add("a", PROMPT, max_tokens=20)
-    with wrong_bytes():
-        run_to_the_end(engine)
-
-
 @both_ways
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_what_a_request_leaves_behind_is_final(max_tokens):
@@ -241,16 +230,6 @@ def test_a_user_may_have_the_last_block_that_matches_kept(synchronous_loads, win
         engine.serve("all of it", PROMPT[:20])
         assert engine.totals["hit_tokens"] == 20 - synchronous_loads
     engine.check_rest()
-
-
-def test_without_the_drop_the_head_reads_kv_that_another_token_followed(monkeypatch):
-    monkeypatch.setattr(
-        "kv_offload.engines.vllm.model.groups.has_draft_head", lambda _config: False
-    )
-    engine = store(HeadEngine(), PROMPT)
-    engine.add("branch", BRANCH)
-    with wrong_bytes():
-        engine.run()
 
 
 @both_ways

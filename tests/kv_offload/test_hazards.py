@@ -2,24 +2,15 @@
 
 `Harsh` plays the worst timing that a device may choose: what a step computes reaches the KV
 cache only after all of the step's hooks have run, every fresh block is filled with garbage before
-its first use, and in its *eager* form a copy runs the moment it is submitted. Where a protection
-can be taken out, the test takes it out and shows that the garbage then arrives.
+its first use, and in its *eager* form a copy runs the moment it is submitted.
 """
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 from kv_swap.engine import Direction
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kv_offload.engines.vllm.patches.reset_prefix_cache import drain
-from kv_offload.messages import OffloadWorkerMetadata, Outcome, RankReport
-from kv_offload.scheduler.transfers import TransferTable
-from kv_offload.worker.worker import OffloadWorker
 from tests.support.played_cases import (
     FULL,
     OTHER,
@@ -30,23 +21,10 @@ from tests.support.played_cases import (
     harsh_engine,
     start_load,
     store,
-    wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
-from tests.support.played_rank import PlayedExecutor
 
 pytestmark = pytest.mark.usefixtures("beside")
-
-
-def submit_stores_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the protection away: stores are not kept for the start of the next step."""
-    queue = OffloadWorker.prepare_store_kv
-
-    def submit_now(worker: OffloadWorker, metadata: Any) -> None:
-        queue(worker, metadata)
-        worker.submit_stores()
-
-    monkeypatch.setattr(OffloadWorker, "prepare_store_kv", submit_now)
 
 
 @both_ways
@@ -64,31 +42,11 @@ def test_a_store_reads_what_its_step_wrote_last(drafts, groups):
     engine.check_rest()
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_a_store_in_the_same_step_would_read_the_block_too_early(monkeypatch, drafts):
-    """The control: submitted at the end of its own step, it copies what was there before."""
-    submit_stores_in_their_step(monkeypatch)
-    engine = harsh_engine(eager=True, drafts=drafts)
-    engine.add("a", PROMPT, max_tokens=20)
-    with wrong_bytes():
-        for _ in range(4):
-            engine.step()
-
-
-def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let stores take no reference on the blocks that they read."""
-    plan_store = TransferTable.plan_store
-
-    def pin_nothing(transfers: TransferTable, slots: Any, blocks: list[int]) -> None:
-        with mock.patch.object(BlockPool, "touch"):
-            plan_store(transfers, slots, blocks)
-
-    monkeypatch.setattr(TransferTable, "plan_store", pin_nothing)
-    monkeypatch.setattr(TransferTable, "_unpin", lambda transfers, store: None)
-
-
-def finish_and_reuse(engine: PlayedEngine) -> None:
-    """End a request and have another take every free block before the store was submitted."""
+@both_ways
+@both_runners
+def test_a_stored_block_is_not_overwritten_before_its_store_has_ended():
+    """A request ends, and another takes every free block before the store was submitted."""
+    engine = harsh_engine(blocks=12, max_model_len=44, plugin={"max_pinned_share": 1.0})
     engine.add("gone", PROMPT, max_tokens=1)
     while not engine.answers:
         engine.step()
@@ -99,59 +57,19 @@ def finish_and_reuse(engine: PlayedEngine) -> None:
     engine.check_host_memory()
     engine.run()
     engine.check_host_memory()
-
-
-TIGHT = {"blocks": 12, "max_model_len": 44, "plugin": {"max_pinned_share": 1.0}}
-
-
-@both_ways
-@both_runners
-def test_a_stored_block_is_not_overwritten_before_its_store_has_ended():
-    engine = harsh_engine(**TIGHT)
-    finish_and_reuse(engine)
     engine.check_rest()
 
 
-@both_runners
-def test_without_pins_a_store_copies_what_the_next_owner_wrote(monkeypatch):
-    no_pins(monkeypatch)
-    with wrong_bytes():
-        finish_and_reuse(harsh_engine(**TIGHT))
-
-
-def abort_and_reuse(engine: PlayedEngine) -> None:
-    """Abort a load that runs; another request computes in all the blocks it can get; then copy."""
-    store(engine, PROMPT)
+def test_an_aborted_load_writes_into_nobodys_blocks():
+    """Another request computes in all the blocks it can get before the load copies."""
+    engine = store(harsh_engine(blocks=14, max_model_len=48), PROMPT)
     start_load(engine, "gone")
     engine.abort("gone")
     engine.add("other", [*OTHER, *OTHER[:12]], max_tokens=8)
     engine.step(2)
     engine.run_copies(Direction.LOAD)
     engine.run()
-
-
-def test_an_aborted_load_writes_into_nobodys_blocks():
-    engine = harsh_engine(blocks=14, max_model_len=48)
-    abort_and_reuse(engine)
     engine.check_rest()
-
-
-def test_if_an_abort_freed_the_blocks_its_load_would_hit_the_next_owner(monkeypatch):
-    """The control: ranks that have ended a load, as they say, when its request ends."""
-    engine = harsh_engine(blocks=14, max_model_len=48)
-    finish = engine.scheduler.finish_requests
-
-    def finish_and_free(request_ids: Any, status: Any) -> Any:
-        finished = finish(request_ids, status)
-        drain(engine.core, engine.connector)
-        return finished
-
-    ended = RankReport(dict.fromkeys(range(9), Outcome.OK))
-    all_ended = OffloadWorkerMetadata({0: ended})
-    monkeypatch.setattr(PlayedExecutor, "collective_rpc", lambda *_, **__: [all_ended])
-    monkeypatch.setattr(engine.scheduler, "finish_requests", finish_and_free)
-    with wrong_bytes():
-        abort_and_reuse(engine)
 
 
 @both_ways
@@ -179,9 +97,9 @@ def test_overlapping_prefixes_may_be_loaded_side_by_side(monkeypatch, order):
     engine.rest()
 
 
-def load_while_others_store(engine: PlayedEngine) -> None:
+def test_slots_of_a_running_load_are_not_evicted_for_stores():
     """The pool has room for one prompt; another wants its slots while they are being read."""
-    store(engine, PROMPT)
+    engine = store(harsh_engine(slots=5), PROMPT)
     engine.add("loads", PROMPT)
     engine.add("stores", OTHER, max_tokens=1)
     engine.step(4)
@@ -189,22 +107,8 @@ def load_while_others_store(engine: PlayedEngine) -> None:
     engine.step(2)
     assert engine.offload.in_flight.loading == {"loads"}
     engine.run()
-
-
-def test_slots_of_a_running_load_are_not_evicted_for_stores():
-    engine = harsh_engine(slots=5)
-    load_while_others_store(engine)
     assert engine.totals["skipped_pool_busy"] > 0
     engine.check_rest()
-
-
-def test_without_holds_a_load_reads_what_a_store_put_into_its_slots(monkeypatch):
-    engine = harsh_engine(slots=5)
-    manager = engine.offload.manager
-    monkeypatch.setattr(manager, "prepare_load", manager.find)
-    monkeypatch.setattr(manager, "complete_load", lambda slots: None)
-    with wrong_bytes():
-        load_while_others_store(engine)
 
 
 def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside):

@@ -32,7 +32,6 @@ from tests.support.played_cases import (
     slow,
     start_load,
     store,
-    wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
 
@@ -343,14 +342,3 @@ def test_other_models_do_nothing_for_tails(groups, arguments, monkeypatch):
     engine.serve("again", PROMPT)
     assert engine.totals["hit_tokens"] >= WHOLE
     assert engine.totals["hook_errors"] == 0
-
-
-def test_the_control_stores_the_block_before(monkeypatch):
-    collect = StoreTails._collect
-
-    def shifted(self: Any, cursor: Any, end: int, states: Any, ids: Any) -> Any:
-        return collect(self, cursor, end, states, [[0, *group] for group in ids])
-
-    monkeypatch.setattr(StoreTails, "_collect", shifted)
-    with wrong_bytes():
-        store(engine_of(), PROMPT)

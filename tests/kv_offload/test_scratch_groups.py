@@ -11,7 +11,6 @@ from itertools import chain
 
 import pytest
 
-import kv_offload.engines.vllm.model.groups as groups_module
 from kv_offload.cache.prefix import CacheGroup
 from tests.support.played_cases import (
     FULL,
@@ -23,7 +22,6 @@ from tests.support.played_cases import (
     harsh_engine,
     serve_under_pressure,
     store,
-    wrong_bytes,
 )
 from tests.support.played_engine import PlayedEngine
 
@@ -102,16 +100,6 @@ def test_tokens_of_complete_latents_are_neither_stored_nor_loaded():
     assert engine.model.requests["c"].first_computed == 20
     assert engine.totals["hit_tokens"] == 20, "the second hit is vLLM's own"
     engine.rest()
-
-
-def test_a_latent_that_a_hit_does_not_complete_would_lack_its_tokens(monkeypatch):
-    """The control: hits end at multiples of 4 tokens, and latents cover 12."""
-    rule = groups_module._keeps_open_latents
-    monkeypatch.setattr(groups_module, "_keeps_open_latents", lambda layers, _: rule(layers, 12))
-    engine = PlayedEngine((FULL, CacheGroup(1, 2, chunk_tokens=12, is_scratch=True)))
-    store(engine, PROMPT).add("b", PROMPT)
-    with wrong_bytes():
-        engine.run()
 
 
 @both_ways
