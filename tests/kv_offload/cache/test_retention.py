@@ -74,42 +74,11 @@ def test_retained_slots_outlive_pressure_until_their_time_is_over():
     assert bed.left(slots, keys) == 0
 
 
-def test_retained_slots_can_be_loaded_and_stay_retained():
-    bed = Bed()
-    slots = bed.store(3)
-    keys = [key for key in bed.manager.readable_keys(slots) if key]
-    bed.keep(slots)
-    bed.manager.complete_load(bed.manager.prepare_load(keys))
-    bed.press()
-    assert bed.left(slots, [*keys]) == 3
-
-
-def test_a_part_of_host_memory_is_never_retained():
-    bed = Bed(share=0.5)
-    slots = bed.store(8)
-    assert bed.keep(slots) == 5
-    assert bed.totals["unretained_slots"] == 3
-    assert bed.manager.idle(slots).tolist() == [False] * 5 + [True] * 3, "the head stays"
-    assert bed.keep(slots[:5]) == 0, "what is retained already needs no room"
-    assert bed.totals["unretained_slots"] == 3
-
-
 def test_an_owner_has_a_quota():
     bed = Bed(share=0.5, owner_share=0.3)
     assert bed.keep(bed.store(5), owner="greedy") == 3
     assert bed.keep(bed.store(3), owner="modest") == 2, "what the others left"
     assert bed.totals["unretained_slots"] == 3
-
-
-@pytest.mark.parametrize("seconds", [10, 600])
-def test_of_two_hints_the_later_end_counts(seconds):
-    bed = Bed()
-    slots = bed.store(2)
-    bed.keep(slots, seconds=seconds)
-    bed.keep(slots, seconds=60)
-    assert bed.pass_time(max(seconds, 60) - 1) == 2
-    assert bed.pass_time(1) == 0
-    assert bed.manager.idle(slots).all()
 
 
 def test_an_empty_salt_is_no_owner():

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kv_offload.messages import LoadJob
-from kv_offload.scheduler.loads.decision import WHOLE_SECONDS
 from tests.support.played_cases import (
     BLOCK,
     FULL,
@@ -34,21 +33,6 @@ def storing(prompt: Sequence[int], **arguments: Any) -> PlayedEngine:
     return engine
 
 
-def test_a_synchronous_load_is_before_the_forward_of_the_step_that_admits_its_request():
-    engine = storing(PROMPT, synchronous_loads=True)
-    engine.add("second", PROMPT, max_tokens=1)
-    output = engine.schedule()
-    (load,) = output.kv_connector_metadata.loads
-    assert load.synchronous
-    assert output.num_scheduled_tokens == {"second": 1}
-    assert engine.offload.has_pending_work, "its slots are held until the ranks report"
-    engine.execute()
-    engine.process()
-    assert engine.ended["second"] == "length"
-    assert not engine.offload.has_pending_work
-    engine.rest()
-
-
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE)])
 def test_models_with_several_groups_load_asynchronously(groups):
     """vLLM may take less than it was offered, or move states before the forward."""
@@ -57,15 +41,6 @@ def test_models_with_several_groups_load_asynchronously(groups):
     (load,) = engine.schedule().kv_connector_metadata.loads
     assert not load.synchronous
     engine.rest()
-
-
-def test_two_requests_of_one_step_share_what_was_loaded_for_the_first():
-    engine = storing(PROMPT, synchronous_loads=True)
-    loaded_before = engine.totals["loaded_bytes"]
-    engine.add("second", PROMPT)
-    engine.serve("third", PROMPT)
-    assert engine.totals["loaded_bytes"] - loaded_before == blocks(5)
-    engine.check_rest()
 
 
 def admit(engine: PlayedEngine, request_id: str) -> tuple[LoadJob, int]:
@@ -92,31 +67,6 @@ def test_all_tokens_are_loaded_and_the_last_one_is_computed_again(ranks, synchro
     engine.run()
     assert engine.offload.manager.slots_in_use == stored, "nothing is stored a second time"
     engine.add("b", [*WHOLE, 0, 1], max_tokens=2)
-    engine.rest()
-
-
-def test_a_load_of_all_tokens_brings_what_the_device_lacks():
-    """Not the last block alone: computing it takes no longer than it."""
-    engine = storing(WHOLE)
-    engine.add("first", WHOLE[:13], max_tokens=1)  # leaves three blocks on the device
-    engine.run()
-    engine.add("second", WHOLE)
-    job, tokens = admit(engine, "second")
-    assert (job.whole, len(job.pairs), tokens) == (True, 2, 1)
-    engine.run()
-    engine.add("third", WHOLE)
-    loaded = engine.totals["loaded_bytes"]
-    engine.run()
-    assert engine.totals["loaded_bytes"] == loaded
-    engine.check_rest()
-
-
-def test_behind_a_long_load_of_a_lone_request_its_last_slot_is_computed():
-    engine = storing(WHOLE, synchronous_loads=True)
-    engine.offload.watch.load_rate.learn(blocks(1) / WHOLE_SECONDS)
-    engine.add("a", WHOLE)
-    job, tokens = admit(engine, "a")
-    assert (job.whole, job.synchronous, len(job.pairs), tokens) == (False, True, 4, 4)
     engine.rest()
 
 

@@ -17,7 +17,6 @@ from kv_offload.scheduler.loads.lookups import MAX_WAIT_SECONDS, OFFER_SECONDS, 
 from kv_offload.scheduler.scheduler import OffloadScheduler
 from tests.support.loads import set_synchronous_loads
 
-NULL = 0
 FULL, WINDOW = CacheGroup(0, 4), CacheGroup(1, 4, 6)
 HASHES = [b"hash %d" % i for i in range(12)]
 
@@ -178,9 +177,6 @@ def count_lookups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Asked], list[int
     return count
 
 
-Counted = Callable[[Asked], list[int]]
-
-
 def test_while_nothing_changes_no_block_is_looked_at_again(now, count_lookups):
     asked = Asked(kept=4)
     counts = count_lookups(asked)
@@ -194,25 +190,6 @@ def test_while_nothing_changes_no_block_is_looked_at_again(now, count_lookups):
         del counts[:]
         assert asked.match("a", **other) == 12
         assert counts, "what was found for other tokens says nothing"
-
-
-@pytest.mark.parametrize(("kept", "keys"), [(0, 8), (12, 24)])
-def test_windows_that_are_not_there_are_not_looked_for_in_every_step(
-    now, count_lookups, kept, keys
-):
-    window, full = CacheGroup(0, 4, 6), CacheGroup(1, 4)
-    asked = Asked(window, full)
-    asked.keep(range(kept), full)
-    counts = count_lookups(asked)
-    for _ in range(2):
-        assert asked.match("a", tokens=49) == 0
-        assert sum(counts) == keys
-        now[0] += OFFER_SECONDS / 3
-    asked.keep(range(12), window)
-    asked.keep(range(kept, 12), full)
-    assert asked.match("a", start=16, tokens=49) == 32, "of another start nothing was known"
-    assert asked.match("a", tokens=49) == 48
-    assert asked.match("b", tokens=49) == 48
 
 
 def test_an_eviction_of_others_has_the_blocks_looked_up_once(now, count_lookups):
@@ -240,29 +217,6 @@ def test_an_eviction_of_its_own_shortens_the_answer(now, sees_next_token, answer
     assert asked.match("a") == answers[1]
 
 
-def test_a_prefix_that_grows_is_seen_in_time(now):
-    asked = Asked(kept=2)
-    assert asked.match("a") == 8
-    asked.keep(range(2, 4))
-    now[0] += OFFER_SECONDS / 2
-    assert asked.match("a") == 8
-    now[0] += OFFER_SECONDS
-    assert asked.match("a") == 16
-
-
-@pytest.mark.parametrize("admitted", [False, True])
-def test_an_offer_is_remembered_until_the_request_is_admitted_or_ends(admitted, now, count_lookups):
-    asked = Asked(kept=2)
-    assert asked.match("a") == 8
-    if admitted:
-        asked.schedule("a")
-    else:
-        asked.forget("a")
-    counts = count_lookups(asked)
-    assert asked.match("a") == 8
-    assert counts
-
-
 def waiting() -> Asked:
     """Return a half with two requests, of which the second waits for the load of the first."""
     asked = Asked(kept=2)
@@ -270,20 +224,6 @@ def waiting() -> Asked:
     asked.load("first")
     assert asked.match("second") is None, "the load began after it was offered the same"
     return asked
-
-
-def test_a_request_that_needs_other_keys_does_not_wait():
-    """The first loads two blocks; the second has them on the engine's side already."""
-    asked = Asked(kept=4)
-    asked.load("first")
-    assert asked.match("second", start=8) == 8
-
-
-def test_a_request_does_not_wait_for_itself():
-    """Asked again after its load failed, or after it was preempted in the middle."""
-    asked = waiting()
-    assert asked.match("first") == 8
-    assert asked.match("second") == 8, "nobody loads it any more"
 
 
 def test_waiting_ends_after_a_bound_for_each_request_on_its_own(now):
@@ -305,31 +245,6 @@ def test_waiting_for_one_load_after_another_is_one_wait(now):
     assert asked.match("second") is None
     now[0] += 0.001
     assert asked.match("second") == 8
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_wait_that_ended_starts_anew(now, ends):
-    """Also if its request has ended, and another has its name."""
-    asked = waiting()
-    if ends:
-        asked.forget("second")
-    else:
-        asked.schedule("first")
-        assert asked.match("second") == 8
-        asked.load("fourth")
-    now[0] += 2 * MAX_WAIT_SECONDS
-    assert asked.match("second") is None
-
-
-def test_a_load_that_nobody_waits_for_any_more_stops_nobody_else(now):
-    """Two load the same keys, once the second has given up waiting; the first ends first."""
-    asked = waiting()
-    now[0] += 2 * MAX_WAIT_SECONDS
-    asked.load("second")
-    asked.schedule("first")
-    assert asked.match("third") is None
-    asked.schedule("second")
-    assert asked.match("third") == 8
 
 
 @pytest.mark.parametrize("end", ["schedule", "forget"])
@@ -410,31 +325,6 @@ def test_slots_are_held_until_every_load_of_them_has_ended(meanwhile):
     asked.complete(second)
     assert asked.running_loads == 0
     assert not asked.is_held(1)
-
-
-def test_jobs_are_numbered_and_handed_out_once():
-    asked = Asked(kept=4)
-    for request_id, start in (("a", 0), ("b", 8)):
-        asked.match(request_id, start, tokens=start + 9)
-        asked.admit(request_id, start, start + 8, [10, 11, 12, 13])
-    jobs = asked.offload.plan_step(EMPTY_STEP).loads
-    assert [(job.job_id, job.request_id) for job in jobs] == [(0, "a"), (1, "b")]
-    assert asked.offload.plan_step(EMPTY_STEP).loads == ()
-
-
-def test_a_plan_for_fewer_tokens_than_offered_can_lack_a_window_block():
-    """Offered 20 tokens, for which the window needs blocks 3 and 4; 16 would need block 2 too."""
-    asked = Asked(FULL, WINDOW, num_slots=8, kept=5)
-    asked.keep([3, 4], WINDOW)
-    assert asked.match("a", tokens=21) == 20
-    job = asked.plan("a", 0, 16, [10, 11, 12, 13], [NULL, NULL, 14, 15])
-    assert job.incomplete
-    assert set(job.pairs[:, 0].tolist()) == {10, 11, 12, 13, 14, 15}, "all of them are zeroed"
-    assert asked.match("b", tokens=21) is None, "the ranks report it like any other load"
-    asked.complete(job)
-    assert asked.match("a", tokens=21) == 0, "it has failed"
-    assert asked.match("b", tokens=21) == 20
-    assert not asked.is_held(0)
 
 
 def test_a_key_that_was_evicted_since_the_match_makes_the_plan_incomplete():
