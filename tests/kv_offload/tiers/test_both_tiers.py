@@ -79,18 +79,6 @@ def test_what_is_stored_goes_to_both_and_the_disk_is_read(make, ranks):
     assert len(engine.directory.asked) == asked, "the store is not asked for what the disk has"
 
 
-def test_what_comes_from_the_remote_store_is_kept_on_the_disk(make):
-    first, second = make(), make()
-    first.answer("a")
-    second.answer("b")
-    assert second.read == (0, FULL_BLOCKS)
-    assert second.totals["hit_tokens"] == ALL_TOKENS
-    assert len(second.disk.records) == FULL_BLOCKS
-    second.forget()
-    second.answer("c")
-    assert second.read == (FULL_BLOCKS, 0)
-
-
 def test_one_prompt_is_read_from_both(make):
     first, second = make(), make()
     second.answer("a", PROMPT[:9])
@@ -116,18 +104,6 @@ def test_what_the_disk_fails_to_read_is_read_from_the_remote_store(make, fault, 
     assert engine.totals["lost_tier_slots"] == FULL_BLOCKS
     assert engine.totals["hit_tokens"] >= ALL_TOKENS
     assert engine.totals["late_promotions"] == 0
-
-
-def test_what_both_fail_to_read_is_computed_and_asked_for_once(make):
-    engine = make()
-    engine.answer("a")
-    engine.forget()
-    asked = len(engine.directory.asked)
-    engine.disk.faults["mismatch"] = engine.remote.faults["mismatch"] = FULL_BLOCKS
-    engine.answer("b")
-    assert engine.read == (FULL_BLOCKS, FULL_BLOCKS)
-    assert engine.totals["hit_tokens"] == 0
-    assert len(engine.directory.asked) <= asked + 1
 
 
 def test_a_disk_that_is_left_alone_is_replaced_by_the_remote_store(make, now):

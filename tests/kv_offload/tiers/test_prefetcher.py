@@ -73,22 +73,6 @@ def make(
             engine.connector.shutdown()
 
 
-def test_a_queued_request_finds_in_host_memory_what_was_below(make):
-    """When its turn comes it loads at once: the tier is read no more, so it may as well hang."""
-    engine = make()
-    engine.add("a", PROMPTS[0], 2)
-    engine.step(6, copies=True)
-    assert "a" not in engine.answers
-    assert engine.read == FULL_BLOCKS
-    assert engine.totals["prefetched_slots"] == engine.totals["promoted_slots"] == FULL_BLOCKS
-    engine.tier.stuck = True
-    engine.abort("busy")
-    engine.step(6, copies=True)
-    assert len(engine.answers["a"]) == 2
-    assert engine.totals["hit_tokens"] == ALL_TOKENS
-    assert engine.totals["late_promotions"] == 0
-
-
 def steps_of_turn(engine: QueueEngine, name: str, *, queued: bool) -> int:
     """Return the steps to the first token of a request that the engine lacks.
 

@@ -93,17 +93,6 @@ def ask(engine: DiskEngine, *names: str, prompt: list[int] = PROMPT, steps: int 
     engine.step(steps)
 
 
-def test_a_request_waits_for_what_is_read_and_then_loads_it(engine):
-    engine.disk.stuck = True
-    ask(engine, "a")
-    assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
-    assert "a" not in engine.answers
-    engine.disk.stuck = False
-    engine.run()
-    assert engine.totals["promoted_slots"] == FULL_BLOCKS
-    assert engine.totals["hit_tokens"] == FULL_BLOCKS * 4
-
-
 def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(engine, monkeypatch):
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)

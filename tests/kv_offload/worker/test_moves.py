@@ -33,17 +33,6 @@ class Half:
         self.moves.poll()
 
 
-def test_what_was_demoted_comes_back():
-    half = Half()
-    half.move(0, promotes=False)
-    half.arena[:] = 99
-    half.move(1, promotes=True)
-    assert half.arena[:5, 0].tolist() == [0, 1, 2, 3, 4]
-    assert half.jobs.ended == {0: Outcome.OK, 1: Outcome.OK}
-    assert not half.jobs.failed_rows
-    assert half.jobs.stats.data["promoted_bytes"] == half.jobs.stats.data["demoted_bytes"] == 40
-
-
 def test_ranks_that_share_memory_move_a_part_each():
     """Each finds in its own file what it has written there."""
     halves = [Half(SharingRanks(index, 2, lambda value: [value, value])) for index in range(2)]

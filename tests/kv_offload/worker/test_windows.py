@@ -103,15 +103,6 @@ def test_what_cannot_be_mapped_is_reported_as_empty(ranks: Ranks) -> None:
     assert ranks.reader.report().windows == {1: ("/dev/shm/no", 0)}
 
 
-def test_an_engine_without_a_pool_has_no_windows() -> None:
-    rank = Rank().start()
-    assert rank.transfer.windows is None
-    loads = [load(0, "request", (1, 1))]
-    arenas = PeerArenas(0)
-    assert arenas.number(loads) is loads
-    assert arenas.report() is None
-
-
 @pytest.mark.parametrize("num_slots", [8, 1 << 20])
 def test_slots_are_numbered_as_the_arena_of_the_rank_has_them(num_slots: int) -> None:
     """Stages of a pipeline may have different numbers of slots, and get the same plan."""
