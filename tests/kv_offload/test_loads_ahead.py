@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_offload.cache.prefix import CacheGroup
 from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
-from kv_offload.worker.worker import OffloadWorker
 from tests.support.configurations import make_vllm_config
 from tests.support.played_cases import (
     CHUNKS,
@@ -116,14 +115,6 @@ def test_if_blocks_were_freed_at_once_a_launched_step_would_spoil_the_load(
 
     with wrong_bytes():
         take_over(engine, end)
-
-
-def test_without_a_fence_a_reset_would_let_a_load_run_ahead_of_the_steps_in_flight(monkeypatch):
-    """The control: a reset frees what steps in flight use."""
-    monkeypatch.setattr(OffloadWorker, "fence_loads", lambda worker: True)
-    engine = make()
-    with wrong_bytes():
-        take_over(engine, lambda: engine.reset(reset_running_requests=True))
 
 
 def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(monkeypatch):

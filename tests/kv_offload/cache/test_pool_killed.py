@@ -154,27 +154,3 @@ def test_no_process_that_was_killed_leaves_a_block_that_is_not_whole(tmp_path: P
     assert adopted >= 0.95 * readable
     assert [path.name for path in tmp_path.glob("rank-*")] != []
     assert len([*tmp_path.glob(f"{directory.DIRECTORY}*")]) <= 2
-
-
-def test_a_block_that_is_named_before_it_is_whole_is_noticed(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """The control: a manager that names what it only plans to store leaves torn blocks."""
-
-    def name_at_once(self: LastingManager, keys: list[bytes], along: Slots = NO_SLOTS) -> Slots:
-        slots = super(LastingManager, self).prepare_store(keys, along)
-        self.directory.publish(slots, keys[: len(slots)])
-        return slots
-
-    monkeypatch.setattr(LastingManager, "prepare_store", name_at_once)
-    board = mmap.mmap(-1, mmap.PAGESIZE)
-    for number in range(50):
-        process = os.fork()
-        if not process:
-            with open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), 2)
-            live(tmp_path, number, 2000, board)
-        _, status = os.waitpid(process, 0)
-        if not os.WIFSIGNALED(status):
-            return
-    raise AssertionError("no process noticed a torn block")
