@@ -132,13 +132,6 @@ def test_a_wrong_file_starts_no_server(tmp_path, shell):
     assert trace_config(extra_config, {}).config.eviction_policy == "lru"
 
 
-@pytest.mark.parametrize("arguments", ["configure", "config a b"])
-def test_wrong_arguments_show_the_usage(arguments, command):
-    done = command(*arguments.split())
-    assert done.status == 2
-    assert "usage: kv-offload" in done.err
-
-
 def test_version_and_help(command):
     assert command("--version") == (0, f"kv-offload {kv_offload.__version__}\n", "")
     output = command("config", "--help").out
