@@ -130,14 +130,12 @@ class KVCaches:
     tensors: Sequence[torch.Tensor]
     regions_of_layer: Mapping[str, frozenset[int]]
     """By layer, in the order of registration: the regions that it reads."""
-    pages: str
-    """A description that differs whenever a value of a block is elsewhere in a slot."""
 
 
 class RankEngine(Protocol):
     """The engine on one rank.
 
-    The worker's `register_kv_caches` calls the first three methods, while the engine's model runner
+    The worker's `register_kv_caches` calls the first four methods, while the engine's model runner
     is on the call stack.
     """
 
@@ -148,6 +146,9 @@ class RankEngine(Protocol):
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
         """Return the registered KV caches; raises `UnsupportedError` if they cannot be copied."""
+
+    def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
+        """Return a description that differs whenever a value of a block is elsewhere in a slot."""
 
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream that copies sampled tokens to the host; None if there is none."""

@@ -105,8 +105,9 @@ class OffloadWorker:
         config, num_ranks, sharing = self._config, self._num_ranks, self._stores.sharing
         find_files: FindFiles | None = None
         if self._seat is not None:
+            pages = self._rank_engine.describe_pages(kv_caches)
             find_files = partial(
-                self._seat.arena_files, self.rank, num_ranks, caches.pages, reserve=kind == "host"
+                self._seat.arena_files, self.rank, num_ranks, pages, reserve=kind == "host"
             )
         transfer, self._stores.sharing, name = allocate(
             config, num_ranks, sharing, kind, caches, tuple(kv_caches), stream, find_files
@@ -119,7 +120,8 @@ class OffloadWorker:
         self.num_slots = transfer.num_slots
         sharing = self._stores.sharing
         for name, tier in self._tiers.items():
-            opened = tier.open(self.rank, num_ranks, sharing, caches.pages, transfer)
+            pages = self._rank_engine.describe_pages(kv_caches)
+            opened = tier.open(self.rank, num_ranks, sharing, pages, transfer)
             self._moves.use(name, opened, sharing)
         page_bytes = [region.page_bytes for region in layout.regions]
         self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)

@@ -76,7 +76,10 @@ class PlainRank:
             name: frozenset(i for i, region in enumerate(layout.regions) if name in region.tensors)
             for name in kv_caches
         }
-        return KVCaches(layout, list(kv_caches.values()), regions, f"{len(kv_caches)} layers")
+        return KVCaches(layout, list(kv_caches.values()), regions)
+
+    def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
+        return f"{len(kv_caches)} layers"
 
     def find_output_copy_stream(self) -> None:
         """There is none on a CPU."""

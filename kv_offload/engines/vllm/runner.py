@@ -50,18 +50,19 @@ class VLLMRank:
         self._kv_cache_config = kv_cache_config
 
     def describe_kv_caches(self, kv_caches: Mapping[str, Any]) -> KVCaches:
-        """Describe the registered tensors; see `KVCaches`.
+        """Return the layout, the tensors, and the regions that each layer reads.
 
         Warns if packing is on but nothing can be packed.
         """
         layout = describe_kv_caches(kv_caches, self._kv_cache_config, packs=self._packs)
         if self._packs and not any(region.packing for region in layout.regions):
             logger.warning("kv-offload: %s", describe_unpacked(kv_caches, layout))
-        return KVCaches(
-            layout,
-            [*kv_caches.values()],
-            layer_regions(kv_caches, layout),
-            describe_pages(self._vllm_config, self._kv_cache_config, kv_caches, layout),
+        return KVCaches(layout, [*kv_caches.values()], layer_regions(kv_caches, layout))
+
+    def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
+        """Return a digest of where each value of a block is in a slot; see `model.layout`."""
+        return describe_pages(
+            self._vllm_config, self._kv_cache_config, kv_caches, packs=self._packs
         )
 
     def find_output_copy_stream(self) -> Any | None:

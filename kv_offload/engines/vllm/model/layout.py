@@ -144,13 +144,15 @@ def describe_pages(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, Any],
-    layout: KVLayout,
+    *,
+    packs: bool = False,
 ) -> str:
     """Return a digest of where each value of a block is in a slot, on the rank that registered it.
 
-    `layout` describes these tensors. The digest depends on the attention backend that vLLM chose
-    for the rank and on what is packed, not on the number of blocks.
+    That depends on the attention backend that vLLM chose for the rank and on what is packed, not on
+    the number of blocks.
     """
+    layout = describe_kv_caches(kv_caches, kv_cache_config, packs=packs)
     layers = vllm_config.compilation_config.static_forward_context
     found: list[Any] = [[(sorted(r.tensors), r.page_bytes) for r in layout.regions]]
     if packed := [(index, r.packing) for index, r in enumerate(layout.regions) if r.packing]:
