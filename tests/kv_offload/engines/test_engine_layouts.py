@@ -213,8 +213,7 @@ def test_blocks_come_back_as_they_were_stored(kind, tokens, layout):
 def test_blocks_of_models_that_cannot_be_built_here_come_back(name, layout):
     built = build_model(name, layout)
     round_trip(built)
-    described = describe_kv_caches(built.caches, built.config)
-    assert describe_pages(make_vllm_config({}), built.config, built.caches, described)
+    assert describe_pages(make_vllm_config({}), built.config, built.caches)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -423,8 +422,7 @@ def pages(
         name.replace("_", "."): SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
         for name, backend in backends.items()
     }
-    described = describe_kv_caches(built.caches, built.config, packs=packs)
-    return describe_pages(config, built.config, built.caches, described)
+    return describe_pages(config, built.config, built.caches, packs=packs)
 
 
 def test_slots_in_which_values_lie_elsewhere_are_told_apart():

@@ -226,7 +226,7 @@ def test_a_store_is_asked_once_for_what_is_shared(make):
     asked: list[bytes] = []
     ask = directory.ask
     directory.ask = (  # type: ignore[method-assign]
-        lambda names, **how: asked.extend(names) or ask(names, **how)
+        lambda question: asked.extend(question.names) or ask(question)
     )
     burst(engine)
     engine.step(2)
