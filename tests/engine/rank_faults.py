@@ -64,9 +64,9 @@ def mix_up(_worker: Any) -> None:
 
 
 def places(_worker: Any) -> dict[str, Any]:
-    """Return which process this rank is, and the names of the shared memory that it has mapped."""
+    """Return which process this rank is, and the inodes of the shared memory that it has mapped."""
     maps = Path("/proc/self/maps").read_text()
-    shared = sorted(set(re.findall(r"kv-swap-[0-9a-f]+", maps)))
+    shared = sorted(set(re.findall(r"[0-9]+ +/memfd:kv-swap", maps)))
     return {"rank": worker_of_process().rank, "pid": os.getpid(), "shared": shared}
 
 
