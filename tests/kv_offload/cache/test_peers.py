@@ -98,6 +98,15 @@ def read(peer: PeerDirectory, keys: list[bytes]) -> int:
     return len(leased)
 
 
+def test_only_seats_with_a_byte_in_the_leases_read_and_are_read(tmp_path: Path) -> None:
+    make_seat(tmp_path, "seat-63")
+    make_seat(tmp_path, "seat-64")
+    peers = find(tmp_path)
+    assert [peer.seat.name for peer in peers.all] == ["seat-63"]
+    peers.close()
+    assert not PeerDirectories({0: tmp_path / "seat-64" / OWN.name}).all
+
+
 def test_whose_seat_was_removed_reads_no_peers(tmp_path: Path) -> None:
     """Somebody empties the pool's folder, and another engine takes the same number."""
     make_seat(tmp_path)
