@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from bench.scheduler.bed import (
     sampled,
 )
 from kv_offload.messages import TierCapacity, WorkerCapacity
+from kv_offload.tiers.directory import Question
 from tests.support.loads import set_synchronous_loads
 
 Where = Literal["vLLM alone", "asks again", "host memory", "disk", "remote"]
@@ -40,13 +41,11 @@ class FullDirectory:
     """A store's directory that reports at once that it has all prefixes, but no tails."""
 
     def __init__(self, *_: object) -> None:
-        self.is_done, self.answered = True, 0.0
-        self.found: Sequence[bool] = ()
+        """Takes what a directory takes."""
 
-    def ask(self, names: Sequence[bytes], *, are_chained: bool) -> FullDirectory:
-        answer = FullDirectory()
-        answer.found = [int.from_bytes(name[-32:-8], "big") < TAILS for name in names]
-        return answer
+    def ask(self, question: Question) -> None:
+        question.found = [int.from_bytes(name[-32:-8], "big") < TAILS for name in question.names]
+        question.answered = time.monotonic()
 
     def close(self, timeout_seconds: float) -> None:
         """Nothing runs."""
