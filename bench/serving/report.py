@@ -274,27 +274,25 @@ def _throughput(document: Document, found: Rounds) -> str:
 
 
 def _decodes(_document: Document, found: Rounds) -> str:
-    rows = []
-    for phase, label in PHASE_NAMES.items():
-        for key in ("mean", "p99"):
-            row = [f"{label}, {key}"]
-            for rounds in found.values():
-                row.append(_cell([one[phase]["between_tokens"][key] for one in rounds], 1e3))
-            rows.append(row)
-    return markdown_rows(["", *found], rows)
+    return _by_phase(found, "between_tokens", 1e3, 1)
 
 
 def _hooks(_document: Document, found: Rounds) -> str:
     found = {column: rounds for column, rounds in found.items() if column not in WITHOUT_CONNECTOR}
+    return _by_phase(found, "connector_per_step", 1e6, 0) if found else ""
+
+
+def _by_phase(found: Rounds, measured: str, scale: float, digits: int) -> str:
+    """Return mean and p99 of what was measured in each phase of decodes."""
     rows = []
     for phase, label in PHASE_NAMES.items():
         for key in ("mean", "p99"):
-            row = [f"{label}, {key}"]
-            for rounds in found.values():
-                times = [one[phase]["connector_per_step"][key] for one in rounds]
-                row.append(_cell(times, 1e6, 0))
-            rows.append(row)
-    return markdown_rows(["", *found], rows) if found else ""
+            cells = [
+                _cell([one[phase][measured][key] for one in rounds], scale, digits)
+                for rounds in found.values()
+            ]
+            rows.append([f"{label}, {key}", *cells])
+    return markdown_rows(["", *found], rows)
 
 
 def _summary_columns(document: Document) -> list[str]:
