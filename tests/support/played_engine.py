@@ -386,8 +386,10 @@ class PlayedEngine:
                 self.check_answer(one.request_id)
             self._take_stats(outputs.scheduler_stats)
         if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
+            # vLLM resets between whole steps, so its scheduler gets none for preempted requests.
+            running = [r.request_id for r in self.scheduler.running if r.request_id in drafts]
             self.scheduler.update_draft_token_ids(
-                DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
+                DraftTokenIds(running, [list(drafts[name]) for name in running])
             )
         self.check_host_memory()
         self.check_routers()
