@@ -155,11 +155,10 @@ def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
 
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config(kind))
-        if kind in ("llama", "nemotron_h_mtp"):
+        if kind == "llama" or kind in _MTP_MODULES:
             _scale_embeddings(model)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         if kind == "nemotron_h_mtp":
-            _shrink_states(folder)
             _leave_out_dtype(folder)
         if kind in _MTP_MODULES:
             _write_mtp_module(folder, *_MTP_MODULES[kind])
@@ -205,17 +204,6 @@ def write_draft_head(model: Path, folder: Path) -> Path:
     return folder
 
 
-def _shrink_states(folder: Path) -> None:
-    """Make what Mamba layers add so small that a module without them drafts many right tokens."""
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith("mixer.out_proj.weight"):
-            weight *= 0.1
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
 def _leave_out_dtype(folder: Path) -> None:
     """Say nothing of the weights' type, which vLLM 0.33 gives to the module whatever it runs in."""
     file = folder / "config.json"
@@ -226,32 +214,42 @@ def _leave_out_dtype(folder: Path) -> None:
 
 _MTP_MODULES = {
     "qwen3_next_mtp": (
+        0.01,
         ("model.layers.3.", "model.norm"),
         ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
     ),
     "nemotron_h_mtp": (
+        0.1,
         ("backbone.layers.2.", "backbone.norm_f"),
         tuple(f"mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")),
     ),
 }
-"""Names of weights: of a model's last layer and norm, of its module's projection and norms."""
+"""How much of the layers below the last one is left, and names of weights: of a model's last layer
+and norm, of its module's projection and norms."""
+
+_OUTPUTS = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
+"""Names of weights that end a part of a layer."""
 
 
-def _write_mtp_module(folder: Path, model: tuple[str, str], module: tuple[str, ...]) -> None:
+def _write_mtp_module(
+    folder: Path, share: float, model: tuple[str, str], module: tuple[str, ...]
+) -> None:
     """Give a model with written weights a module that drafts.
 
-    It is the last layer again, on embeddings alone, so that some of its drafts are right.
+    It is the last layer again, on embeddings alone. The layers below it add little to these, so
+    that some of its drafts are right.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
     file, (layer, last_norm), (projection, *norms) = folder / "model.safetensors", model, module
     weights = load_file(file)
-    added = {
-        name.replace(layer, "mtp.layers.0."): weight.clone()
-        for name, weight in weights.items()
-        if name.startswith(layer)
-    }
+    added = {}
+    for name, weight in weights.items():
+        if name.startswith(layer):
+            added[name.replace(layer, "mtp.layers.0.")] = weight.clone()
+        elif name.endswith(_OUTPUTS):
+            weight *= share
     norm = weights[f"{last_norm}.weight"]
     eye = torch.eye(len(norm), dtype=norm.dtype)
     added[f"{projection}.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
