@@ -45,12 +45,6 @@ SETTINGS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
 }
 
-VLLM_CONNECTOR = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
-}
-
 
 def one_by_one(running: Engine) -> list[list[int]]:
     return [running.generate([prompt], max_tokens=16)[0] for prompt in PROMPTS]
@@ -151,11 +145,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
     decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
     all_at_once = settings.pop("all_at_once", True)
-    expected_from = settings.pop("expected_from", "an engine without a connector")
+    expects_own_cache = settings.pop("expects_own_cache", False)
     # A process can have its sleep mode once.
     reference = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
-    if expected_from == "vLLM's connector":
-        reference["kv_transfer_config"] = VLLM_CONNECTOR
     with engine(Path(models), kind, **reference) as plain:
         drafts = Drafts(plain)
         computed = one_by_one(plain)
@@ -176,7 +168,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
             lane.stream._output_copy_stream is not None for lane in lanes
         )
         computed = one_by_one(ours)
-        if expected_from == "its own GPU cache":
+        if expects_own_cache:
             result["expected"] = [computed, one_by_one(ours)]
         ours.settle()
         before = digests(ours)
