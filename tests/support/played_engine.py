@@ -387,9 +387,11 @@ class PlayedEngine:
             self._take_stats(outputs.scheduler_stats)
         if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
             # vLLM resets between whole steps, so its scheduler gets none for preempted requests.
-            running = [r.request_id for r in self.scheduler.running if r.request_id in drafts]
+            for request in self.scheduler.requests.values():
+                if request.status == RequestStatus.PREEMPTED:
+                    drafts.pop(request.request_id, None)
             self.scheduler.update_draft_token_ids(
-                DraftTokenIds(running, [list(drafts[name]) for name in running])
+                DraftTokenIds(list(drafts), [list(tokens) for tokens in drafts.values()])
             )
         self.check_host_memory()
         self.check_routers()
