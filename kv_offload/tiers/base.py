@@ -18,19 +18,19 @@ from kv_offload.tiers.directory import Question
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 10.0
-"""A copy hangs if it has not ended this long after the copies before it. The tier is not used until
-it has ended."""
+"""A copy that has been the oldest one under way for this long hangs. The tier is not used until it
+ends."""
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""A pause after an error; each following one is twice as long as the one before it.
+"""The first and the longest pause after an error; each pause is twice as long as the one before.
 
-An error that comes later than the longest pause after the end of a pause counts as a first one. A
-remote store may answer for weeks without a block that is read, which alone shows that it works."""
+An error later than `LONGEST_PAUSE_SECONDS` after a pause counts as the first again: a remote store
+can answer questions for weeks before a block is read, and only a read shows that it works."""
 
 
 class Pause:
-    """Pauses reads or writes of a tier after an error. They are allowed at first."""
+    """A pause of a tier's reads or writes after an error; there is none at first."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -38,11 +38,11 @@ class Pause:
 
     @property
     def is_over(self) -> bool:
-        """True if it may be tried now."""
+        """True if a copy may be tried now."""
         return time.monotonic() >= self._until
 
     def begin(self) -> float:
-        """Begin a pause, twice as long as one just before it, and return its seconds."""
+        """Begin a pause, twice as long as a recent one, and return its seconds."""
         now = time.monotonic()
         follows = now - self._until < LONGEST_PAUSE_SECONDS
         twice = max(FIRST_PAUSE_SECONDS, 2 * self._seconds if follows else 0.0)
@@ -51,49 +51,49 @@ class Pause:
         return self._seconds
 
     def went_well(self) -> None:
-        """Make the next pause a short one."""
+        """Make the next pause short again."""
         self._seconds = 0.0
 
 
 class Tier(ABC):
-    """The keys of a tier, its health and its speed. It is used once `open` has named all ranks.
+    """The keys, health and speed of a tier. It is used once `open` was called with all ranks.
 
-    After a failed read or question nothing is read for a while, and after a failed write nothing is
-    written: a store that is full still serves its blocks. While a copy hangs there is neither. The
-    keys stay known meanwhile. The *place* of a key is a number by which the ranks find its block.
+    A failed read or question pauses reads, and a failed write pauses writes: a full store still
+    serves its blocks. A hanging copy stops both. The keys stay known meanwhile. The *place* of a
+    key is a number by which the ranks find its block.
     """
 
     name: ClassVar[str]
-    """Its section in the configuration, and its name among the ranks."""
+    """Its name in the configuration and in messages to ranks."""
 
     what: ClassVar[str]
     """Its name in the log."""
 
     is_shared = False
-    """True if other engines use it as well. Then `readable` knows only what `ask` has found, and
-    this engine's policy cannot tell how often a block is read."""
+    """True if other engines use the tier too. `readable` then knows only keys that `ask` found or
+    this engine wrote, and the engine's policy cannot tell how often a block is read."""
 
     is_settled = True
-    """True if no later process can find what was dropped; `settle` makes sure of that."""
+    """True if no later process can find dropped blocks; `settle` ensures that."""
 
     def __init__(self) -> None:
         self.rate = CopyRate()
         """Rate of reads."""
         self.reading_slots = 0
-        """Slots of host memory that are being filled from it."""
+        """Slots of host memory that are being filled from the tier."""
         self._reads = Pause()
         self._writes = Pause()
         self.is_stuck = False
         """True while a copy hangs."""
-        # By kind, the oldest copy under way, and since when it is the oldest.
+        # By kind, the oldest copy under way, and when it became the oldest.
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
     manager: CacheManager | None = None
-    """Decides what the tier keeps, if this engine alone decides that. Then there are KV events and
-    quotas for it."""
+    """Decides what the tier keeps; None if this engine does not decide that alone. KV events and
+    quotas of the tier need it."""
 
     def evict(self, slots: Slots) -> None:
-        """Forget the blocks in idle slots of a tier with a `manager`."""
+        """Drop the blocks in idle slots of a tier with a `manager`."""
         raise NotImplementedError
 
     @property
@@ -103,7 +103,7 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, ranks: Mapping[int, TierCapacity]) -> None:
-        """Begin to use the tier; a second call does nothing. Raises `ConfigError`."""
+        """Start using the tier; a second call does nothing. Raises `ConfigError`."""
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> None:
@@ -116,7 +116,7 @@ class Tier(ABC):
 
     @abstractmethod
     def readable(self, keys: Sequence[bytes]) -> Mask:
-        """Return which keys the tier is known to have, a mask; also while it may not be read."""
+        """Return a mask of the keys that the tier is known to have, even if reads are stopped."""
 
     @abstractmethod
     def may_have(self, key: bytes) -> bool:
@@ -131,34 +131,34 @@ class Tier(ABC):
 
     @abstractmethod
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
-        """Return the indices of the keys that are to be written, and the place of each of them.
+        """Return the indices of the keys to write, and their places.
 
-        Keys that the tier has count as used, and are not written.
+        Keys that the tier already has count as used and are not written.
         """
 
     @abstractmethod
     def end_write(self, move: Transfer, failed: Mask) -> None:
-        """Act on the end of a write; `failed` masks the keys that the tier has not."""
+        """Act on the end of a write; `failed` masks the keys that the tier does not have."""
 
     @abstractmethod
     def begin_read(self, keys: Sequence[bytes]) -> Slots:
-        """Return the places of readable keys, which are held until `end_read`."""
+        """Return the places of readable keys, and hold them until `end_read`."""
 
     @abstractmethod
     def end_read(self, move: Transfer, failed: Mask) -> None:
-        """Act on the end of a read; `failed` masks the keys whose blocks were not as expected."""
+        """Act on the end of a read; `failed` masks keys whose blocks were unreadable or wrong."""
 
     @abstractmethod
     def forget_all(self) -> bool:
-        """Forget everything; return whether there was anything.
+        """Drop all blocks; return whether there were any.
 
-        Blocks that are stored from now on are not for another process.
+        Blocks stored from now on are not for other processes.
         """
 
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
-        """Keep later processes from finding what was forgotten; return whether that is certain.
+        """Keep later processes from finding dropped blocks; return whether that is certain.
 
-        `problems` has the result of `OffloadWorker.revoke_tiers` for each rank. May block until the
+        `problems` has the result of `OffloadWorker.revoke_tiers` for each rank. Can block until the
         timeout.
         """
         return True
@@ -172,7 +172,7 @@ class Tier(ABC):
 
     @property
     def is_asked(self) -> bool:
-        """True while a thread looks for an answer."""
+        """True while a question has no answer yet."""
         return False
 
     @property
@@ -181,19 +181,19 @@ class Tier(ABC):
 
     @property
     def may_read(self) -> bool:
-        """True if it may be read, or asked, now."""
+        """True if the tier may be read, or asked, now."""
         return self._is_ready and self._reads.is_over
 
     @property
     def may_write(self) -> bool:
-        """True if it may be written now."""
+        """True if the tier may be written now."""
         return self._is_ready and self._writes.is_over
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         """Find out whether a copy hangs; `oldest` has the oldest one under way in each direction.
 
-        `now` is the time of `StepTime`. A copy that waits for its turn does not hang: a disk with a
-        long queue of writes is still read.
+        `now` is the time of `StepTime`. A queued copy does not hang: a disk with a long queue of
+        writes is still read.
         """
         known, self._oldest = self._oldest, {}
         for move in oldest:
@@ -211,9 +211,9 @@ class Tier(ABC):
         self.is_stuck = stuck
 
     def copied(self, move: Transfer) -> float:
-        """Update the health after the end of a copy. The ranks' logs say why one failed.
+        """Update the health after a copy has ended. The ranks' logs say why one failed.
 
-        Returns the seconds of the pause of writes that begins now, or 0.
+        Returns the length in seconds of the write pause that begins now, or 0.
         """
         if move.outcome is Outcome.OK:
             (self._reads if move.kind is Kind.PROMOTE else self._writes).went_well()
@@ -224,8 +224,8 @@ class Tier(ABC):
         return 0.0
 
     def read_failed(self) -> None:
-        """Read nothing for a while, because a read or a question failed."""
-        if self._reads.is_over:  # else another of the copies under way has failed before
+        """Pause reads, because a read or a question failed."""
+        if self._reads.is_over:  # else another copy under way failed before
             logger.warning(
                 "kv-offload: the %s could not be read. It is not read for %.0f s",
                 self.what,
@@ -233,7 +233,7 @@ class Tier(ABC):
             )
 
     def write_failed(self) -> float:
-        """Write nothing for a while; return for how long, or 0 in a pause that has begun."""
+        """Pause writes; return for how many seconds, or 0 if they are paused already."""
         if not self._writes.is_over:
             return 0.0
         seconds = self._writes.begin()

@@ -14,8 +14,8 @@ from kv_offload.scheduler.transfers import Kind, Transfer
 from kv_offload.tiers.base import Tier
 
 JOB_BYTES = 64 << 20
-"""Bytes per demotion job and rank. Its slots are held until its end, which favours small jobs; but
-each end costs a step."""
+"""Bytes per demotion job and rank. A smaller job holds its slots for less time, but the end of each
+job costs a step."""
 
 MAX_RUNNING_SHARE = 8
 """At most one in this many slots of host memory is being written to a tier at a time."""
@@ -34,9 +34,9 @@ MAX_LOOKS = 256
 class Demoter:
     """Writes blocks of host memory to the tier, in the order in which they were stored or loaded.
 
-    So the least recently used blocks are written first, and most are in the tier before they are
-    evicted. In the end all blocks are written that are worth it, as far as the rate allows. Loaded
-    blocks are considered again: the tier counts a use of them, or gets them again.
+    The least recently used blocks are thus written first, and most are in the tier before they are
+    evicted. Eventually all blocks that are worth it are written, if the rate allows. A loaded block
+    is considered again: the tier counts a use of it, or gets it again.
     """
 
     def __init__(self, core: Core, tier: Tier, bytes_per_second: float) -> None:
@@ -71,7 +71,7 @@ class Demoter:
         return not self._tier.is_shared and self._host.policy.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
-        """Plan the writes of a step, more where the engine is idle; `sharing_ranks` share each."""
+        """Plan the writes of a step, more if the engine is idle; `sharing_ranks` divide each."""
         now = time.monotonic()
         if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
             self.offer(self._host.policy.take_newly_demotable())
@@ -107,10 +107,11 @@ class Demoter:
         return slots
 
     def _demote(self, slots: Slots) -> None:
-        """Plan jobs for the slots with blocks that the tier has not.
+        """Plan jobs for the slots whose blocks the tier does not have.
 
-        Both managers are asked once for all: asking for each job took 6 ms of a step with slots of
-        2 MiB. A block that the policy finds not worth a write is offered again at its next use.
+        One call to each manager covers all slots: a call for each job took 6 ms of a step with
+        slots of 2 MiB. A block that the policy finds not worth a write is offered again at its next
+        use.
         """
         host, tier = self._host, self._tier
         if not tier.is_shared:  # else another engine may use the blocks next

@@ -1,4 +1,4 @@
-"""Asks a remote store which blocks it has, on a thread of its own."""
+"""Asks a remote store which blocks it has, on a separate thread."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 START_SECONDS = 5.0
-"""Maximum time for which an engine's start waits for the connection. Otherwise requests would wait
-for it, and Mooncake blocks all Python threads while it connects."""
+"""Maximum time that an engine's start waits for the connection. Without this wait, requests would
+wait for it, and Mooncake blocks all Python threads while it connects."""
 
 
 PATIENCE_SECONDS = 0.2
-"""How long a request waits for an answer before it is served without it."""
+"""How long a request waits for an answer before it is served without one."""
 
 
 @dataclass(slots=True, eq=False)
 class Question:
     """A query for names in the store; if `are_chained`, each is useful only with all before it.
 
-    `on_close` takes it once, when it has an answer or is late.
+    `on_close` is called once, when the question has an answer or is late.
     """
 
     names: Sequence[bytes]
     are_chained: bool = False
     on_close: Callable[[Question], None] = lambda _: None
     found: Sequence[bool] | None = None
-    """For each name whether all parts are there; None if the question failed."""
+    """For each name, whether the store has all parts; None if the question failed."""
     answered: float = 0.0
     """Time of the answer, on the monotonic clock. Set last, by the directory's thread."""
     is_late: bool = False
@@ -63,10 +63,10 @@ class Question:
 
 
 class RemoteDirectory:
-    """Answers questions in their order. No method blocks but `close`.
+    """Answers questions in order. `close` is the only method that blocks.
 
-    The constructor waits for a connection, a failed attempt, or `START_SECONDS`. Each of `prefixes`
-    begins the object keys of a part of a block: ranks that hold different bytes store a part each.
+    The constructor waits for a connection, a failed attempt, or `START_SECONDS`. Ranks that hold
+    different bytes store a block in parts: each of `prefixes` begins the object keys of one part.
     `make_keys` makes object keys from a prefix and names.
     """
 
@@ -87,7 +87,7 @@ class RemoteDirectory:
         self._tried.wait(START_SECONDS)
 
     def ask(self, question: Question) -> None:
-        """Answer a question once those before it are answered."""
+        """Queue a question, to be answered after the earlier ones."""
         self._queue.put(question)
 
     def close(self, timeout_seconds: float) -> None:
@@ -105,10 +105,10 @@ class RemoteDirectory:
         self._client.close()
 
     def _attempt(self, call: Callable[[], Found]) -> Found | None:
-        """Call the store; None if that fails, which is logged once until a call has worked."""
+        """Call the store; None on failure, which is logged once until a call succeeds."""
         try:
             found = call()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the store is left alone
+        except Exception as error:  # noqa: BLE001 - any error pauses the use of the store
             if not self._failing:
                 logger.warning("kv-offload: the remote store does not answer: %s", error)
             self._failing = True
@@ -117,10 +117,10 @@ class RemoteDirectory:
         return found
 
     def _look_along(self, names: Sequence[bytes]) -> list[bool]:
-        """Find by a few probes up to which name of a chain the store has all.
+        """Find how much of a chain the store has, with a few probes.
 
-        The names before one that is there were written before it. The first name is always asked
-        for, as a store may remove it first. A thousand names take two rounds of probes.
+        The names before one that is there were written before it. The first name is always probed,
+        as a store can remove it first. A thousand names take two rounds of probes.
         """
         probes = self._client.probes
         assert probes is not None

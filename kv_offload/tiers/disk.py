@@ -19,12 +19,12 @@ from kv_offload.tiers.base import Tier
 logger = logging.getLogger(__name__)
 
 SET_ASIDE_SHARE = 100
-"""At most one in this many slots is set aside; for one more the first of them is given out again.
-So a disk that failed as a whole for a while is used again."""
+"""At most one in this many slots is set aside; above that, the slots set aside first are used
+again. A disk that failed as a whole for a while thus recovers."""
 
 
 IndexOpener = Callable[[Mapping[str, str], int], DiskIndex]
-"""Opens the index of a tier: the ranks' files, by rank, and how many slots they have."""
+"""Opens the index of a tier. Takes the ids of the ranks' files, by rank, and their slots."""
 
 
 class DiskTier(Tier):
@@ -89,7 +89,7 @@ class DiskTier(Tier):
         return self.manager.readable(keys)
 
     def may_have(self, key: bytes) -> bool:
-        """See `Tier`: also what is being written."""
+        """See `Tier`; True also for keys that are being written."""
         return key in self.manager
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
@@ -104,7 +104,7 @@ class DiskTier(Tier):
         new = np.flatnonzero(slots < 0).tolist()
         given = self.manager.prepare_store([keys[row] for row in new]) if new else NO_SLOTS
         if len(given):
-            # What these slots hold may be overwritten even if this write fails, or never ends.
+            # The old content may be overwritten even if this write fails or never ends.
             self.index.remove(given)
         return new[: len(given)], given
 
@@ -125,12 +125,12 @@ class DiskTier(Tier):
         return self.manager.prepare_load(keys)
 
     def end_read(self, move: Transfer, failed: Mask) -> None:
-        """Forget blocks that were not what their names say, or could not be read."""
+        """Drop blocks that did not match their names or could not be read."""
         self.manager.complete_load(move.tier_slots)
         # After a reset the manager does not know these keys, or has them in other slots.
         known = self.manager.find(move.keys) == move.tier_slots
         if (lost := move.tier_slots[known & failed]).size:
-            # A record that is not what its name says is no error of the disk.
+            # A record that does not match its name is not a disk error.
             if move.outcome is Outcome.FAILED:
                 self.index.remove(lost)
                 self._put_aside(lost)
@@ -144,10 +144,10 @@ class DiskTier(Tier):
         self.manager.forget(slots)
 
     def _put_aside(self, slots: Slots) -> None:
-        """Forget the keys of slots, and give these slots out no more."""
+        """Drop the keys of slots, and keep these slots out of use."""
         if not slots.size:
             return
-        self.manager.prepare_copy(slots)  # holds them, also over a reset, until they are given back
+        self.manager.prepare_copy(slots)  # holds them, across resets too, until they are given back
         self.manager.forget(slots)
         self._set_aside.extend(slots.tolist())
         surplus = len(self._set_aside) - self.manager.usable_slots // SET_ASIDE_SHARE
@@ -174,9 +174,9 @@ class DiskTier(Tier):
         return held
 
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
-        """See `Tier`. It is enough that one rank's file is revoked, or that the index is removed.
+        """See `Tier`. Revoking one rank's file is enough, and so is removing the index.
 
-        A restart uses no index whose files have other ids, and cannot name a block without one.
+        A restart ignores an index of files with other ids, and cannot name a block without one.
         """
         if self.is_settled:
             return True
@@ -190,7 +190,7 @@ class DiskTier(Tier):
 
     def next_step(self, oldest: Iterable[Transfer], now: float) -> None:
         super().next_step(oldest, now)
-        # After new weights that a rank reported in a step, no call waits for the disk.
+        # No call waits for the disk after new weights that a rank reported in a step.
         if not self.is_settled and self.index.problem:
             self._report_reset([])
 

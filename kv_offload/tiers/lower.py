@@ -23,13 +23,13 @@ IDLE_SECONDS = 60.0
 """An engine that has had no request for this long starts no more writes to a tier."""
 
 GIVE_WAY_SECONDS = 0.0005
-"""How long a step that computes nothing leaves Python's lock to the threads of the tiers.
+"""How long a step that computes nothing yields Python's lock to the threads of the tiers.
 
 An engine with nothing to compute steps in a tight loop. It releases the lock often, but never long
 enough for another thread to wake up and take it: a read of 20 ms ended after 4 s."""
 
 CLOSE_SECONDS = 5.0
-"""Maximum wait for the threads of a tier at the end."""
+"""Maximum wait for the threads of a tier at shutdown."""
 
 TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 
@@ -38,8 +38,8 @@ TIER_KINDS = Kind.PROMOTE, Kind.DEMOTE
 class TierSpec:
     """The configuration of a tier.
 
-    Each rank writes at most `write_rate` bytes per second. With `keep_on_reset` the tier still
-    serves after the user has reset the prefix cache.
+    Each rank writes at most `write_rate` bytes per second. With `keep_on_reset` the tier keeps its
+    blocks when the user resets the prefix cache.
     """
 
     make: Callable[[], Tier]
@@ -48,14 +48,14 @@ class TierSpec:
 
 
 class LowerTiers:
-    """Promotes and demotes between host memory and the tiers below it, the fastest of them first.
+    """Promotes and demotes blocks between host memory and lower tiers, ordered fastest first.
 
     A request that needs blocks from a tier waits until they are in host memory, and is then served
     as if they had always been there. No other part of the scheduler knows about tiers.
 
-    Host memory is written to every tier: to a disk the blocks that the policy finds worth it, to a
-    remote store all that it lacks. A block is read from the first tier that has it. So one that
-    came from a remote store is written to the disk once a request has loaded it.
+    A disk gets the blocks of host memory that the policy finds worth it, a remote store all that it
+    lacks. A block is read from the first tier that has it, so one that came from a remote store is
+    written to the disk once a request has loaded it.
     """
 
     def __init__(self, core: Core, specs: Sequence[TierSpec]) -> None:
@@ -87,13 +87,13 @@ class LowerTiers:
         self._prefetcher = Prefetcher(core, self.promoter)
         # By tier and rank.
         self._ranks: dict[str, dict[int, TierCapacity]] = {name: {} for name in self.tiers}
-        # Since when all steps were without tokens, on the monotonic clock.
+        # Time of the first step without tokens after the last one with tokens; monotonic clock.
         self._idle_since: float | None = None
-        # By tier, what wakes the engine after a pause of writes.
+        # By tier, the timer that wakes the engine after a write pause.
         self._alarms: dict[str, threading.Timer] = {}
 
     def arrived(self, request: TrackedRequest) -> None:
-        """Read what a request needs into host memory while it is queued."""
+        """Prefetch a request's blocks into host memory while it is queued."""
         self._prefetcher.arrived(request)
 
     def waits(self, request: TrackedRequest, start_tokens: int) -> bool:
@@ -130,14 +130,14 @@ class LowerTiers:
         pause_seconds = self.tiers[transfer.tier].copied(transfer)
         if transfer.kind is Kind.PROMOTE:
             self.promoter.reads.ended(transfer, failed)
-            # A request that did not wait for them may have asked to retain these blocks.
+            # A request that did not wait for these blocks may have asked to retain them.
             self._retention.stored(transfer.slots)
         else:
             self.demoters[transfer.tier].ended(transfer, failed)
         name = f"{transfer.kind.value}d_slots"
         self._statistics.count(name, int(len(failed) - failed.sum()))
         self._statistics.count("lost_tier_slots", int(failed.sum()))
-        # A resting engine would not write what was stored meanwhile until its next request.
+        # Otherwise an idle engine would write blocks stored meanwhile only at its next request.
         if pause_seconds and self._engine.wake is not None:
             alarm = threading.Timer(pause_seconds, self._engine.wake)
             self._alarms[transfer.tier] = alarm
@@ -145,7 +145,7 @@ class LowerTiers:
             alarm.start()
 
     def learn(self, report: OffloadWorkerMetadata) -> None:
-        """Take the speeds that ranks have measured."""
+        """Record the read speeds that ranks have measured."""
         for name, tier in self.tiers.items():
             tier.rate.add_reports(
                 {
@@ -157,7 +157,7 @@ class LowerTiers:
     @property
     def has_pending_work(self) -> bool:
         """True while the engine must keep stepping for a tier."""
-        # Whoever pauses or ends an engine waits until it stops stepping.
+        # Pausing or ending an engine waits until it stops stepping.
         return any(map(self._has_work, self.tiers.values())) and not self._engine.is_to_rest()
 
     def _has_work(self, tier: Tier) -> bool:
@@ -168,7 +168,7 @@ class LowerTiers:
         return begins or (bool(self._copies(tier)) and not tier.is_stuck)
 
     def _sharing_ranks(self, tier: str) -> int:
-        """Number of ranks that share the work of writing each slot; some may have failed to."""
+        """Return how many ranks divide the writing of each slot: the least, as some may fail to."""
         return min((rank.sharing_ranks for rank in self._ranks[tier].values()), default=1)
 
     def _copies(self, tier: Tier) -> list[Transfer]:
@@ -178,7 +178,7 @@ class LowerTiers:
 
     @property
     def _is_patient(self) -> bool:
-        """False once the engine has been idle so long that writes would only keep it awake."""
+        """False once the engine has been idle for so long that writes would only keep it awake."""
         since = self._idle_since
         return since is None or time.monotonic() - since < IDLE_SECONDS
 
@@ -194,16 +194,16 @@ class LowerTiers:
 
     @property
     def is_settled(self) -> bool:
-        """See `Tier.is_settled`; of all tiers."""
+        """True if all tiers are; see `Tier.is_settled`."""
         return all(tier.is_settled for tier in self.tiers.values())
 
     def settle(self, problems: Sequence[str], timeout_seconds: float) -> bool:
-        """See `Tier.settle`; of all tiers."""
+        """Settle all tiers; see `Tier.settle`."""
         settled = [tier.settle(problems, timeout_seconds) for tier in self.tiers.values()]
         return all(settled)
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
-        """Open each tier once every rank has named its part."""
+        """Open each tier once every rank has reported its part."""
         for name, tier in self.tiers.items():
             ranks = self._ranks[name]
             ranks |= {rank.rank: rank.tiers[name] for rank in capacities if name in rank.tiers}

@@ -15,16 +15,16 @@ WINDOW = 16
 """Maximum queued requests that one step looks at. A remote store is asked for one at a time."""
 
 MAX_AHEAD_SHARE = 4
-"""At most one in this many slots of host memory is filled for queued requests. More of them would
-evict what was read for the first ones."""
+"""At most one in this many slots of host memory is filled for queued requests. More reads would
+evict the blocks of the first ones."""
 
 
 class Prefetcher:
     """Reads blocks from lower tiers into host memory while their request is queued.
 
-    vLLM looks a request up only once it could run it, which may take seconds, in which a slow tier
-    would be idle. Requests are handled in the order of their arrival. If a read has not ended when
-    the engine looks the request up, the request waits for it as for any other.
+    vLLM looks a request up only when it could run it. That can take seconds, during which a slow
+    tier would be idle. Requests are handled in order of arrival. If a read has not ended when the
+    engine looks the request up, the request waits for it as for any other.
     """
 
     def __init__(self, core: Core, promoter: Promoter) -> None:
@@ -35,14 +35,14 @@ class Prefetcher:
         self._room = 0
         """Slots that this step may still read ahead."""
         self._ahead: dict[TrackedRequest, list[Transfer]] = {}
-        """Queued requests, and what was read for them; some share it."""
+        """Queued requests and the transfers that read for them; requests can share transfers."""
 
     def arrived(self, tracked: TrackedRequest) -> None:
         """Consider a request that the engine has just queued."""
         self._queue.append(tracked)
 
     def plan_step(self) -> None:
-        """Look at the first requests that the engine could not run, while keys are left."""
+        """Begin reads for the first queued requests, within the step's limit of lookups."""
         if self._ahead:
             waiting = Phase.WAITING
             self._ahead = {one: moves for one, moves in self._ahead.items() if one.phase is waiting}
@@ -55,7 +55,7 @@ class Prefetcher:
         self._queue.extendleft(reversed(left))
 
     def _is_done(self, tracked: TrackedRequest, ahead: set[Transfer]) -> bool:
-        """Begin to read for a request; False if it is to be looked at again in the next step."""
+        """Begin to read for a request; False if the next step must look at it again."""
         if tracked.phase is not Phase.WAITING or not tracked.may_load:
             return True
         wait = tracked.tier_wait

@@ -23,8 +23,8 @@ MIN_WAIT_SECONDS = 0.2
 """A request waits for twice the time that computing would take, within these bounds."""
 
 LOOK_KEYS = 32
-"""A lookup here costs as much as this many keys, in addition to its own. So a step starts at most
-some 250 lookups."""
+"""A lookup in lower tiers costs as much as this many keys, in addition to its own. This limits a
+step to some 250 lookups."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,11 +34,11 @@ class Wait:
     - `start_tokens`, `num_tokens`: tokens that the GPU had, and tokens of the request.
     - `looked`: time of its last lookup, on the monotonic clock in seconds.
     - `is_ahead`: True while the request is queued and the engine has not asked for it.
-    - `is_stale`: True if something has come since that lookup.
-    - `until`: its deadline, from the moment in which the engine waits for a read.
-    - `asked`: True once all shared tiers were asked for its blocks. Where that was done ahead, also
+    - `is_stale`: True if blocks or answers have arrived since that lookup.
+    - `until`: its deadline, set when the engine begins to wait for a read.
+    - `asked`: True once all shared tiers were asked for its blocks. If they were asked ahead, also
       none was left out and none answered late.
-    - `questions`: those that may be open, also those that other requests have asked.
+    - `questions`: questions that may be open, including those that other requests asked.
     - `read`: its read, which it may share. Parts of it may have ended.
     """
 
@@ -53,7 +53,7 @@ class Wait:
     read: Read | None = None
 
     def goes_on(self) -> bool:
-        """Return whether nothing has come and the deadline has not passed; in O(1)."""
+        """Return whether its read or a question is pending, before the deadline; in O(1)."""
         if time.monotonic() >= self.until:
             return False
         if self.read is not None:
@@ -64,10 +64,10 @@ class Wait:
 class Promoter:
     """Decides which requests wait for lower tiers.
 
-    A request waits until its blocks are in host memory, and is then served as a hit. When its
-    deadline has passed it is served with what has come. The read goes on, for later requests.
-    Requests that share a prefix share its read, and the questions about it, so the lookup of the
-    second one takes O(log tokens).
+    A request waits until its blocks are in host memory, and is then served as a hit. After its
+    deadline it is served with the blocks that have arrived, and the read continues for later
+    requests. Requests that share a prefix share its read and questions, so the second one's lookup
+    takes O(log tokens).
     """
 
     def __init__(self, core: Core, tiers: Mapping[str, Tier]) -> None:
@@ -78,9 +78,9 @@ class Promoter:
         self._search = Search(core, tiers, self.reads)
 
     def waits(self, tracked: TrackedRequest, start_tokens: int) -> bool:
-        """Return whether the engine must ask for a request again, since a read or answer is coming.
+        """Return whether the engine must look a request up again, as a read or answer is pending.
 
-        Begins to read what it needs after its first `start_tokens`, unless computing is faster.
+        Begins to read its blocks after the first `start_tokens`, unless computing is faster.
         """
         waits, wait = self._waits(tracked, start_tokens, is_ahead=False), tracked.tier_wait
         if waits:
@@ -90,9 +90,9 @@ class Promoter:
         return waits
 
     def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> list[Transfer] | None:
-        """Begin to read what a queued request needs, before the engine asks for it.
+        """Begin to read the blocks of a queued request before the engine looks it up.
 
-        Returns the transfers that it needs, also those of others; None if that is not known yet.
+        Returns the transfers that it needs, including others' transfers; None if not known yet.
         """
         wait = tracked.tier_wait
         if wait is not None and not wait.is_ahead:
@@ -108,12 +108,12 @@ class Promoter:
         if wait is not None:
             if wait.is_ahead and not is_ahead:
                 wait.is_ahead = False
-                wait.asked &= now - wait.looked < KNOWN_SECONDS  # else the answer is forgotten
+                wait.asked &= now - wait.looked < KNOWN_SECONDS  # else the answer has expired
             is_reading = self._is_reading(wait)
             self._begin_patience(wait, now)
             if wait.is_stale:
-                tracked.hit = None  # it lacks what has come
-            if now >= wait.until:  # it gets what has come, and nothing more is read for it
+                tracked.hit = None  # it lacks the blocks that have arrived
+            if now >= wait.until:  # it gets the blocks that have arrived, and no more are read
                 if wait.read is not None:
                     self._statistics.count("late_promotions", 1)
                     tracked.hit = wait.read = None
@@ -125,7 +125,7 @@ class Promoter:
             if same and wait.asked and not wait.is_stale and now - wait.looked < OFFER_SECONDS:
                 return False
             if wait.is_stale and self._lookups.loads_beginning_of(tracked, start_tokens):
-                return False  # what was read is being loaded already, for another request
+                return False  # another request is already loading the blocks that were read
         tiers = [tier for tier in self._tiers.values() if tier.may_read]
         if not tiers or start_tokens % self._alignment:
             return False
@@ -146,26 +146,26 @@ class Promoter:
         return wait.read is not None
 
     def _begin_patience(self, wait: Wait, now: float) -> None:
-        """Set the deadline of a read once the engine waits for it: about its time to compute."""
+        """Set the deadline of a read once the engine waits for it: twice the time to compute it."""
         if wait.read is not None and wait.until == math.inf and not wait.is_ahead:
             computed = self._search.compute_seconds(wait.read)
             twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
             wait.until = now + min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
 
     def _is_reading(self, wait: Wait) -> bool:
-        """Return whether the read for a request runs; forget it at its end."""
+        """Return whether the read for a request is running; drop it when it has ended."""
         read = wait.read
         if read is None or not all(transfer.has_ended for transfer in read.transfers):
             return read is not None
         if any(one.failed_rows and not self._tiers[one.tier].is_shared for one in read.transfers):
-            wait.asked = False  # a shared tier may have what this one has lost
+            wait.asked = False  # a shared tier may have the blocks that this one has lost
         wait.read, wait.is_stale = None, True
         return False
 
     def _ask(self, tracked: TrackedRequest, wait: Wait, tiers: Sequence[Tier]) -> None:
-        """Ask the shared ones of `tiers` which blocks they have of what is not on its way."""
+        """Ask the shared tiers among `tiers` for the blocks that are not on their way."""
         shared = [tier for tier in self._tiers.values() if tier.is_shared]
-        # A tier that may not be asked ahead is asked when the engine asks for the request.
+        # A tier that cannot be asked ahead is asked when the engine looks the request up.
         wait.asked = not wait.is_ahead or all(tier.may_read for tier in shared)
         hashes, start = tracked.request.block_hashes, wait.start_tokens
         end = tracked.hints.load_limit(start, wait.num_tokens)
@@ -175,7 +175,7 @@ class Promoter:
                 wait.questions += self.questions.ask(tier, hashes, first, end, tiers)
 
     def _is_asking(self, wait: Wait) -> bool:
-        """Return whether a request waits for an answer; forget its questions after the last."""
+        """Return whether a request waits for an answer; drop its questions after the last."""
         if not wait.questions:
             return False
         if any(question.is_open() for question in wait.questions):

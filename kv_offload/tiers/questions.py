@@ -18,12 +18,12 @@ class Questions:
         self._prefixes, self._host = core.prefixes, core.manager
         self._lookups = core.lookups
         self._by_key: dict[SlotKey, Question] = {}
-        # In the order in which they were asked, which is that of the answers; with their keys.
+        # In the order of asking, which is also that of the answers; with their keys.
         self._queue: deque[tuple[Question, list[SlotKey]]] = deque()
 
     @property
     def any_open(self) -> bool:
-        """True while an answer is waited for."""
+        """True while an answer is pending."""
         self.drop_closed()
         return bool(self._queue)
 
@@ -32,7 +32,7 @@ class Questions:
     ) -> list[Question]:
         """Ask a tier for the blocks of a prefix that neither host memory nor unshared `tiers` have.
 
-        Of tokens `start` to `end`, only those after what an open question is about. Returns all
+        It covers tokens `start` to `end`, except those that an open question covers. Returns all
         questions whose answers the request needs.
         """
         prefixes, questions = self._prefixes, []
@@ -43,7 +43,7 @@ class Questions:
         keys: list[SlotKey] = []
         for group in prefixes.groups:
             slots = range(asked_end // group.block_tokens, end // group.block_tokens)
-            # One slot more may be the proof of a draft head's hit.
+            # One more slot can be the proof of a draft head's hit.
             keys += prefixes.slot_keys(hashes, group, slots.start, slots.stop + 1)
         self._lookups.spend(len(keys))
         missing = self._host.lacks(keys)
@@ -62,7 +62,7 @@ class Questions:
         return questions
 
     def drop_closed(self) -> None:
-        """Drop the questions that were answered, or whose answers are late."""
+        """Drop the questions that are answered or late."""
         while self._queue and not self._queue[0][0].is_open():
             question, keys = self._queue.popleft()
             for key in keys:

@@ -20,18 +20,17 @@ JOB_BYTES = 64 << 20
 the deadline can already be loaded."""
 
 MAX_PROMOTING_SHARE = 2
-"""At most one in this many slots of host memory is being filled from lower tiers at a time. The
-slots that a tier fills on which a copy hangs do not count: it may never fill them."""
+"""At most one in this many slots of host memory is being filled from lower tiers at a time. Slots
+of a tier on which a copy hangs do not count: it may never fill them."""
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A prefix that is being read, from `start_tokens` to `end_tokens`, for all that share it.
+    """A prefix being read, from `start_tokens` to `end_tokens`, for all requests that share it.
 
     - `full_tokens`: how far the groups that read all tokens could extend it.
     - `host_tokens`: how far host memory had it when it was looked up.
-    - `parts`: its transfers, each with the first token that it brings. The last one mostly ends
-      last.
+    - `parts`: its transfers, each with the first token that it brings. The last usually ends last.
     - `keys`: the chain keys by which later requests find it.
     """
 
@@ -70,11 +69,11 @@ class Reads:
         return self._coming.get(key)
 
     def can_end(self, transfer: Transfer) -> bool:
-        """Return whether a transfer has ended, or can be expected to: its tier does not hang."""
+        """Return whether a transfer has ended or is expected to, because its tier does not hang."""
         return transfer.has_ended or not self._tiers[transfer.tier].is_stuck
 
     def find(self, hashes: Sequence[bytes], start: int, limit: int) -> tuple[int, Read] | None:
-        """Return the read that brings most of a prefix from `start` on, and up to which token."""
+        """Return how far a read brings a prefix from `start` on, in tokens, and the read."""
         end = self._prefixes.end_within(self._by_key, hashes, start, limit)
         if end <= start:
             return None
@@ -88,7 +87,7 @@ class Reads:
     ) -> list[tuple[Transfer, NDArray[np.intp]]]:
         """Begin to read the first of `keys`, each from its tier in `sources`, while there is room.
 
-        `parents` are slots of the same prefix in host memory, which are not evicted for them.
+        `parents` are slots of the same prefix in host memory; they are not evicted to make room.
         Returns the transfers, and the positions in `keys` that each of them reads.
         """
         filling = sum(tier.reading_slots for tier in self._tiers.values() if not tier.is_stuck)
@@ -124,13 +123,13 @@ class Reads:
         tier = self._tiers[transfer.tier]
         tier.reading_slots -= len(transfer.slots)
         for read in self._running.pop(transfer):
-            # Promoted blocks may be evicted: requests that share them from now on look them up.
+            # Promoted blocks can be evicted, so requests that share them must now look them up.
             for key in read.keys:
                 if self._by_key.get(key) is read:
                     del self._by_key[key]
             read.keys = []  # the ends of its other transfers need not go through them again
         for key in transfer.keys:
-            # Once host memory was emptied, another transfer may bring it.
+            # After host memory was emptied, another transfer may bring the key.
             if self._coming.get(key) is transfer:
                 del self._coming[key]
         self._host.complete_store(transfer.slots[failed], ok=False)

@@ -1,5 +1,4 @@
-"""The remote store: a tier that other engines use as well, and that decides itself what it
-keeps."""
+"""The remote store: a tier that engines share, and that decides itself which blocks it keeps."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from kv_offload.tiers.base import FIRST_PAUSE_SECONDS, Tier
 from kv_offload.tiers.directory import Question, RemoteDirectory
 
 KNOWN_SECONDS = 30.0
-"""A block that the store had no longer ago than this is read without asking again."""
+"""How long a block is read without asking again, after the store was known to have it."""
 
 MAX_KNOWN_KEYS = 1 << 18
 """Maximum number of keys remembered as present in the remote store: some 50 MB."""
 
 GENERATION_BYTES = 16
 SHARED_GENERATION = bytes(GENERATION_BYTES)
-"""Prefix of the names of blocks that all engines find."""
+"""Prefix of the names of blocks that all engines can find."""
 
 
 DirectoryOpener = Callable[[Sequence[str]], RemoteDirectory]
@@ -33,10 +32,10 @@ DirectoryOpener = Callable[[Sequence[str]], RemoteDirectory]
 
 
 class RecentKeys(OrderedDict[bytes, float]):
-    """The time until which each key is remembered, `KNOWN_SECONDS` after it was added last."""
+    """The time until which each key is remembered: `KNOWN_SECONDS` after it was last added."""
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Add keys, and forget those whose time is over, or more if there are too many."""
+        """Add keys; drop the expired ones, and the oldest above `MAX_KNOWN_KEYS`."""
         now = time.monotonic()
         until = now + KNOWN_SECONDS
         for key in keys:
@@ -46,19 +45,19 @@ class RecentKeys(OrderedDict[bytes, float]):
             self.popitem(last=False)
 
     def has(self, keys: Sequence[bytes]) -> Mask:
-        """Return for each key whether it is remembered; a mask."""
+        """Return a mask of the keys that are remembered."""
         now, get = time.monotonic(), self.get
         return np.array([get(key, -1.0) >= now for key in keys], bool)
 
 
 class RemoteTier(Tier):
-    """Remembers the keys that the store has named recently, or that this engine has written.
+    """Remembers the keys that the store recently reported, or that this engine has written.
 
-    Such a key may be gone: then its read brings nothing, and it is forgotten here.
+    If the store has dropped a key since, reading it fails, and it is dropped here, too.
 
-    Blocks that all engines find have names without a secret. After a reset, or new weights, this
-    engine names its blocks with a secret of its own: others may still have the old weights, and
-    their blocks must not be served here.
+    Blocks that all engines can find have names without a secret. After a reset or new weights, this
+    engine adds its own secret to names: other engines may still have the old weights, and their
+    blocks must not be served here.
     """
 
     name, what = "remote", "remote store"
@@ -89,17 +88,17 @@ class RemoteTier(Tier):
 
     @property
     def _is_ready(self) -> bool:
-        """See `Tier`: not while an answer is late."""
+        """See `Tier`; False while an answer is late."""
         return super()._is_ready and not (self._is_late and self.is_asked)
 
     @property
     def may_read(self) -> bool:
-        """See `Tier`: not once a late answer has failed, until `next_step` makes that a pause."""
+        """See `Tier`; False after a late answer failed, until `next_step` makes that a pause."""
         return super().may_read and not self._late_answer_failed
 
     @property
     def _late_answer_failed(self) -> bool:
-        """True if the last answer came late, as an error, and a pause for it would not be over."""
+        """True if the last answer was a late error, so recent that a pause for it would go on."""
         last = self._last_question
         if not self._is_late or last is None or not last.is_done or last.found is not None:
             return False
@@ -116,7 +115,7 @@ class RemoteTier(Tier):
         return key in self._known
 
     def ask(self, keys: Sequence[bytes], *, are_chained: bool) -> Question | None:
-        """Ask the store for those of the keys that are not known. See `Tier`."""
+        """Ask the store for the keys that are not remembered. See `Tier`."""
         assert self._directory is not None, "the tier is not open"
         unknown = [key for key, known in zip(keys, self._known.has(keys), strict=True) if not known]
         if not unknown:
@@ -132,7 +131,7 @@ class RemoteTier(Tier):
         return self._last_question is not None and not self._last_question.is_done
 
     def _take_answer(self, question: Question) -> None:
-        """Learn from an answer, or that it is late."""
+        """Apply an answer, or note that it is late."""
         if not question.is_done:
             self._is_late = True
         elif question.found is None:
@@ -149,7 +148,7 @@ class RemoteTier(Tier):
                 self.read_failed()
 
     def begin_write(self, keys: Sequence[bytes]) -> tuple[list[int], Slots]:
-        """Choose the keys that are not known to be there. The ranks check before they write."""
+        """Choose the keys that the store is not known to have. Ranks check before they write."""
         rows = np.flatnonzero(~self._known.has(keys)).tolist()
         return rows, np.arange(len(rows), dtype=np.int32)
 
@@ -166,7 +165,7 @@ class RemoteTier(Tier):
             self._known.pop(key, None)
 
     def forget_all(self) -> bool:
-        """Forget all keys, and hide from other engines what is stored from now on. See `Tier`."""
+        """Drop all keys, and hide blocks stored from now on from other engines. See `Tier`."""
         self._generation = secrets.token_bytes(GENERATION_BYTES)
         self._known = RecentKeys()
         return True

@@ -22,8 +22,8 @@ from kv_offload.tiers.reads import Read, Reads
 class Search:
     """Finds the longest prefix that host memory and lower tiers have between them.
 
-    `tiers` in its methods are those that may be read now, the fastest first. Each block is read
-    from the first that has it. What that tier turns out to have lost is asked of the shared tiers.
+    `tiers` in its methods are those that may be read now, fastest first. Each block is read from
+    the first that has it. If that tier turns out to have lost it, the shared tiers are asked.
     """
 
     def __init__(self, core: Core, tiers: Mapping[str, Tier], reads: Reads) -> None:
@@ -46,8 +46,8 @@ class Search:
     ) -> Read:
         """Return the part of a request that is being loaded or read for others that share it.
 
-        With windows, states and proofs, where an end is a hit only with what precedes it, that is
-        nothing, or all that there is.
+        With windows, states or proofs, an end is a hit only with the blocks before it: then the
+        part is empty, or as long as it can be.
         """
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         nothing = Read(start, start, start, start, [])
@@ -85,7 +85,7 @@ class Search:
     def _begin(
         self, request: Request, known: Read, limit: int, tiers: Sequence[Tier]
     ) -> Read | None:
-        """Look up what follows `known`, and begin to read it; None if computing it is faster."""
+        """Look up the blocks after `known`, and read them; None if computing them is faster."""
         prefixes, hashes, start = self._prefixes, request.block_hashes, known.end_tokens
         readable = partial(self._readable, tiers)
         end, full = prefixes.longest_hits(hashes, readable, start, limit)
@@ -112,7 +112,7 @@ class Search:
             return None
         parents = distinct(host_slots[self._host.holds(host_slots)])
         begun = self._reads.begin(missing, sources, parents)
-        self._host.prepare_copy(parents)  # a quota evicts none of what this reads the rest of
+        self._host.prepare_copy(parents)  # a quota must not evict the beginning of this prefix
         try:
             for notify in self._subscribers.promotions:
                 notify(request, start, end, [transfer for transfer, _ in begun])
@@ -129,7 +129,7 @@ class Search:
         return read if read.parts else None
 
     def _readable(self, tiers: Sequence[Tier], keys: Sequence[SlotKey]) -> Mask:
-        """Return for each key whether host memory has it, or can have it from below; a mask."""
+        """Return a mask of the keys that host memory has, or can get from `tiers`."""
         self._lookups.spend(len(keys))
         slots = self._host.find(keys)
         readable = self._host.readable(keys)
@@ -145,7 +145,7 @@ class Search:
 
     @staticmethod
     def _locate(keys: list[SlotKey], tiers: Sequence[Tier]) -> list[Tier]:
-        """Return the first tier that has each of these keys; shorter if none has one any more."""
+        """Return the first tier that has each key; fewer tiers if a key is now in none."""
         sources: dict[int, Tier] = {}
         for tier in reversed(tiers):
             for row in np.flatnonzero(tier.readable(keys)).tolist():
@@ -153,14 +153,13 @@ class Search:
         return [sources[row] for row in sorted(sources)]
 
     def compute_seconds(self, read: Read) -> float | None:
-        """Return how long it takes to compute what host memory lacks; None without evidence."""
+        """Return the time to compute the tokens that host memory lacks; None without evidence."""
         return self._costs.compute_seconds(read.end_tokens - read.host_tokens)
 
     def _is_worth_it(self, read: Read, missing: Mapping[Tier, int]) -> bool:
         """Return whether to read `missing` more slots and load all of `read`, or compute instead.
 
-        Tiers are read at the same time. Without evidence, and where it is close, the answer is to
-        read.
+        Tiers are read in parallel. Without evidence, and if it is close, the answer is to read.
         """
         computed = self.compute_seconds(read)
         tiers = {*missing, *(self._tiers[transfer.tier] for transfer in read.transfers)}
@@ -173,7 +172,7 @@ class Search:
             seconds = max(seconds, slots * self._slot_bytes / speed)
         needed = self._prefixes.count_slots(read.start_tokens, read.end_tokens)
         seconds += self._costs.load_seconds(needed)
-        # Now and then one is read all the same, to measure the tiers again.
+        # Occasionally a prefix is read anyway, to measure the tiers again.
         is_tried = any(tier.rate.is_to_be_tried for tier in tiers)
         is_worth_it = computed is None or computed * MARGIN >= seconds or is_tried
         for tier in tiers:
