@@ -148,7 +148,7 @@ class RankEngine(Protocol):
         """Return the registered KV caches; raises `UnsupportedError` if they cannot be copied."""
 
     def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
-        """Return a description that differs whenever a value of a block is elsewhere in a slot."""
+        """Return a description that differs if any value of a block is elsewhere in its slot."""
 
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream that copies sampled tokens to the host; None if there is none."""

@@ -15,7 +15,7 @@ class KVOffloadError(Exception):
 
     @property
     def message(self) -> str:
-        """All problems on one line, so that a search for `kv-offload:` in a log finds them all."""
+        """All problems on one line, so that a search for `kv-offload:` in a log shows them all."""
         problems = [str(problem) for problem in self.args]
         if len(problems) < 2:
             return "".join(problems)

@@ -19,7 +19,7 @@ KEY = "kv_offload"
 
 MAX_DEPTH = 32
 """Maximum nesting depth of `kv_transfer_params`; connectors use three levels. At a depth of 470 the
-core of vLLM 0.32 fails to pickle them for its ranks, and ends."""
+core of vLLM 0.32 fails to pickle them for its ranks and exits."""
 MAX_RETAIN_SECONDS = 24 * 3600
 MAX_TOKENS = 2**31 - 1
 _ALLOWED = {
@@ -40,7 +40,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """The hints of one request; the defaults hint at nothing."""
+    """The hints of one request; the defaults change nothing."""
 
     store: bool = True
     load: bool = True

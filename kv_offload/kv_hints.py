@@ -52,8 +52,7 @@ def apply_kv_hints(
 ) -> tuple[RequestHints, int, int]:
     """Add a router's actions to the client's hints, which win in case of conflict.
 
-    `owner` retains the blocks. Returns the hints, and the number of actions that were followed and
-    that were not.
+    `owner` retains the blocks. Returns the hints, and the numbers of followed and ignored actions.
     """
     actions = _get(envelope, "actions")
     if not isinstance(actions, Sequence) or isinstance(actions, str | bytes):
@@ -73,8 +72,7 @@ def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints 
     is_known = isinstance(version, str) and version.partition(".")[0] == VERSION
     if not is_known or not isinstance(payload, Mapping):
         return None
-    # Block hashes name more than this request: also blocks that it shares with others of its
-    # session.
+    # The block hashes of a hint can include blocks that other requests of its session share.
     if payload.get("include_current_request", True) is not True:
         return None
     if payload.get("execute_at", "request_completion") != "request_completion":

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 ASSUMED_BYTES_PER_SECOND = 12e9
-"""The assumed copy speed until it is measured: that of PCIe Gen4 x8, so that no copy is too
-long."""
+"""The copy speed assumed until it is measured: PCIe Gen4 x8's, so that no copy is too long."""
 
 MIN_MEASUREMENTS = 3
 """A median of fewer measurements is not evidence."""

@@ -19,15 +19,15 @@ WINDOW_BITS = 24
 
 
 def peer_slots(seat: int, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the numbers by which loads name slots of the engine that has a seat.
+    """Return the numbers by which loads name slots of the engine at a seat.
 
-    They are the same on all ranks, whose arenas may have different numbers of slots.
+    They are the same on all ranks, even if the ranks' arenas have different numbers of slots.
     """
     return slots | np.int32((seat + 1) << WINDOW_BITS)
 
 
 class Outcome(enum.IntEnum):
-    """How a job ended on a rank. Of several ranks, the greatest counts."""
+    """How a job ended on a rank. The greatest value of all ranks counts."""
 
     OK = 0
     FAILED = 1
@@ -52,8 +52,7 @@ class LoadJob:
     """Copy slots of host memory into blocks that are allocated to one waiting request.
 
     - `incomplete`: host memory lacks data for some block. Nothing is copied and the load fails.
-    - `synchronous`: the request runs in this very step, and the forward pass must wait for the
-      load.
+    - `synchronous`: the request runs in this step, whose forward pass must wait for the load.
     - `whole`: the load covers all tokens of its request; the forward pass recomputes the last one
       and overwrites its loaded KV.
     """
@@ -84,17 +83,17 @@ class MoveJob:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Map the arenas of the engine that has a seat, or unmap them.
+    """Map or unmap the arenas of the engine at a seat.
 
-    Ranks ignore a file that they have mapped. Another file, or none, first ends what they map: no
-    load may read it any more. It may be sent again until all ranks report it.
+    Ranks ignore a file that they have mapped. For another file, or none, they first unmap the old
+    one, which no load may still read. The message may be repeated until all ranks report it.
     """
 
     seat: int
     files: dict[int, str]
     """Path of the arena by rank; empty to unmap."""
     num_slots: int = 0
-    """The slots from 0 on that the owner has allocated: the others are not touched."""
+    """Number of slots from 0 on that the owner has allocated; the others are not touched."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ class OffloadMetadata:
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     next_job_id: int = 0
-    """All jobs below this id have been sent: one that has not reached a rank by now never will."""
+    """All jobs below this id have been sent; one that has not reached a rank now never will."""
     acknowledged: tuple[int, ...] = ()
-    """Jobs that ranks need not report any more, because the scheduler knows how they ended."""
+    """Jobs that ranks can stop reporting, because the scheduler knows how they ended."""
     admissions: int = 0
-    """Number of times that requests had been given blocks when the step was planned."""
+    """How many times requests had been given blocks when the step was planned."""
     moves: tuple[MoveJob, ...] = ()
     windows: tuple[Window, ...] = ()
     """Changes since the last plan, taken in order."""
@@ -124,8 +123,8 @@ class RankReport:
     """By job id of an ended store or move: the indices of its pairs that failed, unless all
     succeeded.
 
-    For a store that is `OK`, these blocks do not fit packed slots. A move that never began has
-    failed without them."""
+    For a store that is `OK`, these blocks do not fit packed slots. A move that failed before it
+    began has none."""
     aborted_step: int | None = None
     """The `admissions` of the last step that an engine error aborted: it is unknown which blocks it
     computed."""
@@ -172,8 +171,7 @@ class WorkerCapacity:
     rank: int
     num_slots: int
     ready_slots: int
-    """The number of slots from 0 on whose memory was ready when this was sent; reports say how it
-    grows."""
+    """The number of slots from 0 on whose memory was ready when sent; reports update it."""
     tiers: dict[str, TierCapacity] = field(default_factory=dict)
     """By name."""
     slot_bytes: int = 0

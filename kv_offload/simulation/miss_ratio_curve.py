@@ -2,9 +2,9 @@
 
 A sample of the blocks goes through miniature caches (`mini_sim`) with the configured policy.
 The estimate for another size is the real hits of host memory plus the difference between two
-miniatures, of that size and of the real one. So errors that both share cancel out: chance, such as
-whether the sample has the block that every prompt begins with, and blocks that could not be stored
-in time, of which a miniature knows nothing.
+miniatures, of that size and of the real one. Errors that both share thus cancel out: chance, such
+as whether the sample has the block that every prompt begins with, and blocks that could not be
+stored in time, which a miniature does not see.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ better, with half as many within 1.9 points (November 2026)."""
 
 PART_KEYS, MAX_NOTED_REQUESTS = 16, 64
 """This many sampled keys, or this many requests, make a turn of each miniature. A turn of `lru`
-takes 26 us for 16 keys and 23 for 8, with which estimates were no better (November 2026)."""
+takes 26 us for 16 keys and 23 us for 8; 8 gave no better estimates (November 2026)."""
 
 PARTS_OF_REQUEST, MOST_PART_KEYS = 16, 64
 """A prompt with many sampled keys is cut into this many parts, or into more, so that none has more
@@ -39,8 +39,8 @@ SHARE_OF_WAITING = 32
 """Also serve 1 in 32 of the queued turns, so that the queue does not grow without end."""
 
 IDLE_TURNS = 32
-"""Maximum turns in a step of an idle engine: its last token, or a request that has just come, waits
-for them. They take 2 to 5 ms."""
+"""Maximum turns in a step of an idle engine: its last token, or a new request, waits for them. They
+take 2 to 5 ms."""
 
 
 class _Part(NamedTuple):
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Notes:
-    """The work of all miniatures, each in a turn; it counts once the last one has done it."""
+    """Work that each miniature does in a separate turn; it counts once the last one has done it."""
 
     parts: list[_Part] = field(default_factory=list)
     keys: int = 0
@@ -66,7 +66,7 @@ class MissRatioCurve:
 
     Only for models with one cache group that reads all tokens, since a window or a state is as
     large as many tokens. The sampled keys of a request are noted when it is admitted and when it
-    ends, and served to the miniatures in the steps that follow.
+    ends, and served to the miniatures in later steps.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class MissRatioCurve:
         self._sizes = sorted(self._miniatures, key=lambda name: name != "same")
         self._notes = _Notes()
         self._turns: deque[tuple[str, _Notes | None]] = deque()
-        """Miniatures, each with the notes that it is to serve; None empties it."""
+        """Miniatures, each with the notes to serve; None empties it."""
         self._has_noted = False
-        """True if a request began or ended in this step, which takes long enough without a turn."""
+        """True if a request began or ended in this step, which is long enough without a turn."""
         # Tokens that the hits of each miniature stand for.
         self._sampled = dict.fromkeys(OTHER_SIZES, 0)
         self._looked_up = self._found = 0
@@ -106,7 +106,7 @@ class MissRatioCurve:
 
     @staticmethod
     def can_estimate(prefixes: PrefixMap) -> bool:
-        """Return whether hits of a model can be estimated."""
+        """Return whether a model's hits can be estimated."""
         return prefixes.serves_whole_requests and len(prefixes.groups) == 1
 
     def admitted(self, request: Request, start_tokens: int, found_tokens: int) -> None:

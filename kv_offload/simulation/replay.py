@@ -1,8 +1,7 @@
 """Replays a trace through the real cache manager, to see which blocks a policy keeps.
 
 Each request loads its longest readable prefix and stores the missing blocks of its prompt. Both
-complete at once, and no GPU cache serves a part of it before. So the hits are those of host memory
-alone.
+complete at once and no GPU cache serves any part first, so the hits are those of host memory alone.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     block_tokens: Annotated[int, Meta(ge=1)] = msgspec.field(
         default=BLOCK_TOKENS, name="block_size"
     )
-    """Tokens of each block."""
+    """Number of tokens in each block."""
 
     def __post_init__(self) -> None:
         """Check that the ids are distinct."""

@@ -28,22 +28,22 @@ from kv_offload.simulation.trace import BLOCK_TOKENS
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-"""Maximum requests that wait to be written. A prompt of 100,000 tokens takes 13 kB meanwhile, for
-its block hashes."""
+"""Maximum requests that wait to be written. The block hashes of a prompt of 100,000 tokens take
+13 kB meanwhile."""
 
 
 class TraceRecorder:
-    """Writes a line of JSON for each request that ends, to a file of its own.
+    """Writes a line of JSON for each request that ends, to a separate file.
 
-    Blocks are named by a hash with a random key, which is never written down. Prompts that share a
-    prefix have equal names in one file. Nobody can check whether a prompt is in it.
+    Blocks are named by a hash with a random key that is never written down, so no reader can check
+    whether a prompt is in the file. Prompts that share a prefix share its names in one file.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Make the file, for this user alone: `path`, or with a number added if that is taken.
 
-        Recording ends when this file and the earlier ones have `max_bytes`, so that an engine which
-        a supervisor restarts in a loop fills no disk. Raises `ConfigError` if no file can be made.
+        Recording ends when this file and the earlier ones reach `max_bytes` together, so that an
+        engine in a restart loop fills no disk. Raises `ConfigError` if no file can be made.
         """
         self._path, self._file, taken_bytes = _make_file(path)
         self._max_bytes, self._all_bytes = max_bytes - taken_bytes, max_bytes
@@ -60,9 +60,9 @@ class TraceRecorder:
         self._thread.start()
 
     def record(self, request: Request, hash_block_tokens: int) -> None:
-        """Queue an ended request; does not block. Above a limit it is dropped and counted.
+        """Queue an ended request without blocking; drop and count it if the queue is full.
 
-        Each of its hashes covers `hash_block_tokens`, and all before.
+        Each of its hashes covers `hash_block_tokens` tokens and all tokens before them.
         """
         if self._is_full:
             return
@@ -84,7 +84,7 @@ class TraceRecorder:
         )
 
     def take_errors(self) -> int:
-        """Return how many requests have been left out since the last call."""
+        """Return the number of requests left out since the last call."""
         errors = self._dropped + self._failed
         new, self._reported = errors - self._reported, errors
         return new
@@ -143,8 +143,8 @@ class TraceRecorder:
 def _make_file(path: Path) -> tuple[Path, int, int]:
     """Return the path of the new file, its descriptor, and the bytes of the earlier files.
 
-    It is the first of `path`, `path.1`, `path.2` and so on that is not taken: the recording of an
-    engine that crashed stays, and does not keep the next one from its start.
+    It is the first of `path`, `path.1`, `path.2` and so on that is not taken: a crashed engine's
+    recording is kept, and does not stop the next engine from starting.
     """
     taken_bytes = 0
     for number in itertools.count():
