@@ -1,3 +1,3 @@
-"""Decides what moves, once per engine, next to its scheduler.
+"""Decides which blocks are copied, once per engine, next to the engine's scheduler.
 
 Imports no engine and no device code."""

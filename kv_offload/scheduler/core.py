@@ -34,7 +34,7 @@ class EngineFacts:
     - `num_ranks`: workers, each with a part of every block.
     - `loads_overlap`: True if a load can run while the steps under way compute.
     - `is_to_rest`: returns True while the user has paused the engine, and once it ends.
-    - `wake`: makes a resting engine look for work, from any thread; None if it cannot be woken.
+    - `wake`: makes an idle engine look for work, from any thread; None if it cannot be woken.
     """
 
     groups: Sequence[CacheGroup]
@@ -60,7 +60,7 @@ class SlotFacts:
 
 
 class Core:
-    """The owners. Each part of the scheduler takes this and keeps what it needs."""
+    """The owners. Each part of the scheduler takes this and keeps those that it needs."""
 
     def __init__(
         self,

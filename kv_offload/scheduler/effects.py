@@ -13,15 +13,15 @@ from kv_offload.scheduler.transfers import Kind, Transfer
 
 @dataclass(slots=True)
 class Effects:
-    """Requests by their ids. The engine acts on the fields in this order.
+    """Requests, by id. The engine acts on the fields in this order.
 
-    - `tainted`: they have computed with wrong KV; None if no request has. The engine ends them, and
-      finds no block by its key any more, before it takes in the output of the step.
+    - `tainted`: have computed with wrong KV; None if there are none. Before it processes the output
+      of the step, the engine ends them and stops finding blocks by their keys.
     - `failed`: their asynchronous loads have failed. They are also in `loaded`, but the engine must
-      not take them for loaded.
+      not treat them as loaded.
     - `loaded`: their asynchronous loads have ended.
-    - `stranded`: they are loaded, and two steps have not run them though nothing else is under way.
-      Not one step: the engine admits nothing in a step that preempts.
+    - `stranded`: are loaded, but two steps have not run them although nothing else is under way.
+      One step is not enough: the engine admits nothing in a step that preempts.
     """
 
     tainted: set[str] | None = None
@@ -31,7 +31,7 @@ class Effects:
 
 
 class PendingEffects:
-    """Collects effects, and decides who is tainted at the moment when that is asked."""
+    """Collects effects, and determines the tainted requests when they are asked for."""
 
     def __init__(self, core: Core) -> None:
         self._requests, self._transfers = core.requests, core.transfers
@@ -47,9 +47,9 @@ class PendingEffects:
             self.pending.failed.add(request_id)
 
     def lost(self, loads: Sequence[Transfer], report: OffloadWorkerMetadata) -> bool:
-        """Note loads that a forward read too early, and a step that a rank has cut short.
+        """Note loads that a forward read too early, and a step that a rank aborted.
 
-        Returns whether what has been computed may be wrong.
+        Returns whether computed KV may be wrong.
         """
         self._lost_loads += loads
         for rank in report.ranks.values():
@@ -67,17 +67,17 @@ class PendingEffects:
         self.pending.stranded = set()
 
     def take(self) -> Effects:
-        """Return what has come since the last call, except for `tainted`."""
+        """Return the effects since the last call, except for `tainted`."""
         taken, self.pending = self.pending, Effects()
         return taken
 
     def take_tainted(self) -> set[TrackedRequest] | None:
-        """Return the requests that have computed with wrong KV by now; None if there is no loss.
+        """Return the requests that have computed with wrong KV so far; None if nothing was lost.
 
-        These are the requests of lost loads, and all that share what was computed with them. After
-        a step that was cut short any named block may be one that was never computed: then these are
-        all requests with blocks, but none once the engine's own cache has been emptied. Nothing of
-        them is stored any more. Some may have ended.
+        These are the requests of lost loads, and all that share blocks computed with them. After an
+        aborted step any named block may never have been computed: then these are all requests with
+        blocks, or none if the engine's own cache has been emptied since. Pending stores are
+        discarded. Some of the requests may have ended.
         """
         loads, self._lost_loads = self._lost_loads, []
         step_is_lost, self._step_is_lost = self._step_is_lost, False
@@ -91,7 +91,7 @@ class PendingEffects:
 
 
 class InFlight:
-    """Requests and GPU blocks that copies hold: a view of the tables. Requests are named by ids."""
+    """A view of the requests, by id, and the GPU blocks that copies hold."""
 
     def __init__(self, core: Core, effects: PendingEffects) -> None:
         self._requests, self._transfers = core.requests, core.transfers
@@ -126,7 +126,7 @@ class InFlight:
 
     @property
     def has_loaded(self) -> bool:
-        """True while the engine has not taken the end of some asynchronous load."""
+        """True while the engine has not processed the end of some asynchronous load."""
         return bool(self._effects.pending.loaded)
 
     @property

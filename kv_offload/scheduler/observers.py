@@ -1,6 +1,7 @@
 """Observers of the scheduler: KV events, quotas, spans, the trace recorder and estimates.
 
-An observer that is on subscribes to the events that it needs. One that is off costs nothing.
+An observer that is on subscribes to the events that it needs; an observer that is off costs
+nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from kv_offload.scheduler.transfers import Transfer
 from kv_offload.simulation.trace_recorder import TraceRecorder
 
 CLOSE_SECONDS = 5.0
-"""Bound of the wait for what is still to be recorded at the end."""
+"""Maximum wait at shutdown for requests that are not recorded yet."""
 
 
 @dataclass(frozen=True)
 class Observers:
-    """The observers that the engine's configuration turns on; None for one that is off.
+    """The observers that the engine's configuration turns on; None for an observer that is off.
 
-    `describe` describes blocks for KV events, which routers get. `recorder` is closed with the
-    scheduler. `report_span` takes spans of lookups and loads.
+    `describe` describes blocks for routers' KV events. `recorder` is closed with the scheduler.
+    `report_span` takes spans of lookups and loads.
     """
 
     describe: Describe | None = None
@@ -43,14 +44,14 @@ StoresPlanned = Callable[[Sequence[Span], Sequence[SlotKey], Sequence[SlotKey], 
 class Subscribers:
     """The functions to call for each kind of event.
 
-    - `lookup`: the engine asks what can be loaded for a request.
+    - `lookup`: the engine looks up a request.
     - `admission`: a request has blocks; with its hit and the number of tokens that are loaded.
     - `load_end`: all ranks have ended a load.
     - `request_end`: a request that was admitted ends; with its computed tokens.
     - `stores`: stores are planned; with the spans that were examined, their keys, the new keys
-      among them, and the slots that the first of these have got. `tails`: the same, of blocks
-      inside of which a prefix ends.
-    - `promotions`: a part of a request's prefix, from token to token, is read from lower tiers.
+      among them, and the slots given to the first of these. `tails`: the same, for blocks inside
+      which a prefix ends.
+    - `promotions`: a range of tokens of a request's prefix is read from lower tiers.
     - `demotions`: slots are written to a tier.
     - `emptied`: host memory is empty. `engine_reset`: so is the engine's own cache.
     - `work`: the step ends; True if the engine is idle. `has_work`: returns whether it must step.

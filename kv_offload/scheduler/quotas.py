@@ -1,10 +1,10 @@
 """Bounds the share of host memory, or of a disk, that one tenant takes.
 
 A tenant is the requests of one `cache_salt`, or those without one. Above its share it loses its own
-least recently used blocks at once, and of one step's stores the end of a prompt first. The next
-stores take the slots that become free, so other tenants lose no more than what one step stores.
-Blocks that a copy holds or a request retains are kept, and count. Blocks that an earlier process
-left on a disk count once they are read.
+least recently used blocks at once, beginning with the end of a prompt among one step's stores. The
+next stores take the slots that become free, so other tenants lose at most as many blocks as one
+step stores. Blocks that a copy holds or a request retains are kept, and count. Blocks that an
+earlier process left on a disk count once they are read.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Share:
     number: int
     slots: int = 0
     named: int = 0
-    """Slots listed in `batches`, also those that belong to a later batch by now."""
+    """Slots listed in `batches`, including those that now belong to a later batch."""
     batches: deque[Batch] = field(default_factory=deque)
 
 
 class Quotas:
     """Knows the owner of each slot. All operations take O(1) amortised time per slot.
 
-    `max_share` is a share of the manager's usable slots. `count` adds to a counter. Of a `tier`,
+    `max_share` is a share of the manager's usable slots. `count` adds to a counter. For a `tier`,
     `evict` evicts the blocks in slots.
     """
 
@@ -106,7 +106,7 @@ class Quotas:
             self._evict(share, surplus)
 
     def promoted(self, request: Request, _start: int, _end: int, moves: Sequence[Transfer]) -> None:
-        """Give slots that are read for a request to its tenant."""
+        """Give the slots that are read for a request to its tenant."""
         for move in moves:
             if not self._tier:
                 self.filled(request.cache_salt or None, move.slots)
@@ -166,7 +166,7 @@ class Quotas:
         return own
 
     def _evict(self, share: Share, surplus: int) -> None:
-        """Forget up to `surplus` blocks of an owner."""
+        """Evict up to `surplus` blocks of an owner."""
         self._manager.count_peer_uses()
         evicted = 0
         for _ in range(min(MAX_LOOKS, len(share.batches))):
@@ -185,7 +185,7 @@ class Quotas:
             left = number, self._own(number, own)
             if evicted >= surplus:
                 share.batches.appendleft(left)
-            elif len(left[1]):  # they are held: looked at again after all others
+            elif len(left[1]):  # held: to be looked at again after all others
                 share.batches.append(left)
         self._count("quota_evictions", evicted)
 

@@ -8,7 +8,7 @@
     any of them --ended--> ENDED
 
 A request is looked up again after its load failed, and after the engine preempted it or put it
-back. An ended request leaves the dict, while its load runs on (`transfers`).
+back. An ended request leaves the table, while its load continues (`transfers`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def never() -> bool:
 
 
 class Phase(enum.Enum):
-    """Where a request stands. Only the methods below change it."""
+    """The state of a request. Only the methods below change it."""
 
     WAITING = enum.auto()
     LOADING = enum.auto()
@@ -54,12 +54,12 @@ class Phase(enum.Enum):
 class Hit:
     """The result of a lookup: host memory has the tokens from `start_tokens` to `end_tokens`.
 
-    Later lookups return it again while it is still right.
+    Later lookups return it again while it is still valid.
 
     - `num_tokens`: number of tokens of the request.
-    - `keys`: keys of the slots to load. `slots`: these slots, once an eviction made a check needed.
+    - `keys`: keys of the slots to load. `slots`: these slots, once an eviction requires a check.
     - `forgotten`: the manager's count when all keys were last seen to be readable.
-    - `arrivals`: number of planned loads when none of them brings any of the keys.
+    - `arrivals`: number of planned loads when none of them was last seen to bring any of the keys.
     - `found_at`: time of the lookup, on the monotonic clock in seconds.
     - `decision`: the last answer to the engine; None while nothing has been decided.
     """
@@ -81,7 +81,7 @@ class Hit:
 
     @property
     def declined_tokens(self) -> int:
-        """Number of tokens that are computed, because that is faster than to load them."""
+        """Number of tokens that are computed, because that is faster than loading them."""
         return self.tokens if self.decision is not None and not self.decision.tokens else 0
 
 
@@ -135,12 +135,12 @@ class TrackedRequest:
 
     @property
     def request_id(self) -> str:
-        """The engine's name for it."""
+        """The engine's id of the request."""
         return self.request.request_id
 
     @property
     def prompt_tokens_left(self) -> int:
-        """Tokens of the prompt, and of an answer before a preemption, that are to be computed."""
+        """Tokens left to compute of the prompt, and of the answer before a preemption."""
         if self.phase is Phase.ENDED:
             return 0
         return int(self.request.num_tokens - self.request.num_computed_tokens)
@@ -152,18 +152,18 @@ class TrackedRequest:
         return wants and not self.load_failed and not self.served_by_peer_connector
 
     def looked_up(self) -> None:
-        """Note that the engine asks what can be loaded; an earlier decision is void."""
+        """Note that the engine looks it up; an earlier decision is void."""
         self.phase = Phase.WAITING
         self.still_waits = never
         if self.hit is not None:
             self.hit.decision = None
 
     def waits_no_more(self) -> None:
-        """Forget the requests whose loads it has waited for."""
+        """Stop waiting for loads of other requests."""
         self.still_waits, self.load_deadline = never, math.inf
 
     def load_planned(self, start_tokens: int, end_tokens: int, *, synchronous: bool) -> None:
-        """Note that a load fills the blocks that it was just given with these tokens."""
+        """Note that a load of these tokens fills the blocks that the request was just given."""
         self.phase = Phase.READY if synchronous else Phase.LOADING
         self.loaded = start_tokens, end_tokens
 
@@ -184,7 +184,7 @@ class TrackedRequest:
 
 
 class RequestTable:
-    """The requests that have not ended, by their ids. Their hints are read once, and counted."""
+    """The requests that have not ended, by id. The hints of each are read and counted once."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -237,7 +237,7 @@ class RequestTable:
         return hints
 
     def admit(self, tracked: TrackedRequest, block_ids: Sequence[Sequence[int]]) -> None:
-        """Give a waiting request its blocks, by cache group; nothing of them has been stored."""
+        """Give a waiting request its blocks, by cache group; none of them has been stored."""
         self.admitted += tracked.cursor is None
         self.admissions += 1
         ids = [list(group) for group in block_ids]
@@ -255,7 +255,7 @@ class RequestTable:
         del self._requests[tracked.request_id]
 
     def engine_was_reset(self) -> None:
-        """Note that no request has blocks any more; those that continue are admitted again."""
+        """Note that no request has blocks now; those that continue are admitted again."""
         self.admissions_at_reset = self.admissions
 
     def __iter__(self) -> Iterator[TrackedRequest]:

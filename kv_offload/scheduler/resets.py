@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Resets:
-    """Empties all that was computed so far. Running copies end on their own and leave nothing."""
+    """Drops all blocks computed so far. Running copies end on their own and leave none."""
 
     def __init__(self, core: Core, stores: StorePlanner, tiers: LowerTiers) -> None:
         self._manager, self._retention = core.manager, core.retention
@@ -39,7 +39,7 @@ class Resets:
             self._keeps_memory = False
 
     def weights_change(self) -> bool:
-        """Empty all, as weights may be about to change; return whether there was anything to drop.
+        """Drop all blocks because weights may be about to change; return whether there were any.
 
         The next reset does so again: until then the engine's own cache may serve old blocks.
         """

@@ -80,9 +80,9 @@ class OffloadScheduler:
             self.tiers.arrived(tracked)
 
     def still_waits(self, request_id: str, num_computed_tokens: int | None = None) -> bool:
-        """Return, in O(1), whether `match` would have the engine ask again.
+        """Return, in O(1), whether `match` would make the engine ask again.
 
-        Without `num_computed_tokens`, at whatever token its local hit ends.
+        Without `num_computed_tokens`: whether it would wherever the local hit ends.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or not self._admissions.still_waits(tracked, num_computed_tokens):
@@ -94,10 +94,10 @@ class OffloadScheduler:
     def match(
         self, request: Request, num_computed_tokens: int, *, served_by_peer_connector: bool = False
     ) -> Match:
-        """Return what can be loaded for a waiting request; see `Admissions.match`.
+        """Look up a waiting request; see `Admissions.match`.
 
-        `served_by_peer_connector`: another connector loads its first tokens. That no longer counts
-        once the request has had blocks, since it may have been preempted.
+        `served_by_peer_connector`: another connector loads its first tokens. This is ignored once
+        the request has had blocks, since it may have been preempted.
         """
         tracked = self._requests.track(request)
         tracked.served_by_peer_connector = served_by_peer_connector and tracked.cursor is None
@@ -125,7 +125,7 @@ class OffloadScheduler:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]] | None) -> None:
         """Plan the last stores of a request, just before its blocks are freed.
 
-        Without `block_ids`, as after an error, nothing of it is stored.
+        Without `block_ids`, as after an error, no more of its blocks are stored.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -146,7 +146,7 @@ class OffloadScheduler:
         states: Sequence[tuple[int, int, int]],
         block_ids: Sequence[Sequence[int]],
     ) -> None:
-        """Plan the stores of the blocks inside of which a request ends, before `finished`.
+        """Plan the stores of the blocks inside which a request ends, before `finished`.
 
         `states` are as in `BlockState`. Nothing of the request is in flight.
         """
@@ -177,12 +177,12 @@ class OffloadScheduler:
         return self._begin_step(output)
 
     def plan_after_error(self, output: StepOutput) -> OffloadMetadata:
-        """Return the plan of a step for which `plan_step` has raised: what was planned so far."""
+        """Return the plan, as far as it was made, of a step for which `plan_step` has raised."""
         self._effects.step_failed()
         return self._begin_step(output)
 
     def _begin_step(self, output: StepOutput) -> OffloadMetadata:
-        # This comes last and does not raise: what was planned must be sent.
+        # This comes last and does not raise: planned transfers must be sent.
         transfers = self._transfers
         self._lookups.next_step()
         self._costs.next_step()
@@ -199,7 +199,7 @@ class OffloadScheduler:
 
     @property
     def _is_still(self) -> bool:
-        """True if no step that computes something is under way, and no load."""
+        """True if no load, and no step that computes, is under way."""
         return not self._transfers.num_loads and not any(
             tracked.request.num_in_flight_tokens
             for tracked in self._requests
@@ -215,8 +215,8 @@ class OffloadScheduler:
     def apply_report(self, report: OffloadWorkerMetadata) -> None:
         """Apply reports of ranks, before the engine processes the tokens of the reported step.
 
-        Applying a report twice changes nothing. Nothing that was computed with wrong KV can be
-        readable yet: a store ends in a later step than the forward whose KV it copies.
+        Applying a report twice changes nothing. No block computed with wrong KV can be readable
+        yet: a store ends in a later step than the forward whose KV it copies.
         """
         ended, lost = self._transfers.apply_reports(report.ranks)
         if any(rank.aborted_step is not None for rank in report.ranks.values()):
@@ -228,7 +228,7 @@ class OffloadScheduler:
         self._survive(self._learn, report)
 
     def _survive(self, take: Callable[[Any], None], part: Any) -> None:
-        """Apply a part of a report; an error in it does not keep the others from being applied."""
+        """Apply a part of a report; an error in it does not stop the others."""
         try:
             take(part)
         except Exception:
@@ -285,15 +285,15 @@ class OffloadScheduler:
                 self._use_ready_slots({rank: news.ready_slots})
 
     def take_effects(self, *, between_steps: bool = False) -> Effects:
-        """Return what the engine must do, each thing once; called before it processes an output.
+        """Return the engine's new duties, each once; called before it processes an output.
 
         Tainted requests end here, and the engine must end them. `between_steps` leaves them for the
-        next call: their clients learn of it with the output of a step.
+        next call, because the output of a step informs their clients.
         """
         effects = self._effects.take()
         tainted = None if between_steps else self._effects.take_tainted()
         if tainted is not None:
-            # An aborted request has left the table, where another may have its name by now.
+            # An aborted request has left the table, where another may now have its id.
             alive = [tracked for tracked in tainted if tracked.phase is not Phase.ENDED]
             for tracked in alive:
                 self._end_request(tracked)
@@ -319,7 +319,7 @@ class OffloadScheduler:
     def has_pending_work(self) -> bool:
         """True while the engine must keep stepping: for a transfer, for routers, or for gauges.
 
-        One step follows the start, which reports all gauges: until then they read 0.
+        One step after the start reports all gauges, which read 0 until then.
         """
         if not self._statistics.has_reported:
             return True
@@ -357,7 +357,7 @@ class OffloadScheduler:
         self.tiers.take_capacities(capacities)
 
     def _use_ready_slots(self, ready_slots: Mapping[int, int]) -> None:
-        """Use slots whose memory is ready on every rank; a lower number is older news."""
+        """Use slots whose memory is ready on every rank; a lower number is an older report."""
         for rank, slots in ready_slots.items():
             self._ready_slots[rank] = max(slots, self._ready_slots.get(rank, 0))
         known = len(self._ready_slots) == self._engine.num_ranks
@@ -365,7 +365,7 @@ class OffloadScheduler:
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
     def pause_stores(self, *, paused: bool) -> None:
-        """Store nothing new until stores are resumed."""
+        """Pause or resume stores; running ones end."""
         self._stores.pause(paused=paused)
 
     def close(self) -> None:

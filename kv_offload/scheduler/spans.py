@@ -35,20 +35,20 @@ ReportSpan = Callable[[TraceSpan], None]
 class Spans:
     """Reports two spans for each admission of a request: its lookup, and its load if it has one.
 
-    The lookup lasts from the first time that the engine asks for the request until it gives it
-    blocks, with all waits for another request's load or a read from a tier. The load lasts from the
-    step that sends it until every rank has reported its end.
+    The lookup lasts from the first time that the engine looks the request up until it gives it
+    blocks, including waits for another request's load or a read from a tier. The load lasts from
+    the step that sends it until every rank has reported its end.
 
     A tracer that raises is not called again.
     """
 
     def __init__(self, report: ReportSpan) -> None:
         self._report: ReportSpan | None = report
-        # When the engine first asked for each request that was not admitted since.
+        # When the engine first looked up each request that has not been admitted since.
         self._asked_ns: WeakKeyDictionary[TrackedRequest, int] = WeakKeyDictionary()
 
     def asked(self, tracked: TrackedRequest) -> None:
-        """Note that the engine asks what can be loaded."""
+        """Note that the engine looks up a request."""
         if self._report is not None:
             self._asked_ns.setdefault(tracked, time.time_ns())
 

@@ -28,7 +28,7 @@ class Statistics:
         self._stats.count(name, amount)
 
     def skipped(self, reason: SkipReason, slots: int) -> None:
-        """Count full slots that were not stored, by the reason."""
+        """Count full slots that were not stored, by reason."""
         self._stats.count(f"skipped_{reason}", slots)
 
     def observe(self, name: str, value: float) -> None:
@@ -37,7 +37,7 @@ class Statistics:
 
     @property
     def has_reported(self) -> bool:
-        """True once the gauges have been reported: until then they read 0."""
+        """True once the gauges have been reported; until then they read 0."""
         return bool(self._reported_gauges)
 
     def take(self, *, idle: bool) -> OffloadStats | None:

@@ -1,6 +1,6 @@
 """Measures how long steps and copies take, and estimates how long the next ones will take.
 
-All estimates are medians of recent measurements, which one hiccup does not change.
+All estimates are medians of recent measurements, so a single outlier does not change them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_PREFILL_TOKENS = 64
 """A step with fewer tokens measures the fixed cost of a step, not that of its tokens."""
 
 MIN_TOKENS_PER_REQUEST = 10
-"""A step with fewer decodes or checks drafts: most of its tokens do not belong to prompts."""
+"""A step with fewer tokens per request is a step of decodes or drafts: most are not of prompts."""
 
 
 def measures_prompts(tokens: int, requests: int) -> bool:
@@ -69,7 +69,7 @@ class CopyRate:
         return self._recent.value if len(self._recent) >= MIN_MEASUREMENTS else None
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long a copy takes that waits for no other."""
+        """Return how long a copy takes if it does not wait for another."""
         return nbytes / (self._recent.value if self._recent else ASSUMED_BYTES_PER_SECOND)
 
     @property
@@ -109,8 +109,8 @@ class StepTime:
 class LoadQueue:
     """Slots of loads that were planned and that some rank has not ended.
 
-    Loads are assumed to run one after the other. The first of them runs since the previous one
-    ended, or since its plan if there was none.
+    Loads are assumed to run one after another. The first has run since the previous one ended, or
+    since it was planned if there was none.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class LoadQueue:
         self._since = now
 
     def seconds_ahead(self, seconds_per_slot: float, now: float) -> float:
-        """Return how long a load that is planned at `now` waits for those before it."""
+        """Return how long a load that is planned at `now` waits for earlier loads."""
         if not self._slots:
             return 0.0
         return max(0.0, self._slots * seconds_per_slot - (now - self._since))
@@ -178,7 +178,7 @@ class PrefillRate:
 class Step:
     """The work that determines the time of a step: `tokens` computed for `requests` requests.
 
-    `loads`: loads run beside it. `waits`: its forward waits for a load.
+    `loads`: loads run at the same time. `waits`: its forward waits for a load.
     """
 
     tokens: int
@@ -192,9 +192,9 @@ class Step:
 class StepClock:
     """Times steps from end to end while they follow each other, else from their plan to their end.
 
-    Steps end in the order in which they begin. With asynchronous scheduling the next one is planned
-    before the last has ended; then its time begins when that one ends. An in-process engine that
-    pauses may see the end of a step late; such a step is not timed.
+    Steps end in the order in which they begin. With asynchronous scheduling a step is planned
+    before the previous one has ended; then its time begins when the previous one ends. An
+    in-process engine that pauses may see the end of a step late; that step is not timed.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class StepClock:
 
 
 class StepWatch:
-    """Times every step, and learns from it."""
+    """Times every step, and measures rates from these times."""
 
     def __init__(self) -> None:
         self.load_rate = CopyRate()
@@ -271,7 +271,7 @@ class StepWatch:
             self.prefill_rate.learn(step.tokens, step.requests, seconds)
 
     def forget(self) -> None:
-        """Forget the steps under way, one of which has ended without a report."""
+        """Drop the steps under way, because one of them has ended without a report."""
         self._clock = StepClock()
 
     @property
@@ -285,9 +285,9 @@ class StepWatch:
         return max(0.0, sum(map(self._expected_seconds, steps)) - ran)
 
     def prompt_seconds(self, tokens: int) -> float:
-        """Return how long a step takes that computes `tokens` of prompts; 0 without evidence.
+        """Return how long a step takes to compute `tokens` of prompts; 0 without evidence.
 
-        At most as many tokens count as any step has computed: more may not fit in one.
+        No more tokens count than any step has computed, since more may not fit in one.
         """
         tokens = min(tokens, self._most_tokens)
         return self.prefill_rate.seconds(tokens) or 0.0 if measures_prompts(tokens, 1) else 0.0

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """Where a transfer copies to."""
+    """The direction of a transfer."""
 
     STORE = "store"  # GPU blocks to host memory
     LOAD = "load"  # host memory to GPU blocks
@@ -104,14 +104,14 @@ class Transfer:
 
 
 class Ended(NamedTuple):
-    """Transfers that all ranks have ended, and loads that a forward read before they were there."""
+    """Transfers that all ranks have ended, and loads that a forward read before they had ended."""
 
     transfers: list[Transfer]
     lost_loads: list[Transfer]
 
 
 class TransferTable:
-    """All transfers. Ids are given at the plan and count up; `seal` sends what was planned."""
+    """All transfers. Each gets the next id when it is planned, and `seal` sends it."""
 
     def __init__(self, manager: CacheManager, pool: BlockPool, num_ranks: int) -> None:
         self._manager = manager
@@ -191,7 +191,7 @@ class TransferTable:
         return transfers
 
     def seal(self, admissions: int) -> OffloadMetadata:
-        """Send what was planned: return it as a step's plan. `admissions` goes into the plan."""
+        """Return the planned transfers, now sent, as a step's plan with `admissions`."""
         if self._store is not None:
             parts = self._store_slots
             self._store.slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -217,9 +217,9 @@ class TransferTable:
     # -- ends ----------------------------------------------------------------------------------
 
     def apply_reports(self, ranks: Mapping[int, RankReport]) -> Ended:
-        """Apply what ranks report. Applying a report twice changes nothing.
+        """Apply reports of ranks. Applying a report twice changes nothing.
 
-        A rank that names no failed rows of a transfer that failed has copied none of it.
+        A rank that reports a failed transfer without failed rows has copied none of it.
         """
         ended = Ended([], [])
         for rank, report in ranks.items():
@@ -277,8 +277,8 @@ class TransferTable:
     def give_up_stores(self, sent_before: float = math.inf) -> int:
         """Unpin running stores that were sent before this time of `step_time`; return how many.
 
-        They fail, since what they copy from now on may be garbage. Their slots stay taken until all
-        ranks have reported the end of the copy.
+        They fail, since they may copy garbage from now on. Their slots stay taken until all ranks
+        have reported the end of the copy.
         """
         late = [store for store in self.running(Kind.STORE).values() if store.pins]
         late = [store for store in late if store.sent_after < sent_before]
@@ -294,7 +294,7 @@ class TransferTable:
         self._pool.free_blocks([pool_blocks[block] for block in reversed(store.blocks)])
         self.pinned_blocks -= len(store.blocks)
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     def running(self, kind: Kind, tier: str = "") -> Mapping[int, Transfer]:
         """Return the transfers of a kind, and tier, that some rank has not ended, oldest first."""
@@ -337,7 +337,7 @@ class TransferTable:
         yield from (store for store in self.running(Kind.STORE).values() if store.pins)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if a pin is no reference on its block, or a count is wrong."""
+        """Raise `AssertionError` if a pin has no reference on its block, or a count is wrong."""
         assert self._planned_loads == sum(one.kind is Kind.LOAD for one in self._planned)
         pins = Counter(self.pinned())
         assert self.pinned_blocks == pins.total()

@@ -14,12 +14,12 @@ from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.transfers import Transfer
 
 GROWING_SECONDS = 30.0
-"""A peer that still gets memory for its slots is mapped once all slots have it, or once none has
-got any for this long: its engine may have ended."""
+"""A peer is mapped once all its slots have memory, or once no more slots have received memory for
+this long: its engine may have ended."""
 
 PATIENCE_SECONDS = 10.0
-"""How long an idle engine keeps stepping for ranks that map an arena, and when a plan that is not
-reported is sent again."""
+"""How long an idle engine keeps stepping while ranks map an arena, and after how long a window that
+is not reported is sent again."""
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class Mapped:
     peer: PeerDirectory
     window: Window
     since: float
-    """When it was sent first."""
+    """When it was first sent."""
     sent: float
     is_closed: bool = False
-    """True once lookups find nothing of it any more."""
+    """True once lookups no longer find its slots."""
     ends: bool = False
     ranks: dict[int, int] = field(default_factory=dict)
     """By rank that has reported the window: the number of slots that its loads may read."""
@@ -41,8 +41,8 @@ class Mapped:
 class Windows:
     """Keeps the windows of `manager` up to date: one for each peer, by its seat.
 
-    A window stays while some load may read from it, whatever has become of the peer: its bytes
-    stay as they are until the lease ends.
+    A window stays while some load may read from it, whatever happens to the peer: its bytes do not
+    change until the lease ends.
     """
 
     def __init__(self, core: Core, manager: LastingManager, peers: PeerSlots) -> None:
@@ -94,7 +94,7 @@ class Windows:
         return changes
 
     def _is_complete(self, peer: PeerDirectory, slots: int, now: float) -> bool:
-        """Return whether a peer has memory for all slots that it will have."""
+        """Return whether a peer has memory for all slots that it will get."""
         if slots == peer.contents.num_slots:
             self._growing.pop(peer, None)
             return True
@@ -103,7 +103,7 @@ class Windows:
         return slots == before and now - since >= GROWING_SECONDS
 
     def _is_pending(self, mapped: Mapped) -> bool:
-        """Return whether some rank has not reported a window as it was sent last."""
+        """Return whether some rank has not reported a window as it was last sent."""
         return bool(mapped.ranks) if mapped.ends else len(mapped.ranks) < self._num_ranks
 
     # -- reports -------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Windows:
                 self._take(rank, news.windows)
 
     def _take(self, rank: int, windows: Mapping[int, tuple[str, int]]) -> None:
-        """Take what a rank maps by now. Only a file of the window that was sent last counts."""
+        """Apply a rank's mapped windows. Only files of the window that was last sent count."""
         peers = self._peers
         for seat, mapped in self._mapped.items():
             path, slots = windows.get(seat, ("", 0))
@@ -130,16 +130,16 @@ class Windows:
             peers.open(mapped.peer, min(mapped.ranks.values()) if is_open else 0)
 
     def _count(self, load: Transfer) -> None:
-        """Count what was read from peers, over all ranks."""
+        """Count the bytes read from peers, over all ranks."""
         slots = len(load.slots) - len(self._manager.owned(load.slots))
         nbytes = slots * self._slots.block_bytes * self._num_ranks
         self._statistics.count("peers_read_bytes", nbytes)
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """True while the engine must step for a window; a step that comes anyway tries longer."""
+        """True while the engine must step for a window. Steps that run anyway try for longer."""
         peers, now = self._peers, time.monotonic()
         if any(
             self._is_pending(mapped) or not min(mapped.ranks.values(), default=1)
@@ -155,7 +155,7 @@ class Windows:
             and not peers.has_leases(mapped.peer)
             for mapped in self._mapped.values()
         ):
-            return True  # its memory is free only once arenas and directory are unmapped
+            return True  # the peer's memory is freed only once arenas and directory are unmapped
         return any(
             peer.number not in self._mapped and peer.usable_slots == peer.contents.num_slots
             for peer in listed

@@ -1,4 +1,4 @@
-"""Turns changes of host memory, or of a disk, into announcements for routers, some in each step."""
+"""Turns changes of host memory or a disk into announcements for routers, step by step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_REMOVED = 4096
 """Maximum blocks that one step announces. The rest follows in the next steps."""
 
 MAX_LOOKS = 256
-"""Maximum parents of held-back blocks that one step checks. A copy that hangs may hold back tens of
-thousands of blocks: all that continue what it brings."""
+"""Maximum parents of held-back blocks that one step checks. A hanging copy can hold back tens of
+thousands of blocks: all descendants of the blocks that it brings."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class BlocksStored:
 
 @dataclass(slots=True)
 class BlocksRemoved:
-    """Blocks that cannot be loaded any more."""
+    """Blocks that can no longer be loaded."""
 
     group: CacheGroup
     hashes: list[bytes]
@@ -61,11 +61,11 @@ Run: TypeAlias = list[tuple[int, Record]]
 
 
 class Announcer:
-    """Announces each block that becomes readable or is forgotten.
+    """Announces each block that becomes readable or is dropped.
 
-    Changes are announced in their order, so a router that applies all of them knows what is
-    readable. A child block is announced after its parent, and a block that is gone before its turn
-    not at all.
+    Changes are announced in order, so a router that applies all of them knows which blocks are
+    readable. A child block is announced after its parent. A block that is gone before its turn is
+    not announced.
 
     A block that an earlier process left is announced by its hash, and again with its tokens once a
     request has loaded it.
@@ -84,8 +84,8 @@ class Announcer:
         self._is_again = bytearray(manager.num_slots)
         """By slot, 1 if it must be announced again."""
         self.held_back: OrderedDict[SlotKey, deque[Slots]] = OrderedDict()
-        """Readable slots whose parent block was not announced yet, by its key."""
-        # Keys among them that were announced, or are gone.
+        """By parent's key, readable slots whose parent block has not been announced yet."""
+        # Parents' keys that were announced, or are gone.
         self._released: deque[SlotKey] = deque()
         self._stored_left = 0
 
@@ -100,7 +100,7 @@ class Announcer:
     def promoted(
         self, request: Request, start_tokens: int, end_tokens: int, moves: Sequence[Transfer]
     ) -> None:
-        """Remember the blocks that are read from lower tiers, in a range of tokens of a prefix."""
+        """Remember a prefix's blocks, in a range of tokens, that are read from lower tiers."""
         pairs = (zip(move.keys, move.slots.tolist(), strict=True) for move in moves)
         slot_of: dict[SlotKey, int] = dict(chain.from_iterable(pairs))
         if not slot_of:
@@ -112,17 +112,17 @@ class Announcer:
             self._records.remember(request, position, slots.start, keys, slot_of)
 
     def below(self, manager: CacheManager, tier: str) -> Announcer:
-        """Return an announcer for a tier that is written from the slots of this one."""
+        """Return an announcer for a tier whose blocks come from the slots of this one."""
         return Announcer(manager, self._prefixes, self._records.describe, tier)
 
     def demoted(self, above: Announcer, moves: Sequence[Transfer]) -> None:
-        """Remember the blocks that are written to this tier from host memory, of `above`."""
+        """Remember the blocks written to this tier from host memory, which `above` announces."""
         for move in moves:
             if move.tier == self._tier:
                 self._records.take_over(above._records, move.keys, move.slots, move.tier_slots)
 
     def learn(self, request: Request, end_tokens: int) -> None:
-        """Announce a request's prefix with its tokens, as far as an earlier process left it."""
+        """Announce, with tokens, the blocks of a request's prefix that an earlier process left."""
         if not self._log.restored:
             return
         for position, group in enumerate(self._prefixes.groups):
@@ -178,7 +178,7 @@ class Announcer:
         yield from self._release()
 
     def _remove(self, slots: Slots) -> Iterator[BlocksRemoved]:
-        """Announce that what routers know of these slots is gone."""
+        """Announce that the blocks that routers know in these slots are gone."""
         announced, groups = self._announced, self._prefixes.groups
         hashes: list[list[bytes]] = [[] for _ in groups]
         for slot in slots.tolist():
@@ -194,7 +194,7 @@ class Announcer:
                 yield BlocksRemoved(group, of_group, self._tier)
 
     def _store(self, slots: Slots) -> Iterator[BlocksStored]:
-        """Announce the blocks in these slots that routers do not know, or must get again."""
+        """Announce the blocks in these slots that routers do not know, or must receive again."""
         announced = self._announced
         runs: list[Run] = []
         run_before: dict[SlotKey, Run] = {}  # by the key at its end
@@ -209,7 +209,7 @@ class Announcer:
             # A block without a record is from an earlier process.
             record = found or (key, self._prefixes.position_of(key), None, b"", None)
             if known is not None and known[0] != key:
-                continue  # the removal of the block before it comes first
+                continue  # the removal of the slot's previous block comes first
             if known == record and not self._is_again[slot]:
                 continue
             if not record[3]:
@@ -259,7 +259,7 @@ class Announcer:
         return self._waits_for(key, slot)
 
     def _waits_for(self, key: SlotKey, slot: int) -> bool:
-        """Return whether this key is still to be announced as loadable."""
+        """Return whether this key will still be announced as loadable."""
         if slot < 0 or self._records.of(slot, key) is None:
             return False
         known = self._announced[slot] if slot < len(self._announced) else None
@@ -273,10 +273,10 @@ class Announcer:
         while self._released and self._stored_left > 0:
             key = self._released[0]
             held = self.held_back.get(key)
-            if held is None or self._is_coming(key):  # it has come back meanwhile
+            if held is None or self._is_coming(key):  # the parent is stored again
                 self._released.popleft()
                 continue
-            # One by one: all prompts that share a prefix may wait for its last block.
+            # One by one: all prompts that share a prefix can wait for its last block.
             slots = held.popleft()
             if not held:
                 del self.held_back[key]

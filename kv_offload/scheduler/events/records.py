@@ -1,4 +1,4 @@
-"""Keeps facts of each block in host memory for announcements to routers.
+"""Keeps the facts about each block in host memory that announcements to routers need.
 
 A store ends some steps after its plan, when its request may be gone, and a block may have to be
 announced again.
@@ -17,8 +17,8 @@ from kv_offload.engine import Request
 Record: TypeAlias = tuple[SlotKey, int, SlotKey | None, bytes, Any]
 """Key, position of the cache group, parent's key, tokens, and the engine's own description.
 
-A block that an earlier process left has only key and group. A plain tuple of plain values: the
-garbage collector does not go through a million of them."""
+A block that an earlier process left has only key and group. The garbage collector does not traverse
+plain tuples of plain values, of which there can be a million."""
 
 Describe: TypeAlias = Callable[[Request, int, int, int], Sequence[Any] | None]
 """Returns the engine's own description of each block beyond its tokens; None if it has none.
@@ -58,7 +58,7 @@ class BlockRecords:
         keys: Sequence[SlotKey],
         slot_of: Mapping[SlotKey, int],
     ) -> None:
-        """Remember those blocks from `first` on, in a group, whose keys are in `slot_of`."""
+        """Remember a group's blocks whose keys are in `slot_of`; `keys` start at block `first`."""
         known = [at for at, key in enumerate(keys) if key in slot_of]
         if not known:  # as for a chunk that begins where a hit ends
             return

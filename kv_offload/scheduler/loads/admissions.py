@@ -20,28 +20,28 @@ from kv_offload.tiers.lower import LowerTiers
 MAX_LOADS = 128
 """With this many asynchronous loads under way, the next request waits without GPU blocks.
 
-Its load would only wait for the link, and vLLM goes through all loading requests whenever it admits
-one: with 500 of them a step took 0.2 s (November 2026)."""
+Its load would only wait for the link, and vLLM iterates over all loading requests whenever it
+admits one: with 500 of them a step took 0.2 s (November 2026)."""
 
 
 def may_be_synchronous(groups: Sequence[CacheGroup]) -> bool:
     """Return whether a forward can wait for loads into blocks of these cache groups.
 
-    Not with several groups: vLLM may use less of a hit than it was offered, and then a window lacks
-    blocks. Not with states: vLLM moves them between blocks before the forward that would wait.
+    False with several groups: vLLM may use less of a hit than it was offered, and then a window
+    lacks blocks. False with states: vLLM moves them between blocks before the forward would wait.
     """
     return len(groups) == 1 and not groups[0].holds_state
 
 
 class Match(NamedTuple):
-    """The answer to the engine's question what can be loaded for a waiting request."""
+    """The answer to the engine's lookup of a waiting request."""
 
     tokens: int | None
-    """Number of tokens to load after its local hit; None asks the engine to ask again."""
+    """Number of tokens to load after its local hit; None if the engine must ask again."""
     asynchronous: bool = False
-    """True if other steps run while it is loaded."""
+    """True if other steps run during the load."""
     shared_tokens: int = 0
-    """Length at which windows and states should be kept, for others that share the prefix; or 0."""
+    """Prefix length at which windows and states should be kept for other requests; or 0."""
 
 
 class Admissions:
@@ -56,13 +56,13 @@ class Admissions:
         self._may_be_synchronous = may_be_synchronous(self._prefixes.groups)
 
     def match(self, tracked: TrackedRequest, start: int) -> Match:
-        """Look up what can be loaded of a request after its first `start` tokens, and decide."""
+        """Look a request up after its first `start` tokens, and decide how to serve the hit."""
         tokens: int | None = None
         asynchronous = False
         if not self.still_waits(tracked, start):
             tracked.looked_up()
             self._lookups.arrived(tracked)
-            # Asked first: the lookup in the tiers must not prevent the one in host memory.
+            # Read first: keys spent on the tiers must not prevent the lookup in host memory.
             is_spent = self._lookups.is_spent()
             if not tracked.may_load:
                 tokens = 0
@@ -76,31 +76,31 @@ class Admissions:
     def _take_turn(
         self, tracked: TrackedRequest, hit: Hit, chosen: Decision
     ) -> tuple[int | None, bool]:
-        """Return how many tokens are loaded now and whether asynchronously; None: later."""
+        """Return how many tokens to load, None if not yet, and whether asynchronously."""
         asynchronous = chosen.tokens > 0 and not chosen.synchronous
         if not asynchronous or self._transfers.num_loads < MAX_LOADS:
             return chosen.tokens, asynchronous
         if self._line_is_full():
             tracked.still_waits = self._line_is_full
             return None, False
-        # The loads before it hang, and a prompt can be computed.
+        # The earlier loads hang, so the prompt is computed instead.
         hit.decision = Decision(0, hit.end_tokens, synchronous=False)
         return 0, False
 
     def still_waits(self, tracked: TrackedRequest, start: int | None) -> bool:
-        """Return whether a request must still wait, as its last lookup found; in O(1).
+        """Return whether the last lookup's reason to wait still holds; in O(1).
 
-        A hit does not wait for its turn if it begins elsewhere by now: less of it may be loaded.
-        Without `start`, a hit does not wait.
+        A request with a hit waits for its turn only if the hit begins at `start`: from another
+        token, or if `start` is unknown, less of it may be loaded.
         """
         hit = tracked.hit
         in_turn = hit is None or hit.start_tokens == start
         return in_turn and tracked.may_load and tracked.still_waits()
 
     def _line_is_full(self) -> bool:
-        """Return whether another asynchronous load must wait for the end of one before it.
+        """Return whether another asynchronous load must wait for an earlier one to end.
 
-        It must not if the oldest takes so long that it seems to hang.
+        False if the oldest has taken so long that it seems to hang.
         """
         loads = self._transfers.running(Kind.LOAD)
         if self._transfers.num_loads < MAX_LOADS:
@@ -126,10 +126,10 @@ class Admissions:
     def allocated(
         self, tracked: TrackedRequest, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """Take the blocks that the engine gave a waiting request, and plan its load if it has one.
+        """Record the blocks that the engine gave a waiting request, and plan its load, if any.
 
-        Called again, with no external tokens, when a loaded request is scheduled; then the step's
-        plan has its blocks.
+        The engine calls this again, without external tokens, when it schedules a loaded request;
+        the step's plan then has its blocks.
         """
         self._lookups.arrived(tracked)
         if tracked.phase is not Phase.WAITING and tracked.loaded is not None:
@@ -167,8 +167,8 @@ class Admissions:
     ) -> None:
         """Plan the load that fills a request's blocks from `start_tokens` to `end_tokens`.
 
-        The engine may ask for less than it was offered: then a window group can lack blocks, and
-        the load is marked incomplete, which fails it and has it recomputed.
+        The engine may ask for less than it was offered. If a window group then lacks blocks, the
+        load is marked incomplete: it fails, and its tokens are recomputed.
         """
         assert tracked.cursor is not None
         keys: list[SlotKey] = []
@@ -206,7 +206,7 @@ class Admissions:
     ) -> None:
         """Plan a load that fails, in place of the one that `allocated` could not plan.
 
-        The engine counts on a load. So ranks report a failed one, and no block keeps old content.
+        The engine counts on a load, so ranks report a failed one, and no block keeps old content.
         """
         hit, tracked.hit = tracked.hit, None
         if tracked.phase is Phase.WAITING:

@@ -11,10 +11,10 @@ from kv_offload.scheduler.request import TrackedRequest
 from kv_offload.scheduler.timing import LoadQueue, StepWatch
 
 MAX_LENGTH_RATIO = 2
-"""Prefixes longer than this many times the longest prompt that was computed are loaded."""
+"""Prefixes longer than this many times the longest computed prompt are always loaded."""
 
 START_SECONDS = 0.001
-"""From the choice of a load to its first copy: the rest of the plan, and the launch of copies (half
+"""Time from choosing a load to its first copy: the rest of the plan, and the launch of copies (half
 a millisecond each with 32 layers on an H200's host, 22 Nov 2026)."""
 
 TRUSTED_SHARE = 0.8
@@ -22,14 +22,14 @@ TRUSTED_SHARE = 0.8
 and a load that takes longer than the steps delays all requests."""
 
 ASSUMED_DECODE_SECONDS = 0.005
-"""Time of a step of decodes until one was measured."""
+"""Assumed time of a step of decodes until one has been measured."""
 
 
 class LoadCosts:
-    """Gives the costs of hits. `block_bytes` are those of a block on one rank.
+    """Estimates the costs of hits. `block_bytes` is the size of a block on one rank.
 
-    `overlaps` is True if a load runs while the steps under way compute. Nothing of a decision is
-    remembered but the counts of `rate`, and which of loading and computing was faster last.
+    `overlaps` is True if a load runs while the steps under way compute. Of past decisions it keeps
+    only the counts of `rate`, and whether loading or computing was faster last.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class LoadCosts:
     # -- the step ------------------------------------------------------------------------------
 
     def next_step(self) -> None:
-        """Begin a step without prompts and loads."""
+        """Begin a step, so far without prompts and loads."""
         self._beside = 0.0
         self._step_tokens = 0
         self._in_waves = True
         self._tokens_ahead: int | None = None
-        """Tokens of admitted prompts that are not computed, once this step has counted them."""
+        """Tokens of admitted prompts left to compute; None until this step has counted them."""
 
     def admitted(self, tracked: TrackedRequest, computed_tokens: int) -> None:
         """Count a request whose tokens from `computed_tokens` on will be computed."""
@@ -71,7 +71,7 @@ class LoadCosts:
             self._tokens_ahead += tokens
 
     def count(self, num_slots: int, tokens_left: int) -> None:
-        """Count a request that this step computes: the slots of its synchronous load, if any.
+        """Count a request that this step computes, and the slots of its synchronous load, if any.
 
         If a load leaves no tokens to compute, no load of the step arrives in waves.
         """
@@ -113,31 +113,28 @@ class LoadCosts:
         )
 
     def computes(self, costs: Costs, *, synchronous: bool) -> bool:
-        """Return whether to compute a hit; now and then one is loaded to measure the link again."""
+        """Return whether to compute a hit; some are loaded anyway, to measure the link again."""
         computed = is_computed(costs, synchronous=synchronous)
         if computed is not None:
             self._prefers_compute = computed
         return bool(computed) and not self.rate.is_to_be_tried
 
     def queued_seconds(self) -> float:
-        """Return for how long the loads under way still take the link; 0 without any."""
+        """Return how long the loads under way will still occupy the link; 0 without any."""
         per_slot = self.rate.seconds(self._block_bytes)
         return self._queue.seconds_ahead(per_slot, time.monotonic())
 
     def load_seconds(self, slots: int) -> float:
-        """Return how long a load of this many slots takes, without those queued before it."""
+        """Return how long a load of this many slots takes, not counting loads queued before it."""
         return self.rate.seconds(slots * self._block_bytes)
 
     def compute_seconds(self, tokens: int) -> float | None:
-        """Return when `tokens` of a new prompt would be computed, in seconds from now.
-
-        None without evidence.
-        """
+        """Return in how many seconds a new prompt's `tokens` would be computed, None if unknown."""
         own_compute = self._watch.prefill_rate.seconds(tokens)
         return None if own_compute is None else own_compute + self._seconds_ahead()
 
     def _seconds_ahead(self) -> float:
-        """Return how long the prompts take that are admitted and not computed; they come first."""
+        """Return how long the admitted prompts will still compute; they come first."""
         if self._tokens_ahead is None:
             left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
             self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])

@@ -16,24 +16,23 @@ from kv_offload.scheduler.request import Hit, TrackedRequest
 MAX_WAIT_SECONDS = 5.0
 """How long a request waits for another's load of its prefix before it is served on its own.
 
-A load takes milliseconds; the bound only keeps one stuck load from holding up its followers."""
+A load takes milliseconds; the bound only keeps a stuck load from holding up those that wait."""
 
 OFFER_SECONDS = 0.5
-"""For this long a request that the engine cannot admit yet gets the same hit, if still right.
+"""How long a request that the engine cannot admit yet gets the same hit, if it is still valid.
 
-The engine asks in every step, and looking at all blocks of a prompt of 32,768 tokens takes 0.3 ms,
-and 2 ms where windows or states are missing. A block that is stored meanwhile is noticed with this
-delay at most."""
+The engine asks in every step, and a lookup of all blocks of 32,768 tokens takes 0.3 ms, or 2 ms if
+windows or states are missing. A block stored meanwhile is noticed with at most this delay."""
 
 STEP_KEYS = 2048
-"""After this many keys the other requests are looked up in the next steps.
+"""After this many keys, the remaining requests are looked up in later steps.
 
 In blocks of 16 tokens these are 32,768 tokens, more than a step computes or loads. A key takes
 0.25 us in host memory and 1 us with a tier (Xeon at 2.8 GHz, November 2026)."""
 
 
 MAX_LOOKUPS = 2
-"""Lookups of a request in a step: a peer may lose a block between its lookup and its lease."""
+"""Lookups of a request in a step: a peer can drop a block between its lookup and its lease."""
 
 
 class Lookups:
@@ -51,7 +50,7 @@ class Lookups:
         self._prefixes = prefixes
         self._manager = manager
         self._keys_left = STEP_KEYS
-        # Who loads an arriving key. Requests are indexed when another one is compared with them.
+        # The request that loads each arriving key. Requests are indexed at the next comparison.
         self._owner_of: dict[SlotKey, TrackedRequest] = {}
         self._not_indexed: list[TrackedRequest] = []
         self._arrivals = 0
@@ -73,11 +72,11 @@ class Lookups:
     ) -> Hit | None:
         """Return the tokens after `start_tokens` that host memory can bring now.
 
-        None asks the engine to ask again: another request loads a part of them, or the step's keys
-        are spent. A hit has all tokens of a request only if the model can compute the last one
-        again, to sample from it. If nothing but the last slot is left to load, it is computed.
-        While host memory does not change, further calls return the same hit for `OFFER_SECONDS`,
-        without looking at every block.
+        None if the engine must ask again: another request loads some of them, or the step's keys
+        are spent. A hit has all tokens of a request only if the model can recompute the last one,
+        to sample from it. If only the last slot is left to load, it is computed. While host memory
+        does not change, further calls return the same hit for `OFFER_SECONDS` without looking at
+        every block.
         """
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
         if start_tokens % prefixes.alignment_tokens:
@@ -89,7 +88,7 @@ class Lookups:
         if hit is not None and self._still_holds(hit, start_tokens, num_tokens):
             return hit
         tracked.hit = None
-        # Else it has waited for long enough, and loads on its own.
+        # After its deadline it loads on its own.
         patient = time.monotonic() <= tracked.load_deadline
         if patient and (owner := self.loads_beginning_of(tracked, start_tokens)) is not None:
             self._wait(tracked, owner)
@@ -114,7 +113,7 @@ class Lookups:
     def _look_up(
         self, tracked: TrackedRequest, start_tokens: int, *, patient: bool
     ) -> tuple[int, list[SlotKey]]:
-        """Return the end of what is readable, and the keys to load."""
+        """Return the end of the readable prefix, and the keys to load."""
         prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
         hashes = tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
@@ -155,14 +154,14 @@ class Lookups:
     ) -> TrackedRequest | None:
         """Return the request whose load brings the first slot that this one needs, if any does.
 
-        Takes O(1), since a thousand requests may share a prefix that is loaded for one of them.
-        What is loaded is a hit for every request that shares it. With windows, states and proofs
-        that is certain only for those that share all of it.
+        Takes O(1), since a thousand requests can share a prefix that is loaded for one of them. A
+        loaded prefix is a hit for every request that shares it. With windows, states and proofs
+        that is certain only for requests that share all of it.
         """
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         first_end = start_tokens + prefixes.alignment_tokens
         end = prefixes.hashed_tokens(hashes, self.limit_tokens(tracked, start_tokens))
-        # Where one slot is left, it may be the last of the request, which is not loaded alone.
+        # A single remaining slot may be the last of the request, which is not loaded alone.
         if prefixes.align(end) <= first_end:
             return None
         key = prefixes.chain_key(hashes, first_end)
@@ -196,7 +195,7 @@ class Lookups:
                 del self._owner_of[key]
 
     def emptied(self) -> None:
-        """Let no request wait for a load of what was dropped meanwhile."""
+        """Let no request wait for a load of dropped blocks."""
         for tracked in {*self._owner_of.values(), *self._not_indexed}:
             tracked.arriving = []
         self._owner_of.clear()
@@ -204,23 +203,23 @@ class Lookups:
 
     @property
     def arriving(self) -> dict[SlotKey, TrackedRequest]:
-        """The keys that arrive, and the requests whose loads bring them."""
+        """The arriving keys, and the requests whose loads bring them."""
         for tracked in self._not_indexed:
             self._owner_of.update(dict.fromkeys(tracked.arriving, tracked))
         self._not_indexed.clear()
         return self._owner_of
 
     def readable(self, keys: Sequence[SlotKey]) -> Mask:
-        """Return which keys host memory can serve, a mask; they are spent."""
+        """Return a mask of the keys that host memory can serve, and spend the keys."""
         self.spend(len(keys))
         return self._manager.readable(keys)
 
     def _still_holds(self, hit: Hit, start_tokens: int, num_tokens: int) -> bool:
-        """Return whether a hit is still right; looks only at what may have changed."""
+        """Return whether a hit is still valid; checks only what can have changed."""
         if (start_tokens, num_tokens) != (hit.start_tokens, hit.num_tokens):
             return False
         if not hit.keys and self._prefixes.reads_all:
-            return False  # looking up a few keys tells as much
+            return False  # a new lookup reads only a few keys
         if time.monotonic() - hit.found_at > OFFER_SECONDS:
             return False
         if self._manager.forgotten != hit.forgotten and not self._still_readable(hit):
@@ -231,14 +230,14 @@ class Lookups:
         return True
 
     def _still_readable(self, hit: Hit) -> bool:
-        """Return whether the keys are still readable although some keys have been forgotten."""
+        """Return whether the hit's keys are still readable although some keys were dropped."""
         manager = self._manager
         if any(group.sees_next_token for group in self._prefixes.groups):
             return False  # the proof after the end may be gone
         if hit.slots is None:
             if not manager.readable(hit.keys).all() or not manager.reserve(hit.keys):
                 return False
-            # A peer may have what is still being written here: -1, as it may be gone at any time.
+            # -1 where a block is still being written here and a peer has it: it can go any time.
             slots = manager.find(hit.keys)
             hit.slots = np.where(manager.holds(slots), slots, np.int32(-1))
         elif not manager.keep_their_keys(hit.slots, hit.forgotten):

@@ -1,4 +1,4 @@
-"""A bounded queue of blocks that ended requests left without a budget to store them."""
+"""A bounded queue of ended requests' blocks that the budget could not store yet."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from kv_offload.scheduler.statistics import Statistics
 from kv_offload.scheduler.stores.candidates import StoreCandidates
 
 MAX_BACKLOG_SLOTS = 1 << 16
-"""Maximum slots that wait. Beyond it the oldest are dropped: the engine reuses their blocks
-first."""
+"""Maximum waiting slots. Above it the oldest are dropped: the engine reuses their blocks first."""
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class StoreBacklog:
         """Slots that wait, in all entries."""
 
     def keep(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Take over the cursor of an ended request; return how many slots of it wait."""
+        """Take over the cursor of an ended request; return how many of its slots wait."""
         entry = BacklogEntry(cursor, self._candidates.end_slots(cursor, end_tokens), end_tokens)
         if entry.count():
             self._queue.append(entry)
@@ -71,10 +70,10 @@ class StoreBacklog:
         candidates.examinable += withheld
 
     def forget_chosen(self, *, resting: bool) -> None:
-        """Remove what was chosen from the entries that were examined.
+        """Remove the chosen slots from the examined entries.
 
         `resting`: nothing is computed, loaded or stored, so no GPU block will become free by
-        itself. If nothing could be planned then, the backlog is dropped, so that the engine rests.
+        itself. If then nothing could be planned, the backlog is dropped, so that the engine rests.
         """
         if not self._queue:
             return

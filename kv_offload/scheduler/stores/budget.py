@@ -1,7 +1,7 @@
 """Limits stores: loads come first, and neither the link nor GPU blocks may run short.
 
-A pin costs nothing while a request holds the block as well. After the end of the request it keeps
-the block from reuse until the store ends. So pins are bounded by how long the link needs for them,
+A pin costs nothing while a request also holds the block. After the request ends, the pin keeps the
+block from reuse until the store ends. So pins are limited by the time that the link needs for them,
 and every request leaves as many blocks unpinned as the others would lack if it ended now.
 """
 
@@ -21,23 +21,23 @@ A store is submitted in the step after its plan and reported at the end of that 
 earliest, so two steps' worth keep the link busy without a gap."""
 
 PIN_STEPS = HORIZON_STEPS + 2
-"""Steps for which a pin lasts at most: one until its store is submitted, the horizon, and one until
-its end is reported."""
+"""Maximum steps of a pin: one until its store is submitted, the horizon, and one until its end is
+reported."""
 
 MIN_HORIZON_SECONDS = 0.1
-"""The horizon is never shorter, so that steps of a few milliseconds do not split up small stores.
-What is in flight then delays an engine that drains, and keeps pins, by no more than this."""
+"""Minimum horizon, so that steps of a few milliseconds do not split up small stores. Stores in
+flight then delay an engine that drains, and hold pins, for no longer than this."""
 
 SHARE_BESIDE_LOADS = 1 / 8
-"""Minimum share of a step's time that stores get of the link, beside loads that would take it all.
+"""Minimum share of a step's link time for stores, next to loads that would take all of it.
 
-Together they slow each other down (both directions at once moved 66 GB/s on an H200 where each
-alone moved 51), and a request waits for a load, but nobody for a store. Not 0: requests that load
-may follow each other for ever."""
+Both directions slow each other down (together they moved 66 GB/s on an H200 where each alone moved
+51), and a request waits for a load, but none for a store. Not 0: requests that load can follow each
+other forever."""
 
 
 class StoreBudget:
-    """Says how many more slots this step may plan to store.
+    """Limits the slots that a step may plan to store.
 
     `block_bytes` is the size of a block on one rank. Stores pin at most `max_pinned_blocks`, and
     leave some blocks free while any of `requests` is admitted.
@@ -63,7 +63,7 @@ class StoreBudget:
         self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
-        """Begin a step: loads take `load_seconds` more, and decodes got `grown_blocks` before."""
+        """Begin a step: loads need `load_seconds`, and decodes last got `grown_blocks`."""
         self._load_seconds = load_seconds
         self._planned_slots = 0
         self._grown.append(grown_blocks)
@@ -75,9 +75,9 @@ class StoreBudget:
     def reserved_blocks(self) -> int:
         """GPU blocks that pins leave free, for the growth of running requests while a pin lasts.
 
-        Answers are expected to grow as fast as they did at most in recent steps, and prompts to
-        take all that they lack. A running request without a block would be preempted, while a
-        waiting one only waits longer.
+        Answers are expected to grow at the highest rate of recent steps, and prompts to take all
+        blocks that they lack. A running request without a block would be preempted, while a waiting
+        one only waits longer.
         """
         return math.ceil(self._growth) + self.prompt_growth if self._requests.admitted else 0
 
@@ -90,7 +90,7 @@ class StoreBudget:
         return min(self._max_pinned_blocks - pinned_blocks, self.link_slots(pinned_blocks))
 
     def link_slots(self, slots_in_flight: int) -> int:
-        """Return how many more slots the link can take beside those in flight.
+        """Return how many more slots the link can take in addition to those in flight.
 
         It is at least 1 while nothing is in flight, so that stores make progress.
         """

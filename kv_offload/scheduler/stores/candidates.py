@@ -12,8 +12,8 @@ from kv_offload.scheduler.request import StoreCursor
 MAX_SLOTS_PER_STEP = 1024
 """Maximum slots examined for the running requests of a step, and for each request that ends.
 
-It bounds the planner's time on the scheduler's thread whatever the length of a prompt; the rest
-follows in the next steps."""
+It bounds the planner's time on the scheduler's thread however long a prompt is; the rest follows in
+later steps."""
 
 Span: TypeAlias = tuple[StoreCursor, int, int, int]
 """Slots of one request to examine: cursor, position of the cache group, first slot and end
@@ -34,17 +34,17 @@ def keys_of_spans(
 class StoreCandidates:
     """Collects the slots that a step examines, up to a limit.
 
-    `examine` only notes slots and moves the request's cursor past them. The choice is made for all
-    of them together, since a step of decodes has one block of each of many requests. Where a budget
-    ends it, `rewind` moves the cursor back.
+    `examine` only notes slots and moves the request's cursor past them. The choice is made from all
+    of them together, since a step of decodes has one block from each of many requests. If a budget
+    cuts it short, `rewind` moves the cursor back.
     """
 
     def __init__(
         self, prefixes: PrefixMap, manager: CacheManager, max_share: float, *, prompt_only: bool
     ) -> None:
-        """Examine of a request at most `max_share` of the manager's slots.
+        """Examine at most `max_share` of the manager's slots for one request.
 
-        The rest would evict its beginning, without which it is not hit.
+        More would evict its beginning, without which the rest cannot be hit.
         """
         self._prefixes, self._manager, self._max_share = prefixes, manager, max_share
         self._prompt_only = prompt_only
@@ -60,7 +60,7 @@ class StoreCandidates:
         self._keys: list[SlotKey] = []  # of all spans
         self._unfinished: set[str] = set()
         self.paused = False
-        """True if nothing is to be stored for now."""
+        """True while nothing is stored."""
         self.examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
 
@@ -71,7 +71,7 @@ class StoreCandidates:
     def examine(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Note a request's slots that end at or below `end_tokens`, from its cursor on.
 
-        A request that does not get as far, for whatever reason, is unfinished.
+        A request that does not get that far, for any reason, is unfinished.
         """
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
@@ -79,7 +79,7 @@ class StoreCandidates:
         known = end_tokens if self._names_follow else self._named(cursor, end_tokens)
         for position, group, tokens, slot_hashes in self._groups:
             at = next_slot[position]
-            # As far as slots are full, have blocks and names, and may be examined.
+            # Up to where slots are full, have blocks and names, and may be examined.
             last = min(
                 known // tokens,
                 len(block_ids[position]),
@@ -115,13 +115,13 @@ class StoreCandidates:
         return unfinished
 
     def skip(self, cursor: StoreCursor, end_tokens: int) -> None:
-        """Move a cursor to `end_tokens`: host memory has what lies before."""
+        """Move a cursor to `end_tokens`: host memory has the slots before it."""
         next_slot = cursor.next_slot
         for position, _, tokens, _ in self._groups:
             next_slot[position] = max(next_slot[position], end_tokens // tokens)
 
     def has_more(self, cursor: StoreCursor, end_tokens: int) -> bool:
-        """Say whether `end_tokens` completes a slot beyond those that were examined or skipped."""
+        """Return whether `end_tokens` completes a slot that was not examined or skipped."""
         end_tokens = self.wanted(cursor, end_tokens)
         return any(
             end_tokens >= (cursor.next_slot[position] + 1) * tokens
@@ -129,7 +129,7 @@ class StoreCandidates:
         )
 
     def count_left(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return how many named slots below `end_tokens` lie after a cursor, wanted or not."""
+        """Return how many named slots below `end_tokens` are after a cursor, wanted or not."""
         prompt_tokens = cursor.request.num_prompt_tokens
         if self._prompt_only:
             end_tokens = min(end_tokens, prompt_tokens)
@@ -142,7 +142,7 @@ class StoreCandidates:
         )
 
     def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
-        """Return by cache group how many slots have blocks and names by `end_tokens`."""
+        """Return, by cache group, how many slots have blocks and names by `end_tokens`."""
         hashes = cursor.request.block_hashes
         named = self._named(cursor, self.wanted(cursor, end_tokens))
         ends = [0] * len(cursor.block_ids)
@@ -152,7 +152,7 @@ class StoreCandidates:
         return ends
 
     def _named(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return up to which token blocks will be named once `end_tokens` are computed."""
+        """Return the token up to which blocks will be named once `end_tokens` are computed."""
         if self._names_follow:
             return end_tokens
         prefixes = self._prefixes
@@ -162,7 +162,7 @@ class StoreCandidates:
         return prefixes.align(known) if len(prefixes.groups) > 1 else known
 
     def wanted(self, cursor: StoreCursor, end_tokens: int) -> int:
-        """Return up to which token a request is to be stored."""
+        """Return the token up to which a request should be stored."""
         if self.paused or not cursor.hints.store:
             return 0
         if self._prompt_only:

@@ -28,7 +28,7 @@ class Chosen:
     cut: list[tuple[Span, int]] = field(default_factory=list)
     """Spans that the budget cut short, each with the number of slots before the cut."""
     gone: list[tuple[Span, int]] = field(default_factory=list)
-    """Slots whose blocks hold something else by now, each with its span."""
+    """Slots whose blocks now hold something else, each with its span."""
 
 
 @dataclass(eq=False, repr=False)
@@ -105,7 +105,7 @@ class StoreChoice:
         return chosen
 
     def _count_own(self, cursor: StoreCursor, enough: int) -> int:
-        """Count blocks that would be free without this request, up to about `enough` a group.
+        """Count blocks that would be free without this request, up to about `enough` per group.
 
         Blocks that a window has left, or that a state has moved from, may be another request's.
         """
@@ -116,7 +116,7 @@ class StoreChoice:
         return own
 
     def count_moved_on(self, chosen: Chosen) -> int:
-        """Return how many blocks were lost, without those that the engine never names."""
+        """Return how many blocks were lost, not counting blocks that the engine never names."""
         null = self._pool.null_block.block_id  # stands for a block that the request never had
         return sum(
             self._prefixes.count_named(
@@ -127,7 +127,7 @@ class StoreChoice:
         )
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
-        """Return the runs of new keys; one that a request hints to retain must be stored."""
+        """Return the runs of new keys; a run with a hint to retain it must be stored."""
         runs = []
         for cursor, position, first, last in chosen.runs:
             request, must = cursor.request, cursor.hints.keep is not None

@@ -26,18 +26,18 @@ from kv_offload.scheduler.transfers import Kind
 logger = logging.getLogger(__name__)
 
 MAX_STORE_SECONDS = 10.0
-"""Maximum time for which a store pins its GPU blocks. A reset waits as long for it.
+"""Maximum time that a store pins its GPU blocks, and that a reset waits for it.
 
-Where too few blocks are free, vLLM waits for stores rather than preempt a request. Stores are
-planned to end within a few steps, so one that takes this long hangs, or its link is far slower than
-was measured."""
+If too few blocks are free, vLLM waits for stores rather than preempt a request. Stores are planned
+to end within a few steps, so one that takes this long hangs, or its link is far slower than
+measured."""
 
 MANY_RUNNING = 32
 """In a step of at least this many requests, those that filled a block wait for each other."""
 
 WAITING_SHARE = 4
-"""At most one in this many of a step's requests waits. Steps of 256 decodes cost 239 us on
-average with `lru`, and 342 without waiting; 312 and 493 with `auto` (November 2026, by turns)."""
+"""At most one in this many of a step's requests waits. Steps of 256 decodes cost 239 us on average
+with `lru`, and 342 without waiting; 312 and 493 with `auto` (alternating runs, November 2026)."""
 
 
 class StorePlanner:
@@ -48,10 +48,10 @@ class StorePlanner:
     (`TransferTable.plan_store`). The block's own request does not write it either, since only full
     blocks of known tokens are examined.
 
-    A running request is looked at when it gets a block, and as long as it has more to store than
-    was examined. So a block that it filled in an earlier step waits for the next one: the request
-    keeps the block meanwhile, and most requests of a step of decodes are not touched at all. Of
-    many decodes those that get a block wait until a quarter of them do, and are looked at together.
+    A running request is examined when it gets a block, and while it has more to store. A block that
+    it filled in an earlier step thus waits until it gets the next one: the request keeps the block
+    meanwhile, and most requests of a step of decodes are not touched at all. If there are many
+    decodes, those that get a block wait until a quarter of them have, and are examined together.
     """
 
     def __init__(self, core: Core) -> None:
@@ -84,13 +84,13 @@ class StorePlanner:
         self._noted: list[Tail] = []
         """The tails of a step's requests."""
         self._waiting: set[str] = set()
-        """Decodes that have got a block and were not examined since."""
+        """Decodes that got a block and have not been examined since."""
 
     def plan_step(self, output: StepOutput, *, load_seconds: float, idle: bool) -> None:
         """Plan the stores of a step's requests and of the backlog.
 
-        Loads under way take `load_seconds` more. `idle`: nothing is computed, now or in the steps
-        under way, and nothing loaded.
+        Loads under way still need `load_seconds`. `idle`: nothing is computed, now or in the steps
+        under way, and nothing is loaded.
         """
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=self._grown_blocks)
         self._give_up_late()
@@ -106,7 +106,7 @@ class StorePlanner:
         self.backlog.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:
-        """Follow the requests of a step; return how many blocks those that ran before have got."""
+        """Follow the requests of a step; return how many blocks its decodes got."""
         self.budget.prompt_growth, self._noted = 0, []
         unfinished = self._candidates.take_unfinished()
         self._block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
@@ -136,7 +136,7 @@ class StorePlanner:
         if self._states:
             self._place_states(cursor, computed + scheduled)
         if loaded is not None:
-            # Host memory has what was loaded, but may have evicted what the GPU had before it.
+            # Host memory has the loaded slots, but may have evicted those before them.
             self._candidates.examine(cursor, loaded[0])
             self._candidates.skip(cursor, loaded[1])
         self._candidates.examine(cursor, computed + scheduled)
@@ -151,7 +151,7 @@ class StorePlanner:
         for group in self._prefixes.groups:
             blocks = -(-tokens // group.block_tokens)
             step_blocks = -(-scheduled // group.block_tokens)
-            # A window takes the blocks of a step before it gives back those that it has left.
+            # A window takes the blocks of a step before it releases those that it has left.
             self.budget.prompt_growth += min(blocks, group.held_blocks(blocks) + step_blocks)
 
     def _place_states(self, cursor: StoreCursor, end_tokens: int) -> None:
@@ -206,7 +206,7 @@ class StorePlanner:
             else:
                 self._candidates.examine(cursor, computed[index] + scheduled[request_id])
         if waiting and not waits:
-            # Others run in the other steps, where steps alternate, or have ended.
+            # The others have ended, or run in the other steps if steps alternate.
             left = waiting - scheduled.keys()
             self._waiting = {request_id for request_id in left if self._requests.get(request_id)}
         return grown_blocks
@@ -218,8 +218,8 @@ class StorePlanner:
                 left = self._candidates.count_left(cursor, end_tokens)
                 self._statistics.skipped("paused" if self.paused else "not_wanted", left)
             return
-        # The cursor's blocks are used: in a window group the engine's are null blocks where the
-        # window has moved on, although the blocks may still hold their KV.
+        # Uses the cursor's blocks: in a window group the engine's are null blocks where the window
+        # has moved on, although the blocks may still hold their KV.
         self._candidates.next_step()
         self._candidates.examine(cursor, end_tokens)
         self._pin_chosen()
@@ -232,7 +232,7 @@ class StorePlanner:
         states: Sequence[tuple[int, int, int]],
         block_ids: Sequence[Sequence[int]],
     ) -> None:
-        """Plan the stores of the blocks inside of which a request ends."""
+        """Plan the stores of the blocks inside which a request ends."""
         for tail in self._tails.find(cursor, end_tokens, states, block_ids):
             self._store_tail(tail)
 
@@ -253,7 +253,7 @@ class StorePlanner:
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
-        """Store nothing until an operator resumes stores; or resume, whatever paused them."""
+        """Pause stores until an operator resumes them; or resume them, whatever paused them."""
         self._candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.start_over()
         if paused:
@@ -262,7 +262,7 @@ class StorePlanner:
     def forget(self, *, weights_changed: bool) -> None:
         """Drop the backlog and the refused keys: the same prefix may have different KV from now on.
 
-        New weights may pack well, so they end a pause that refused blocks have caused.
+        New weights may pack well, so they end a pause that refused blocks caused.
         """
         self.backlog.drop()
         self._refusals.keys.clear()
@@ -277,7 +277,7 @@ class StorePlanner:
         """Count a store that has ended, and pause stores if too many blocks are refused.
 
         `refused` has the keys of its blocks that did not fit a packed slot on some rank, None where
-        host memory has forgotten the key.
+        host memory has dropped the key.
         """
         refusals = self._refusals
         refusals.count(blocks, refused)
@@ -307,7 +307,7 @@ class StorePlanner:
         spans, keys = self._candidates.take()
         if not spans:
             return
-        # Lists, not arrays: mostly decodes have filled a block each, and none of them has a slot.
+        # Lists, not arrays: usually each decode has filled one block, and none of these has a slot.
         slots = self._manager.slot_numbers(keys)
         chosen = self._choice.choose(spans, keys, slots, self._slots_left(), self._lacking_blocks)
         if chosen.gone:
@@ -346,14 +346,14 @@ class StorePlanner:
                 notify(spans, keys, new, stored)
 
     def _retain(self, spans: Sequence[Span], keys: Sequence[SlotKey]) -> None:
-        """Retain the examined slots of the requests that hint so."""
+        """Retain the examined slots of the requests with this hint."""
         for cursor, _, _, own in keys_of_spans(spans, keys):
             if cursor.hints.keep is not None:
                 slots = self._manager.find(own)
                 self._retention.keep(slots[slots >= 0], cursor.hints.keep)
 
     def _retain_known(self, cursor: StoreCursor) -> None:
-        """Retain the slots that host memory has of a request: in a pause none is examined."""
+        """Retain a request's slots in host memory, because a pause examines none."""
         assert cursor.hints.keep is not None
         hashes = cursor.request.block_hashes
         for group in self._prefixes.groups:

@@ -1,4 +1,4 @@
-"""Blocks that did not fit packed slots: which ones, and whether there are too many of them."""
+"""Remembers the blocks that did not fit packed slots, and notices if they are too many."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from kv_offload.cache.prefix import SlotKey
 
 REMEMBERED_KEYS = 1 << 16
-"""Maximum keys of refused blocks; the oldest are dropped. With more, stores are mostly paused."""
+"""Maximum keys of refused blocks; the oldest are dropped. With more, stores are usually paused."""
 
 TRIED_BLOCKS = 512
 """After this many blocks it is clear whether the KV of a model fits packed slots."""
 
 RECENT_BLOCKS = 1 << 14
 """At this number both counts are halved, so that earlier blocks lose half their weight with every
-8,192. With a far smaller number a few odd prompts in a row would pause stores."""
+8,192. With a far smaller number, a few unusual prompts in a row would pause stores."""
 
 MAX_SHARE = 0.01
-"""Maximum share of refused blocks. With more, prefixes end too early to be of use."""
+"""Maximum share of refused blocks. With more, prefixes end too early to be useful."""
 
 
 @dataclass(eq=False, repr=False)
 class Refusals:
-    """Remembers the keys of refused blocks, and counts how many of the recent blocks these are."""
+    """The keys of refused blocks, and their share of the recent blocks."""
 
     keys: OrderedDict[SlotKey, None] = field(default_factory=OrderedDict)
     """Keys of blocks that are not tried again; `StoreChoice` reads them."""
@@ -38,7 +38,7 @@ class Refusals:
 
     @property
     def are_too_many(self) -> bool:
-        """True if enough blocks were tried, and too many of them refused, for storing to pay."""
+        """True if enough blocks were tried, and too many refused for storing to pay off."""
         return self._tried >= TRIED_BLOCKS and self.share > MAX_SHARE
 
     def count(self, tried: int, refused: Sequence[SlotKey | None]) -> None:

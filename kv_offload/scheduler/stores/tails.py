@@ -1,8 +1,8 @@
-"""The blocks inside of which a prefix ends, where the engine has kept the states at its end.
+"""Stores the blocks inside which a prefix ends, if the engine has kept the states at its end.
 
-The engine names these states once: in the step that copies them to blocks of their own, or at the
-end of a request that stops there. The request still writes the other blocks, but only after that
-end, and nothing reads what a store copies from there.
+The engine names these states once: in the step that copies them to separate blocks, or at the end
+of a request that stops there. The request still writes the other blocks, but only after that end,
+and nothing reads the copy of that part.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
 from kv_offload.scheduler.stores.choice import Chosen
 
 LEAST_SHARE = 8
-"""A tail is stored if it has this part of a block's tokens at least: it takes whole slots."""
+"""A tail is stored if it has at least 1 in 8 of a block's tokens, since it takes whole slots."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """The blocks of a request inside of which a prefix ends: a span, a key and a block of each."""
+    """The blocks of a request inside which a prefix ends: a span, a key and a block id of each."""
 
     cursor: StoreCursor
     spans: list[Span] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Tail:
 
 
 class StoreTails:
-    """Finds the tails that are to be stored, and chooses their blocks."""
+    """Finds the tails to store, and chooses their blocks."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class StoreTails:
         states: Sequence[tuple[int, int, int]],
         block_ids: Sequence[Sequence[int]],
     ) -> Iterator[Tail]:
-        """Yield the tails of a request whose table is `block_ids`, where the engine has its states.
+        """Yield the tails of a request for which the engine has all states.
 
-        `states` are cache groups, blocks and numbers of tokens. `computed_tokens` are computed
-        before the stores run.
+        `states` are cache groups, blocks and numbers of tokens; `block_ids` is the request's block
+        table. `computed_tokens` are computed before the stores run.
         """
         if not self._prefixes.tail_tokens:
             return
@@ -65,7 +65,7 @@ class StoreTails:
                     yield tail
 
     def _is_wanted(self, cursor: StoreCursor, computed_tokens: int, end_tokens: int) -> bool:
-        """Return whether a tail is worth its slots, and its proof, where it needs one, computed."""
+        """Return whether a tail is worth its slots, and the proof that it may need is computed."""
         block_tokens = self._prefixes.alignment_tokens
         if end_tokens % block_tokens * LEAST_SHARE < block_tokens:
             return False
