@@ -72,13 +72,13 @@ def allocate(
 ) -> tuple[SwapEngine, SharingRanks, str]:
     """Return a transfer engine with this rank's arena, the ranks that share it, and its name.
 
-    They have the same KV bytes. They share one arena; if one of them cannot share, each has its
-    own, and `ALONE` is returned. With `find_files`, the arena is a file, reused if an earlier
-    process left one with the same slots; otherwise the arena has no name. `layers` are in the order
-    in which the engine registered them, and must be at the same offsets of a slot on all of them.
-    Blocks until the slowest peer is done. The transfer engine holds the KV tensors. Raises
-    `CapacityError`, and `UnsupportedError` if the device cannot run the copy kernels, or cannot
-    pack although it should.
+    The ranks in `sharing` have the same KV bytes and share one arena; if one of them cannot, each
+    has its own, and `ALONE` is returned. With `find_files`, the arena is a file, reused if an
+    earlier process left one with the same slots; otherwise the arena has no name. `layers` are in
+    the order in which the engine registered them, and must be at the same offsets of a slot on all
+    these ranks. Blocks until the slowest peer is done. The transfer engine holds the KV tensors.
+    Raises `CapacityError`, and `UnsupportedError` if the device cannot run the copy kernels, or
+    cannot pack although `pack_kv` is set.
     """
     layout, device = caches.layout, caches.tensors[0].device
     if config.pack_kv and device.type == "cuda":

@@ -66,7 +66,7 @@ def check_available(
             )
         try:
             waited = wait(lack)
-        except OSError:  # somebody has removed the folder
+        except OSError:  # the folder was removed
             waited = False
         may_wait = any(gather(waited))
     part = new_bytes / least.size_bytes
@@ -80,7 +80,7 @@ def check_available(
 
 
 def describe_share(traced: ResolvedConfig) -> str:
-    """Describe for the log how much memory a replica takes, of what, and the number of replicas."""
+    """Describe for the log the replica's share of memory, and the number of replicas."""
     share_bytes, total = traced.config.host_bytes, traced.host
     percent = 100 * share_bytes / total.size_bytes
     text = (

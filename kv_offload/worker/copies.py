@@ -25,7 +25,7 @@ from kv_offload.worker.sharing import SharingRanks
 class Stores:
     """Stores that wait for the start of a step, and running ones.
 
-    `sharing` are its ranks with one host memory; `sampler` samples packed slots, if there are any.
+    `sharing` are the ranks that share this host memory; `sampler` samples packed slots, if any.
     """
 
     def __init__(self, jobs: RankJobs, sharing: SharingRanks) -> None:
@@ -110,7 +110,7 @@ class Loads:
                 self._fail(self._running.pop(job.job_id))
 
     def fail(self) -> None:
-        """Report loads of this step that could not start because of an error as failed."""
+        """Report as failed the loads of this step that could not start because of an error."""
         while self._to_start:
             self._fail(self._to_start.popleft())
 

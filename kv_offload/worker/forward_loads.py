@@ -70,7 +70,7 @@ class ForwardLoads:
         # Transfers by id whose end must be reported. The result of a repaired or lost load no
         # longer matters.
         self._copying: dict[int, StepLoads] = {}
-        # True if the last forward with loads could wait layer by layer, or will have taught us how.
+        # True if the last forward with loads could wait layer by layer, or its calls were learned.
         # The kind of the next forward is not known when its loads start.
         self._layers_can_wait = True
 
@@ -115,7 +115,7 @@ class ForwardLoads:
         """Make the compute stream wait for this step's loads, before the forward is queued.
 
         If the layers wait for the later waves, it waits only for the first wave. Loads that have
-        failed by now are repaired. `forward` is the next forward, if its layers are known to call
+        already failed are repaired. `forward` is the next forward, if its layers are known to call
         the connector.
         """
         self.waves.forward_follows(forward)
@@ -166,7 +166,7 @@ class ForwardLoads:
         if loads is None:
             return
         self.on_layer = None
-        self.waves.missed()  # no layer needs to call any more
+        self.waves.missed()  # no layer needs to call now
         self._copying.pop(loads.transfer_id, None)
         for job in loads.jobs:
             if job.incomplete:
@@ -224,7 +224,7 @@ class ForwardLoads:
             try:
                 if loads.in_waves and self.waves.cut is not None:
                     transfer.await_wave(len(self.waves.cut.waves) - 1)
-                else:  # nothing has waited for it: its step was cut short
+                else:  # nothing has waited for it: its step was aborted
                     transfer.await_loads()
             except Exception as error:  # noqa: BLE001 - after any error the load is lost
                 why = error

@@ -57,7 +57,7 @@ class RankJobs:
         self._next_job_id = plan.next_job_id
 
     def end(self, job_id: int, outcome: Outcome, failed_rows: tuple[int, ...] = ()) -> None:
-        """Record that no copy of a job is running any more, with the pairs that failed, if any."""
+        """Record the outcome of a job with no running copy, and the pairs that failed, if any."""
         self.ended[job_id] = outcome
         if failed_rows:
             self.failed_rows[job_id] = failed_rows

@@ -36,7 +36,7 @@ class Moves:
         self._unreported_speeds: dict[str, float] = {}
 
     def use(self, name: str, tier: TierEngine, sharing: SharingRanks) -> None:
-        """Add a tier; `sharing` are the ranks with one host memory, this one included."""
+        """Add a tier; `sharing` are the ranks that share this host memory, including this one."""
         self._tiers[name], self._sharing = tier, sharing
 
     def capacities(self) -> dict[str, TierCapacity]:
@@ -52,7 +52,7 @@ class Moves:
         for move in moves:
             try:
                 self._start(move)
-            except Exception as error:  # noqa: BLE001 - whatever it is, one job has failed
+            except Exception as error:  # noqa: BLE001 - any error fails only this job
                 self._jobs.log.error("%s", error)
                 self._jobs.end(move.job_id, Outcome.FAILED)
 
@@ -75,7 +75,7 @@ class Moves:
             for done in tier.poll():
                 try:
                     self._ended(name, done)
-                except Exception:  # noqa: BLE001 - later ones in the list have ended, too
+                except Exception:  # noqa: BLE001 - later moves in the list have ended, too
                     self._jobs.not_taken_in(done.job_id)
 
     def _ended(self, tier: str, done: TierCompletion) -> None:
@@ -94,14 +94,14 @@ class Moves:
         self._jobs.stats.count("tier_mismatches", done.mismatches)
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
-            # The others read their parts at the same time.
+            # The other ranks read their parts at the same time.
             self._unreported_speeds[tier] = self._sharing.count * done.nbytes / done.seconds
 
     def take_speeds(self) -> dict[str, float] | None:
-        """Return the speed of each tier's last promotion that showed one, once; None without any.
+        """Return the speed of each tier's last timed promotion, once; None without any.
 
-        Speeds are bytes of slots per second of these ranks together, as each reads a part of every
-        job.
+        Speeds are bytes of slots per second of all sharing ranks together, as each reads a part of
+        every job.
         """
         speeds, self._unreported_speeds = self._unreported_speeds, {}
         return speeds or None

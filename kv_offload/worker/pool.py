@@ -1,7 +1,7 @@
 """The seat of an engine in a `host_pool`: a folder with its host memory.
 
 POOL/seat-0/lock               locked by the engine that has the seat, as long as it lives
-POOL/seat-0/about.json         what that engine is, for whoever lists the pool
+POOL/seat-0/about.json         describes that engine to tools that list the pool
 POOL/seat-0/rank-0...          the arena of each rank (`kv_swap.memory.arena_file`)
 POOL/seat-0/directory          which key is in which slot (`kv_offload.cache.directory`)
 """
@@ -47,9 +47,9 @@ ORPHAN_SECONDS = 24 * 3600.0
 starts with a pool in the same place."""
 
 LOCK_SECONDS = 1.0
-"""Seconds that an engine waits for a seat with its contents that an ending process may still hold,
-before it takes or creates another one. The kernel releases locks only after it has torn down the
-memory of a process."""
+"""Seconds that an engine waits for a seat with its contents that an exiting process may still hold,
+before it takes or creates another. The kernel releases locks only after it has torn down the memory
+of a process."""
 
 
 class About(msgspec.Struct):
@@ -127,7 +127,7 @@ class Pool:
         """Prepare a seat for all ranks: stale memory is freed before any rank takes memory."""
         arenas = find_arenas(seat)
         stale = [name for name in arenas if not _is_of(name, digest(self.contents))]
-        if len(stale) == len(arenas):  # before them: peers believe what it says
+        if len(stale) == len(arenas):  # removed before them, because peers trust it
             (seat / DIRECTORY).unlink(missing_ok=True)
         for name in stale:
             (seat / name).unlink(missing_ok=True)
@@ -154,9 +154,9 @@ class Seat:
         self._readers = Readers(self.folder)
 
     def wait_for_readers(self, lack: str) -> bool:
-        """Wait a moment for peers that still have memory of this seat, whose arenas were removed.
+        """Wait briefly for peers that still hold memory of this seat, whose arenas were removed.
 
-        Returns False on all ranks but one, and once it is in vain. See `Readers.wait`.
+        Returns False on all ranks but one, and once waiting is useless. See `Readers.wait`.
         """
         return self.lock >= 0 and not find_arenas(self.folder) and self._readers.wait(lack)
 
@@ -236,12 +236,12 @@ def is_held(seat: Path) -> bool:
 
 
 def _free_orphans(pool: Path) -> None:
-    """Empty other pools that were left long ago; the seats of this one are about to be used."""
+    """Empty other pools that were abandoned long ago; this pool's seats are about to be used."""
     oldest = time.time() - ORPHAN_SECONDS
     for other in pool.parent.iterdir():
         with contextlib.suppress(OSError):
             seats = find_seats(other) if other != pool and other.is_dir() else []
-            # An engine also reads seats that none holds.
+            # An engine also reads seats that no engine holds.
             if any(_last_used(seat) >= oldest or is_held(seat) for seat in seats):
                 continue
             for seat in seats:
@@ -250,7 +250,7 @@ def _free_orphans(pool: Path) -> None:
 
 
 def _last_used(seat: Path) -> float:
-    """Return when an engine last used a seat, or started to; 0 if none got that far."""
+    """Return when an engine last used a seat, or started to; 0 if none did."""
     times = [0.0]
     for name in (ABOUT, DIRECTORY):
         with contextlib.suppress(FileNotFoundError):
@@ -259,13 +259,13 @@ def _last_used(seat: Path) -> float:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of a value: 16 letters."""
+    """Return a digest of a value: 16 hexadecimal digits."""
     text = json.dumps(value if not isinstance(value, Mapping) else {**value}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _free_bytes(seat: Path) -> int:
-    """Return the bytes of memory that a seat's arenas have which no process uses.
+    """Return the bytes of a seat's arenas that no process uses.
 
     Locks each arena for a moment, during which no process can adopt it.
     """

@@ -62,7 +62,7 @@ def check_usable(remote: RemoteConfig) -> None:
 class Remote:
     """The remote store of one replica, whose ranks divide the memory that it gives to the store.
 
-    `contents` names all that changes the bytes of a block, or what its key means.
+    `contents` names everything that determines the bytes of a block or the meaning of its key.
     """
 
     remote: RemoteConfig
@@ -84,7 +84,7 @@ class Remote:
         if remote.kind == "mooncake":
             segment_bytes = remote.bytes // num_ranks
         logger.log(
-            logging.DEBUG if rank else logging.INFO,  # ranks are alike
+            logging.DEBUG if rank else logging.INFO,  # the other ranks log the same
             "kv-offload: rank %d keeps blocks in the remote store (%s) at %s%s",
             rank,
             remote.kind,

@@ -1,16 +1,16 @@
-"""Host memory that ranks with equal KV bytes keep once: which ranks, how they agree, who stores.
+"""Host memory shared by ranks with equal KV bytes: how they agree on it, and which rank stores.
 
-Every tensor-parallel rank of a model with latent attention computes the same latents, from weights
-that each has a copy of. So one arena serves the ranks of a pipeline stage: each maps and
-page-locks it, each stores a part of every job, each loads everything. Two things keep it exact:
+Every tensor-parallel rank of a model with latent attention computes the same latents, from its own
+copy of the weights. So one arena serves the ranks of a pipeline stage: each maps and page-locks it,
+stores a part of every job, and loads everything. Two things keep it correct:
 
 - A slot becomes readable, or free, when *all* ranks have reported, shared or not. So no rank loads
-  what another still writes, and none writes what another still loads.
+  a slot that another still writes, or writes one that another still loads.
 - A rank that learns of a completion sees its bytes (`kv_swap.memory.shared`). The report travels
   through the scheduler, and so does the load that follows.
 
 vLLM makes the bytes equal: same kernels, same shapes, and reductions that give every rank the same
-sums. If a last bit differed, a rank would read what its neighbour computed.
+sums. If a last bit differed, a rank would read its neighbour's version.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharingRanks:
-    """The ranks that hold the same KV bytes, this one included, in one order on all of them."""
+    """The ranks that hold the same KV bytes, including this one, in the same order on all."""
 
     index: int
     count: int
     gather: Callable[[Any], list[Any]]
-    """Return what each of them gives, in order. All must call it, and each waits for the others."""
+    """Collects a value from each rank, in order. All must call it, and it waits for all."""
 
     def own_part(self, job: StoreJob) -> slice:
-        """Return the rows of the pairs that this rank copies; each is one rank's, parts are even.
+        """Return the rows of the pairs that this rank copies: an even part, which no other copies.
 
-        Ranks take turns by job: most jobs of a decode have one pair.
+        Ranks take turns by job, because most jobs of a decode have one pair.
         """
         turn = (self.index + job.job_id) % self.count
         return slice(*(len(job.pairs) * part // self.count for part in (turn, turn + 1)))
@@ -51,15 +51,15 @@ ALONE = SharingRanks(0, 1, lambda value: [value])
 
 
 def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:
-    """Return the bytes of one arena, of which every `sharing_ranks` of the ranks have one."""
+    """Return the bytes of one arena, which `sharing_ranks` of the ranks share."""
     return cpu_bytes * sharing_ranks // num_ranks
 
 
 class Memfds:
-    """Makes memory that ends with its processes."""
+    """Creates memory that is freed when its processes end."""
 
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
-        """Make memory, and return the name under which the other ranks attach."""
+        """Create memory, and return the name by which other ranks attach to it."""
         memory = SharedMemory.create(nbytes)
         return memory.name, memory
 
@@ -77,10 +77,10 @@ def open_shared_memory(
 ) -> tuple[str, SharedMemory | None]:
     """Return memory that all sharing ranks can map, and its name; None on all if one cannot.
 
-    `layout` says what is where in a slot; all must say the same. The memory's pages come in equal
-    parts from the ranks' NUMA nodes, where those are given: all devices read all of it. Waits for
-    the slowest rank. The caller closes the handle. Raises `PinnedMemoryError` if a single rank
-    cannot have any.
+    `layout` describes the contents of a slot, and must be the same on all ranks. The memory's pages
+    come in equal parts from the ranks' NUMA nodes, if given, because all devices read all of it.
+    Waits for the slowest rank. The caller closes the handle. Raises `PinnedMemoryError` if there is
+    only one rank and it cannot create memory.
     """
     memory: SharedMemory | None = None
     name, problem = "", ""
@@ -101,7 +101,7 @@ def open_shared_memory(
         except (PinnedMemoryError, OSError) as error:
             problem = str(error)
     if memory is not None and numa_node is not None:
-        # Before any peer gives pages to any part, which none does before all have answered.
+        # In time: no rank allocates pages of any part before all have answered.
         memory.prefer_node(numa_node, sharing.index, sharing.count)
     problems = {rank: text for rank, text in enumerate(sharing.gather(problem)) if text}
     if memory is not None and not problems:

@@ -1,4 +1,4 @@
-"""Measures the speed of a rank's copies, by which the scheduler limits stores and chooses loads."""
+"""Measures a rank's copy speeds, from which the scheduler limits stores and chooses loads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CopySpeeds:
         self._running[job.direction].add(job.job_id)
 
     def ended(self, done: Completion) -> None:
-        """Learn from the completion of such a job, unless it failed."""
+        """Measure the speed of a job that has ended, unless it failed."""
         self._running[done.direction].discard(done.job_id)
         if done.error is not None or done.seconds <= 0:
             return

@@ -11,7 +11,7 @@ from kv_swap.memory.windows import Windows
 from kv_offload.messages import WINDOW_BITS, LoadJob, Window
 
 MAX_WINDOWS = 64
-"""More engines of a pool read only those with lower seats."""
+"""Engines of a pool can read only the arenas of seats below this number."""
 
 MAX_SLOT = np.iinfo(np.int32).max
 """No transfer engine has a slot with this number."""
@@ -27,11 +27,11 @@ class PeerArenas:
 
     def __init__(self, rank: int) -> None:
         self.windows: Windows | None = None
-        """Those of the transfer engine; None without a host pool."""
+        """The windows of the transfer engine; None without a host pool."""
         self._rank = rank
         self._paths: dict[int, str] = {}
         self._reported: dict[int, tuple[str, int]] | None = {}
-        """None if the next report must have them: the last one may have been lost."""
+        """None if the next report must have all windows: the last one may have been lost."""
 
     def take(self, changes: Iterable[Window]) -> None:
         """Begin to map and to unmap arenas. Never blocks."""
@@ -58,7 +58,7 @@ class PeerArenas:
         return [_number(job, windows.window_slots) for job in loads]
 
     def report(self) -> dict[int, tuple[str, int]] | None:
-        """Return the `windows` of a report; None if they are those of the last one."""
+        """Return the `windows` of a report; None if they are the same as in the last one."""
         windows = self.windows
         if windows is None or not (self._paths or self._reported != {}):
             return None

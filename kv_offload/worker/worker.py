@@ -231,11 +231,11 @@ class OffloadWorker:
     def start_copies(self, metadata: OffloadMetadata, *, first: bool = False) -> None:
         """Start the last step's stores, then this step's loads, if not started yet.
 
-        Called as soon as the engine will not zero or copy any more blocks before this step's
-        forward, since both could undo a load. `first` means that nothing of this step is queued
-        yet. Forwards of earlier steps may still be running then. If `RankEngine.gives_idle_blocks`,
-        they do not touch the destinations, and a load does not wait for them. Every load waits for
-        work that this rank itself has queued, such as zeroing the blocks of a failed load.
+        Called as soon as the engine will zero or copy no more blocks before this step's forward,
+        since both could undo a load. `first` means that nothing of this step is queued yet, while
+        forwards of earlier steps may still be running. If `RankEngine.gives_idle_blocks`, they do
+        not touch the destinations, and a load does not wait for them. Every load waits for work
+        that this rank itself has queued, such as zeroing the blocks of a failed load.
         """
         self.begin_step(metadata)
         self.submit_stores()
@@ -296,12 +296,12 @@ class OffloadWorker:
                     self._stores.ended(done)
                 elif not self._loads.ended(done):
                     self._forward_loads.ended(done)
-            except Exception:  # noqa: BLE001 - later ones in the list have ended, too
+            except Exception:  # noqa: BLE001 - later copies in the list have ended, too
                 self._jobs.not_taken_in(done.job_id)
         self._moves.poll()
 
     def ended(self, aborted_step: int | None = None) -> OffloadWorkerMetadata:
-        """Return outcomes that the scheduler has not acknowledged. It may ask at any time."""
+        """Return outcomes that the scheduler has not acknowledged. Can be called at any time."""
         jobs = self._jobs
         report = RankReport(dict(jobs.ended), dict(jobs.failed_rows), aborted_step)
         return OffloadWorkerMetadata({self.rank: report})
