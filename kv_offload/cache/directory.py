@@ -5,7 +5,7 @@ FOLDER/directory        a header of `HEADER_BYTES`; the marks, one byte per slot
                         index of keys
 
 Only the scheduler of the engine that owns the arena writes the file, except for marks and leases,
-which peers write. A process may end at any instruction and still leaves a true directory, because
+which peers write. A process can end at any instruction and still leave a correct directory, because
 an entry names a key only while the slot holds all bytes of that key:
 
 - `withdraw` runs before any byte of the slot is written, and `publish` after every rank has
@@ -58,7 +58,7 @@ MAGIC = b"kvpool-4"
 HEADER_BYTES = 64 << 10
 GENERATION_BYTES = 16
 MARKS_AT_ONCE = 4096
-"""Uses by peers that the owner counts in one step: 1 ms."""
+"""Maximum uses by peers that the owner counts in one step; these take 1 ms."""
 PAGES_BYTES = 64 << 10
 """Marks and leases fill whole pages on any CPU, so that peers can map them, and nothing else, for
 writing."""
@@ -136,7 +136,7 @@ class Contents:
 
     @classmethod
     def open(cls, fd: int, *, writes: bool = False) -> Contents | None:
-        """Map a file; None if it is no directory. Raises `OSError`."""
+        """Map a file; None if it is not a valid directory. Raises `OSError`."""
         text = os.pread(fd, HEADER.itemsize, 0)
         if len(text) < HEADER.itemsize:
             return None
@@ -158,7 +158,7 @@ class Contents:
         return bool(self.header["is_retired"])
 
     def has_leases(self, slots: Slots) -> Mask:
-        """Return for each slot whether some reader may read it; takes a cache line per slot."""
+        """Return for each slot whether some reader may read it; reads one cache line per slot."""
         leased: Mask = (self.leases.view("<u8")[slots] != 0).any(axis=1)
         return leased
 
@@ -214,7 +214,7 @@ class Directory:
         self.is_continued = opened is not None
         self._fd, self._contents = opened or _make(path, files, num_slots)
         self._former = _find_former(folder, self._contents)
-        """Directories that this one has replaced and in which readers have leases."""
+        """Replaced directories in which readers still have leases."""
         if self._contents.is_retired:
             self._revive()
         self._generation = self._contents.generation
@@ -225,9 +225,9 @@ class Directory:
         self._version = int(entries["version"].max(initial=0))
 
     def _revive(self) -> None:
-        """Empty a directory that was retired, and make it valid for entries to come.
+        """Empty a retired directory, and make it valid for new entries.
 
-        This process has it alone, but for readers of slots that they leased before.
+        No other process uses it, except readers of slots that they leased earlier.
         """
         contents = self._contents
         contents.entries["sum"][:] = 0
@@ -250,7 +250,7 @@ class Directory:
     def withdraw(self, slots: Slots) -> None:
         """Mark slots as empty. Must run before any byte is written into them.
 
-        After it, those that `are_leased` may not be written until they are not leased any more.
+        Slots that then `are_leased` must not be written until their leases end.
         """
         entries = self._contents.entries
         entries["sum"][slots] = 0
@@ -266,7 +266,7 @@ class Directory:
         return leased
 
     def end_leases(self, slots: Slots, reader: int) -> None:
-        """End the leases that a reader has on slots; it has ended, and its seat is locked."""
+        """End a reader's leases on slots. The reader has ended, and its seat is locked."""
         for contents in (self._contents, *self._former):
             contents.leases[slots[slots < contents.num_slots], reader] = 0
 
@@ -301,16 +301,16 @@ class Directory:
         self._contents.index.add(slots, names.hashes)
 
     def take_marks(self) -> Slots:
-        """Return slots that peers have used since they were last returned, in no order of use.
+        """Return slots that peers have used since they were last returned, not in order of use.
 
-        A call returns at most `MARKS_AT_ONCE`, in 0.1 ms for a million slots.
+        A call returns at most `MARKS_AT_ONCE`, and takes 0.1 ms for a million slots.
         """
         marks = self._contents.marks
         if not marks[-1]:
             return NO_SLOTS
         marks[-1] = 0
         order_memory()
-        # The comparison copies: numpy raises if what it counts changes meanwhile.
+        # The comparison copies, because numpy raises if the values change while it counts them.
         slots = np.flatnonzero(marks[:-1] != 0).astype(np.int32)
         if len(slots) > MARKS_AT_ONCE:
             slots = np.roll(slots, -int(slots.searchsorted(self._marks_from)))[:MARKS_AT_ONCE]
@@ -330,11 +330,11 @@ class Directory:
         self._clock += len(slots)
 
     def retire(self) -> None:
-        """Hide all blocks from other processes, and publish none any more.
+        """Hide all blocks from other processes, and publish no more.
 
         A single aligned write does this, so it takes effect on return, however the process ends.
         """
-        self._contents.index.clear()  # first: peers must not believe blocks that none can lease
+        self._contents.index.clear()  # first: peers must not find blocks that they cannot lease
         order_memory()
         self._contents.header["is_retired"] = 1
         order_memory()
@@ -428,8 +428,8 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
 def _find_former(folder: Path, own: Contents) -> list[Contents]:
     """Return the replaced directories whose readers still have leases on slots of our arenas.
 
-    Called once the new directory has the name: from then on no reader leases a slot in them.
-    Those without a lease, or of other arenas, are removed.
+    Called after the new directory has taken the name: no reader leases slots in the old ones now.
+    Directories without a lease, or of other arenas, are removed.
     """
     order_memory()
     former, arenas = [], {*read_names(own.files).values()}

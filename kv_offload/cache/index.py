@@ -21,8 +21,7 @@ import numpy as np
 from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
 
 RUN_SLOTS = 16
-"""Number of keys that one lookup finds if their slots are consecutive. Otherwise each key takes
-one.
+"""Number of keys that one lookup finds if their slots are consecutive; otherwise it finds one.
 
 A lookup reads memory that is not in the CPU's caches. With a million known keys on an EPYC, a
 prefix of 2,048 keys took 0.17 ms by runs and 0.70 ms key by key. With slots in random order it

@@ -4,7 +4,7 @@ The hash of a key selects one of as many buckets as there are slots. A bucket ha
 bits, which are 0 without a key, and `WAYS` slot numbers in a separate array. About one bucket in a
 million has more keys than ways, and peers miss one of its keys.
 
-The index is only a hint: readers verify the entry of a slot. One process writes it, in no order.
+The index is only a hint: readers verify the entry of a slot. One process writes it, unordered.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class Names(NamedTuple):
 
 
 def same_words(words: NDArray[np.uint64], others: NDArray[np.uint64]) -> Mask:
-    """Return for each name whether it is the other one's, both `(n, NAME_WORDS)`."""
+    """Return for each name whether it equals the other one; both are `(n, NAME_WORDS)`."""
     same: Mask = reduce(np.bitwise_or, (words ^ others).T) == 0
     return same
 
 
 def _pad(text: bytes, count: int, length: int) -> NDArray[np.uint64]:
-    """Return the words of the names of `count` keys of `length` bytes, which follow each other."""
+    """Return the words of the names of `count` concatenated keys of `length` bytes each."""
     names = np.zeros((count, 8 * NAME_WORDS), np.uint8)
     if length <= KEY_BYTES:
         names[:, 0] = length + 1

@@ -25,8 +25,7 @@ from kv_offload.messages import WINDOW_BITS
 logger = logging.getLogger(__name__)
 
 READERS_SECONDS = 1.0
-"""Interval at which an owner looks whether readers have ended that have leases on slots it wants.
-"""
+"""Interval at which an owner checks whether readers that lease the slots it wants have ended."""
 
 
 class LastingManager(CacheManager):
@@ -34,18 +33,18 @@ class LastingManager(CacheManager):
 
     `prepare_store` withdraws a slot from the directory before the plan that writes the slot is
     sent. `complete_store` publishes it after every rank has written all of it. So the directory is
-    true whenever the process ends. No slot is usable before `open`.
+    correct whenever the process ends. No slot is usable before `open`.
 
     A key that only a peer has is readable too: once it is reserved, a load reads it from the peer's
     slot, whose number is above all slots of this engine. A pool keeps each block once: a block that
     a peer has is not stored, unless it must be.
 
-    A slot that is to be written while a peer has a lease on it is set aside until the lease ends.
+    A slot that would be written while a peer leases it is set aside until the lease ends.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)
-        self.reads_runs = True  # they tell which keys must be stored even if a peer has them
+        self.reads_runs = True  # runs tell which keys must be stored even if a peer has them
         self._directory: Directory | None = None
         self.peers: PeerSlots | None = None
         self._leased: Slots = NO_SLOTS
@@ -53,7 +52,7 @@ class LastingManager(CacheManager):
         self._readers_due = 0.0
 
     def share(self, changed: Callable[[], None] | None = None) -> None:
-        """Load from peers, of which `changed` is called on another thread when there are others."""
+        """Load from peers; `changed` is called on another thread when the set of peers changes."""
         if self.num_slots <= 1 << WINDOW_BITS:
             self.peers = PeerSlots(self._arenas, changed)
 
@@ -108,7 +107,7 @@ class LastingManager(CacheManager):
         """See `CacheManager`. A key that a peer seems to have must be reserved before its load."""
         ask: list[Callable[[Sequence[Key]], Mask]] = [super().readable]
         if self.peers is not None and self.peers.opened and len(keys):
-            # Whoever has the first of them has most of them.
+            # Ask first where the first key is: most others are there, too.
             ask.insert(keys[0] in self, self.peers.look_up)
         found = ask[0](keys)
         for other in ask[1:]:
@@ -127,12 +126,12 @@ class LastingManager(CacheManager):
         return self.peers is None or self.peers.reserve(keys)
 
     def end_step(self) -> None:
-        """Give back what was reserved in this step and not loaded."""
+        """Release the keys that this step reserved but did not load."""
         if self.peers is not None and self.peers.drop():
             self.forgotten += 1
 
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
-        """See `CacheManager`. What has no slot here must be reserved at a peer."""
+        """See `CacheManager`. Keys without a slot here must be reserved at a peer."""
         own = super().readable(keys)
         if self.peers is None or own.all():
             slots = super().prepare_load(keys)
@@ -155,7 +154,7 @@ class LastingManager(CacheManager):
             self.peers.release(slots[slots >= self.num_slots])
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:
-        """See `CacheManager`. A key of a peer, whose slot here is -1, may be gone at any time."""
+        """See `CacheManager`. A key of a peer, whose slot here is -1, can be gone at any time."""
         return bool((slots >= 0).all()) and super().keep_their_keys(slots, since)
 
     def offer(self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS) -> tuple[Slots, Mask]:
@@ -186,9 +185,9 @@ class LastingManager(CacheManager):
         return slots
 
     def _set_apart(self, slots: Slots, leased: Mask) -> Slots:
-        """Keep leased slots, which were just given to keys, until no peer reads them.
+        """Set leased slots, which were just given to keys, aside until no peer reads them.
 
-        Returns the slots before the first of them; the keys of the others get none.
+        Returns the slots before the first leased one; the keys of the others get none.
         """
         first = int(leased.argmax())
         leased, others = leased[first:], slots[first:]
@@ -225,7 +224,7 @@ class LastingManager(CacheManager):
         if len(used):
             used = used[used < self._index.given_out]
             named = [key is not None for key in self.readable_keys(used)]
-            # The beginnings of prompts, which mostly have lower slots, count as used last.
+            # The beginnings of prompts, which usually have lower slots, count as used last.
             used = used[np.array(named, bool)][::-1]
             self.policy.use(used)
             if self.on_peer_uses is not None:
@@ -245,10 +244,9 @@ class LastingManager(CacheManager):
     def reset(self) -> None:
         """Drop all keys; no other process finds them, or any that this process stores from now on.
 
-        Nothing is loaded from peers any more, which may have KV that was computed before.
-
-        After a reset the model's weights may differ, and another process could not tell which
-        weights the later keys belong to.
+        Nothing more is loaded from peers, which may have KV computed before the reset. After a
+        reset the model's weights may differ, and another process could not tell which weights the
+        later keys belong to.
         """
         if self._directory is not None:
             self._directory.retire()

@@ -83,7 +83,7 @@ class CacheManager:
         """Set by the consumer: gets distinct slots that peers have used, the most recent last."""
         self._index = SlotIndex(num_slots)
         self.policy = policy
-        """Ranks the slots. Others than this class may only count uses and ask it."""
+        """Ranks the slots. Code outside this class may only count uses and query it."""
         self.reads_runs = policy.reads_runs
         """True if the runs of offered keys are used."""
         self._running = SlotRefcounts(num_slots)  # includes orphans
@@ -138,7 +138,7 @@ class CacheManager:
         return lacking
 
     def reserve(self, keys: Sequence[Key]) -> bool:
-        """Return whether keys that this step found readable are so until its end."""
+        """Return whether keys that this step found readable stay readable until its end."""
         return True
 
     def owned(self, slots: Slots) -> Slots:
@@ -188,13 +188,13 @@ class CacheManager:
             self.changes.became_readable(slots)
 
     def readable_keys(self, slots: Slots) -> list[Key | None]:
-        """Return the key of each slot, which was given out; None if no key of it can be loaded."""
+        """Return the key of each slot that was given out; None if it cannot be loaded."""
         keys = self._index.keys_of(slots)
         readable = self._running.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
 
     def keys_of(self, slots: Slots) -> list[Key | None]:
-        """Return the key of each slot, readable or not, which was given out; None if it has none.
+        """Return the key, readable or not, of each slot that was given out; None if it has none.
 
         A reset drops the keys of slots that a store is still writing.
         """
@@ -209,7 +209,7 @@ class CacheManager:
         return self._running.are_idle(slots)
 
     def count_peer_uses(self) -> None:
-        """Count what peers have used since the last call, as loads here are counted."""
+        """Count peers' uses of slots since the last call, as loads here are counted."""
 
     def forget(self, slots: Slots) -> None:
         """Drop the keys of distinct slots, none of which is being stored.
@@ -261,14 +261,14 @@ class CacheManager:
         return self._give_slots(keys, along)
 
     def _count_free(self, wanted: int) -> int:
-        """Return how many slots are free; if too few, have the policy know what peers have used."""
+        """Return how many slots are free; if too few, let the policy count uses by peers."""
         free = self.usable_slots - self.slots_in_use
         if wanted > free:
             self.count_peer_uses()
         return free
 
     def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
-        """Do as `prepare_store`. Nothing is freed between the policy's answer and this."""
+        """Do the work of `prepare_store`. No slot is freed between the policy's answer and this."""
         guarded = NO_SLOTS
         if len(along):
             along = distinct(along)

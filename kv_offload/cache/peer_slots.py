@@ -1,8 +1,8 @@
-"""The slots of other engines of a host pool as this engine may load them: found, leased, released.
+"""Finds, leases and releases the slots of a host pool's other engines that this engine loads.
 
-A lookup finds keys (`find`). A hit leases what it needs (`reserve`) before it is offered, and its
-load holds the leases (`hold`) until its end (`release`). The leases that no load holds when the
-step ends are dropped (`drop`), so a request that waits takes nothing from its owner.
+A lookup finds keys (`find`). A hit leases its slots (`reserve`) before it is offered, and its load
+holds the leases (`hold`) until its end (`release`). Leases that no load holds when the step ends
+are dropped (`drop`), so a request that waits keeps no slot from its owner.
 
 Not thread safe: the scheduler owns it.
 """
@@ -27,15 +27,15 @@ LOST_SECONDS = 30.0
 
 
 class Found:
-    """Keys that lookups of this step have found in peers, one a row. A key may have several rows.
+    """Keys that lookups of this step have found in peers, one per row. A key can have several rows.
 
-    What is asked for is nearly always what one lookup after the other has found, in this order.
+    Callers nearly always ask for keys in the order in which successive lookups found them.
     """
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
         self._begins: dict[bytes, int] = {}
-        """The row in which a lookup began, by its key."""
+        """By first key of a lookup, the row in which the lookup began."""
         self.slots = NO_SLOTS
         """-1 for a key that was lost."""
         self.words = np.empty((0, NAME_WORDS), np.uint64)
@@ -43,7 +43,7 @@ class Found:
         self.are_leased = np.empty(0, bool)
 
     def add(self, keys: Sequence[bytes], slots: Slots, words: NDArray[np.uint64]) -> None:
-        """Add what a lookup has found."""
+        """Add the results of a lookup."""
         self._begins.setdefault(keys[0], len(self._keys))
         self._keys += keys
         self.slots = np.concatenate((self.slots, slots))
@@ -51,7 +51,7 @@ class Found:
         self.are_leased = np.append(self.are_leased, np.zeros(len(keys), bool))
 
     def rows_of(self, keys: Sequence[bytes], allowed: Mask) -> NDArray[np.intp]:
-        """Return for each key one of the `allowed` rows that it has, -1 if it has none."""
+        """Return for each key one of its `allowed` rows, -1 if it has none."""
         first = self._begins.get(keys[0], 0)
         end = first + len(keys)
         if self._keys[first:end] == keys and allowed[first:end].all():
@@ -66,9 +66,9 @@ class Found:
 
 
 class PeerSlots:
-    """Slots of the engines that are peers of the one with `arenas`, given by rank.
+    """Slots of the peers of the engine whose `arenas` are given by rank.
 
-    They have numbers of `kv_offload.messages.peer_slots`. Only those of an `opened` peer are found.
+    `kv_offload.messages.peer_slots` numbers them. Only slots of `opened` peers are found.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class PeerSlots:
         self.is_cut_off = False
         """True once this engine was reset: peers may have KV that was computed before."""
         self.opened: dict[PeerDirectory, int] = {}
-        """Peers, each with the slots of it below which all ranks can load, the last used first."""
-        # By seat: only those with leases, opened or not. Others would stay mapped once removed.
+        """Peers, last used first, each with the slot below which all ranks can load."""
+        # By seat, only peers with leases, opened or not. Others would stay mapped once removed.
         self._leased: dict[int, PeerDirectory] = {}
         self._lost: set[bytes] = set()
         self._lost_until = 0.0
@@ -138,9 +138,9 @@ class PeerSlots:
         return has
 
     def reserve(self, keys: Sequence[bytes]) -> bool:
-        """Lease what this step's lookups have found of distinct keys, until `drop`.
+        """Lease the slots that this step's lookups found for distinct keys, until `drop`.
 
-        Returns False if a key was lost meanwhile, which is not found again for a while.
+        Returns False if a key was lost meanwhile; that key is not found again for a while.
         """
         found = self._found
         if not len(found.slots) or not len(keys):
@@ -188,7 +188,7 @@ class PeerSlots:
                 del self._leased[peer.number]
 
     def drop(self) -> bool:
-        """End what was reserved in this step; return whether there was anything."""
+        """End this step's reservations; return whether there were any."""
         if not len(self._found.slots):
             return False
         found, self._found = self._found, Found()
@@ -206,7 +206,7 @@ class PeerSlots:
 
     @property
     def num_leases(self) -> int:
-        """Leases that this engine has, also several of a slot."""
+        """Number of this engine's leases; a slot can have several."""
         return sum(peer.num_leases for peer in self._leased.values())
 
     def has_leases(self, peer: PeerDirectory) -> bool:
@@ -214,7 +214,7 @@ class PeerSlots:
         return self._leased.get(peer.number) is peer
 
     def cut_off(self) -> None:
-        """Find nothing from now on. Loads under way go on."""
+        """Find nothing from now on. Loads under way continue."""
         self.is_cut_off, self.opened = True, {}
         self.drop()
 

@@ -1,8 +1,8 @@
 """Finds the other engines of a host pool, reads their directories and leases their slots.
 
-Nothing here waits for another engine. The only bytes of another engine that are written are marks
-of used slots, and the leases of this one. A slot of another engine is read between
-`PeerDirectory.lease` and `PeerDirectory.release`:
+Nothing here waits for another engine. In another engine's directory it writes only marks of used
+slots and its own leases. A slot of another engine is read between `PeerDirectory.lease` and
+`PeerDirectory.release`:
 
     owner, before it writes a slot      reader, before it reads a slot
     clears the sum of its entry         reads the sum, and then the key
@@ -10,10 +10,10 @@ of used slots, and the leases of this one. A slot of another engine is read betw
     reads the leases of the slot        orders memory
     and does not write if it is leased  and does not read if the sum has changed
 
-So one of both sees the other. No two publications have the same sum, so an unchanged sum means that
-the slot had the key all the time, and has it until the lease ends. This holds at whatever
-instruction owner or reader stop or end. A reader that has ended is known by the lock of its seat
-(`READER`): then the owner ends its leases. docs/design/host_pool.md has the argument.
+So at least one of them sees the other. No two publications have the same sum, so an unchanged sum
+means that the slot had the key all the time, and has it until the lease ends. This holds at
+whichever instruction owner or reader stops or ends. The lock of a reader's seat (`READER`) shows
+when the reader has ended: then the owner ends its leases. docs/design/host_pool.md has the proof.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ the unmapping of an arena that was removed."""
 
 
 class PeerDirectory:
-    """The directory of another seat, which an engine writes, or has left.
+    """The directory of another seat, which an engine writes or has left.
 
     The scheduler looks keys up in it and leases slots. Any thread may read the properties.
     """
@@ -64,13 +64,13 @@ class PeerDirectory:
         self._leases = contents.leases[:, reader]
         self._held = SlotRefcounts(contents.num_slots)
         self.num_leases = 0
-        """Leases that were not released."""
+        """Leases that have not been released."""
 
     @classmethod
     def open(cls, seat: Path, kinds: Mapping[int, str], reader: int) -> PeerDirectory | None:
-        """Open the directory of a seat; None where there is none of arenas of these kinds.
+        """Open the directory of a seat; None if it has none for arenas of these kinds.
 
-        `reader` is the seat of this engine, whose leases this process alone may set. Those that an
+        `reader` is the seat of this engine, whose leases only this process may set. Leases that an
         earlier process left are ended.
         """
         inode, contents = _inode(seat), open_directory(seat)
@@ -79,7 +79,7 @@ class PeerDirectory:
         files = read_names(contents.files)
         is_alike = all(files.get(rank, "").startswith(f"{kind}.") for rank, kind in kinds.items())
         peer = cls(seat, contents, inode, files, reader)
-        # Between the two it may have been replaced.
+        # It may have been replaced between the two calls.
         if not is_alike or not peer.is_current:
             return None
         peer._leases[np.flatnonzero(peer._leases)] = 0
@@ -124,7 +124,7 @@ class PeerDirectory:
         self.num_leases += len(slots)
 
     def release(self, slots: Slots) -> None:
-        """End one lease of each slot. Nothing reads them for it any more."""
+        """End one lease of each slot, after its reads have ended."""
         idle = self._held.end_loads(slots)
         self.num_leases -= len(slots)
         order_memory()
@@ -135,8 +135,8 @@ class PeerDirectories:
     """The directories of the other seats of a pool whose arenas match `arenas`, given by rank.
 
     A thread adds new ones and drops removed ones, until `close` or the end of this object, and
-    calls `changed`. There are none while another process has the leases of this seat, which is one
-    that lost its ranks and is ending.
+    calls `changed`. There are none while another process, which lost its ranks and is ending, still
+    has the leases of this seat.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class PeerDirectories:
         self._changed: Callable[[], None] | None = None
         self.all: tuple[PeerDirectory, ...] = ()
         """Replaced as a whole, so any thread may read it."""
-        # By seat and inode; kept by whoever holds leases.
+        # By seat and inode; kept alive by the holders of leases.
         self._opened: WeakValueDictionary[tuple[Path, int], PeerDirectory] = WeakValueDictionary()
         self._dropped: list[PeerDirectory] = []
         self._reader: Callable[[], object] | None = None
-        """Ends the lock of this seat's leases."""
+        """Releases the lock of this seat's leases."""
         self._reader_inode = 0
         self._refreshing = threading.Lock()
         self._ended = threading.Event()
@@ -172,7 +172,7 @@ class PeerDirectories:
             if self._ended.is_set() or seat_number(self._seat) >= MAX_PEERS:
                 return
             found: tuple[PeerDirectory, ...] = ()
-            with contextlib.suppress(OSError):  # somebody has removed the seat or the pool
+            with contextlib.suppress(OSError):  # the seat or the pool was removed
                 if self._may_read():
                     seats = [one for one in find_seats(self._seat.parent) if one != self._seat]
                     named = [one for one in seats if seat_number(one) < MAX_PEERS]
@@ -184,11 +184,11 @@ class PeerDirectories:
             self._changed()
 
     def drop(self, peer: PeerDirectory) -> None:
-        """Let go of a directory that nothing reads. The thread unmaps it, which takes long."""
+        """Release a directory that nothing reads. The thread unmaps it, because that takes long."""
         self._dropped.append(peer)
 
     def _may_read(self) -> bool:
-        """Return whether this process has the leases of its seat, of which it takes the lock.
+        """Return whether this process has the leases of its seat; locks them if it can.
 
         False once the seat was removed: another engine may have its number. Raises `OSError`.
         """
@@ -201,9 +201,9 @@ class PeerDirectories:
         return os.stat(self._seat / READER, follow_symlinks=False).st_ino == self._reader_inode
 
     def _find(self, seat: Path) -> PeerDirectory | None:
-        """Return the directory of a seat, if its arenas are alike and there.
+        """Return the directory of a seat, if its arenas match and exist.
 
-        None is opened twice, which would end the leases of the first time.
+        A directory is not opened twice, because that would end the leases of the first time.
         """
         peer = self._opened.get((seat, _inode(seat)))
         if peer is None:
@@ -216,7 +216,7 @@ class PeerDirectories:
         return peer if has_arenas else None
 
     def close(self) -> None:
-        """Drop all of them, and end the thread and all leases."""
+        """Drop all directories, and end the thread and all leases."""
         self._ended.set()
         with self._refreshing:
             self.all = ()
@@ -232,7 +232,7 @@ def arena_kinds(seat: Path) -> dict[int, str]:
 
 
 def _inode(seat: Path) -> int:
-    """Return the inode of a seat's directory; 0 where there is none."""
+    """Return the inode of a seat's directory; 0 if there is none."""
     try:
         return os.stat(seat / DIRECTORY, follow_symlinks=False).st_ino
     except OSError:

@@ -24,8 +24,8 @@ Readable = Callable[[Sequence[SlotKey]], Mask]
 """Returns for each key whether host memory can serve it."""
 
 FIRST_LOOKUP_SLOTS, LOOKUP_GROWTH = 8, 4
-"""Slots that a search looks up first, since a new prompt misses its first slot; if none is missing,
-each further lookup takes so many times as many."""
+"""A search first looks up this many slots, since a new prompt misses its first slot; if none is
+missing, each further lookup takes this many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class CacheGroup:
         return not (partial or self.holds_state or self.is_scratch)
 
     def held_blocks(self, num_blocks: int) -> int:
-        """Return how many of a table's blocks a running request is sure to hold, at most.
+        """Return how many of a table's blocks, at most, a running request is sure to hold.
 
-        The engine takes back blocks that a window has left, and keeps two of states.
+        The engine frees blocks that a window has left, and keeps two blocks of states.
         """
         if self.reads_all:
             return num_blocks
@@ -146,10 +146,10 @@ class PrefixMap:
         has_tails = may_end_inside and not self.reads_all
         is_finer = hash_block_tokens < self.alignment_tokens
         self.tail_tokens = hash_block_tokens if has_tails and is_finer else 0
-        """Hits of states may also end at multiples of this, inside of blocks; 0 if they cannot."""
+        """Hits of states may also end at multiples of this, inside blocks; 0 if they cannot."""
         has_proofs = any(group.sees_next_token for group in self.groups)
         self.proof_tokens = self.tail_tokens * has_proofs
-        """Tokens after such an end that the key of a draft head's block covers as well."""
+        """Tokens after an end inside a block that the key of a draft head's block also covers."""
 
     def align(self, tokens: int) -> int:
         """Return the largest multiple of `alignment_tokens` that is at most `tokens`."""
@@ -170,10 +170,10 @@ class PrefixMap:
     def tail_keys(
         self, hashes: Sequence[bytes], group: CacheGroup, end_tokens: int
     ) -> list[SlotKey]:
-        """Return the key of the block inside of which a prefix ends; none if it ends with a block.
+        """Return the key of the block inside which a prefix ends; none if it ends with a block.
 
         It is the hash at the end of the prefix. If KV depends on the next token, it is the next
-        hash, which is the proof as well. Raises `MissingKeyError` if there is no such block.
+        hash, which is also the proof. Raises `MissingKeyError` if no block can end there.
         """
         if not end_tokens % group.block_tokens or group.is_scratch:
             return []
@@ -214,8 +214,8 @@ class PrefixMap:
     def count_named(self, group: CacheGroup, slots: Sequence[int], prompt_tokens: int) -> int:
         """Return how many of a request's computed slots get a hash from the engine.
 
-        Of states, and of windows with `retention_tokens`, only those that a hit at certain tokens
-        reads. For states these tokens are unknown here, so none counts.
+        States, and windows with `retention_tokens`, get one only if a hit at certain tokens reads
+        them. For states these tokens are unknown here, so none counts.
         """
         if group.holds_state or group.is_scratch:
             return 0
@@ -232,7 +232,7 @@ class PrefixMap:
         return slot in self.needed_slots(group, 0, end * group.retention_tokens)
 
     def _needed(self, start_tokens: int, end_tokens: int) -> Iterator[tuple[CacheGroup, range]]:
-        """Yield by group the slots of `needed_keys`, with that inside of which the prefix ends."""
+        """Yield by group the slots of `needed_keys`, with the one inside which the prefix ends."""
         for group in self.stored_groups:
             slots = self.needed_slots(group, start_tokens, end_tokens)
             has_tail = end_tokens > start_tokens and end_tokens % group.block_tokens > 0
@@ -299,7 +299,7 @@ class PrefixMap:
         return self.align(self.hashed_tokens(hashes, limit_tokens))
 
     def hashed_tokens(self, hashes: Sequence[bytes], limit_tokens: int) -> int:
-        """Return up to which token there are hashes, at most `limit_tokens`."""
+        """Return the last token, at most `limit_tokens`, up to which there are hashes."""
         return min(limit_tokens, len(hashes) * self._hash_block_tokens)
 
     def longest_hits(
@@ -310,11 +310,11 @@ class PrefixMap:
         limit_tokens: int,
         known_tokens: int = 0,
     ) -> tuple[int, int]:
-        """Return up to where a prefix of `start_tokens` can be extended, or `start_tokens`.
+        """Return how far a prefix of `start_tokens` can be extended, or `start_tokens`.
 
-        Also returns that for only the groups that read all tokens, in whole blocks. The two are
-        equal unless there are groups of both kinds. Groups that read all tokens are not looked up
-        before `known_tokens`, because they are known to have everything there.
+        Also returns how far the groups that read all tokens can extend it, in whole blocks. The two
+        are equal unless there are groups of both kinds. Groups that read all tokens are not looked
+        up before `known_tokens`, because they are known to have everything there.
 
         Every group must have the blocks that a query at the end still reads. If KV depends on the
         next token, the slot after the end must be readable too; it may be beyond `limit_tokens`.
@@ -352,10 +352,10 @@ class PrefixMap:
         full_tokens: int,
         limit_tokens: int,
     ) -> int:
-        """Return the largest end inside of a block beyond `end_tokens`, or `end_tokens`.
+        """Return the largest end inside a block beyond `end_tokens`, or `end_tokens`.
 
         `full_tokens` is how far the groups that read all tokens have whole blocks. Looks at the
-        block after that, and at the one before: an earlier end saves a block's tokens at most.
+        block after that, and at the one before: an earlier end saves at most a block's tokens.
         """
         step, block = self.tail_tokens, self.alignment_tokens
         # A block that lacks its proof is not in `full_tokens`; a tail has its proof.
@@ -380,8 +380,7 @@ class PrefixMap:
         end_tokens: int,
     ) -> int:
         """Return the largest aligned end, at most `end_tokens`, that this group can serve."""
-        # The proof is the slot after the end, so a missing slot moves the end one slot further
-        # back.
+        # The proof is the slot after the end, so a missing slot moves the end back by one more.
         ahead = int(group.sees_next_token)
         if group.reads_all:
             first = start_tokens // group.block_tokens

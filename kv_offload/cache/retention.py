@@ -101,7 +101,7 @@ class Retention:
     def _retain(self, slots: Slots, keep: Keep) -> None:
         """Put readable slots into the lease with these terms."""
         owner = keep.owner or ""  # vLLM's keys are the same without a salt and with an empty one
-        # At least a second from now: a slot never comes back to a lease.
+        # At least a second from now: a slot never returns to a lease.
         second = math.ceil(self._clock() + max(1.0, keep.seconds))
         before = self._expires_of[slots]
         fresh = slots[before == 0]

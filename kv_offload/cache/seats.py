@@ -30,8 +30,8 @@ def seat_number(seat: Path) -> int:
 def lock_file(path: Path, *, creates: bool = True) -> int | None:
     """Lock a file until the returned descriptor is closed, or this process ends.
 
-    Returns None if another process has the lock. Raises `OSError`, also if there is no file and it
-    `creates` none.
+    Returns None if another process has the lock. Raises `OSError`, also if there is no file and
+    `creates` is False.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if creates else 0)
     fd = os.open(path, flags, 0o600)

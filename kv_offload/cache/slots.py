@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """Number of keys."""
     prompt_tokens: int
     must: bool = False
-    """True if the keys are to be stored whatever they are worth."""
+    """True if the keys must be stored whatever they are worth."""
     parent: Key | None = None
     """The key before the run in the prompt; None if there is none or the run does not need it."""
 

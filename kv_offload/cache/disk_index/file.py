@@ -74,7 +74,7 @@ def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskC
                 reason = error.args[0]
     for suffix in SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # no other user reads it
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # unreadable by others
     with contextlib.ExitStack() as opened:
         database = opened.enter_context(contextlib.closing(_connect(path)))
         write_new(database, new)
@@ -105,14 +105,14 @@ def _is_read(database: sqlite3.Connection) -> bool:
 def _prepare(database: sqlite3.Connection) -> None:
     """Ensure that a kill leaves whole transactions, and that a transaction can begin.
 
-    Raises `DamagedIndexError` for a file that SQLite reads but never writes, as one with the number
-    of a later version in its header.
+    Raises `DamagedIndexError` for a file that SQLite reads but never writes, such as one with the
+    number of a later version in its header.
     """
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("BEGIN IMMEDIATE")
     try:
-        database.execute("DELETE FROM meta")  # beginning does not tell
+        database.execute("DELETE FROM meta")  # BEGIN alone succeeds for such a file
     except sqlite3.Error as error:
         raise DamagedIndexError(f"it cannot be written: {error}") from error
     finally:
@@ -122,8 +122,8 @@ def _prepare(database: sqlite3.Connection) -> None:
 def end_index(path: Path, file: int, database: sqlite3.Connection) -> None:
     """Make the next engine begin with an empty index; return once that is durable.
 
-    `file` is a descriptor of the index. Removing it needs no room on the disk; one that cannot be
-    removed, or was moved, is emptied instead. Raises `OSError` or `sqlite3.Error`.
+    `file` is a descriptor of the index. Removing it needs no room on the disk; a file that cannot
+    be removed, or was moved, is emptied instead. Raises `OSError` or `sqlite3.Error`.
     """
     try:
         if os.path.samestat(path.stat(), os.fstat(file)):

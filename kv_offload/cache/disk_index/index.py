@@ -144,7 +144,8 @@ class DiskIndex:
         """Drop all keys, choose another `generation`, and have the thread end the file.
 
         The new generation exists in this process alone: no restart, perhaps with other weights, can
-        name a block of it. Once the file has ended, nor an earlier block; see `wait_ended`.
+        name a block of it. Once the file has ended, none can name an earlier block; see
+        `wait_ended`.
         """
         self.generation = secrets.token_bytes(GENERATION_BYTES)
         self._cleared.set()
@@ -188,7 +189,7 @@ class DiskIndex:
             elif not self._ended.is_set():
                 end_index(self._path, self._file, self._database)
                 self._ended.set()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the thread must not end
+        except Exception as error:  # noqa: BLE001 - no error may end the thread
             self.errors += 1
             if self._cleared.is_set():
                 self.problem = f"{self._path} cannot be removed or emptied: {error}"

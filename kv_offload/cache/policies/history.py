@@ -37,7 +37,7 @@ class History:
     """A table with one possible place per key; the last key that was put into a place stays.
 
     Keys with the same hash count as one key, which costs a wrong guess, never a wrong block. Each
-    key costs a read of uncached memory, a single one as hash and bucket lie side by side.
+    key costs a single read of uncached memory, because hash and bucket are adjacent.
     """
 
     def __init__(self, keys_per_slot: int, slots: int) -> None:

@@ -93,7 +93,7 @@ class LRUPolicy(EvictionPolicy):
         return slots, self._entry_of[slots] == entries
 
     def _pop_oldest(self, count: int) -> Slots:
-        """Remove up to `count` of the least recent slots from the log that are not held."""
+        """Remove from the log up to `count` of the least recent slots that are not held."""
         victims: list[Slots] = []
         window = max(count, WINDOW_ENTRIES)
         while count and self._first < self._next:
@@ -111,7 +111,7 @@ class LRUPolicy(EvictionPolicy):
         return victims[0] if len(victims) == 1 else np.concatenate([NO_SLOTS, *victims])
 
     def _sweep(self, count: int) -> None:
-        """Compact the live ones of the next `count` entries towards the newest."""
+        """Compact the live entries among the next `count` towards the newest."""
         if self._unswept == self._first:
             self._unswept = self._swept = self._next
         first = max(self._first, self._unswept - count)

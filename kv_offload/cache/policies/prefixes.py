@@ -1,7 +1,7 @@
 """Parents and children of blocks: a block is useful only while all blocks before it are kept.
 
-So a block is not evicted before its child. The worth of their classes does not ensure that: the
-head of a prompt may be in a class that is worth less than its tail's, and without the head the tail
+So a block is not evicted before its child. The worth of their classes does not ensure this: the
+head of a prompt can be in a class that is worth less than its tail's, and without the head the tail
 only takes room.
 
 If a block has several children, the last stored one counts. The others came with earlier accesses.
@@ -9,7 +9,7 @@ If a block has several children, the last stored one counts. The others came wit
 Blocks that have to stay are listed, in runs of consecutive blocks. Once the child of a run is about
 to leave, the whole run can leave after it. Otherwise the heads of prompts whose tails have gone
 would wait for the next ranking, and better blocks would leave or new ones be declined instead: with
-250 slots that cost 4 of 91 points of the hits of agents who call themselves in bursts (November
+250 slots that cost 4 of 91 points of the hits of agents that call themselves in bursts (November
 2026).
 """
 

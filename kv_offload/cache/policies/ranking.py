@@ -37,8 +37,8 @@ class Ranking:
 
     Between two calls of `rank` the order of the buckets stays fixed, and the slots of the worst
     buckets wait in a queue. Blocks that have to stay for their child (`prefixes`) are queued after
-    it, and only when they are wanted: a prompt that grew turn by turn is a chain of a hundred small
-    parts.
+    it, and only when they are wanted: a prompt that grew over many turns is a chain of a hundred
+    small parts.
     """
 
     def __init__(self, capacity: int, density: HitDensity) -> None:

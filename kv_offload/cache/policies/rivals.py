@@ -8,9 +8,9 @@ workloads of `bench/trace` such hits are within half a point of those of a real 
 (November 2026). docs/design/eviction.md says how the lead changes. While hit density leads, its
 real hits count: it keeps prompts that are large for the cache less well than their cells say.
 
-New traffic shows in keys that were never seen before, whereas in a loop over more than memory
-holds, every missed key is known. So once a long run of new keys has come, everything is stored, and
-stays until a known key comes. If the run was very long, hit density then loses the lead.
+New traffic brings keys that were never seen before, whereas in a loop over more than memory holds,
+every missed key is known. So after a long run of new keys, everything is stored, and stays until a
+known key is accessed. If the run was very long, hit density then loses the lead.
 """
 
 from __future__ import annotations
