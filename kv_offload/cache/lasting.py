@@ -185,7 +185,7 @@ class LastingManager(CacheManager):
         return slots
 
     def _set_apart(self, slots: Slots, leased: Mask) -> Slots:
-        """Set leased slots, which were just given to keys, aside until no peer reads them.
+        """Set aside leased slots, which were just given to keys, until no peer reads them.
 
         Returns the slots before the first leased one; the keys of the others get none.
         """
@@ -263,7 +263,6 @@ class LastingManager(CacheManager):
 
 
 def _of(keys: Sequence[Key], wanted: Mask) -> list[Key]:
-    """Return the wanted keys."""
     return [*keys] if wanted.all() else [*compress(keys, wanted.tolist())]
 
 

@@ -13,7 +13,7 @@ slots and its own leases. A slot of another engine is read between `PeerDirector
 So at least one of them sees the other. No two publications have the same sum, so an unchanged sum
 means that the slot had the key all the time, and has it until the lease ends. This holds at
 whichever instruction owner or reader stops or ends. The lock of a reader's seat (`READER`) shows
-when the reader has ended: then the owner ends its leases. docs/design/host_pool.md has the proof.
+when the reader has ended: then the owner ends its leases. See docs/design/host_pool.md.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Retention:
         self._manager.complete_load(slots)
 
     def drop(self) -> None:
-        """Release all slots and drop what is pending; called before the manager is reset."""
+        """Release all slots and drop pending ones; called before the manager is reset."""
         self._release(np.flatnonzero(self._expires_of).astype(np.int32))
         for table in (self._leases, self._ends, self._owned, self._pending):
             table.clear()

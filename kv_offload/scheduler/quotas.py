@@ -179,13 +179,13 @@ class Quotas:
             if len(gone):
                 evicted += len(gone)
                 known = [key is not None for key in self._manager.readable_keys(gone)]
-                self._take_away(gone)  # also those that are empty
+                self._take_away(gone)  # including empty ones
                 self._forget(gone[known])
                 share.named -= len(gone)
             left = number, self._own(number, own)
             if evicted >= surplus:
                 share.batches.appendleft(left)
-            elif len(left[1]):  # held: to be looked at again after all others
+            elif len(left[1]):  # held: look at it again after all others
                 share.batches.append(left)
         self._count("quota_evictions", evicted)
 

@@ -336,7 +336,7 @@ class OffloadScheduler:
     # -- host memory ---------------------------------------------------------------------------
 
     def take_capacities(self, capacities: Sequence[WorkerCapacity]) -> None:
-        """Take the capacities of ranks, at the start or later.
+        """Use the capacities of ranks, at the start or later.
 
         With a `host_pool` the first call adopts the slots that an earlier process left in the
         ranks' arenas. Raises `UnsupportedError` if that call does not name all ranks.

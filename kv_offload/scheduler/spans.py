@@ -35,9 +35,9 @@ ReportSpan = Callable[[TraceSpan], None]
 class Spans:
     """Reports two spans for each admission of a request: its lookup, and its load if it has one.
 
-    The lookup lasts from the first time that the engine looks the request up until it gives it
-    blocks, including waits for another request's load or a read from a tier. The load lasts from
-    the step that sends it until every rank has reported its end.
+    The lookup lasts from the engine's first lookup of the request until the request has blocks,
+    including waits for another request's load or a read from a tier. The load lasts from the step
+    that sends it until every rank has reported its end.
 
     A tracer that raises is not called again.
     """

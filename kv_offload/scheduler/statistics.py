@@ -43,7 +43,7 @@ class Statistics:
     def take(self, *, idle: bool) -> OffloadStats | None:
         """Return the counters since the last call, and gauges that changed; None if nothing did.
 
-        Gauges change in every step of decodes, and are scraped at intervals of seconds. So they are
+        Gauges change in every step of decodes, but are scraped at intervals of seconds, so they are
         read every `GAUGE_SECONDS`, or at once if the engine is `idle`.
         """
         manager = self._manager

@@ -26,7 +26,7 @@ MIN_PREFILL_TOKENS = 64
 """A step with fewer tokens measures the fixed cost of a step, not that of its tokens."""
 
 MIN_TOKENS_PER_REQUEST = 10
-"""A step with fewer tokens per request is a step of decodes or drafts: most are not of prompts."""
+"""A step with fewer tokens per request computes mostly decodes or drafts, not prompts."""
 
 
 def measures_prompts(tokens: int, requests: int) -> bool:

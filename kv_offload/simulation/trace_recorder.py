@@ -90,7 +90,7 @@ class TraceRecorder:
         return new
 
     def close(self, seconds: float) -> None:
-        """Write what is queued and close the file; give up on a disk that hangs after `seconds`."""
+        """Write queued requests and close the file; give up after `seconds` if the disk hangs."""
         self._queue.put(None)
         self._thread.join(seconds)
 

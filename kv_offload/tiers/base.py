@@ -85,7 +85,7 @@ class Tier(ABC):
         self._writes = Pause()
         self.is_stuck = False
         """True while a copy hangs."""
-        # By kind, the oldest copy under way, and when it became the oldest.
+        # By kind, the oldest copy under way, and the time when it became the oldest.
         self._oldest: dict[Kind, tuple[Transfer, float]] = {}
 
     manager: CacheManager | None = None
@@ -225,7 +225,7 @@ class Tier(ABC):
 
     def read_failed(self) -> None:
         """Pause reads, because a read or a question failed."""
-        if self._reads.is_over:  # else another copy under way failed before
+        if self._reads.is_over:  # else another copy under way has failed already
             logger.warning(
                 "kv-offload: the %s could not be read. It is not read for %.0f s",
                 self.what,

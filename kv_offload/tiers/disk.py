@@ -24,7 +24,7 @@ again. A disk that failed as a whole for a while thus recovers."""
 
 
 IndexOpener = Callable[[Mapping[str, str], int], DiskIndex]
-"""Opens the index of a tier. Takes the ids of the ranks' files, by rank, and their slots."""
+"""Opens the index of a tier. Takes the ids of the ranks' files, by rank, and the slot count."""
 
 
 class DiskTier(Tier):

@@ -33,7 +33,7 @@ class Wait:
 
     - `start_tokens`, `num_tokens`: tokens that the GPU had, and tokens of the request.
     - `looked`: time of its last lookup, on the monotonic clock in seconds.
-    - `is_ahead`: True while the request is queued and the engine has not asked for it.
+    - `is_ahead`: True while the request is queued and the engine has not looked it up.
     - `is_stale`: True if blocks or answers have arrived since that lookup.
     - `until`: its deadline, set when the engine begins to wait for a read.
     - `asked`: True once all shared tiers were asked for its blocks. If they were asked ahead, also

@@ -18,7 +18,7 @@ class Questions:
         self._prefixes, self._host = core.prefixes, core.manager
         self._lookups = core.lookups
         self._by_key: dict[SlotKey, Question] = {}
-        # In the order of asking, which is also that of the answers; with their keys.
+        # In the order of asking, which is also the order of the answers; with their keys.
         self._queue: deque[tuple[Question, list[SlotKey]]] = deque()
 
     @property

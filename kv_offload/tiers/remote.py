@@ -98,7 +98,7 @@ class RemoteTier(Tier):
 
     @property
     def _late_answer_failed(self) -> bool:
-        """True if the last answer was a late error, so recent that a pause for it would go on."""
+        """True if the last answer was a late error, and a pause for it would not be over yet."""
         last = self._last_question
         if not self._is_late or last is None or not last.is_done or last.found is not None:
             return False

@@ -24,7 +24,7 @@ TIMED_BYTES = 1 << 18
 class Moves:
     """Starts moves and processes their ends. Ranks that share memory move separate slots.
 
-    The slot of the tier alone determines the rank, so that a rank finds what it has written.
+    The slot of the tier alone determines the rank, so that a rank finds its own writes.
     """
 
     def __init__(self, jobs: RankJobs) -> None:

@@ -17,7 +17,7 @@ class CopySpeeds:
     """Measures the link with jobs that had it to themselves.
 
     A small store is dominated by its latency, and a store that runs with other copies shares the
-    link. The speed of such a store is a lower bound, so it counts only if it exceeds the current
+    link. The speed of either is a lower bound, so it counts only if it exceeds the current
     estimate. Without these lower bounds, an estimate that is far too low would never be corrected,
     because it allows only small stores.
     """

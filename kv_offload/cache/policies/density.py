@@ -39,7 +39,7 @@ NEXT_CLASS = np.where(_once < CLASSES - LENGTHS, _once + LENGTHS, _once)
 
 AGES = 256
 OLD = 1
-"""Ages of `AGES` epochs and more are not distinguished: such buckets have the epoch `OLD`."""
+"""Ages of `AGES` epochs and more are not distinguished: their buckets have the epoch `OLD`."""
 
 BINS_PER_DOUBLING = 2
 """Ages are pooled in bins that grow with age, because there is less evidence for high ages."""

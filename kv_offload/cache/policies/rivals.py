@@ -145,7 +145,7 @@ class Rivals:
         self._mean += change / MEMORY_EPOCHS
 
     def begin_epoch(self) -> None:
-        """Make both rules evict what exceeds the capacity, by the current worth of the keys."""
+        """Make both rules evict down to the capacity, by the current worth of the keys."""
         alive, _ = self._density.by_age()
         of_age = alive.sum(axis=1)
         room = self._capacity - (np.cumsum(of_age) - of_age)

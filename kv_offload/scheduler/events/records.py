@@ -32,7 +32,7 @@ class BlockRecords:
     def __init__(self, prefixes: PrefixMap, describe: Describe) -> None:
         self._prefixes = prefixes
         self.describe = describe
-        self._record_of: list[Record | None] = []  # by slot, as far as slots were used
+        self._record_of: list[Record | None] = []  # by slot, up to the last used one
 
     def of(self, slot: int, key: Key) -> Record | None:
         """Return the record of a slot if it is about this key; else None."""

@@ -210,7 +210,7 @@ class Admissions:
         """
         hit, tracked.hit = tracked.hit, None
         if tracked.phase is Phase.WAITING:
-            # Recovery must know its blocks, whatever has failed.
+            # Recovery must know its blocks, whatever failed.
             self._requests.admit(tracked, blocks.get_block_ids())
         chosen = None if hit is None else hit.decision
         if not num_external_tokens or hit is None or chosen is None:

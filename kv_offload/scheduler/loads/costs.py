@@ -134,7 +134,7 @@ class LoadCosts:
         return None if own_compute is None else own_compute + self._seconds_ahead()
 
     def _seconds_ahead(self) -> float:
-        """Return how long the admitted prompts will still compute; they come first."""
+        """Return how long it will take to compute the admitted prompts, which come first."""
         if self._tokens_ahead is None:
             left = {tracked: tracked.prompt_tokens_left for tracked in self._prefilling}
             self._prefilling.difference_update([r for r, tokens in left.items() if tokens <= 1])

@@ -41,9 +41,9 @@ WHOLE_SECONDS = 0.017
 
 Then one token is computed, as in a step of decodes: one CUDA graph, after the load. If the last
 slot is left out, its tokens are computed, and the host launches their layers one by one while the
-load arrives in waves. A long load hides that forward; up to this limit the host takes longest. With
-vLLM 0.33 it took 10 to 17 ms for 32 layers (H200s, 28 Nov 2026): the time to first token was 16 to
-32 ms without the last slot where load and decode took 15.5 ms, and 10.4 ms with it where they took
+load arrives in waves. A long load hides that forward; up to this limit the host takes longest: 10
+to 17 ms for 32 layers with vLLM 0.33 (H200s, 28 Nov 2026). The time to first token was 16 to 32 ms
+without the last slot where load and decode took 15.5 ms, and 10.4 ms with it where they took
 7.4 ms."""
 
 MARGIN = 1.2

@@ -237,7 +237,7 @@ class Lookups:
         if hit.slots is None:
             if not manager.readable(hit.keys).all() or not manager.reserve(hit.keys):
                 return False
-            # -1 where a block is still being written here and a peer has it: it can go any time.
+            # -1 for a block that is being written here while a peer has it: the peer can drop it.
             slots = manager.find(hit.keys)
             hit.slots = np.where(manager.holds(slots), slots, np.int32(-1))
         elif not manager.keep_their_keys(hit.slots, hit.forgotten):

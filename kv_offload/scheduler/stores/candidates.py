@@ -60,7 +60,7 @@ class StoreCandidates:
         self._keys: list[SlotKey] = []  # of all spans
         self._unfinished: set[str] = set()
         self.paused = False
-        """True while nothing is stored."""
+        """True while stores are paused."""
         self.examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
 
@@ -98,7 +98,7 @@ class StoreCandidates:
                 self._unfinished.add(request.request_id)
 
     def take(self) -> tuple[list[Span], list[SlotKey]]:
-        """Return what was noted since the last call, with the keys of all spans in order."""
+        """Return the spans noted since the last call, with the keys of all in order."""
         noted = self._spans, self._keys
         self._spans, self._keys = [], []
         return noted
