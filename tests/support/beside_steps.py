@@ -1,4 +1,4 @@
-"""What a test tells the scheduler's half of a played engine, and asks it, beside the steps."""
+"""What a test does to the scheduler side of a played engine between steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.played_engine import PlayedEngine
 
 
 def held_tokens(engine: PlayedEngine, prompt: Sequence[int]) -> int | None:
-    """Return how many tokens of the full blocks of a prompt host memory has; see `match`."""
+    """Return how many tokens of a prompt's full blocks are in host memory; see `match`."""
     asking = make_request("asks", [*prompt, 0], engine.hash_block_tokens)
     tokens: int | None = engine.offload.match(asking, 0)[0]
     engine.offload.finished(asking, None)
@@ -28,7 +28,7 @@ def report(
 
 
 def teach(engine: PlayedEngine, bytes_per_second: float) -> None:
-    """Have the engine believe that it measured this link, and a million tokens a second."""
+    """Make the engine believe that it measured this link, and a million tokens per second."""
     watch = engine.offload.watch
     for _ in range(15):
         watch.load_rate.learn(bytes_per_second)

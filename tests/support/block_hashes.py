@@ -1,4 +1,4 @@
-"""What vLLM's engine core makes of a prompt, in a process of its own, for each way to hash it."""
+"""Compute the block hashes of vLLM's engine core in a new process, for each hash function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEDS = (None, "0", "random")
 
 
 def find(algorithm: str, seed: str | None) -> tuple[list[str], str | None]:
-    """Return the keys of a prompt's blocks, and why they are not reproducible, if so."""
+    """Return the keys of a prompt's blocks and, if they are not reproducible, the reason."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

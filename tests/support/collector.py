@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans on loopback, to which servers export by HTTP."""
+"""A collector of OpenTelemetry spans on loopback, to which servers export over HTTP."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENVIRONMENT = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     "OTEL_BSP_SCHEDULE_DELAY": "200",
 }
-"""Of a server that exports here; it sends five times a second."""
+"""Variables of a server that exports here, five times a second."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A span. Ids are hexadecimal; `parent_id` is empty for the first of a trace."""
+    """A span. Ids are hexadecimal; `parent_id` is empty for a trace's root span."""
 
     name: str
     trace_id: str
@@ -63,7 +63,7 @@ class Collector:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def of_trace(self, trace_id: str, count: int) -> list[Told]:
-        """Return the spans of a trace once there are so many, in the order of their starts."""
+        """Wait until a trace has this many spans, and return them in the order of their starts."""
 
         def found() -> list[Told]:
             return [span for span in list(self._told) if span.trace_id == trace_id]

@@ -1,4 +1,4 @@
-"""`kv-offload` in a process of its own: in a shell, and on a terminal."""
+"""Run `kv-offload` in a separate process: in a shell, or on a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_SECONDS = 120
 def run_in_shell(
     folder: Path, command: str, shell: str = "bash", stdout: int = subprocess.PIPE, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, whose modules come before all others."""
+    """Run a command in a folder, whose modules take precedence over all others."""
     return subprocess.run(
         [shell, "-c", command],
         cwd=folder,
@@ -36,11 +36,11 @@ def run_in_shell(
 
 
 class Terminal:
-    """A program in a terminal of its own, 110 x 50, and all that it wrote there."""
+    """A program in its own terminal of 110 x 50, and everything that it has written there."""
 
     def __init__(self, program: Sequence[str], **more: str) -> None:
         self._ours, theirs = pty.openpty()
-        # A shell that runs the tests in its background has SIGINT ignored, and programs inherit it.
+        # A shell ignores SIGINT in background jobs, and programs inherit this.
         outer = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             self.process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Terminal:
             signal.signal(signal.SIGINT, outer)
             os.close(theirs)
         self._output = bytearray()
-        # A terminal that nobody reads would stop the process.
+        # A terminal that is not read would block the process.
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -73,7 +73,7 @@ class Terminal:
                 self._output += part
 
     def wait(self) -> int:
-        """Return the exit status; a program that does not end says where it is."""
+        """Return the exit status; a program that does not end prints its stacks."""
         try:
             return self.process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -84,5 +84,5 @@ class Terminal:
 
     @property
     def output(self) -> str:
-        """What it wrote: all of it once the terminal has been left."""
+        """Its output, complete once the terminal has been left."""
         return self._output.decode()

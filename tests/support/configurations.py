@@ -1,6 +1,6 @@
-"""Configurations, specs and requests of vLLM's own classes, small enough for a test to count.
+"""Configurations, specs and requests of vLLM's own classes, small enough to count by hand.
 
-Skips a module of tests that imports it, or a played engine, where there is no vLLM.
+Without vLLM, modules of tests that import this or a played engine are skipped.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from tests.support.inputs import transfer_config as ours
 Options = dict[str, Any]
 
 RETENTION = "prefix_cache_retention_interval"
-"""vLLM's setting for windows; 0, its default, keeps them only where a prompt ends."""
+"""vLLM's interval for keeping windows. With its default of 0 only those at prompt ends are kept."""
 
 PAGE_WORDS = 8
-"""Words of 8 bytes in a block of a group, whatever its tokens: vLLM makes pages equal."""
+"""Words of 8 bytes in a block of any group, whatever its tokens: vLLM makes pages equal."""
 
 
 @functools.cache
 def block_hasher(hash_block_tokens: int) -> Callable[[Request], list[Any]]:
-    """Return vLLM's own hasher, as its engine core makes it."""
+    """Return vLLM's own block hasher, made as its engine core makes it."""
     return get_request_block_hasher(hash_block_tokens, _hash_function())
 
 
 @functools.cache
 def _hash_function() -> Any:
     hash_function = get_hash_fn_by_name("sha256")
-    init_none_hash(hash_function)  # draws a new seed: once in a process
+    init_none_hash(hash_function)  # draws a new seed, so only once per process
     return hash_function
 
 
@@ -75,7 +75,7 @@ def make_request(
     resumable: bool = False,
     **sampling: Any,
 ) -> Request:
-    """Return a real request with its block hashes; one that is `resumable` begins a session."""
+    """Return a real request with its block hashes; if it is `resumable`, it begins a session."""
     parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
     return Request(
         request_id,
@@ -106,8 +106,8 @@ def make_spec(
 ) -> Any:
     """Return a spec whose page has `PAGE_WORDS` words.
 
-    Scratch with a window is one that is replayed after a hit. With chunks that span blocks, it
-    keeps tokens until a latent covers a chunk of them. Otherwise it is a ring.
+    Scratch with a window is replayed after a hit. With chunks that span blocks, it keeps tokens
+    until a latent covers their chunk. Otherwise it is a ring.
     """
     if holds_state:
         return MambaSpec(
@@ -129,7 +129,7 @@ def make_spec(
     if is_scratch and window_tokens is None and not spans_blocks(block_tokens, chunk_tokens):
         return CircularBufferSpec(**shape, dcp_sharded=False)
     if is_scratch:
-        shape["head_size"] *= 2  # one latent vector in place of a key and a value
+        shape["head_size"] *= 2  # one latent vector instead of a key and a value
         return SlidingWindowMLASpec(
             **shape,
             sliding_window=window_tokens or chunk_tokens,
@@ -145,7 +145,7 @@ def make_spec(
 
 
 def set_layers(kv_cache_config: Any, specs: dict[str, Any]) -> None:
-    """Have the only group of a configuration hold these layers; several make it a uniform one."""
+    """Give the only group of a configuration these layers; several make its spec a uniform one."""
     (group,) = kv_cache_config.kv_cache_groups
     group.layer_names = list(specs)
     first = group.kv_cache_spec = next(iter(specs.values()))
@@ -156,7 +156,7 @@ def set_layers(kv_cache_config: Any, specs: dict[str, Any]) -> None:
 
 
 def make_tensor(size: int, layers: list[str], page_bytes: int) -> KVCacheTensor:
-    """Return the description of one allocation, in the words of the installed vLLM."""
+    """Return the description of one allocation, in the format of the installed vLLM."""
     if "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}:
         return KVCacheTensor(
             size=size, layers=layers[:1], layer_stride=size, block_stride=page_bytes
@@ -177,11 +177,11 @@ def make_kv_cache_config(
     checkpoints: int = 0,
     modules: int = 1,
 ) -> KVCacheConfig:
-    """Return a configuration of one layer per group; all of them overlay the same bytes.
+    """Return a configuration with one layer per group, all of which overlay the same bytes.
 
-    Groups that see the next token are those of a draft head that vLLM can tell from the model's.
-    States have a block for each of `drafts`, and of `checkpoints` within a prefill.
-    With several `modules` of MTP vLLM keeps more tokens than a window has.
+    Groups that see the next token are those of a draft head that vLLM can distinguish from the
+    model. States have a block for each of `drafts`, and of `checkpoints` within a prefill. With
+    several MTP `modules`, vLLM keeps more tokens than a window has.
     """
     retention = {g.retention_tokens for g in groups} - {None}
     layers = [f"layer.{group.group_id}{_name_of(group)}" for group in groups]
@@ -209,10 +209,10 @@ def make_kv_cache_config(
 
 @functools.cache
 def _scheduled_only() -> tuple[tempfile.TemporaryDirectory[str], str]:
-    """Write the configuration of a small model that exists for the scheduler only.
+    """Write the configuration of a small model that only the scheduler uses.
 
-    Returns its folder, and a format in which vLLM has read it before: that takes a fifth of a
-    played engine's start. It has an architecture of its own: to look at one of its own models, vLLM
+    Return its folder and a config format that vLLM has already read, which saves a fifth of a
+    played engine's start. The architecture is not one of vLLM's: to inspect one of those, vLLM
     starts a process.
     """
     from vllm.model_executor.models import ModelRegistry
@@ -258,7 +258,7 @@ def around(*members: Options, role: str = "kv_both", **outer: Any) -> Options:
 
 
 def _set_options(connector: str, extra_config: Options, options: Options) -> None:
-    """Set options of the plugin in a transfer configuration, also of a MultiConnector's member."""
+    """Set options of the plugin in a transfer configuration, or in a MultiConnector's member."""
     if connector == CONNECTOR:
         extra_config.update(options)
     for member in extra_config.get("connectors", ()):
@@ -283,15 +283,15 @@ def make_vllm_config(
     traces: str | None = None,
     transfer_config: Callable[[Options], Options] = ours,
 ) -> Any:
-    """Return the configuration that vLLM makes of a user's arguments, in the front end.
+    """Return the configuration that vLLM's front end makes from a user's arguments.
 
-    Drafts come from the text, or from a head whose method is set afterwards: it has no model here.
-    More `modules` than one are those of MTP.
-    `events` has KV events made, and published nowhere. `traces` is where spans go.
-    `transfer_config` makes that of the engine's connector from the options of the plugin.
+    Drafts come from the text, or from a head whose method is set afterwards, since there is no
+    model. More than one of `modules` are MTP modules. `events` turns on KV events, which are
+    published nowhere. `traces` is the endpoint for spans. `transfer_config` makes the transfer
+    configuration from the plugin's options.
     """
     plugin = {"cpu_bytes": 1 << 20, **plugin}
-    # Played pools have a few slots of some bytes: an engine that starts refuses them.
+    # An engine would refuse to start with the few small slots of a played pool.
     exact: Options = {}
     if re.fullmatch(r"\d+B", str(plugin["cpu_bytes"])):
         exact["cpu_bytes"], plugin["cpu_bytes"] = plugin["cpu_bytes"], "1MiB"
@@ -318,13 +318,13 @@ def make_vllm_config(
         otlp_traces_endpoint=traces,
     ).create_engine_config()
     transfer = config.kv_transfer_config
-    if transfer is not None:  # else an engine without a connector was asked for
+    if transfer is not None:  # None asks for an engine without a connector
         _set_options(transfer.kv_connector, transfer.kv_connector_extra_config, exact)
     if draft_head:
         config.speculative_config.method = "eagle" if modules == 1 else "mtp"
         model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))
         config.speculative_config.draft_model_config = model
-    # The CPU platform turns it off and allows no second rank; the scheduler does not mind.
+    # The CPU platform turns this off and allows only one rank; the scheduler does not mind.
     config.scheduler_config.async_scheduling = async_scheduling
     config.parallel_config.world_size = ranks
     return config

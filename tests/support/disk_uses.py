@@ -1,7 +1,6 @@
-"""A process that changes the index of a disk without end, until it is killed.
+"""A process that changes a disk's index until it is killed.
 
-Every change is known by its number, so that what a kill leaves can be compared with what there was
-after some of them.
+Changes are numbered, so that what a kill leaves can be compared with the state after some of them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MARK = 0
 
 
 def change(number: int) -> tuple[str, list[int]]:
-    """Return what the change of a number does, and with which slots."""
+    """Return the operation of change `number`, and its slots."""
     numbers = random.Random(number)
     chosen = numbers.sample(range(1, NUM_SLOTS), numbers.randrange(1, 64))
     kind = ("put", "use", "remove")[number % 3]
@@ -30,12 +29,12 @@ def change(number: int) -> tuple[str, list[int]]:
 
 
 def keys(number: int, slots: Sequence[int]) -> list[bytes]:
-    """Return the keys that a put of a number gives to slots."""
+    """Return the keys that put `number` gives to slots."""
     return [b"%d" % number if slot == MARK else b"%d in %d" % (number, slot) for slot in slots]
 
 
 def expected(changes: int) -> list[tuple[bytes, int]]:
-    """Return every key and its slot after so many changes, the least recently used first."""
+    """Return all keys and their slots after so many changes, the least recently used first."""
     held: dict[int, bytes] = {}
     for number in range(changes):
         kind, slots = change(number)
@@ -52,15 +51,15 @@ def open_index(path: Path) -> DiskIndex:
 
 
 def last_put(found: DiskIndex) -> int:
-    """Return the number of the last put that an index found; -1 for none."""
+    """Return the number of the last put that an index has, or -1."""
     marks = [key for key, slot in zip(found.keys, found.slots, strict=True) if slot == MARK]
     return int(*marks) if marks else -1
 
 
 def put_until_killed(path: Path, commit_seconds: float, reset_after: int) -> None:
-    """Go on after the last put that the index has; write the number of changes beside it.
+    """Continue after the last put in the index; write the number of changes to a file next to it.
 
-    After `reset_after` changes comes a reset, if that is not negative.
+    A reset follows after `reset_after` changes, unless that is negative.
     """
     index.COMMIT_SECONDS = commit_seconds
     running = open_index(path)

@@ -1,10 +1,11 @@
 """A fork of pytest's process that forks others, which run a module as `python -m` does.
 
-vLLM's imports take longer than what a test does with an engine: 10 s. Pytest's process has imported
-vLLM to collect tests, and is forked before a test has made a thread. On a GPU vLLM itself forks
-unless something keeps it from that. Its CPU platform always spawns, since forked OpenMP threads
-hang: tests have one thread only. So here the processes of an engine are forked, too. And vLLM asks
-each model what it can in a process that imports all of vLLM: here it asks in its own.
+vLLM's imports take 10 s, longer than what a test does with an engine. Pytest's process has imported
+vLLM to collect tests, and is forked before any test starts a thread.
+
+The processes of an engine are forked, too. On a GPU vLLM itself forks unless something prevents it.
+Its CPU platform always spawns, since forked OpenMP threads hang, but tests have one thread only.
+vLLM also inspects each model in a process that imports all of vLLM; here it does so in its own.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ def get_context(method: str | None = None) -> Any:
 
 
 def become(words: list[str], environment: dict[str, str], outputs: list[str]) -> NoReturn:
-    """Run a module, the first of `words`, in a session of its own; write to two files."""
+    """Run a module, the first of `words`, in a new session; write to two files."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, path in enumerate([os.devnull, *outputs]):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     faulthandler.enable()
     for handler in logging.getLogger("vllm").handlers:
-        handler.setStream(sys.stdout)  # from what pytest captured while it imported vLLM
+        handler.setStream(sys.stdout)  # replaces pytest's captured stream of import time
     os.environ.clear()
     os.environ.update(environment)
     paths = environment["PYTHONPATH"].split(os.pathsep)
@@ -63,7 +64,7 @@ def become(words: list[str], environment: dict[str, str], outputs: list[str]) ->
 
 
 def serve(requests: TextIO) -> None:
-    """Fork a process for each request: a line with `become`'s arguments; the answer is its id."""
+    """Fork a process for each request, a line with `become`'s arguments; answer with its id."""
     import torch._dynamo.config
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core
@@ -73,9 +74,9 @@ def serve(requests: TextIO) -> None:
 
     multiprocessing.get_context = get_context  # type: ignore[assignment]
     registry._run_in_subprocess = lambda call: call()
-    # Each of several ranks would compile the look-up of an embedding, for 3 s.
+    # Each of several ranks would compile the embedding lookup, for 3 s.
     torch._dynamo.config.disable = True
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
     with imports.frozen():
         for line in requests:
             pid = os.fork()
@@ -86,13 +87,13 @@ def serve(requests: TextIO) -> None:
 
 @functools.cache
 def start() -> TextIO:
-    """Fork this process, once; return the file for requests and answers. Its end ends the fork."""
+    """Fork this process, once; return the file for requests and answers. The fork ends with it."""
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
     if os.fork() == 0:
         try:
-            warnings.simplefilter("ignore")  # which are errors to pytest
-            # Pytest's cannot say where the code of a module is, which `runpy` asks for.
+            warnings.simplefilter("ignore")  # pytest makes them errors
+            # `runpy` asks for a module's code, which pytest's import hook cannot give.
             sys.meta_path[:] = [f for f in sys.meta_path if "pytest" not in type(f).__module__]
             close_pipes(but=theirs.fileno())
             serve(theirs.makefile("rw"))
@@ -106,9 +107,9 @@ def start() -> TextIO:
 
 
 def close_pipes(but: int) -> None:
-    """Close what this process has inherited and another one may read to its end."""
+    """Close inherited pipes that another process may read to the end."""
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the folder's own is closed
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed
             mode = os.fstat(fd).st_mode
             if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and fd > 2 and fd != but:
                 os.close(fd)

@@ -20,13 +20,13 @@ HOOKS = (
     "offload_worker.poll",
     "offload_worker.report",
 )
-"""What the connector's hooks call, on both halves."""
+"""The methods that the connector's hooks call, on the scheduler and on the worker side."""
 
 
 def wrap_hook(
     connector: Any, hook: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace a method such as those of `HOOKS` by what `wrap` makes of it, if it has that half."""
+    """Replace a method such as those of `HOOKS` by `wrap` of it, if the connector has that side."""
     *half, name = hook.split(".")
     part = getattr(connector, half[0]) if half else connector
     if part is not None:
@@ -34,9 +34,9 @@ def wrap_hook(
 
 
 def raise_once(hook: str, *connectors: Any, when: int = 0) -> list[str]:
-    """Have a method raise at its call number `when`, before it has done its work.
+    """Make a method raise on call number `when`, before it does its work.
 
-    What is returned is not empty when it has.
+    The returned list is no longer empty once it has raised.
     """
     raised: list[str] = []
     calls = itertools.count()

@@ -1,6 +1,6 @@
-"""What tests of an engine spend most time on is not the engine: imports, and collections of them.
+"""Keep vLLM's imports from slowing down every garbage collection.
 
-vLLM's imports take 6 s, and each garbage collection looks at the half million objects that they
+vLLM's imports take 6 s, and each garbage collection visits the half million objects that they
 leave. vLLM collects several times as an engine starts and ends.
 """
 
@@ -14,11 +14,10 @@ from unittest import mock
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Keep all that is there now out of garbage collections: an engine's life takes 0.3 s, not 3 s.
+    """Exclude all existing objects from garbage collection: an engine's life takes 0.3 s, not 3 s.
 
-    vLLM freezes the heap while an engine runs, and thaws all of it in the end: neither happens
-    meanwhile, so that a collection sees what engines left, and only that. Forked processes inherit
-    this.
+    vLLM freezes the heap while an engine runs, and finally thaws all of it. Neither happens inside
+    this context, so a collection sees only what engines left. Forked processes inherit this.
     """
     freeze, unfreeze = gc.freeze, gc.unfreeze
     with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):

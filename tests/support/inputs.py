@@ -1,4 +1,4 @@
-"""What a test gives an engine: tokens, and the configuration of the plugin."""
+"""What a test gives an engine: tokens, and the plugin's configuration."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Tokens = list[int]
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 32768
-"""Of the small dense model in float32."""
+"""For the small dense model in float32."""
 
 
 def random_tokens(count: int, seed: int) -> Tokens:
-    """Return tokens that no other seed shares a prefix with."""
+    """Return tokens that share no prefix with those of any other seed."""
     return [int(t) for t in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
 
 
@@ -27,10 +27,9 @@ _PREFIXES = [random_tokens(150 + 61 * seed % 700, seed) for seed in range(24)]
 
 
 def busy_requests(count: int, seed: int = 7) -> dict[str, tuple[Tokens, int]]:
-    """Return prompts by request, and how many tokens are asked of each.
+    """Return prompts by request, and the number of tokens to generate for each.
 
-    They have 24 beginnings, of 150 to 850 tokens and some more common than others, and ends of
-    their own.
+    They have separate ends, and 24 beginnings of 150 to 850 tokens, some more common than others.
     """
     chance = random.Random(seed)
     asked = {}
@@ -49,7 +48,7 @@ def transfer_config(plugin: dict[str, Any], role: str = "kv_both") -> dict[str, 
         "kv_connector_extra_config": {"cpu_bytes": "64MiB", **plugin},
     }
     if not _is_installed():
-        # Run from a checkout, on a host where nothing can be installed.
+        # For a checkout on a host where nothing can be installed.
         config["kv_connector_module_path"] = "kv_offload.engines.vllm.connector"
     return config
 

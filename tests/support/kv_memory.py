@@ -23,7 +23,7 @@ class Storage:
         self._described: list[tuple[int, tuple[int, ...], tuple[int, ...], NDArray[np.int64]]] = []
 
     def owners(self) -> NDArray[np.int32]:
-        """Return the block that each byte belongs to."""
+        """Return the block that owns each byte."""
         found = np.full(len(self.data), NOBODY, np.int32)
         for offset, shape, strides, blocks in self._described:
             np.ndarray(shape, np.int32, found, 4 * offset, strides)[...] = blocks
@@ -67,7 +67,7 @@ class Storage:
 def layered_cache(
     num_layers: int, num_blocks: int, page_bytes: int
 ) -> tuple[KVLayout, Storage, NDArray[np.uint8]]:
-    """Layers one after the other, each a region; also the pages `(layers, blocks, bytes)`."""
+    """Return layers one after the other, each a region, and the pages `(layers, blocks, bytes)`."""
     layer_bytes = num_blocks * page_bytes
     storage = Storage(num_layers * layer_bytes)
     shape, strides = (num_blocks, page_bytes), (page_bytes, 1)
@@ -81,7 +81,7 @@ def layered_cache(
 
 
 def dense_strides(sizes: Sequence[int], order: Sequence[int], itemsize: int) -> list[int]:
-    """Strides in bytes of axes with `sizes`, laid out in memory `order`, outermost first."""
+    """Return byte strides of axes with `sizes`, laid out in memory `order`, outermost first."""
     strides = [0] * len(sizes)
     step = itemsize
     for axis in reversed(order):
@@ -91,7 +91,7 @@ def dense_strides(sizes: Sequence[int], order: Sequence[int], itemsize: int) -> 
 
 
 def region_bytes(layout: KVLayout, storage: Storage, block: int) -> NDArray[np.int64]:
-    """Offsets in `storage` of all bytes of `block`, in the order of its slot."""
+    """Return the offsets in `storage` of all bytes of `block`, in the order of its slot."""
     runs = []
     expected_offset = 0
     for region in layout.regions:
@@ -110,7 +110,7 @@ def expect_copied(
     direction: Direction,
     pairs: Iterable[tuple[int, int]],
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return what `storage` and `slots` must hold once (block, slot) `pairs` were copied."""
+    """Return what `storage` and `slots` must hold after copying (block, slot) `pairs`."""
     data, copied = storage.data.copy(), slots.copy()
     for block, slot in pairs:
         offsets = region_bytes(layout, storage, block)
@@ -122,9 +122,9 @@ def expect_copied(
 
 
 def check_exact(layout: KVLayout, storage: Storage, *, padding: bool = False) -> None:
-    """Assert that each block's regions hold its bytes, all of them, once, and nobody else's.
+    """Assert that each block's regions hold exactly its bytes, each once.
 
-    With `padding`, bytes that no tensor describes may travel too, each with one block only.
+    With `padding`, bytes that no tensor describes may be copied too, each with one block only.
     """
     taken = np.full(len(storage.data), NOBODY, np.int32)
     for block in range(layout.num_blocks):

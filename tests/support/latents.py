@@ -9,16 +9,17 @@ LATENT: dict[str, Any] = {
     "enable_chunked_prefill": False,
     "attention_config": {"backend": "CPU_MLA"},
 }
-"""What vLLM's CPU engine needs for latent attention.
+"""Settings that vLLM's CPU engine needs for latent attention.
 
-On a CPU with AMX it would choose another backend, which refuses weights of 32 bits."""
+On a CPU with AMX it would choose another backend, which refuses 32-bit weights.
+"""
 
 
 def cache_prefixes_of_latents() -> None:
     """Let vLLM's CPU engine cache prefixes of models with latent attention, which it turns off.
 
-    It cannot compute several tokens behind a prefix. One it can, and no prompt of a test leaves
-    more. Of other models, and on a GPU, nothing changes.
+    It cannot compute several tokens after a cached prefix. It can compute one, and no test's prompt
+    leaves more. Other models, and GPUs, are not affected.
     """
     from vllm.platforms import current_platform
 

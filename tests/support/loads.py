@@ -1,4 +1,4 @@
-"""Chooses for a test whether loads are synchronous; otherwise their expected time decides."""
+"""Set whether loads are synchronous, instead of letting their expected time decide."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from kv_offload.scheduler.loads.admissions import may_be_synchronous
 
 
 def set_synchronous_loads(offload: Any, allowed: bool) -> None:
-    """Have no load be synchronous, or those that are short enough, as far as groups allow that."""
+    """Make no load synchronous, or all those that are short enough where the groups allow it."""
     admissions = offload._admissions
     admissions._may_be_synchronous = allowed and may_be_synchronous(admissions._prefixes.groups)

@@ -1,4 +1,4 @@
-"""Copies between the two memories that run when a test says so, and fail when it says so."""
+"""Copies between GPU and host memory that run, or fail, when a test says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GARBAGE = 0xA5
 
 
 class ManualWindows:
-    """Windows on the arenas of other manual engines, which `arenas` has by the paths of files."""
+    """Windows on the arenas of other manual engines; `arenas` has those by file path."""
 
     window_slots = 1 << 12
 
@@ -44,14 +44,13 @@ class ManualWindows:
 class ManualSwapEngine(SwapEngine):
     """Keeps submitted jobs until `run`; copies as `kv_swap.host` does.
 
-    `faults` counts how often something is to fail from now on: `submit` refuses a job,
-    `before_compute` fails a load that compute waits for, `load_now` the copy that makes up for it,
-    `copy` any other copy.
-    Copies that fail leave garbage behind, and so do stores of `unpackable` blocks.
+    `faults` counts how often an operation will fail: `submit` refuses a job, `before_compute` fails
+    a load that compute waits for, `load_now` the copy that replaces it, `copy` any other copy.
+    Failed copies leave garbage behind, as do stores of `unpackable` blocks.
     """
 
     windows: Any = None
-    """`ManualWindows` of an engine in a pool."""
+    """The `ManualWindows` of an engine in a pool."""
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         super().__init__(layout, num_slots)
@@ -60,14 +59,14 @@ class ManualSwapEngine(SwapEngine):
         self.submitted: list[SwapJob] = []
         self.stuck = False
         self.eager = False
-        """Whether a job is copied the moment it is submitted."""
+        """Whether each job is copied as soon as it is submitted."""
         self.faults: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
         self.unpackable: Container[int] = ()
-        """Blocks that do not fit packed slots, so that their stores are refused."""
+        """Blocks that do not fit packed slots, so their stores are refused."""
         self._failure: CopyError | None = None
         self.bytes_per_second: float | None = None
-        """How fast copies are, their start included; None if each takes a millisecond."""
+        """Speed of copies, including their start; None if each copy takes a millisecond."""
         self._done: list[Completion] = []
         self._undelivered = 0
 
@@ -89,7 +88,7 @@ class ManualSwapEngine(SwapEngine):
         return self.locked_slots
 
     def await_loads(self) -> None:
-        """`submit` ran them."""
+        """Do nothing: `submit` ran the loads."""
         if self._failure is not None:
             raise self._failure
 
@@ -107,7 +106,7 @@ class ManualSwapEngine(SwapEngine):
         return fails
 
     def _copy(self, job: SwapJob, fail: bool) -> tuple[int, ...]:
-        """Copy; return the rows of a store that are refused."""
+        """Copy; return the refused rows of a store."""
         loads = job.direction is Direction.LOAD
         refused = []
         for row, (block, slot) in enumerate(job.pairs.tolist()):
@@ -120,7 +119,7 @@ class ManualSwapEngine(SwapEngine):
         return tuple(refused)
 
     def run(self, index: int = 0, *, fail: bool = False) -> None:
-        """Copy one job now. One that fails leaves garbage behind."""
+        """Run one job now. If it fails, it leaves garbage behind."""
         job = self.submitted.pop(index)
         fail = fail or (not job.before_compute and self._fails("copy"))
         refused = self._copy(job, fail)
@@ -159,7 +158,7 @@ class ManualSwapEngine(SwapEngine):
         return not self.stuck
 
     def fence_loads(self) -> None:
-        """Nothing computes meanwhile."""
+        """Do nothing: no compute runs meanwhile."""
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         self.check_blocks(blocks)
@@ -182,13 +181,13 @@ class ManualSwapEngine(SwapEngine):
 
 
 def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """Return memory that somebody else owns."""
+    """Return a view of memory at an address."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 @contextlib.contextmanager
 def manual_copies() -> Iterator[list[ManualSwapEngine]]:
-    """Have every worker half that registers its KV caches here use a `ManualSwapEngine`."""
+    """Make all workers that register KV caches in this context use a `ManualSwapEngine`."""
     made: list[ManualSwapEngine] = []
 
     def create(_kind: str, layout: KVLayout, num_slots: int, **_more: Any) -> ManualSwapEngine:

@@ -1,4 +1,4 @@
-"""A tier below host memory whose copies run when a test says so, and fail when it says so."""
+"""A tier below host memory whose copies run, or fail, when a test says so."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.manual_copies import GARBAGE
 class ManualTier:
     """Keeps submitted jobs until `run`; verifies names as a disk does.
 
-    A store has what another engine of the same `description` has put into it.
+    A store also has what other engines with the same `description` put there.
 
-    `faults` counts how many of the next rows fail with an error, are found to be something else
-    (`mismatch`), and how many of the next jobs are refused (`submit`). What lies in `bad_places`
-    can neither be written nor read.
+    `faults` counts how many of the next rows fail with an error or turn out to be another block
+    (`mismatch`), and how many of the next jobs are refused (`submit`). Records in `bad_places` can
+    neither be written nor read.
     """
 
     is_remote = False
@@ -75,7 +75,7 @@ class ManualTier:
                 assert not shared, "a slot of the tier is written while another job uses it"
 
     def place_of(self, place: int, name: bytes) -> Any:
-        """Return where a record lies."""
+        """Return the place of a record."""
         return place
 
     def _fails(self, site: str) -> bool:
@@ -85,7 +85,7 @@ class ManualTier:
         return fails
 
     def run(self, index: int = 0) -> None:
-        """Copy one job now. A row that fails leaves garbage behind."""
+        """Run one job now. A failed row leaves garbage behind."""
         job = self.submitted.pop(index)
         promotes = job.direction is TierDirection.PROMOTE
         failed: list[int] = []
@@ -133,16 +133,16 @@ class ManualTier:
         return done
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Nothing runs by itself."""
+        """Do nothing: no copy runs by itself."""
 
 
 class ManualRemote(ManualTier):
-    """Finds blocks by their names alone; what one engine has put there another one finds."""
+    """Finds blocks by name alone, also those that other engines have stored."""
 
     is_remote = True
     name = "remote"
     contents: ClassVar[dict[str, dict[bytes, tuple[bytes, NDArray[np.uint8]]]]] = {}
-    """What all stores of this process have, by `file_id`."""
+    """The contents of all stores of this process, by `file_id`."""
 
     def __init__(
         self, make_client: object, arena: NDArray[np.uint8], description: Mapping[str, str]
@@ -159,7 +159,7 @@ class ManualRemote(ManualTier):
 
 
 class ManualDirectory:
-    """Answers at once what `ManualRemote` has, unless it is `stuck`, or fails."""
+    """Answers at once what `ManualRemote` has, unless it is `stuck` or fails."""
 
     stuck = False
     fails = False
@@ -174,7 +174,7 @@ class ManualDirectory:
         self.answer()
 
     def answer(self) -> None:
-        """Answer all that was asked."""
+        """Answer all pending questions."""
         for question in () if self.stuck else self.asked:
             if not question.is_done:
                 question.answered = time.monotonic()
@@ -187,12 +187,12 @@ class ManualDirectory:
 
 
 REMOTE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 0}}
-"""The configuration of an engine with such a store."""
+"""The configuration of an engine with this store."""
 
 
 @contextlib.contextmanager
 def manual_remote() -> Iterator[None]:
-    """Have engines that are built here share an empty `ManualRemote`, and ask it what it has."""
+    """Make engines built in this context share an empty `ManualRemote`, and look up its blocks."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
         mock.patch("kv_offload.engines.vllm.start.tiers.RemoteDirectory", ManualDirectory),
@@ -203,7 +203,7 @@ def manual_remote() -> Iterator[None]:
 
 @contextlib.contextmanager
 def manual_tiers() -> Iterator[list[ManualTier]]:
-    """Have every rank that registers its KV caches here use a `ManualTier` or `ManualRemote`."""
+    """Make ranks that register KV caches in this context use a `ManualTier` or `ManualRemote`."""
     made: list[ManualTier] = []
 
     def keep(kind: Callable[..., ManualTier]) -> Callable[..., ManualTier]:

@@ -1,8 +1,8 @@
-"""Mooncake Store for tests and the demo: its libraries without root, processes that can be killed.
+"""Mooncake Store for tests and the demo: libraries without root, processes that can be killed.
 
-Its wheel needs libibverbs, which many machines do not have. Where it is missing, the packages are
-fetched with apt-get into a folder of the user's cache and loaded from there. Where that does not
-work either, `missing` says so.
+Its wheel needs libibverbs, which many machines lack. If it is missing, the packages are fetched
+with apt-get into the user's cache folder and loaded from there. If that fails too, `missing` gives
+the reason.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from tests.support.processes import ROOT
 
 PACKAGES = ("libnl-3-200", "libnl-route-3-200", "libibverbs1")
 LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
-"""In the order in which each needs those before it."""
+"""Libraries, each after those it needs."""
 
 FOLDERS_VARIABLE = "LD_LIBRARY_PATH"
 
 PATIENT = {"MC_RPC_TIMEOUT_MS": "60000"}
-"""Variables of processes that must not lose the store: on two cores with five busy processes the
-master did not answer within the 2 s that are the default here."""
+"""Variables of processes that must not lose the store. With the default of 2 s they lost the master
+on two cores with five busy processes."""
 
 
 def patient() -> Any:
-    """Have stores of this process wait for a master as long as `PATIENT` says: a context."""
+    """Return a context in which stores wait for a master as long as `PATIENT` says."""
     return mock.patch.dict("os.environ", PATIENT)
 
 
 def require_mooncake() -> None:
     """Make Mooncake loadable here and in processes of `environment`, or skip with the reason."""
-    import pytest  # not for the demo
+    import pytest  # the demo does not need it
 
     if (reason := missing()) is not None:
         pytest.skip(reason)
 
 
 def missing() -> str | None:
-    """Make Mooncake loadable here and in processes of `environment`; say why that cannot be."""
+    """Make Mooncake loadable here and in processes of `environment`, or return why it is not."""
     if importlib.util.find_spec("mooncake") is None:
         return "Mooncake's wheel is not installed, which is for Python 3.11 to 3.13"
     try:
@@ -61,7 +61,7 @@ def missing() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Return variables for processes that use Mooncake: where the libraries lie, and this path."""
+    """Return variables for processes that use Mooncake: the libraries' folder, and this path."""
     found = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     folders = [str(folder) for folder in _folders() if folder.exists()]
     found[FOLDERS_VARIABLE] = os.pathsep.join([*folders, found.get(FOLDERS_VARIABLE, "")])
@@ -94,7 +94,7 @@ def _load_fetched() -> str | None:
 
 
 def _fetch() -> None:
-    """Fill the folder, whole or not at all: other processes may fetch at the same time."""
+    """Fill the folder completely or not at all, since other processes may fetch concurrently."""
     cache = _cache()
     cache.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
@@ -104,7 +104,7 @@ def _fetch() -> None:
         subprocess.run(download, cwd=scratch, check=True, capture_output=True, timeout=60)
         for package in Path(scratch).glob("*.deb"):
             subprocess.run(["dpkg", "-x", package, folder], check=True, timeout=60)
-        with contextlib.suppress(OSError):  # another was sooner
+        with contextlib.suppress(OSError):  # another process was faster
             folder.rename(cache)
 
 
@@ -115,10 +115,9 @@ def free_port() -> int:
 
 
 class HeldPort:
-    """A port of loopback that nobody else is given as long as this lives.
+    """A loopback port reserved while this object lives.
 
-    Its socket never listens, so Linux lets another one have the port that has set SO_REUSEADDR too,
-    as servers do.
+    Its socket never listens, so Linux lets a server that also sets SO_REUSEADDR use the port.
     """
 
     def __init__(self) -> None:
@@ -130,23 +129,23 @@ class HeldPort:
 
 
 class Program:
-    """A process that can be held and killed; a context manager."""
+    """A process that can be stopped and killed; a context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def kill(self) -> None:
-        """End it with SIGKILL, also while it is held."""
+        """Kill it with SIGKILL, even while it is stopped."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def hold(self) -> None:
-        """Stop it, as a network does that drops everything.
+        """Stop it, which acts like a network that drops everything.
 
-        Return once all its threads stand: until the one that takes the signal gets a core, the
-        others go on and answer.
+        Return once all its threads have stopped: until the one that takes the signal gets a core,
+        the others continue to answer.
         """
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
@@ -166,9 +165,10 @@ class Program:
 class Master(Program):
     """A `mooncake_master` on loopback. `address` is HOST:PORT.
 
-    It forgets a client that has been silent for `client_seconds`, with all that this one has put,
-    and evicts from 9/10 on. What was read or asked for is not evicted for `lease_seconds`. A read
-    that takes longer brings nothing: on a busy machine that may be half a second.
+    It drops a client that has been silent for `client_seconds`, with everything that this client
+    has put, and starts to evict when 90 % full. Blocks that were read or looked up are not evicted
+    for `lease_seconds`. A read that takes longer returns nothing; on a busy machine half a second
+    may be too short.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Master(Program):
             self.start()
 
     def start(self) -> None:
-        """Start it, at the same address as before; return once it serves."""
+        """Start it at the same address as before; return once it serves."""
         self._process = subprocess.Popen(
             [
                 Path(sys.executable).with_name("mooncake_master"),
@@ -203,7 +203,7 @@ class Master(Program):
 
 
 def wait_until_it_serves(process: subprocess.Popen[Any], port: int) -> None:
-    """Wait until a server that was started accepts connections."""
+    """Wait until a server accepts connections."""
     deadline = time.monotonic() + 120
     while True:
         try:
@@ -229,7 +229,7 @@ with MooncakeBed(master, segment_bytes, count, slot_bytes) as bed:
 
 
 class Peer(Program):
-    """Another process with a tier, which gives memory and has stored `named(count)` in it."""
+    """Another process with a tier, which contributes memory and has stored `named(count)` there."""
 
     def __init__(
         self, master: str, count: int = 8, slot_bytes: int = 16384, segment_bytes: int = 64 << 20
@@ -248,8 +248,8 @@ class Peer(Program):
         assert self._process.stdout.readline() == "stored\n"
 
     def __exit__(self, *error: object) -> None:
-        """End it in order: what is killed counts as there until the master misses it."""
+        """Shut it down in order: a killed process counts as alive until the master times it out."""
         if self._process is not None:
-            self.go_on()  # a test that failed may have left it stopped
+            self.go_on()  # a failed test may have left it stopped
             self._process.communicate(timeout=120)
             self._process = None

@@ -1,4 +1,4 @@
-"""KV for tests of packing: like a model's, hostile, and layouts that pack it."""
+"""KV for tests of packing, both like a model's and hostile, and layouts that pack it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ TILE_VALUES = TILE_BYTES // 2
 
 
 def normal_tiles(count: int, seed: int = 0, scale: float = 1.0) -> NDArray[np.uint8]:
-    """Normally distributed bf16 values, uint8 of `(count, TILE_BYTES)`: almost none escapes."""
+    """Return normally distributed bf16 values, uint8 `(count, TILE_BYTES)`: almost none escapes."""
     values = np.random.default_rng(seed).normal(0, scale, (count, TILE_VALUES)).astype(np.float32)
     return to_bf16(values)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Cut float32 of `(n, m)` down to bf16, as uint8 of `(n, 2 * m)`."""
+    """Truncate float32 `(n, m)` to bf16, as uint8 `(n, 2 * m)`."""
     return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
 
 
 def random_tiles(count: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Random bits: nearly every group escapes."""
+    """Return random bits: nearly every group escapes."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, (count, TILE_BYTES), np.uint8)
 
 
 def tiles_with_escapes(counts: list[int], seed: int = 0) -> NDArray[np.uint8]:
-    """Tiles of which just so many groups escape, in random places, whatever the columns are."""
+    """Return tiles with exactly this many escaping groups, in random places, for any columns."""
     rng = np.random.default_rng(seed)
     words = np.full((len(counts), TILE_VALUES), 0x3F80, np.uint16)
     words ^= rng.integers(0, 128, words.shape, np.uint16)
@@ -42,9 +42,9 @@ def tiles_with_escapes(counts: list[int], seed: int = 0) -> NDArray[np.uint8]:
 
 
 def tiles_with_zeros(count: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Like a model's, in rows of 128 channels of which some are zero, or next to nothing, for all.
+    """Return tiles like a model's: rows of 128 channels, some always zero or nearly zero.
 
-    A few strips have none of these, and a few tiles a value that is zero by itself.
+    A few strips have no zeros, and a few tiles have a single zero value.
     """
     rng = np.random.default_rng(seed)
     words = normal_tiles(count, seed).view(np.uint16).reshape(count, -1, 128)
@@ -58,10 +58,10 @@ def tiles_with_zeros(count: int, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def tiles_of_codes(count: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Groups of few neighbouring codes, zeros, and what lies just below the base; all escapes."""
+    """Return groups of few neighbouring codes, zeros, and escapes just below the base."""
     rng = np.random.default_rng(seed)
     top = rng.choice([0, 1, 2, 15, 16, 17, 18, 30, 127, 128, 254, 255], (count, 1, 1))
-    # What the exponents of a group are below the greatest.
+    # Exponents in a group, relative to the largest.
     choices = np.array([[0, 15, 16, 14], [15, 15, 15, 15], [14, 14, 14, 15], [14] * 4, [0] * 4])
     kind = rng.choice(len(choices), (count, 1024, 1), p=[0.01, 0.2, 0.02, 0.002, 0.768])
     exponents = top - choices[kind, rng.integers(0, 4, (count, 1024, 8))]
@@ -73,7 +73,7 @@ def tiles_of_codes(count: int, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def hostile_tiles() -> NDArray[np.uint8]:
-    """Tiles of one kind of value each, and of all kinds."""
+    """Return tiles of each extreme kind of value, and of mixed kinds."""
     special = [0, 0x8000, 0x7FFF, 0xFFFF, 0x7F80, 0xFF80, 1, 0x8001, 0x007F, 0x3F80, 0x0780, 0x0700]
     rng = np.random.default_rng(7)
     words = np.empty((len(special) + 2, TILE_VALUES), np.uint16)
@@ -90,7 +90,7 @@ def packed_cache(
     *,
     padding_bytes: int = 0,
 ) -> tuple[KVLayout, Storage]:
-    """A layer for each page size, packed where a packing is given; padding parts the layers."""
+    """Return one layer per page size, packed where a packing is given, with padding in between."""
     sizes = [num_blocks * page + padding_bytes for page in page_bytes]
     storage = Storage(sum(sizes))
     tensors = []
@@ -103,7 +103,7 @@ def packed_cache(
 
 
 class PackedCache:
-    """A packed layout over blocks that are all another, and fit; layers are apart."""
+    """A packed layout whose blocks all differ and fit; layers are apart."""
 
     def __init__(
         self, num_blocks: int, page_bytes: list[int], packings: list[Packing | None]
@@ -114,7 +114,7 @@ class PackedCache:
         self.written = data.copy()
 
     def pages(self, memory: NDArray[np.uint8] | None = None) -> list[NDArray[np.uint8]]:
-        """Return views `(num_blocks, page_bytes)` of all regions, or of memory like the storage."""
+        """Return views `(num_blocks, page_bytes)` of all regions, in `memory` or the storage."""
         memory = self.storage.data if memory is None else memory
         found = []
         for region in self.layout.regions:
@@ -124,14 +124,14 @@ class PackedCache:
         return found
 
     def spoil(self, block: int, num_tiles: int = 2) -> None:
-        """Make tiles of a block random: more than one is more than the pool holds."""
+        """Make tiles of a block random. The pool holds one, so more do not fit."""
         assert self.layout.pool_entries == 1
         tiles = random_tiles(num_tiles, block).reshape(-1)
         self.pages()[2][block][: num_tiles * TILE_BYTES] = tiles
         self.written = self.storage.data.copy()
 
     def check(self, moved: list[tuple[int, int]]) -> None:
-        """Check that blocks are what others were, by (block, whose), and all else is as it was."""
+        """Check that each (block, whose) block has the other's bytes, and all else its own."""
         expected = self.written.copy()
         for page, was in zip(self.pages(expected), self.pages(self.written), strict=True):
             for block, whose in moved:

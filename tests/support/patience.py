@@ -1,4 +1,4 @@
-"""Requests that wait for a tier however busy the machine is; one that does not proves nothing."""
+"""Requests that wait for a tier on any machine, however busy: one that does not proves nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ SECONDS = 60.0
 
 
 def wait_for_answers(patch: pytest.MonkeyPatch) -> None:
-    """Have requests of this process wait until a shared tier says what it has."""
+    """Make requests of this process wait until a shared tier has answered lookups."""
     patch.setattr(directory, "PATIENCE_SECONDS", SECONDS)
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Have them wait for what it brings, too. Processes forked later do as well."""
+    """Make them also wait for reads, here and in processes forked later."""
     wait_for_answers(patch)
     patch.setattr(promoter, "MIN_WAIT_SECONDS", SECONDS)
     patch.setattr(promoter, "MAX_WAIT_SECONDS", SECONDS)

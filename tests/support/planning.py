@@ -1,4 +1,4 @@
-"""vLLM's planning of the KV cache, which is in another module from 0.33 on, and specs for it."""
+"""vLLM's planning of the KV cache, which moved to another module in 0.33, and specs for it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SCALED: dict[str, dict[str, Any]] = {
         "dtype": torch.float8_e4m3fn,
     },
 }
-"""What specs say of cache types with one scale per token and head."""
+"""Spec fields of cache types with one scale per token and head."""
 
 
 def attention_spec(tokens: int, kind: type = FullAttentionSpec, **more: Any) -> Any:
-    """Return the spec of an attention layer with a small head, as vLLM's Triton backend has it."""
+    """Return the spec of an attention layer with a small head, as for vLLM's Triton backend."""
     shape = {"block_size": tokens, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
     spec = kind(**{**shape, **more})
     customize = getattr(TritonAttentionBackend, "customize_spec", None)

@@ -24,19 +24,19 @@ STATE = CacheGroup(1, BLOCK, holds_state=True)
 RING = CacheGroup(1, 2 * BLOCK, chunk_tokens=BLOCK, is_scratch=True)
 
 SLOT_BYTES = PAGE_WORDS * 8
-"""Of a slot in host memory, whatever its group."""
+"""Bytes of any group's slot in host memory."""
 
 PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
-"""Five blocks of four tokens and one token."""
+"""Five blocks of four tokens, and one more token."""
 OTHER = [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0]
 
 both_ways = pytest.mark.usefixtures("async_scheduling")
 both_runners = pytest.mark.usefixtures("replaces_resumed")
-"""Engines that a test builds have either of vLLM's schedulers, or model runners."""
+"""Run a test with both of vLLM's schedulers, or both model runners."""
 
 
 def harsh_engine(*arguments: Any, eager: bool = False, **more: Any) -> PlayedEngine:
-    """Return an engine whose device chooses the worst timing that it may."""
+    """Return an engine whose device always has the worst timing allowed."""
     return PlayedEngine(*arguments, timing=Harsh(eager=eager), **more)
 
 
@@ -44,20 +44,20 @@ Engine = TypeVar("Engine", bound=PlayedEngine)
 
 
 def blocks(count: int) -> int:
-    """Return the bytes of blocks in the totals."""
+    """Return the bytes of these blocks in the totals."""
     return count * SLOT_BYTES
 
 
 def store(engine: Engine, prompt: Sequence[int], request_id: str = "stored") -> Engine:
-    """Compute a prompt, keep it in host memory, and forget it on the engine's side."""
+    """Compute a prompt, store it in host memory, and drop it from the engine's cache."""
     engine.serve(request_id, prompt, 1)
     return forget(engine)
 
 
 def serve_under_pressure(engine: Engine) -> Engine:
-    """Serve requests that share prefixes and do not fit, one of which is aborted, to the end.
+    """Serve requests that share prefixes and do not all fit; one of them is aborted.
 
-    Then one of them again, of which the engine itself knows nothing any more.
+    Then serve one of them again, after the engine's own cache has lost it.
     """
     branch = [*PROMPT[:16], PROMPT[16] ^ 1, 1, 0, 0, 1]
     for i, text in enumerate([PROMPT, branch] * 4):
@@ -76,14 +76,14 @@ def serve_under_pressure(engine: Engine) -> Engine:
 
 
 def forget(engine: Engine) -> Engine:
-    """Forget what the engine has computed, and the totals."""
+    """Drop what the engine has computed, and the totals."""
     assert engine.scheduler.reset_prefix_cache() is True
     engine.totals.clear()
     return engine
 
 
 def start_load(engine: PlayedEngine, request_id: str = "a") -> Request:
-    """Ask for `PROMPT`, which host memory has; its load is submitted, and its request waits."""
+    """Request `PROMPT`, which host memory has; its load is submitted, and the request waits."""
     request = engine.add(request_id, PROMPT)
     engine.step()
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -92,28 +92,28 @@ def start_load(engine: PlayedEngine, request_id: str = "a") -> Request:
 
 
 def pinned(engine: PlayedEngine) -> set[int]:
-    """Return the blocks that stores pin."""
+    """Return the blocks pinned by stores."""
     return engine.offload.in_flight.pinned_blocks
 
 
 def tables(engine: PlayedEngine, request: Request) -> list[list[int]]:
-    """Return a request's blocks by group, as the engine has them."""
+    """Return a request's blocks by group, from the engine's tables."""
     manager = engine.scheduler.kv_cache_manager
     return [list(group) for group in manager.get_block_ids(request.request_id)]
 
 
 def wrong_bytes() -> Any:
-    """Expect that host memory, or KV that a forward reads, is not what it stands for."""
+    """Expect wrong bytes in host memory, or in KV that a forward reads."""
     return pytest.raises(AssertionError, match=r"holds another prefix|wrong KV at")
 
 
 def stored_blocks(output: Any) -> list[int]:
-    """Return the blocks whose stores a step plans."""
+    """Return the blocks for which a step plans stores."""
     return [int(b) for job in output.kv_connector_metadata.stores for b in job.pairs[:, 0]]
 
 
 def ends_of(engine: PlayedEngine, request: Request, ids: Sequence[int]) -> list[int]:
-    """Return how many tokens of the request are in and before each of its blocks."""
+    """Return the number of tokens up to the end of each of the request's blocks."""
     (table,) = tables(engine, request)
     return [(table.index(block) + 1) * BLOCK for block in ids]
 
@@ -125,7 +125,7 @@ def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
 
 
 def narrow(engine: PlayedEngine, slots: int) -> PlayedEngine:
-    """Have the link so slow that this many slots may be on their way; one of them always."""
+    """Make the link so slow that only this many slots may be in flight, but at least one."""
     speed = blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS
     report = RankReport(store_bytes_per_second=speed)
     engine.offload.apply_report(OffloadWorkerMetadata({0: report}))

@@ -1,8 +1,8 @@
 """A CUDA device in host memory, for machines without one: nothing runs until a test says so.
 
-A stream holds what was queued on it. A test runs streams in the order that shows a missing wait:
-copies as far as they get before compute, or compute before copies. The kernels of csrc are played
-in Python; they read their lists and tables when they run, as a device does. The driver reads the
+A stream holds the work queued on it. A test runs streams in the order that exposes a missing wait:
+copies as far ahead of compute as they get, or compute before copies. The kernels of csrc are played
+in Python; like a device, they read their lists and tables when they run. The driver reads the
 copies of a batch when they are queued.
 """
 
@@ -36,14 +36,14 @@ from kv_swap.packing.format import (
 from kv_swap.packing.tiles import make_raw, pack_tiles, read_headers, read_raw, unpack_tiles
 
 COMPUTE = 0
-"""The handle of the stream that is current, of compute."""
+"""The handle of the current stream, which is compute."""
 
 Operation = Callable[[], bool]
-"""Does its work and returns True, or returns False while it has to wait."""
+"""Does its work and returns True, or returns False if it has to wait."""
 
 
 class _Arguments(NamedTuple):
-    """What kernels take; those that do not pack leave the last two alone."""
+    """A kernel's arguments; kernels that do not pack ignore the last two."""
 
     list: int
     table: int
@@ -110,29 +110,29 @@ class PlayedCuda:
 
     def __init__(self) -> None:
         self.queues: list[deque[Operation]] = []
-        """What is queued, by the handle of the stream."""
+        """Queued work, by the handle of the stream."""
         self.recorded: list[int] = []
         self.completed: list[int] = []
         self.completed_at: list[float] = []
         self.now = 0.0
-        """Milliseconds, as a test lets them pass. What is between two events takes one more."""
+        """Milliseconds, which the test advances. The interval between two events takes one more."""
         self.compute = Stream(self)
         self.failing: set[str] = set()
-        """Calls that raise: `launchKernel`, `streamWaitEvent` and so on."""
+        """Calls that raise, such as `launchKernel` and `streamWaitEvent`."""
         self.calls: list[tuple[str, int]] = []
-        """Calls that were made, each with the device that was current."""
+        """Calls made, each with the device that was current."""
         self.device = 0
         self.capability = (9, 0)
         self.shared_bytes = 227 << 10
-        """Shared memory that a CTA may have."""
+        """Shared memory available to a CTA."""
         self.registrations: list[tuple[str | int, ...]] = []
-        """Calls that page-lock memory or undo it: name, device, capture mode, arguments."""
+        """Calls that page-lock or unlock memory: name, device, capture mode, arguments."""
         self.capture_mode = 0
         self.gates: dict[int, list[int]] = {}
-        """Bytes that were queued on a stream before each of its gates, and after the last."""
+        """Bytes queued on a stream before each of its gates, and after the last."""
         self.has_batches = True
         self.yields = True
-        """What the test of gates finds."""
+        """The result of the self-test of gates."""
         self.capturing = False
         self.broken_captures = 0
         self._kernels: list[Callable[[_Arguments], None]] = []
@@ -185,27 +185,27 @@ class PlayedCuda:
     # -- what a test does --------------------------------------------------------------------------
 
     def queue(self, work: Callable[[], object], stream: int = COMPUTE) -> None:
-        """Queue work of the test's own, on the compute stream or another."""
+        """Queue work of the test on the compute stream or another."""
         self._queue(stream, work)
 
     def run(self, *streams: int) -> None:
-        """Run these streams, or all, until they are empty or wait for another."""
+        """Run these streams, or all, until each is empty or waits for another."""
         handles = streams or range(len(self.queues))
         while any(self._run_one(handle) for handle in handles):
             pass
 
     def run_copies(self) -> None:
-        """Run all but compute: as far ahead of it as waits allow."""
+        """Run everything but compute, as far ahead of it as waits allow."""
         self.run(*range(COMPUTE + 1, len(self.queues)))
 
     def step_copies(self) -> None:
-        """Run the next operation of each of these streams that need not wait."""
+        """Run the next operation of each of these streams that does not have to wait."""
         for queue in self.queues[COMPUTE + 1 :]:
             if queue and queue[0]():
                 queue.popleft()
 
     def synchronize(self, stream: int) -> None:
-        """Run a stream to its end; others only if it waits for them."""
+        """Run a stream to its end, and others only if it waits for them."""
         self.run(stream)
         if self.queues[stream]:
             self.run()
@@ -236,7 +236,7 @@ class PlayedCuda:
             self.device = before
 
     def call(self, name: str) -> None:
-        """Note a call, and refuse it where it is to fail."""
+        """Record a call, and raise if it is to fail."""
         self.calls.append((name, self.device))
         if name in self.failing:
             raise RuntimeError(f"{name}: injected fault")
@@ -272,7 +272,7 @@ class PlayedCuda:
 
     def _zero(self, zeroing: Callable[[], object]) -> None:
         self._queue(COMPUTE, zeroing)
-        self.call("zeroing")  # which is refused after a part of it was queued
+        self.call("zeroing")  # refused after a part of it was queued
 
     def _function(self, name: str, *, packs: bool) -> Any:
         packing = {"swap_store": _pack, "swap_load": _unpack}
@@ -287,7 +287,7 @@ class PlayedCuda:
         self.call("launchKernel")
         stream, parameters, _ = shape_and_more[-3:]
         pointers = (ctypes.c_void_p * len(_WORDS)).from_address(parameters)
-        # CUDA copies the arguments within the call.
+        # CUDA copies the arguments during the call.
         values = [w.from_address(p or 0).value for w, p in zip(_WORDS, pointers, strict=True)]
         self._queue(stream, partial(self._kernels[function], _Arguments(*values)))
 
@@ -334,7 +334,7 @@ def _pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Te
 
 
 class _Function:
-    """A function of a module; CUDA refuses it more shared memory than the device has for a CTA."""
+    """A function of a module; CUDA refuses it more shared memory than a CTA can have."""
 
     def __init__(self, kernel: Any, limit_bytes: int) -> None:
         self.kernel = kernel
@@ -349,7 +349,7 @@ class _Function:
 
 
 class _Memory:
-    """Memory of the device. Zeros: a table that is read before it was written copies nothing."""
+    """Device memory, zeroed: a table that is read before it was written copies nothing."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = np.zeros(nbytes, np.uint8)
@@ -379,12 +379,12 @@ def _swap(name: str, given: _Arguments) -> None:
 
 
 def _memory(address: int, nbytes: int) -> np.ndarray:
-    """Memory as a writable view."""
+    """Return memory as a writable view."""
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
 def _columns(table: int, described: int) -> TileColumns:
-    """Read columns as the threads of the kernel do: 4 of each, 256 groups of values apart."""
+    """Read columns as the kernel's threads do: 4 of each, in 256 groups of values."""
     found = np.empty(TILE_GROUPS, np.uint8)
     bytes_ = _words(table + (described & 0xFFFFFFFF) * TILE_GROUPS, TILE_GROUPS, np.uint8)
     for thread in range(TILE_GROUPS // 4):

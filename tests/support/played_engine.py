@@ -2,9 +2,9 @@
 
 `PlayedEngine` drives vLLM's own `Scheduler` with both roles of `KVOffloadConnector`. The model
 (`played_model`) checks all KV that it reads, and the copies (`manual_copies`) run when the test
-says so. Every token that a client gets is compared with what the model answers without a cache,
-and after every step each readable slot with what its key stands for: whatever was stored had been
-computed.
+says so. Every token that a client gets is compared with the model's answer without a cache. After
+every step each readable slot is compared with what its key stands for, which shows that only
+computed blocks were stored.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from tests.support.router import Block, Router
 from tests.support.timing import Timing
 
 Known = tuple[NDArray[np.int64], int]
-"""What a block holds: names of its tokens, of states one; and its group's number."""
+"""A block's content: the names of its tokens, or one for a state; and its group's number."""
 
 
 class RestlessError(AssertionError):
-    """Requests are left, but no step makes progress."""
+    """Requests are left, but steps make no progress."""
 
 
 class PlayedEngine:
@@ -66,9 +66,10 @@ class PlayedEngine:
     """
 
     beside = False
-    """Whether an only rank lives in the process of the scheduler, which then asks it what ended."""
+    """Whether the only rank is in the scheduler's process, so that the scheduler asks it what
+    ended."""
     async_scheduling = replaces_resumed = False
-    """Of engines that are not told otherwise."""
+    """The default of engines that do not set it."""
     model_class: type[PlayedModel] = PlayedModel
 
     def __init__(
@@ -97,7 +98,7 @@ class PlayedEngine:
         timing: Timing | None = None,
         **arguments: Any,
     ) -> None:
-        # Whoever has few slots expects their victims to be the oldest.
+        # Tests with few slots expect that the oldest are evicted.
         plugin = {
             "cpu_bytes": f"{slots * ranks * PAGE_WORDS * 8}B",
             "eviction_policy": "lru",
@@ -148,7 +149,7 @@ class PlayedEngine:
             log_stats=True,
         )
         if self.replaces_resumed:
-            # What runner V2 has the scheduler do.
+            # What runner V2 makes the scheduler do.
             self.scheduler.use_v2_model_runner = True
         self.ranks = [PlayedRank(config, kv_cache_config, rank) for rank in range(ranks)]
         self.scheduled: deque[Any] = deque()
@@ -179,21 +180,21 @@ class PlayedEngine:
         self.propose: Callable[[Tokens], Tokens] = self.good_drafts
         self.answers: dict[str, Tokens] = {}
         self.expected: dict[str, Tokens] = {}
-        """What the model answers without a cache; nothing of requests that saw other weights."""
+        """The model's answers without a cache, except for requests that saw other weights."""
         self.ended: dict[str, str] = {}
-        """Why requests ended, as their clients hear it."""
+        """Finish reasons of requests, as their clients see them."""
         self.may_fail = plugin.get("on_load_failure") == "fail"
-        """Whether a request may end with an error; also where the model may lose KV."""
+        """Whether a request may end with an error; it always may if the model may lose KV."""
         self.totals: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
-        """What was reported last."""
+        """The last values reported."""
         self.observed: dict[str, list[float]] = {}
-        """Of histograms, all that was reported."""
+        """All values reported for histograms."""
         self.known: dict[bytes, Known] = {}
-        """What a slot key stands for."""
+        """The content that a slot key stands for."""
         self._requests: list[tuple[Request, int]] = []
         self.routers: list[Router] = []
-        """Two that follow the engine's KV events, where these are on."""
+        """Two routers that follow the engine's KV events, if these are on."""
         if arguments.get("events"):
             self.routers = [
                 Router(self.hash_block_tokens, clears_all=clears_all)
@@ -202,7 +203,7 @@ class PlayedEngine:
             self.scheduler.kv_event_publisher.publish = self._publish
 
     def _find_checkpoint(self, start: int, end: int, block_tokens: int) -> tuple[int, int]:
-        """Return how far into a prefill a state is kept, and where in the table; 0 for nowhere."""
+        """Return how far into a prefill a state is kept, and its place in the table; 0 for none."""
         coordinator = self.scheduler.kv_cache_manager.coordinator
         rule = {
             "hash_block_size": self.hash_block_tokens,
@@ -223,11 +224,11 @@ class PlayedEngine:
             router.hear(batch.events, in_memory)
 
     def blocks_in_memory(self) -> set[Block]:
-        """Return the readable blocks of host memory, by cache group and hash."""
+        """Return the readable blocks of host memory by cache group and hash."""
         return self._blocks(self.offload.manager.readable_slots())
 
     def blocks_on_disk(self) -> set[Block]:
-        """Return those of the disk, where there is one."""
+        """Return those of the disk, if there is one."""
         disk = self.offload.tiers.tiers.get("disk")
         manager = None if disk is None else disk.manager
         return self._blocks([] if manager is None else manager.readable_slots())
@@ -236,13 +237,13 @@ class PlayedEngine:
         suffix_bytes = len(make_block_hash_with_group_id(b"", 0))
         found = set()
         for key in keys:
-            _, group_id = self.known.get(key, (None, 0))  # an earlier process knew what it is
+            _, group_id = self.known.get(key, (None, 0))  # unknown if an earlier process stored it
             block_hash = key[:-suffix_bytes] if group_id else key
             found.add((group_id, maybe_convert_block_hash(block_hash)))
         return found
 
     def check_routers(self) -> None:
-        """Check that routers know what is in host memory, once they have been told everything."""
+        """Check that routers know what is in host memory, once no announcement is pending."""
         if self.routers and not self.offload.has_pending_work and not self.held_back:
             for router in self.routers:
                 assert router.in_memory == self.blocks_in_memory()
@@ -250,7 +251,7 @@ class PlayedEngine:
 
     @property
     def held_back(self) -> list[Any]:
-        """What routers are not told before a copy has ended."""
+        """Announcements that routers do not get before a copy has ended."""
         found: list[Any] = []
         for take in self.offload._subscribers.announcements:
             found += take.__self__.held_back
@@ -280,22 +281,22 @@ class PlayedEngine:
 
     @property
     def model_executor(self) -> PlayedExecutor:
-        """What ours finds on the call stack while the engine is built, and calls the ranks by."""
+        """The executor: ours finds it on the call stack at startup, and calls ranks through it."""
         return PlayedExecutor(self)
 
     def good_drafts(self, tokens: Tokens) -> Tokens:
-        """Draft what the model will sample."""
+        """Draft tokens that the model will sample."""
         return answer(tokens, self._drafts, self.model.weights)
 
     def change_weights(self) -> None:
-        """Make the KV of all tokens another; host memory must hold none of the old."""
+        """Change the KV of all tokens; host memory must hold none of the old."""
         self.model.weights += 1
         self.known.clear()
         self.expected.clear()
         self._requests = [(request, 0) for request, _ in self._requests]
 
     def bad_drafts(self, tokens: Tokens) -> Tokens:
-        """Draft what the model will not sample."""
+        """Draft tokens that the model will not sample."""
         return [(token + 1) % VOCABULARY for token in self.good_drafts(tokens)]
 
     def add(
@@ -309,13 +310,13 @@ class PlayedEngine:
         room = self.scheduler.max_model_len - len(prompt)
         self.expected[request_id] = answer(prompt, min(max_tokens, room), self.model.weights)
         if request.resumable:
-            del self.expected[request_id]  # it depends on what the session keeps of each answer
+            del self.expected[request_id]  # it depends on how much of each answer the session keeps
         return request
 
     def stream(
         self, request_id: str, *parts: tuple[Sequence[int], int], **sampling: Any
     ) -> Request:
-        """Begin a session: each part is tokens and how many to sample; add its end behind them."""
+        """Begin a session of parts, each tokens and the number to sample, and end it after them."""
         (prompt, max_tokens), *others = parts
         sampling["resumable"] = True
         session = self.add(request_id, prompt, max_tokens, **sampling)
@@ -327,7 +328,7 @@ class PlayedEngine:
         return session
 
     def serve(self, request_id: str, prompt: Sequence[int], *args: int, **sampling: Any) -> Request:
-        """Add a request, and run until the engine rests."""
+        """Add a request, and run until the engine is idle."""
         request = self.add(request_id, prompt, *args, **sampling)
         self.run()
         return request
@@ -340,7 +341,7 @@ class PlayedEngine:
         return len(self.scheduled) + self.timing.late + len(self.executed)
 
     def schedule_all(self) -> None:
-        """Plan as many steps as may be under way."""
+        """Plan as many steps as may be in flight."""
         while self.under_way < self.max_steps_under_way:
             self.schedule()
 
@@ -368,7 +369,7 @@ class PlayedEngine:
             )
             for report in reports
         ]
-        # As vLLM's executors do: only what comes from other processes is merged.
+        # Like vLLM's executors: only results from other processes are merged.
         alone = self.beside and len(results) == 1
         result = results[0] if alone else self._aggregator.aggregate(results)
         self.executed.append((output, result))
@@ -386,7 +387,7 @@ class PlayedEngine:
                 self.check_answer(one.request_id)
             self._take_stats(outputs.scheduler_stats)
         if self._drafts and not self.scheduler.scheduler_config.async_scheduling:
-            # vLLM resets between whole steps, so its scheduler gets none for preempted requests.
+            # vLLM resets between whole steps, so preempted requests get no drafts.
             for request in self.scheduler.requests.values():
                 if request.status == RequestStatus.PREEMPTED:
                     drafts.pop(request.request_id, None)
@@ -397,7 +398,7 @@ class PlayedEngine:
         self.check_routers()
 
     def _take_stats(self, scheduler_stats: Any) -> None:
-        """Do as vLLM's front end does with the figures that an engine core sends."""
+        """Treat the figures of an engine core as vLLM's front end does."""
         if scheduler_stats is None:
             return
         stats = scheduler_stats.kv_connector_stats or {}
@@ -411,7 +412,7 @@ class PlayedEngine:
                 self.observed.setdefault(name, []).extend(value)
 
     def step(self, steps: int = 1, *, copies: bool = False) -> Any:
-        """Schedule, execute and process; with `copies`, all submitted jobs end in time."""
+        """Schedule, execute and process; with `copies`, all submitted jobs end within the step."""
         for _ in range(steps):
             output = self.schedule()
             self.execute()
@@ -432,7 +433,7 @@ class PlayedEngine:
             self.process()
 
     def run(self, max_steps: int = 400) -> None:
-        """Step, with copies that end at once, until the engine rests."""
+        """Step, with copies that end at once, until the engine is idle."""
         self.finish_steps()
         for _ in range(max_steps):
             if not self.scheduler.has_requests():
@@ -441,7 +442,7 @@ class PlayedEngine:
         raise RestlessError("the engine does not come to rest")
 
     def run_ahead(self, steps: int) -> None:
-        """Step as a busy engine does: one step is planned while the other is executed."""
+        """Step like a busy engine: one step is planned while another is executed."""
         for _ in range(steps):
             self.schedule_all()
             if self.scheduled:
@@ -456,13 +457,13 @@ class PlayedEngine:
         return done
 
     def hear(self) -> None:
-        """Take in what the engine core has sent to its front end between steps."""
+        """Process what the engine core has sent to its front end between steps."""
         while not self._sent.empty():
             _, outputs = self._sent.get()
             self._take_stats(outputs.scheduler_stats)
 
     def check_answer(self, request_id: str) -> None:
-        """Check that a client has got what the model answers without a cache, as far as it is."""
+        """Check that the tokens a client has so far are those the model answers without a cache."""
         found, expected = self.answers[request_id], self.expected.get(request_id)
         end = self.ended.get(request_id)
         if expected is not None:
@@ -490,7 +491,7 @@ class PlayedEngine:
                 self.check_blocks(rank, [(known, found) for known, found in records if known])
 
     def check_blocks(self, rank: int, blocks: Iterable[tuple[Known, NDArray[np.uint8]]]) -> None:
-        """Check that what a rank holds of blocks is what it should be."""
+        """Check the content of a rank's blocks."""
         alike = defaultdict(list)
         for (names, group_id), content in blocks:
             alike[group_id, len(names)].append((names, content))
@@ -506,7 +507,7 @@ class PlayedEngine:
     def check_names(
         self, group: CacheGroup, found: NDArray[np.int64], names: NDArray[np.int64]
     ) -> None:
-        """Check the words of tokens, of shape `(blocks, tokens, words)`: each is its token's."""
+        """Check the words of tokens, `(blocks, tokens, words)`: each must name its token."""
         assert (found == names[:, :, None]).all(), "a block holds another prefix"
 
     def _learn_keys(self) -> None:
@@ -530,13 +531,13 @@ class PlayedEngine:
             self._learn_tails(hashes, names)
 
     def _learn_tails(self, hashes: Sequence[bytes], names: Sequence[int]) -> None:
-        """Learn the keys of blocks that are full up to a hash within them, as far as it names."""
+        """Learn the keys of blocks that are full up to a hash inside them, of named tokens."""
         step, proof = self._prefixes.tail_tokens, self._prefixes.proof_tokens
         for end in range(step, len(hashes) * step - proof + 1, step) if step else ():
             for group in self._prefixes.stored_groups:
                 first = end - 1 if group.holds_state else end - end % group.block_tokens
                 for key in self._prefixes.tail_keys(hashes, group, end):
-                    # That of a proof may be the key of the whole block.
+                    # A proof's key may be that of the whole block.
                     self.known.setdefault(key, (np.array(names[first:end]), group.group_id))
 
     def check_pins(self) -> None:
@@ -544,12 +545,12 @@ class PlayedEngine:
         self.offload.check_integrity()
 
     def rest(self) -> None:
-        """Run until the engine rests, and check that it then holds nothing."""
+        """Run until the engine is idle, and check that it then holds nothing."""
         self.run()
         self.check_rest()
 
     def check_rest(self) -> None:
-        """Check that an engine at rest holds nothing."""
+        """Check that an idle engine holds nothing."""
         assert not self.scheduler.has_requests()
         offload = self.offload
         offload.check_integrity()

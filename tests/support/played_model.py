@@ -1,7 +1,7 @@
 """A model whose KV names the text: each token's KV is a number for the whole prefix up to it.
 
-So a block that is overwritten too early, loaded into the wrong place or stored before it was
-computed is found at the first forward that reads it.
+So the first forward that reads a block notices if the block was overwritten too early, loaded into
+the wrong place, or stored before it was computed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def next_token(kv: int) -> int:
 
 
 def answer(prompt: Sequence[int], max_tokens: int = 4, weights: int = 0) -> Tokens:
-    """Return what the model answers without a cache."""
+    """Return the model's answer without a cache."""
     kv = name_prefixes(prompt, weights)[-1]
     tokens: Tokens = []
     for _ in range(max_tokens):
@@ -50,25 +50,26 @@ def answer(prompt: Sequence[int], max_tokens: int = 4, weights: int = 0) -> Toke
 
 
 def _is_ring(group: CacheGroup) -> bool:
-    """Return whether scratch has one block, for the last tokens."""
+    """Return whether scratch has one block, which holds the last tokens."""
     spans = spans_blocks(group.block_tokens, group.chunk_tokens)
     return group.window_tokens is None and not spans
 
 
 @dataclasses.dataclass
 class _ModelRequest:
-    """What a model runner remembers of a request."""
+    """A model runner's state of a request."""
 
     tokens: Tokens
     block_ids: list[list[int]]
     prompt_tokens: int
     names: list[int] = dataclasses.field(default_factory=list)
     state_slot: int | None = None
-    """Where in its table the state is that the next step begins with; None before the first."""
+    """The table index of the state with which the next step begins; None before the first step."""
     accepted: int = 1
-    """How many tokens of the last step stay: its state is so many blocks behind, less one."""
+    """The number of tokens accepted from the last step; its state is this many blocks on, less 1.
+    """
     first_computed: int | None = None
-    """The first token that it has computed since it got its blocks: scratch has none before."""
+    """The first token computed since the request got its blocks; scratch has none before it."""
 
     def extend_names(self, weights: int) -> list[int]:
         return name_prefixes(self.tokens, weights, self.names)
@@ -85,18 +86,18 @@ class Place:
     blocks: NDArray[np.int64]
     first_computed: int = 0
     state_slot: int = 0
-    """Of states, where in `blocks` that is which the step reads."""
+    """For states: the index in `blocks` of the state that the step reads."""
     running_slot: int = 0
-    """Of states, where that after the first token goes that is followed by drafts alone."""
+    """For states: the index of the state after the first token followed only by drafts."""
 
 
 class PlayedModel:
     """Reads, checks and writes KV on all ranks, and samples; follows scheduler outputs as a runner.
 
-    A query checks all KV that it reads; a mismatch is an `AssertionError`, unless the test has KV
-    lost: then what is computed with it is wrong as well, KV and tokens. With decode context
-    parallelism runs of `interleave` tokens are on the ranks in turn, and a group's `block_tokens`
-    are those of a block over all of them.
+    A query checks all KV that it reads. A mismatch is an `AssertionError`, unless the test has KV
+    lost: then the KV and tokens computed from it are wrong, too. With decode context parallelism,
+    runs of `interleave` tokens are on the ranks in turn, and a group's `block_tokens` count those
+    of all ranks.
     """
 
     def __init__(
@@ -112,26 +113,26 @@ class PlayedModel:
         self.kv = kv
         """By rank and group, of shape `(blocks, block_tokens, words)`."""
         self.weights = 0
-        """Another number makes other KV of the same tokens."""
+        """A different number gives the same tokens different KV."""
         self.may_lose_kv = False
         self.sampled: dict[tuple[str, int], set[int]] = {}
-        """By request and position: tokens that were sampled from right KV."""
+        """Tokens sampled from right KV, by request and position."""
         self.requests: dict[str, _ModelRequest] = {}
         self.find_checkpoint: Callable[[int, int, int], tuple[int, int]] = lambda *_: (0, 0)
-        """Says of a prefill from one token to another, and of blocks of so many tokens, which state
-        within it is kept."""
+        """For a prefill between two tokens and a block size in tokens, returns which state within
+        it is kept."""
         self.drafts: dict[str, Tokens] = {}
 
     def follow(self, output: Any) -> None:
-        """Take what the scheduler says about requests and their blocks."""
+        """Apply the scheduler's output about requests and their blocks."""
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
-        if output.total_num_scheduled_tokens:  # without tokens runner V1 does not look
+        if output.total_num_scheduled_tokens:  # runner V1 ignores a step without tokens
             for request_id in self.requests.keys() & (output.preempted_req_ids or set()):
                 self.requests[request_id].state_slot = None
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
-            # Of a session runner V1, which gets no tokens of an answer, keeps where its state is.
+            # In a session, runner V1 gets no tokens of an answer, but keeps the place of its state.
             known = None if new.prefill_token_ids else self.requests.get(new.req_id)
             self.requests[new.req_id] = _ModelRequest(
                 list(tokens),
@@ -144,7 +145,7 @@ class PlayedModel:
             request, new_ids = self.requests[request_id], cached.new_block_ids[index]
             resumed = request_id in cached.resumed_req_ids
             sent = cached.all_token_ids.get(request_id, ())
-            if resumed:  # a runner keeps the prompt that it was told
+            if resumed:  # a runner keeps the prompt that it first got
                 assert len(sent) == request.prompt_tokens + cached.num_output_tokens[index]
             if resumed or len(sent) > len(request.tokens):
                 request.tokens, request.names = list(sent), []
@@ -167,11 +168,11 @@ class PlayedModel:
         ]
 
     def forward_request(self, request_id: str, computed: int, output: Any, draft: Draft) -> Tokens:
-        """Compute the tokens of one request; return what is sampled."""
+        """Compute the tokens of one request; return the sampled ones."""
         scheduled = output.num_scheduled_tokens[request_id]
         request = self.requests[request_id]
         known = len(request.tokens)
-        # With asynchronous scheduling `computed` also counts drafts that were rejected meanwhile.
+        # With asynchronous scheduling `computed` also counts drafts that have since been rejected.
         start = min(computed, known - 1)
         names = request.extend_names(self.weights)
         placeholders = output.scheduled_spec_decode_tokens.get(request_id, [])
@@ -231,7 +232,8 @@ class PlayedModel:
             positions, row = np.arange(first, start), 0
             blocks = place.blocks[[place.state_slot] * len(positions)]
         elif group.is_scratch:
-            # A window is replayed from where it is empty. A ring must have all that is open.
+            # A window is replayed from where it is empty. A ring must have all tokens not yet
+            # compressed.
             replayed = place.first_computed if group.window_tokens else 0
             positions = np.arange(max(first, replayed), start)
             blocks, row = self._scratch(place, positions)
@@ -262,7 +264,7 @@ class PlayedModel:
         place.running_slot = slot
 
     def keep_checkpoints(self, states: Sequence[Place], inputs: list[int], start: int) -> None:
-        """Keep a state within a prefill, as backends do that can."""
+        """Keep a state within a prefill, like backends that can."""
         for place in states:
             group = place.group
             end = start + len(inputs)
@@ -273,9 +275,9 @@ class PlayedModel:
     def end_states(
         self, request: _ModelRequest, states: Sequence[Place], end: int, accepted: int
     ) -> None:
-        """Keep the state at a block's end, where accepted drafts have passed it.
+        """Keep the state at the end of a block that accepted drafts have passed.
 
-        `end` is where the step's tokens end without drafts.
+        `end` is where the step's tokens end, without drafts.
         """
         for place in states:
             tokens, slot = place.group.block_tokens, place.running_slot
@@ -288,7 +290,7 @@ class PlayedModel:
             request.state_slot, request.accepted = slot, kept
 
     def _own(self, rank: int, start: int, end: int) -> NDArray[np.int64]:
-        """Return the positions of which a rank has the KV."""
+        """Return the positions whose KV a rank has."""
         positions = np.arange(start, end)
         return positions[self.is_own(rank, positions)]
 
@@ -297,18 +299,18 @@ class PlayedModel:
         return np.asarray(owners == rank % self.context_ranks)
 
     def _rows(self, group: CacheGroup, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where in its rank's part of a block a token lies."""
+        """Return the row of a token in its rank's part of a block."""
         runs, inside = np.divmod(positions % group.block_tokens, self.interleave)
         return np.asarray(runs // self.context_ranks * self.interleave + inside)
 
     def _scratch(self, place: Place, positions: NDArray[np.int64]) -> Any:
-        """Return in which blocks and rows a request's scratch has these tokens; a ring has one."""
+        """Return the blocks and rows of these tokens in a request's scratch; a ring has one."""
         tokens = place.group.block_tokens
         slots = np.zeros_like(positions) if _is_ring(place.group) else positions // tokens
         return place.blocks[slots], positions % tokens
 
     def write(self, place: Place, inputs: list[int], start: int, drafts: int) -> None:
-        """Write KV, or states: that after the last token that is no draft, and after each draft."""
+        """Write KV; for states, those after the last token before drafts and after each draft."""
         group, end = place.group, start + len(inputs)
         if group.holds_state:
             positions = np.arange(end - 1 - drafts, end)

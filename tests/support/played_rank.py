@@ -1,4 +1,4 @@
-"""The ranks of a played engine, and what vLLM's engine core calls them by."""
+"""The ranks of a played engine, and the executor through which vLLM's engine core calls them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 REGISTERS_AGAIN = hasattr(KVConnectorBase_V1, "restore_kv_caches")
-"""Whether vLLM takes the KV caches from its connectors for a sleep, from 0.33 on."""
+"""Whether vLLM takes the KV caches away from its connectors for a sleep, as it does from 0.33."""
 
 
 class PlayedWeights:
-    """What a trainer gives weights to. They make no difference to what `PlayedModel` samples."""
+    """A model to which a trainer gives weights. They do not affect what `PlayedModel` samples."""
 
     def load_weights(self, weights: Sequence[tuple[str, Any]]) -> set[str]:
         return {name for name, _ in weights}
 
 
 class PlayedRank:
-    """One worker: the worker's role of the connector, its KV cache, and its copies."""
+    """One worker: the worker role of the connector, its KV cache, and its copies."""
 
     def __init__(self, config: Any, kv_cache_config: KVCacheConfig, rank: int) -> None:
         config = copy.copy(config)
@@ -62,19 +62,19 @@ class PlayedRank:
             self.connector.register_kv_caches(caches)
         self.copies = made[0]
         self.tiers = tiers
-        """Those of the configuration, a disk before a remote store."""
+        """The configured tiers, a disk before a remote store."""
 
     @property
     def tier(self) -> ManualTier | None:
-        """The first of them."""
+        """The first tier."""
         return self.tiers[0] if self.tiers else None
 
     def get_model(self) -> PlayedWeights:
-        """Stand for the model runner, which the connector looks for when KV is registered."""
+        """Stand in for the model runner, which the connector looks for at registration."""
         return self.weights
 
     def execute_model(self, scheduler_output: Any) -> None:
-        """Stand for the model runner; `begin` and `end` are called instead."""
+        """Stand in for the model runner; `begin` and `end` are called instead."""
 
     def begin(self, output: Any) -> None:
         metadata = output.kv_connector_metadata
@@ -86,14 +86,14 @@ class PlayedRank:
         self.connector.start_load_kv(None)
 
     def copy_blocks(self, output: Any) -> None:
-        """Copy the blocks in which hits end that requests go on writing."""
+        """Copy each block in which a hit ends, before its request writes into it."""
         for copied in output.kv_cache_block_copies or ():
             self.memory[copied.dst_block_id] = self.memory[copied.src_block_id]
 
     def end(self, output: Any) -> KVConnectorOutput | None:
-        """Run the hooks of a step's end as the model runner of this vLLM does.
+        """Run the hooks at a step's end as this vLLM's model runner does.
 
-        In a step without a forward it returns nothing where there is nothing to report.
+        A step without a forward returns nothing if there is nothing to report.
         """
         connector, report = self.connector, KVConnectorOutput()
         connector.wait_for_save()
@@ -109,7 +109,7 @@ class PlayedRank:
 
 
 class PlayedExecutor:
-    """What an engine core asks of all its ranks."""
+    """The calls that an engine core makes on all its ranks."""
 
     is_sleeping = False
 
@@ -121,7 +121,7 @@ class PlayedExecutor:
     ) -> list[Any]:
         engine = self._engine
         while engine.scheduled:
-            engine.execute()  # dispatched before
+            engine.execute()  # dispatched earlier
         if isinstance(method, str):
             engine.timing.compute()
             if "weight" in method or method == "update_named_param":
@@ -136,7 +136,7 @@ class PlayedExecutor:
         return answers
 
     def sleep(self, level: int) -> None:
-        """Discard the KV cache; with `level` 2 the weights too, which come back as others."""
+        """Discard the KV cache, and with `level` 2 the weights, which come back different."""
         self.collective_rpc("sleep")
         for rank in self._engine.ranks:
             if REGISTERS_AGAIN:
@@ -146,14 +146,15 @@ class PlayedExecutor:
             self._engine.change_weights()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """The memory is there."""
+        """Do nothing: the memory is there."""
         if REGISTERS_AGAIN and (tags is None or "kv_cache" in tags):
             for rank in self._engine.ranks:
                 rank.connector.restore_kv_caches()
 
     def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[int, int], Any]]:
-        """Return what each rank says of itself, which vLLM asks for at the start, and from 0.33
-        when it wakes up.
+        """Return each rank's handshake metadata.
+
+        vLLM asks for it at startup and, from 0.33, at wake-up.
         """
         return [
             {(0, index): rank.connector.get_handshake_metadata()}
@@ -161,6 +162,6 @@ class PlayedExecutor:
         ]
 
     def reset_mm_cache(self) -> None:
-        """There is none."""
+        """Do nothing: there is no such cache."""
 
     reset_encoder_cache = reset_mm_cache

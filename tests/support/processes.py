@@ -1,4 +1,4 @@
-"""Runs statements, or a module of the tests, in a new process and brings back what they found."""
+"""Run statements, or a module of the tests, in a new process, and return what they found."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 500.0
-"""Below the limit of a test, whose end would say less."""
+"""Less than a test's own limit, whose message would say less."""
 END_SECONDS = 30
-"""vLLM's own 5 s are over when a busy machine has stood still once; then it kills its processes."""
+"""A busy machine that stalls once exceeds vLLM's own 5 s, after which vLLM kills its processes."""
 
 
 def run_code(code: str) -> str:
     """Run statements in a new Python that finds the same packages; return what they printed.
 
-    It has nothing else of this process's environment.
+    It gets nothing else from this process's environment.
     """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -41,7 +41,7 @@ def run_code(code: str) -> str:
 
 
 def _python(*words: str, **how: Any) -> subprocess.Popen[str]:
-    """Start `python -m`, which sees this checkout before any installed copy."""
+    """Start `python -m`, in which this checkout takes precedence over an installed copy."""
     command = [sys.executable, "-X", "faulthandler", "-m", *words]
     return subprocess.Popen(command, cwd=ROOT, text=True, **how)
 
@@ -59,14 +59,14 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
 
 
 class Forked:
-    """A process that is no child of this one; of `subprocess.Popen` it has what tests need."""
+    """A process that is no child of this one, with what tests need of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._ended = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Return None as long as it runs; what its exit status is nobody here knows."""
+        """Return None while it runs; its exit status is unknown here."""
         return 0 if select.select([self._ended], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -84,10 +84,10 @@ Process = subprocess.Popen[Any] | Forked
 def start_module(
     module: str, *words: str, stdout: Path, stderr: Path, forks: bool, **environment: str
 ) -> Process:
-    """Start `python -m module` as the leader of a process group; it writes to the ends of files.
+    """Start `python -m module` as the leader of a process group; its output is appended to files.
 
-    The process sees this checkout before any installed copy, and `environment` besides what this
-    process has. With `forks` it and its engines are forked where vLLM is imported already.
+    This checkout takes precedence in the process, which gets `environment` in addition to this
+    process's. With `forks`, the process and its engines are forked where vLLM is already imported.
     """
     environment = _environment(environment)
     if forks:
@@ -108,11 +108,11 @@ def run_module(
     forks: bool = False,
     **environment: str,
 ) -> Any:
-    """Run `python -m module` as `start_module` does; return what it gave to `print_result`.
+    """Run `python -m module` as `start_module` does; return what it passed to `print_result`.
 
-    Arguments that are not text or paths are passed as JSON. One that takes longer than
-    `timeout_seconds`, or else `LIMIT_SECONDS`, is ended, and the assertion says where each of its
-    threads was.
+    Arguments other than text or paths are passed as JSON. A process that takes longer than
+    `timeout_seconds`, or else `LIMIT_SECONDS`, is ended, and the assertion shows its threads'
+    stacks.
     """
     timeout_seconds = timeout_seconds or LIMIT_SECONDS
     words = [str(a) if isinstance(a, str | Path) else json.dumps(a) for a in arguments]
@@ -140,9 +140,9 @@ def run_module(
 def run_function(
     function: Callable[..., object], *arguments: object, processes: bool = False, **more: Any
 ) -> Any:
-    """Call a function of a test's module as `run_module` does; return what it returns.
+    """Call a function of a test's module as `run_module` does; return its result.
 
-    With `processes` its engines have a core in a process of its own.
+    With `processes` its engines run their cores in separate processes.
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
@@ -154,21 +154,21 @@ def run_function(
 
 
 def kill_group(process: Process) -> None:
-    """End what is left of a process group: an engine core in a process of its own, too."""
+    """Kill what is left of a process group, including an engine core in a separate process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def print_result(result: object) -> None:
-    """Give `run_module` what was found; once a process."""
+    """Pass a result to `run_module`; once per process."""
     print("RESULT " + json.dumps(result), flush=True)
 
 
 def be_run(main: Callable[..., object], *, processes: bool = True) -> None:
-    """Call `main` with this process's words, the last as JSON; give `run_module` what it returns.
+    """Call `main` with this process's words, the last as JSON; pass its result to `run_module`.
 
-    With `processes` its engines have a core in a process of its own, and call functions of the
+    With `processes` its engines run their cores in separate processes and call functions of the
     tests there, which vLLM has to pickle.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
@@ -178,15 +178,15 @@ def be_run(main: Callable[..., object], *, processes: bool = True) -> None:
 
 
 def shut_down(llm: Any) -> None:
-    """Shut an engine (`vllm.LLM`) down, its processes too."""
+    """Shut an engine (`vllm.LLM`) and its processes down."""
     import psutil
 
     core = llm.llm_engine.engine_core
-    if hasattr(core, "resources"):  # it has processes
+    if hasattr(core, "resources"):  # the core is in a separate process
         for process in core.resources.engine_manager.processes:
             process.join = _wake_until_it_ends(core, process)
-    # vLLM also kills a core that ends just now, and fails when a child of it is gone before it is
-    # named. `kill_group` ends whatever that leaves.
+    # vLLM also kills a core that is just exiting, and fails if a child of it exits before vLLM has
+    # named it. `kill_group` ends whatever is left.
     with contextlib.suppress(psutil.NoSuchProcess):
         core.shutdown(timeout=END_SECONDS)
 
@@ -194,12 +194,13 @@ def shut_down(llm: Any) -> None:
 def _wake_until_it_ends(core: Any, process: Any) -> Callable[[float], None]:
     """Return a `join` that puts a request into the core's queue each second, which wakes the core.
 
-    Python runs a signal's handler between two instructions of the main thread. When SIGTERM comes,
-    that thread may have looked for signals, but not be asleep in `Queue.get` yet. Then it sleeps,
-    and the handler waits until the queue has something. Shutdowns right after an answer meet that
-    moment: 7 of 173, with three engines on two cores (vLLM 0.32 without the plugin, 2026-11-26).
+    Python runs a signal's handler between two instructions of the main thread. When SIGTERM
+    arrives, that thread may have checked for signals, but not be asleep in `Queue.get` yet. Then it
+    sleeps, and the handler waits until the queue has an entry. Shutdowns right after an answer hit
+    that moment: 7 of 173, with three engines on two cores (vLLM 0.32 without the plugin,
+    2026-11-26).
 
-    A second SIGTERM would wake it too, but kills a core that has heard the first and is cleaning
+    A second SIGTERM would wake it too, but kills a core that has handled the first and is cleaning
     up.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -209,7 +210,7 @@ def _wake_until_it_ends(core: Any, process: Any) -> Callable[[float], None]:
     def wake(seconds: float) -> None:
         ends = time.monotonic() + seconds
         while process.is_alive() and (left := ends - time.monotonic()) > 0:
-            with contextlib.suppress(EngineDeadError):  # it has ended just now
+            with contextlib.suppress(EngineDeadError):  # it has just exited
                 core.abort_requests(["a request that nobody made"])
             join(min(left, 1.0))
 
@@ -222,7 +223,7 @@ def staying(
 ) -> Iterator[tuple[Process, str]]:
     """Start a module that calls `stay` with its last word; kill it with SIGKILL at the end.
 
-    Yields the process, once it has done its part, and what it said. Its files lie in `folder`.
+    Yields the process, once it has done its part, and its result. Its files are in `folder`.
     """
     out, err, ready = (folder / name for name in ("out", "err", "ready"))
     out.touch(), err.touch()
@@ -242,13 +243,13 @@ def staying(
 
 
 def stay(ready: str, said: object = "") -> None:
-    """Have `staying` go on, and wait to be killed."""
+    """Let `staying` continue, and wait to be killed."""
     told = Path(ready).with_name("told")
     told.write_text(str(said))
     told.rename(ready)
     signal.pause()
 
 
-if __name__ == "__main__":  # of `run_function`
+if __name__ == "__main__":  # for `run_function`
     module, name, arguments = sys.argv[1:]
     print_result(getattr(importlib.import_module(module), name)(*json.loads(arguments)))

@@ -1,4 +1,4 @@
-"""What well-known models have published in their config.json, as far as it decides their size."""
+"""The config.json of well-known models, as far as it determines their KV cache size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "gemma-3-27b": {
         "model_type": "gemma3",
-        # It leaves which layers have a window to the defaults: five, then one without.
+        # It leaves to the defaults which layers have a window: five, then one without.
         "text_config": _dense("gemma3_text", 62, 32, 16, 5376, head_dim=128, sliding_window=1024),
     },
     "DeepSeek-V3": _dense("deepseek_v3", 61, 128, 128, 7168, **_LATENT),
@@ -100,7 +100,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         linear_value_head_dim=128,
     ),
 }
-"""By name: Hugging Face's config.json, less what does not decide the size of the KV cache.
+"""Hugging Face's config.json by name, less what does not determine the size of the KV cache.
 
 Compared with what the models' makers, or their libraries, say of these checkpoints: Llama with
 `models/sku_list.py` of meta-llama/llama-models, Qwen3 with `gpt/model/qwen3.py` of NVIDIA/NeMo,

@@ -1,7 +1,7 @@
-"""The KV-cache specs of models that cannot be built here, with the values of their makers.
+"""The KV-cache specs of models that cannot be built here, with their makers' values.
 
-Each is what the model's layers ask vLLM for (`get_kv_cache_spec` of 0.32 and 0.33), with as few
-layers as have every kind.
+Each has the specs that the model's layers request from vLLM (`get_kv_cache_spec` of 0.32 and 0.33),
+with the fewest layers that include every kind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _ring(tokens: int, head_size: int, dtype: torch.dtype, **more: Any) -> Circu
 
 
 def deepseek_v4(ratios: Sequence[int] = (1, 4, 128, 4, 128)) -> Specs:
-    """Windows, latents of 4 and of 128 tokens, an indexer, and what is still to be compressed."""
+    """Windows, latents of 4 and of 128 tokens, an indexer, and tokens not yet compressed."""
     packed = {"cache_dtype_str": "fp8_ds_mla", "alignment": 576, "model_version": "deepseek_v4"}
     specs: Specs = {}
     for layer, ratio in enumerate(ratios):
@@ -74,7 +74,7 @@ def deepseek_v4(ratios: Sequence[int] = (1, 4, 128, 4, 128)) -> Specs:
 
 
 def deepseek_v41() -> Specs:
-    """As V4, with windows that are replayed, and rings."""
+    """Like V4, with replayed windows, and rings."""
     packed = {"cache_dtype_str": "fp8_ds_mla", "alignment": 576, "model_version": "deepseek_v4"}
     specs: Specs = {}
     for layer, ratio in enumerate((0, 4, 2, 4)):
@@ -93,7 +93,7 @@ def deepseek_v41() -> Specs:
 
 
 def glm_5_next() -> Specs:
-    """Latents, states, an indexer of pools of 4 tokens, and a ring of the pool that is open."""
+    """Latents, states, an indexer of pools of 4 tokens, and a ring for the open pool."""
     specs: Specs = {}
     for layer in range(4):
         if layer % 4 == 3:
@@ -108,7 +108,7 @@ def glm_5_next() -> Specs:
 
 
 def step_5() -> Specs:
-    """Attention with a summary of every 8 tokens, windows, and a ring of the open 8."""
+    """Attention with a summary of every 8 tokens, windows, and a ring for the open 8."""
     full: Specs = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
     page = 64 * 8 * 256 * 2
     return {
@@ -167,4 +167,4 @@ MODELS = {
     "Qwen4": qwen_4,
     "Kimi K3": kimi_k3,
 }
-"""By name, what makes its specs by layer."""
+"""Functions that return a model's specs by layer, by the model's name."""

@@ -1,4 +1,4 @@
-"""A rank's half of the plugin over CPU tensors; its transfer engine copies in host memory."""
+"""The worker side of the plugin over CPU tensors; its transfer engine copies in host memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAGE_WORDS = 8
 BLOCKS = 8
 BLOCK_BYTES = PAGE_WORDS * 8
 NO_BLOCK = 99
-"""A block that does not exist: the transfer engine refuses a job that names it."""
+"""A block that does not exist: the transfer engine refuses jobs that name it."""
 
 
 def pairs(*values: tuple[int, int]) -> np.ndarray:
@@ -54,7 +54,7 @@ def synchronous(job_id: int, request_id: str, *values: tuple[int, int], **more: 
 
 
 class PlainRank:
-    """Describes tensors whose first dimension is the block; tests set what it answers besides."""
+    """Describes tensors whose first dimension is the block; tests set its other answers."""
 
     def __init__(self) -> None:
         self.gives_idle_blocks = False
@@ -82,7 +82,7 @@ class PlainRank:
         return f"{len(kv_caches)} layers"
 
     def find_output_copy_stream(self) -> None:
-        """There is none on a CPU."""
+        """Return None: a CPU has no such stream."""
 
     def count_weight_loads(self) -> Callable[[], int]:
         return lambda: self.weight_loads
@@ -95,7 +95,7 @@ class PlainRank:
 
 
 class Rank:
-    """A rank's half and the KV cache of its rank: for each layer `BLOCKS` blocks of own words."""
+    """A rank's worker side and KV cache: `BLOCKS` blocks of different words for each layer."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Rank:
         words = torch.arange(layers * BLOCKS * PAGE_WORDS, dtype=torch.int64)
         self.layers = dict(zip(names, words.view(layers, BLOCKS, 4, -1), strict=True))
         self.first = [layer.clone() for layer in self.layers.values()]
-        """What the layers hold before anything is written to them."""
+        """The layers' first content."""
         self.next_job_id = 0
         self._told: tuple[int, ...] = ()
 
@@ -135,7 +135,7 @@ class Rank:
         return self
 
     def layers_call(self) -> None:
-        """Have every forward from now on run layers that call the connector."""
+        """Let every later forward run layers that call the connector."""
         self.engine.context = object()
         self.engine.forward = (self.engine.context, "eager")
 
@@ -149,7 +149,7 @@ class Rank:
         admissions: int = 0,
         windows: Sequence[Window] = (),
     ) -> OffloadMetadata:
-        """Return the plan of the next step; the scheduler knows what the last report told."""
+        """Return the plan of the next step; by default it acknowledges the last report."""
         ids = [job.job_id for job in (*stores, *loads)]
         self.next_job_id = max([self.next_job_id, *(job_id + 1 for job_id in ids)])
         told = self._told if known is None else known
@@ -169,7 +169,7 @@ class Rank:
         return metadata
 
     def call(self, *layers: str) -> None:
-        """Run attention layers, as far as somebody listens to their calls."""
+        """Run attention layers, as far as the worker listens to their calls."""
         for layer in layers:
             if self.half.on_layer is not None:
                 self.half.on_layer(layer)
@@ -185,26 +185,26 @@ class Rank:
         self.end(metadata)
 
     def store(self, *jobs: StoreJob) -> dict[int, Outcome]:
-        """Store; return how the jobs ended."""
+        """Run steps that store; return how the jobs ended."""
         self.step(*jobs)
         self.step()
         return self.jobs()
 
     def drain(self, *stores: StoreJob, **plan: Any) -> dict[int, Outcome]:
-        """Drain between two steps; return how jobs ended, as far as that is not known."""
+        """Drain between two steps; return how jobs ended, as far as not acknowledged."""
         return self.half.drain(self.plan(*stores, **plan)).ranks[self.half.rank].jobs
 
-    # -- what it tells -------------------------------------------------------------------------
+    # -- what it reports -----------------------------------------------------------------------
 
     def report(self) -> RankReport:
-        """Return what the ended step reports; empty where it reports nothing."""
+        """Return the report of the step that ended, which may be empty."""
         told = self.half.report()
         report = RankReport() if told is None else told.ranks[self.half.rank]
         self._told = tuple(report.jobs)
         return report
 
     def jobs(self) -> dict[int, Outcome]:
-        """Return how jobs ended, as the report of the ended step tells."""
+        """Return how jobs ended, from the report of the step that ended."""
         return self.report().jobs
 
     def stats(self) -> dict[str, Any]:
@@ -212,15 +212,15 @@ class Rank:
         stats = self.half.take_stats()
         return {} if stats is None else stats.data
 
-    # -- what is there -------------------------------------------------------------------------
+    # -- the KV cache --------------------------------------------------------------------------
 
     def poison(self) -> None:
-        """Overwrite the KV cache, so that only a load brings something back."""
+        """Overwrite the KV cache, so that only a load restores it."""
         for kv in self.layers.values():
             kv[:] = -1
 
     def holds(self, block: int) -> list[bool]:
-        """Tell for every layer if a block has what block 1 had first; else it must be poisoned."""
+        """Return by layer whether a block has block 1's first content; else it is poisoned."""
         found = []
         for kv, first in zip(self.layers.values(), self.first, strict=True):
             found.append(torch.equal(kv[block], first[1]))
@@ -229,7 +229,7 @@ class Rank:
 
 
 def refuse_blocks(monkeypatch: pytest.MonkeyPatch, rank: Rank, *blocks: int) -> None:
-    """Have a rank's transfer engine say that these blocks do not fit packed slots."""
+    """Make a rank's transfer engine report that these blocks do not fit packed slots."""
     submitted: dict[int, np.ndarray] = {}
     submit, poll = rank.transfer.submit, rank.transfer.poll
 
@@ -253,7 +253,7 @@ def refuse_blocks(monkeypatch: pytest.MonkeyPatch, rank: Rank, *blocks: int) -> 
 
 
 class Gate:
-    """Stands in front of the copies: holds them, or makes them fail."""
+    """Holds copies back before they start, or makes them fail."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA's registration of memory, and questions to the kernel about memory."""
+"""Stand-ins for CUDA's memory registration, and queries to the kernel about memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_mapped(address: int) -> bool:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Return how many bytes of a range of whole pages have pages in this process.
+    """Return the number of resident bytes in a range of whole pages in this process.
 
-    `smaps` cannot say: the kernel makes one area of mappings that lie next to each other.
+    `smaps` cannot say, because the kernel merges adjacent mappings into one area.
     """
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
         pagemap.seek(address // PAGE * 8)
@@ -35,10 +35,10 @@ def resident_bytes(address: int, nbytes: int) -> int:
 
 
 def usable_node() -> int:
-    """Return a NUMA node that this process may take memory from; skip where none can be chosen.
+    """Return a NUMA node that this process may take memory from; skip if none can be chosen.
 
-    Docker's filter of system calls refuses those of memory policies to containers without
-    CAP_SYS_NICE, and a cpuset may leave a process some of the nodes only.
+    Docker's seccomp profile refuses the system calls for memory policies to containers without
+    CAP_SYS_NICE, and a cpuset may allow a process only some of the nodes.
     """
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
     if number is None or ctypes.CDLL(None).syscall(ctypes.c_long(number), None, None, 0, None, 0):
@@ -58,7 +58,7 @@ def policy_of(address: int) -> str:
 
 
 class Registrar:
-    """Records calls; the piece at byte `failing_offset` of the first one's memory fails."""
+    """Records calls; the piece at byte `failing_offset` of the first memory fails."""
 
     def __init__(self, failing_offset: int | None = None) -> None:
         self.failing_offset = failing_offset
@@ -90,7 +90,7 @@ class Registrar:
             del self.live[address]
 
     def assert_undone(self) -> None:
-        """Assert that all was unregistered, and then unmapped."""
+        """Assert that everything was unregistered, and then unmapped."""
         assert not self.live
         assert not self.unmapped_too_early
         assert self.base is not None
@@ -98,7 +98,7 @@ class Registrar:
 
 
 class GatedRegistrar(Registrar):
-    """Holds every registration but the first until it is `opened`."""
+    """Holds back every registration but the first until it is `opened`."""
 
     def __init__(self, failing_offset: int | None = None) -> None:
         super().__init__(failing_offset)

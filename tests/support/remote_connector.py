@@ -1,13 +1,12 @@
-"""A connector to stand beside ours in a MultiConnector, with the habits of vLLM's NixlConnector.
+"""A second connector for a MultiConnector, which behaves like vLLM's NixlConnector.
 
-Nixl needs a network and a second engine. This one hands KV from a request to a later one of the
-same engine, by the parameters that Nixl uses: blocks are held when a request with
-`do_remote_decode` ends, until the worker has kept them and reports `finished_sending`; a request
-with `do_remote_prefill` gets them back by an asynchronous load. Like Nixl it raises at handshake
-metadata of any other type, or at none, and reports stats of its own.
+Nixl needs a network and a second engine. This one passes KV from a request to a later one of the
+same engine, using Nixl's parameters: when a request with `do_remote_decode` ends, its blocks are
+held until the worker has saved them and reports `finished_sending`; a request with
+`do_remote_prefill` gets them back by an asynchronous load. Like Nixl it raises if handshake
+metadata is missing or of another type, and reports its own stats.
 
-What Nixl does not do, but other connectors do: `synchronous` loads, and a report of its own to the
-scheduler, at every step.
+Other connectors, but not Nixl, have `synchronous` loads, and report to the scheduler at every step.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ NAME = "RemoteConnector"
 
 @dataclass
 class RemoteHandshake(KVConnectorHandshakeMetadata):
-    """Where a rank can be reached."""
+    """The address of a rank."""
 
     address: str
 
 
 @dataclass
 class RemoteMetadata(KVConnectorMetadata):
-    """The blocks to keep and to fill in this step: by request; for a load with whose they are."""
+    """The blocks to save and to load in this step, by request; loads also name the source."""
 
     sends: dict[str, list[int]] = field(default_factory=dict)
     loads: dict[str, tuple[str, int, list[int]]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
-    """Requests whose sender is only to be told that nothing is fetched."""
+    """Requests whose sender only learns that nothing is fetched."""
 
 
 class RemoteReport(KVConnectorWorkerMetadata):
@@ -60,7 +59,7 @@ class RemoteReport(KVConnectorWorkerMetadata):
 
 
 class RemoteStats(KVConnectorStats):
-    """The blocks of every load."""
+    """The number of blocks of each load."""
 
     def reset(self) -> None:
         self.data = {"loaded_blocks": []}
@@ -89,10 +88,10 @@ class RemotePromMetrics(KVConnectorPromMetrics):
 
 
 class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both roles; `failing` makes its next loads fail, after they wrote garbage.
+    """Both roles; `failing` makes its next loads write garbage and fail.
 
-    Once it is `unreachable` it says that it has received what it was only to tell the sender of, as
-    Mooncake's always does in vLLM 0.31.
+    Once it is `unreachable` it reports requests in `notices` as received, as Mooncake's connector
+    always does in vLLM 0.31.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -260,6 +259,6 @@ def multi_config(
     return around(*(members if first else members[::-1]), role=role, **outer)
 
 
-# A MultiConnector rebuilds the stats of its members by name.
+# A MultiConnector rebuilds its members' stats by name.
 if NAME not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(NAME, __name__, NAME)

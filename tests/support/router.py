@@ -1,4 +1,4 @@
-"""A router that follows vLLM's KV events, as llm-d's and Dynamo's do, and checks what it hears."""
+"""A router that follows vLLM's KV events, as llm-d's and Dynamo's do, and checks them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
 
 Block = tuple[int, Any]
-"""Cache group and hash, as vLLM publishes it."""
+"""Cache group and hash, as in vLLM's events."""
 
 PREFIX_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
-"""Layers whose blocks llm-d indexes."""
+"""Kinds of layers whose blocks llm-d indexes."""
 
 
 class LlmdIndex:
     """The blocks that llm-d's router finds by tokens, as `pkg/kvevents/pool.go` reads events.
 
-    A block without tokens counts if some engine has announced its hash with tokens. One whose
+    A block without tokens counts if some engine has announced its hash with tokens. A block whose
     parent was never announced is dropped.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[Block]] = {}
-        """By medium in lower case."""
+        """Blocks by medium, in lower case."""
         self._kinds: dict[int, str] = {}
         self._with_tokens: set[Block] = set()
 
     def hear(self, event: Any) -> None:
-        """Take in an event."""
+        """Apply an event."""
         if type(event).__name__ == "AllBlocksCleared":
             self.blocks.clear()
             return
@@ -55,7 +55,7 @@ class LlmdIndex:
 class DynamoIndex:
     """The blocks of each tier that Dynamo's router indexes, as `lib/kv-router` reads events.
 
-    It drops what is not LOCAL, or on a medium that it does not know, and indexes no block without
+    It drops blocks that are not LOCAL or on an unknown medium, and does not index blocks without
     tokens or of another size.
     """
 
@@ -67,7 +67,7 @@ class DynamoIndex:
         self._block_tokens = block_tokens
 
     def hear(self, event: Any) -> None:
-        """Take in an event."""
+        """Apply an event."""
         if type(event).__name__ == "AllBlocksCleared":
             self.blocks.clear()
             return
@@ -86,8 +86,8 @@ class DynamoIndex:
 class Router:
     """Knows which blocks are in host memory and on the disk, from events alone.
 
-    With `clears_all` it takes `AllBlocksCleared` for all that the engine has, as llm-d's does; else
-    for what is on the GPU.
+    With `clears_all`, `AllBlocksCleared` drops all of the engine's blocks, as in llm-d's router;
+    otherwise only those on the GPU.
     """
 
     def __init__(self, hash_block_tokens: int, *, clears_all: bool) -> None:
@@ -95,17 +95,17 @@ class Router:
         self.in_memory: set[Block] = set()
         self.on_disk: set[Block] = set()
         self.without_tokens: set[Block] = set()
-        """Those on the disk, or in memory, that were announced by hash alone."""
+        """Blocks in memory or on the disk that were announced by hash alone."""
         self.heard = 0
-        """Blocks of host memory that became known or were removed."""
+        """The number of blocks of host memory announced or removed."""
         self._hash_block_tokens = hash_block_tokens
         self._hash = get_hash_fn_by_name("sha256")
-        self._whole: dict[Any, bytes | None] = {None: None}  # by what is published of it
+        self._whole: dict[Any, bytes | None] = {None: None}  # by the published hash
 
     def hear(self, events: Iterable[Any], readable: Iterable[Block] | None = None) -> None:
-        """Take in a batch, which was made while host memory had `readable`.
+        """Apply a batch that was published while host memory had `readable`.
 
-        What of this comes before a block in its prefix must be known before it.
+        When a block is announced, the blocks of its prefix that are in `readable` must be known.
         """
         present = set(readable or ())
         for event in events:
@@ -150,7 +150,7 @@ class Router:
             assert hashes == self._chain(self._whole[parent], event.token_ids, event.block_size)
 
     def _chain(self, parent: bytes | None, tokens: Sequence[int], block_tokens: int) -> list[Any]:
-        """Return the hashes of blocks with these tokens, as the engine makes them."""
+        """Return the hashes of blocks with these tokens, as the engine computes them."""
         size = self._hash_block_tokens
         hashes = []
         for end in range(size, len(tokens) + 1, size):

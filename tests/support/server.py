@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server with the plugin, on loopback, and what a client asks of it."""
+"""An OpenAI-compatible server with the plugin, on loopback, and a client's requests to it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def serving(
     environment: Mapping[str, str] = FOR_TRIALS,
     **plugin: Any,
 ) -> Iterator[str]:
-    """Start a server whose files lie in `folder`; yield its base URL.
+    """Start a server whose files are in `folder`; yield its base URL.
 
-    `words` are further arguments.
+    `words` are more command-line arguments.
     """
     log = folder / "server.log"
     log.touch()
@@ -63,7 +63,7 @@ def serving(
 
 
 def wait_for_answer(url: str, process: Process, log: Path) -> None:
-    """Wait until a program that was started answers; one that ends or is slow shows its log."""
+    """Wait until a program answers; if it ends or is too slow, show its log."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -77,7 +77,7 @@ def wait_for_answer(url: str, process: Process, log: Path) -> None:
 
 
 def end(process: Process) -> None:
-    """End a server that leads a process group, and its engine."""
+    """Stop a server that leads a process group, and its engine."""
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(60)
@@ -90,7 +90,7 @@ def get(
     key: str | None = None,
     more_headers: Mapping[str, str] = {},
 ) -> str:
-    """Get a page, or post `body`, with a key of the server; return the answer."""
+    """Get a page, or post `body`, with the server's key if given; return the answer."""
     headers = {"Content-Type": "application/json", **more_headers}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
@@ -113,7 +113,7 @@ def metric(url: str, name: str) -> float:
 
 
 def wait_for(url: str, name: str, value: float) -> None:
-    """Wait until a metric has at least this value, or exactly where it is 0."""
+    """Wait until a metric has at least this value, or is 0 if the value is 0."""
     deadline = time.monotonic() + 300
     while (found := metric(url, name)) < value or (value == 0 and found):
         assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
@@ -146,10 +146,10 @@ def text(seed: int, tokens: int = PROMPT_TOKENS) -> str:
 
 
 def hit(url: str, seed: int) -> tuple[str, str]:
-    """Have a prompt stored, forgotten by vLLM and loaded; return its answers before and after."""
+    """Have a prompt stored, dropped by vLLM and loaded; return its answers before and after."""
     stored = metric(url, "vllm:host_kv_cache_stored_bytes_total")
     first = ask(url, seed)["choices"][0]["text"]
-    # The engine idles now; it must still have reported its stores.
+    # The engine is idle now, but must still have reported its stores.
     blocks = PROMPT_TOKENS // BLOCK_TOKENS
     wait_for(url, "vllm:host_kv_cache_stored_bytes_total", stored + blocks * BLOCK_BYTES)
     get(url + "/reset_prefix_cache", {})

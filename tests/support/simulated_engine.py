@@ -1,6 +1,6 @@
-"""A played engine on a clock of its own: how long requests wait, without a device.
+"""A played engine with a simulated clock: how long requests wait, without a device.
 
-vLLM's scheduler and both halves of our connector are real. How long steps and copies take is
+vLLM's scheduler and both sides of our connector are real. The durations of steps and copies are
 calculated, with the rates of one H200 and a model of 8 billion parameters (32 layers, 8 KV heads).
 """
 
@@ -18,19 +18,19 @@ from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import Tokens
 
 DECODE_SECONDS = 0.0083
-"""A step of decodes, and what a step takes besides its prompts."""
+"""A step of decodes, and the part of any step that does not depend on its prompts."""
 PROMPT_TOKENS_PER_SECOND = 38_000
 TOKEN_BYTES = 1 << 17
 LINK_BYTES_PER_SECOND = 46e9
-"""In either direction."""
+"""In each direction."""
 HOST_SECONDS = 0.002
-"""To plan and launch a step."""
+"""Planning and launching a step."""
 LAUNCH_SECONDS = 0.0005
-"""From the submission of copies to the first of them."""
+"""From the submission of copies to the start of the first."""
 
 
 class Clock:
-    """Stands for `time.monotonic`; in seconds."""
+    """Replaces `time.monotonic`; in seconds."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,20 +40,20 @@ class Clock:
 
 
 class Copies:
-    """A rank's copies: those of a direction run one after the other, beside the other's."""
+    """A rank's copies: serial within a direction, concurrent with the other direction."""
 
     def __init__(self, copies: Any, clock: Clock, block_tokens: int) -> None:
         self._clock = clock
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._page_bytes = copies.layout.slot_bytes
         self.bytes_per_second = LINK_BYTES_PER_SECOND * self._page_bytes / self._block_bytes
-        """In bytes as they are played."""
+        """Relative to the bytes that are really copied."""
         self._free = dict.fromkeys(Direction, 0.0)
         self._under_way: list[tuple[float, Completion]] = []
         self.computed = 0.0
-        """When the steps that were launched have been computed: stores come after them."""
+        """When all launched steps will have been computed: stores start afterwards."""
         self.awaited: tuple[float, float] | None = None
-        """When the loads that the next forward waits for begin and end."""
+        """When the loads that the next forward waits for start and end."""
         self.in_waves = False
         copies.submit, copies.poll = self.submit, self.poll
 
@@ -78,9 +78,9 @@ class Copies:
 
 
 class SimulatedEngine(PlayedEngine):
-    """Two steps under way, as vLLM's engine core keeps them. `clock` must be `time.monotonic`.
+    """Keeps two steps in flight, as vLLM's engine core does. `clock` must be `time.monotonic`.
 
-    No KV is copied and no answer is checked. Every layer is taken to wait for its part of a load.
+    No KV is copied and no answer is checked. Every layer is assumed to wait for its part of a load.
     """
 
     beside = True
@@ -90,7 +90,7 @@ class SimulatedEngine(PlayedEngine):
         self.clock = clock
         self._copies = Copies(self.ranks[0].copies, clock, self.groups[0].block_tokens)
         self._ends: deque[float] = deque()
-        for _ in range(20):  # a load of so few bytes as are played is not measured
+        for _ in range(20):  # a load of this few bytes is not measured
             self.offload.watch.load_rate.learn(self._copies.bytes_per_second)
         self.model.follow = lambda _output: None  # type: ignore[method-assign]
 
@@ -101,7 +101,7 @@ class SimulatedEngine(PlayedEngine):
         )
 
     def forward(self, output: Any) -> list[Tokens]:
-        """Sample the same token for everybody whose prompt is computed by now."""
+        """Sample the same token for each request whose prompt has been computed."""
         running = self.scheduler.requests
         return [
             []
@@ -112,13 +112,13 @@ class SimulatedEngine(PlayedEngine):
         ]
 
     def check_answer(self, request_id: str) -> None:
-        """Nothing is computed."""
+        """Do nothing: no KV is computed."""
 
     def check_host_memory(self) -> None:
-        """Nothing is copied."""
+        """Do nothing: no KV is copied."""
 
     def pass_step(self) -> dict[str, Tokens]:
-        """Launch steps until two are under way, wait for the older one, and return its tokens."""
+        """Launch steps until two are in flight, wait for the older one, and return its tokens."""
         while len(self._ends) < 2 and self.scheduler.has_requests():
             output = self.schedule()
             self.clock.now += HOST_SECONDS / 2
@@ -128,12 +128,12 @@ class SimulatedEngine(PlayedEngine):
             self._copies.computed = self._computed(output)
             self._ends.append(max(self._copies.computed, self.clock.now))
         self.clock.now = max(self.clock.now, self._ends.popleft())
-        self.answers.clear()  # `process` adds to them, and nobody else reads them
+        self.answers.clear()  # `process` appends to it, and nothing else reads it
         self.process()
         return dict(self.answers)
 
     def _computed(self, output: Any) -> float:
-        """Return when a step that is launched now has been computed."""
+        """Return when a step that is launched now will have been computed."""
         if not output.num_scheduled_tokens:
             return self._copies.computed
         prompts = sum(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
@@ -142,7 +142,7 @@ class SimulatedEngine(PlayedEngine):
         if self._copies.awaited is None:
             return now + seconds
         begin, end = self._copies.awaited
-        # Prompts of so few tokens replay a graph, whose layers do not wait one by one.
+        # Such short prompts replay a CUDA graph, whose layers do not wait one by one.
         weights = WEIGHTS if self._copies.in_waves and prompts > 512 else (1,)
         arrived = begin
         for weight in weights:

@@ -49,14 +49,14 @@ _QWEN3_NEXT = _model(
 _MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_d_head": 32}
 
 MODELS: dict[str, dict[str, Any]] = {
-    # Dense grouped-query attention.
+    # Dense, grouped-query attention.
     "qwen3": _QWEN3,
     "qwen3_deep": {**_QWEN3, "num_hidden_layers": 4},
     # The same, as the draft head of `write_draft_head` expects it.
     "llama": _LLAMA,
-    # With heads of 128: in vLLM's batch-invariant mode its tokens depend on no batch. With heads of
-    # 32 and 64 FlashAttention 3 cuts prompts and decodes in other places: 13 and 10 of 428 answers
-    # changed with the batch (vLLM 0.26, H100, 23 Nov 2026), and none with 128.
+    # With heads of 128: in vLLM's batch-invariant mode its tokens do not depend on the batch. With
+    # heads of 32 and 64 FlashAttention 3 splits prompts and decodes in other places: 13 and 10 of
+    # 428 answers changed with the batch (vLLM 0.26, H100, 23 Nov 2026), and none with 128.
     "llama_wide": {**_LLAMA, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024},
     # Sliding windows of 96 tokens interleaved with full attention: two cache groups.
     "gemma3": _model(
@@ -77,8 +77,8 @@ MODELS: dict[str, dict[str, Any]] = {
         {"qk_rope_head_dim": 64, "v_head_dim": 128},
         {"first_k_dense_replace": 2, "n_routed_experts": 4, "n_shared_experts": 1, **_EXPERTS},
     ),
-    # A window of 128 tokens in all layers, and in all but the first latents of 4 or of 128 tokens
-    # beside it. The indexer takes all latents of up to 2,048 tokens.
+    # A window of 128 tokens in all layers; in all but the first also latents of 4 or of 128 tokens.
+    # The indexer takes all latents of up to 2,048 tokens.
     "deepseek_v4": _model(
         "deepseek_v4",
         "DeepseekV4",
@@ -122,9 +122,9 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     # Gated delta nets interleaved with full attention, and experts.
     "qwen3_next": _QWEN3_NEXT,
-    # With a module that drafts.
+    # With a module that drafts tokens.
     "qwen3_next_mtp": {**_QWEN3_NEXT, "num_nextn_predict_layers": 1},
-    # Mamba 2 below full attention, as in Nemotron-H, with a module that drafts.
+    # Mamba 2 below full attention, as in Nemotron-H, with a module that drafts tokens.
     "nemotron_h_mtp": _model(
         "nemotron_h",
         "NemotronH",
@@ -134,18 +134,18 @@ MODELS: dict[str, dict[str, Any]] = {
         {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention"]},
     ),
 }
-"""Hugging Face configurations by kind, as a `config.json` has them."""
+"""Hugging Face configurations by kind, as in a `config.json`."""
 
 
 def config(kind: str, **changes: Any) -> Any:
-    """Return the transformers' configuration of a kind of `MODELS`."""
+    """Return the transformers configuration of a kind of `MODELS`."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**MODELS[kind] | changes)
 
 
 def write_model(kind: str, folder: Path, dtype: str = "float32") -> Path:
-    """Write a model with fixed random weights and a tokenizer unless they are there.
+    """Write a model with fixed random weights and a tokenizer, if they do not exist.
 
     Returns `folder`. From 3 on, token `i` is the word `t<i>`, so texts are easy to make and read.
     """
@@ -181,8 +181,8 @@ def write_draft_head(model: Path, folder: Path) -> Path:
     """Write an EAGLE head that drafts what a `llama` model in `model` will mostly sample.
 
     Its layers are the model's own, and it ignores the model's states: it runs the same network on
-    the same tokens, but for the first, which it never sees, as every token is paired with the state
-    before it. So its KV decides which drafts are accepted. Returns `folder`.
+    the same tokens except the first, which it never sees, because every token is paired with the
+    state before it. So its KV decides which drafts are accepted. Returns `folder`.
     """
     if not (folder / "model.safetensors").exists():
         import torch
@@ -205,7 +205,7 @@ def write_draft_head(model: Path, folder: Path) -> Path:
 
 
 def _leave_out_dtype(folder: Path) -> None:
-    """Say nothing of the weights' type, which vLLM 0.33 gives to the module whatever it runs in."""
+    """Omit the weights' data type, which vLLM 0.33 gives the module whatever type it runs in."""
     file = folder / "config.json"
     published = json.loads(file.read_text())
     del published["dtype"]
@@ -228,7 +228,7 @@ _MTP_MODULES = {
 and norm, of its module's projection and norms."""
 
 _OUTPUTS = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
-"""Names of weights that end a part of a layer."""
+"""Name endings of weights at the end of a part of a layer."""
 
 
 def _write_mtp_module(
@@ -236,8 +236,8 @@ def _write_mtp_module(
 ) -> None:
     """Give a model with written weights a module that drafts.
 
-    It is the last layer again, on embeddings alone. The layers below it add little to these, so
-    that some of its drafts are right.
+    The module is the last layer again, on embeddings alone. The layers below that add little to
+    these, so some of its drafts are right.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -258,7 +258,7 @@ def _write_mtp_module(
 
 
 def _publish_v4(folder: Path) -> None:
-    """Give a `deepseek_v4` model the names that the published checkpoints have.
+    """Give a `deepseek_v4` model the weight names of the published checkpoints.
 
     transformers reads these and writes its own, which vLLM 0.31 to 0.33 do not know.
     """
@@ -279,7 +279,7 @@ def _write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<bos>", "<eos>"]  # not words: they are found inside of other words
+    special = ["<pad>", "<bos>", "<eos>"]  # not words: they are found inside other words
     vocabulary = {word: i for i, word in enumerate(special)}
     vocabulary.update({f"t{i}": i for i in range(len(special), VOCABULARY)})
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -1,7 +1,7 @@
-"""What every swap engine does, on the host, on a played CUDA device and on a real one.
+"""Tests that every swap engine must pass: on the host, on a played CUDA device and on a real one.
 
 A test module has a class that inherits `SwapContract`, and a fixture `beds` that makes beds of its
-engine. What an engine does besides, and in which order a device does it, is tested beside it.
+engine. Other features of an engine, and the order in which a device works, are tested there.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Token:
 
 
 class Bed(ABC):
-    """An engine over `BLOCKS` blocks of four regions, whose bytes are 3, and `SLOTS` slots."""
+    """An engine over `BLOCKS` blocks of four regions, filled with 3, and `SLOTS` slots."""
 
     engine: SwapEngine
     arena: HostArena
 
     def __init__(self, slot_bytes: int | None = None) -> None:
-        """Build the engine, over an arena whose slots have `slot_bytes` if that is given."""
+        """Build the engine, over an arena whose slots have `slot_bytes`, if given."""
         self.token = Token()
         layout = self.make_cache()
         self.arena = self.make_arena(SLOTS, slot_bytes or layout.slot_bytes)
@@ -70,14 +70,14 @@ class Bed(ABC):
 
     @abstractmethod
     def read(self) -> NDArray[np.uint8]:
-        """Return a copy of the bytes of all blocks, once compute that is queued has run."""
+        """Return a copy of the bytes of all blocks, once queued compute has run."""
 
     def settle(self) -> None:
-        """Let all copies end."""
+        """Wait for all copies to end."""
         assert self.engine.wait(120)
 
     def finish(self) -> list[Completion]:
-        """Let all copies end, and return their completions."""
+        """Wait for all copies to end, and return their completions."""
         self.settle()
         return self.engine.poll()
 
@@ -88,7 +88,7 @@ class Bed(ABC):
         self.engine.submit(SwapJob(job_id, direction, np.array(pairs, np.int32), **how))
 
     def attach(self, window: int, path: Path) -> NDArray[np.uint8]:
-        """Attach an arena of random slots in a file, and return them once they are ready."""
+        """Attach an arena of random slots in a file, and return the slots once they are ready."""
         slot_bytes = self.engine.layout.slot_bytes
         slots = np.random.default_rng(window).integers(0, 256, (SLOTS, slot_bytes), np.uint8)
         path.write_bytes(slots.tobytes().ljust(whole_pages(slots.nbytes), b"\0"))
@@ -107,7 +107,7 @@ class Bed(ABC):
         self.submit(job_id, LOAD, *pairs, before_compute=True, in_waves=True)
 
     def randomize(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Draw the bytes of all blocks and slots; return copies of both."""
+        """Fill all blocks and slots with random bytes; return copies of both."""
         rng = np.random.default_rng(1)
         blocks = rng.integers(0, 256, (BLOCKS, self.engine.layout.slot_bytes), np.uint8)
         self.write(blocks)
@@ -117,7 +117,7 @@ class Bed(ABC):
 
 
 class NumPyBed(Bed):
-    """Of engines whose KV cache is memory of NumPy: two layers of K and V outside the blocks."""
+    """For engines whose KV cache is NumPy memory: two layers with K and V outside the blocks."""
 
     page_bytes = 64
 
@@ -155,13 +155,13 @@ Beds = Callable[..., Bed]
 
 
 class SwapContract:
-    """The tests, which a class with a fixture `beds` inherits."""
+    """The tests, for a class with a fixture `beds` to inherit."""
 
     @pytest.fixture
     def bed(self, beds: Beds) -> Iterator[Bed]:
         made = beds()
         yield made
-        vars(made).clear()  # pytest holds the bed for longer than the device is there
+        vars(made).clear()  # pytest holds the bed for longer than the device exists
 
     @pytest.fixture
     def folder_in_memory(self) -> Iterator[Path]:
@@ -188,7 +188,7 @@ class SwapContract:
         np.testing.assert_array_equal(bed.read(), blocks)
 
     def test_many_jobs_in_both_directions(self, bed: Bed) -> None:
-        """Over blocks and slots of which no two jobs in flight share one."""
+        """The blocks and slots of jobs in flight are disjoint."""
         blocks, slots = bed.randomize()
         rng = np.random.default_rng(7)
         held: dict[int, tuple[list[int], list[int]]] = {}

@@ -20,17 +20,17 @@ from kv_swap.tiers.remote.tier import RemoteTier
 DEMOTE, PROMOTE = TierDirection.DEMOTE, TierDirection.PROMOTE
 
 ALIGNED, SECTORS, ODD = 16384, 5 * 512, 5000
-"""Slots of whole pages; of whole sectors of many disks; and of neither, for which direct I/O is
-impossible."""
+"""Slots of whole pages, of whole sectors on many disks, and of neither: no direct I/O is possible.
+"""
 
 
 def block(name: bytes, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the bytes of the block of a name."""
+    """Return the bytes of the block with this name."""
     return np.frombuffer(hashlib.shake_128(name).digest(nbytes), np.uint8)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Flip one bit of a byte of a file: damage, whatever the byte was."""
+    """Flip one bit of a byte in a file, which damages any byte."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -63,25 +63,25 @@ class Bed:
     def run(
         self, direction: TierDirection, pairs: Sequence[tuple[int, int]], names: Sequence[bytes]
     ) -> TierCompletion:
-        """Run a job to its end."""
+        """Run a job to completion."""
         self.tier.submit(job(1, direction, pairs, names))
         assert self.tier.wait(60)
         (done,) = self.tier.poll()
         return done
 
     def put(self, names: dict[int, bytes]) -> TierCompletion:
-        """Demote the block of each name to its slot of the tier, by the same slot of the arena."""
+        """Demote each name's block to its slot of the tier, from the same slot of the arena."""
         for slot, name in names.items():
             self.view[slot] = block(name, self.slot_bytes)
         return self.run(DEMOTE, [(slot, slot) for slot in names], list(names.values()))
 
     def get(self, names: dict[int, bytes]) -> TierCompletion:
-        """Promote slots of the tier to the same slots of the arena, which are cleared before."""
+        """Promote slots of the tier to the same slots of the arena, which are cleared first."""
         self.view[:] = 0
         return self.run(PROMOTE, [(slot, slot) for slot in names], list(names.values()))
 
     def right(self, names: dict[int, bytes]) -> list[int]:
-        """Return the slots of the arena that have the block of their name."""
+        """Return the slots of the arena that hold the block of their name."""
         return [
             slot
             for slot, name in names.items()
@@ -90,7 +90,7 @@ class Bed:
 
 
 class TierBed(Bed):
-    """A tier in `path` of as many slots as its arena has."""
+    """A tier in `path` with as many slots as its arena."""
 
     def __init__(
         self, path: Path, num_slots: int = 8, slot_bytes: int = ALIGNED, **description: str
@@ -100,7 +100,7 @@ class TierBed(Bed):
 
 
 class RemoteBed(Bed):
-    """A tier in a remote store, of which all take at most so many bytes as its client says."""
+    """A tier in a remote store; `client` says how many bytes all may use together."""
 
     def __init__(
         self,

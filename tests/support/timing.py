@@ -1,4 +1,4 @@
-"""When the device of a played engine computes and copies: at once, or as badly as it may.
+"""When the device of a played engine computes and copies: at once, or at the worst time allowed.
 
     engine = PlayedEngine(groups, timing=Lagging(eager=False), async_scheduling=True)
 
@@ -24,10 +24,10 @@ class Timing:
 
     engine: PlayedEngine
     late = 0
-    """How many steps were launched and not computed yet."""
+    """The number of steps launched and not yet computed."""
 
     def attach(self, engine: PlayedEngine) -> None:
-        """Take over the device of an engine that was built."""
+        """Take over the device of a built engine."""
         self.engine = engine
 
     def launch(self, output: Any) -> None:
@@ -40,15 +40,15 @@ class Timing:
         engine.take_results(output, sampled, [rank.end(output) for rank in engine.ranks])
 
     def compute(self) -> None:
-        """Compute what was launched."""
+        """Compute the launched steps."""
 
 
 class Lagging(Timing):
-    """Computes a step as late as a device may: when the next one's first hooks have run.
+    """Computes a step as late as a device may.
 
-    Or when the engine takes its output. A load that does not come behind compute is copied the
-    moment it is submitted, so before the step under way has read or written anything; with `eager`
-    every other copy runs as soon as what it comes behind is computed.
+    That is after the next one's first hooks, or when the engine takes its output. A load that does
+    not wait for compute is copied as soon as it is submitted, before the step in flight has read or
+    written anything; with `eager` every other copy runs as soon as the compute before it is done.
     """
 
     def __init__(self, *, eager: bool = True) -> None:
@@ -56,9 +56,9 @@ class Lagging(Timing):
         self._fence: object = None
         self._eager = eager
         self.loaded: list[SwapJob] = []
-        """All loads."""
+        """All loads submitted."""
         self.ran_ahead: list[SwapJob] = []
-        """Loads that were copied before a step that was launched earlier was computed."""
+        """Loads copied before a step that was launched earlier was computed."""
 
     def attach(self, engine: PlayedEngine) -> None:
         super().attach(engine)
@@ -71,7 +71,7 @@ class Lagging(Timing):
         def submit_in_order(job: SwapJob) -> None:
             fenced = self._late is not None and self._late is self._fence
             if fenced or (job.before_compute and job.after_compute):
-                self.compute()  # `submit` copies what is before compute
+                self.compute()  # `submit` copies jobs that do not wait for compute
             submit(job)
             if job.direction is Direction.LOAD:
                 self.loaded.append(job)
@@ -147,7 +147,7 @@ class Harsh(Timing):
         engine.take_results(output, engine.forward(output), reports)
 
     def _poison(self, output: Any, rank: Any) -> None:
-        """Fill the blocks that this step's requests were given and that hold nothing yet."""
+        """Poison the blocks that requests got in this step and that have no content yet."""
         given = [
             (self._held_tokens(new.req_id, new.num_computed_tokens), new.block_ids)
             for new in output.scheduled_new_reqs
@@ -168,7 +168,7 @@ class Harsh(Timing):
                 self.poisoned_blocks += len(fresh)
 
     def _held_tokens(self, request_id: str, computed: int) -> int:
-        """Return up to where a request's blocks hold something, also where that is replayed."""
+        """Return up to which token a request's blocks have content, replayed windows included."""
         scheduler = self.engine.scheduler
         start = scheduler.requests[request_id].replay_start
         return max(computed, start + scheduler.prefix_replay_tokens if start else 0)

@@ -1,4 +1,4 @@
-"""Adds up what the connector counts, in this process or in those of replicas."""
+"""Sum what the connector counts, in this process or in those of replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kv_offload.metrics import KINDS, PREFIX
 
 @contextlib.contextmanager
 def counted_stats() -> Iterator[Counter[str]]:
-    """Yield a counter that follows `KVOffloadConnector.get_kv_connector_stats`, both halves."""
+    """Yield a counter that follows `KVOffloadConnector.get_kv_connector_stats` on both sides."""
     totals: Counter[str] = Counter()
     original = KVOffloadConnector.get_kv_connector_stats
 
@@ -29,7 +29,7 @@ def counted_stats() -> Iterator[Counter[str]]:
 
 
 def figures(llm: Any) -> dict[str, float]:
-    """Return the plugin's counters and gauges, as the front end of an engine shows them."""
+    """Return the plugin's counters and gauges as an engine's front end shows them."""
     return {
         metric.name.removeprefix(PREFIX): metric.value
         for metric in llm.get_metrics()
@@ -38,7 +38,7 @@ def figures(llm: Any) -> dict[str, float]:
 
 
 def totals_by_replica(name: str, replicas: int) -> list[int]:
-    """Return a counter of the plugin, by replica, as this front end would show it."""
+    """Return a counter of the plugin by replica, as this front end would show it."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     found = [0] * replicas

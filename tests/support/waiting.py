@@ -1,4 +1,4 @@
-"""Waits for what other threads and processes do, however busy the machine is."""
+"""Wait for other threads and processes, however busy the machine is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ LIMIT_SECONDS = 120.0
 
 
 def wait_until(condition: Callable[[], Any], why: object = "it did not happen") -> None:
-    """Wait until a condition holds; fail, saying `why`, where it does not for minutes.
+    """Wait until a condition holds; after several minutes, fail with `why`.
 
-    Not `time.monotonic`: a test may have that stand.
+    It does not use `time.monotonic`, because a test may have stopped that clock.
     """
     end = time.perf_counter() + LIMIT_SECONDS
     while not condition():
