@@ -1,4 +1,4 @@
-"""Tests on a real vLLM engine; skipped where there is none."""
+"""Tests on a real vLLM engine; skipped without vLLM."""
 
 import importlib
 import os
@@ -11,6 +11,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM and torch warn of is not ours to fix
+    warnings.simplefilter("ignore")  # warnings of vLLM and torch are not ours to fix
     pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
     importlib.import_module("vllm.entrypoints.llm")

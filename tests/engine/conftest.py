@@ -16,8 +16,8 @@ from tests.support.latents import cache_prefixes_of_latents
 
 HERE = Path(__file__).parent
 ENGINE_SECONDS = 1800
-"""Ends a hang. A test may have processes import vLLM five times, and each takes a minute where four
-others want the same core."""
+"""Ends tests that hang. A test may start five processes that import vLLM, each of which takes a
+minute when four others compete for the core."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,7 +38,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """End the fork."""
+    """Stop the fork."""
     if forked.start.cache_info().currsize:
         forked.start().close()
 
@@ -50,10 +50,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_imports(model_folder: Path) -> Iterator[None]:
-    """Keep modules out of garbage collections; a first engine imports what vLLM imports late.
+    """Exclude modules from garbage collection; the first engine imports what vLLM imports late.
 
-    What vLLM asks a kind of model before it starts one, it asks in a process that imports all of
-    vLLM, unless an earlier run left the answers in `VLLM_CACHE_ROOT`. Here it asks in this process.
+    Before it starts a kind of model, vLLM inspects it in a process that imports all of vLLM, unless
+    an earlier run left the result in `VLLM_CACHE_ROOT`. Here it does so in this process.
     """
     with (
         mock.patch.object(processes, "LIMIT_SECONDS", ENGINE_SECONDS - 300),
@@ -69,13 +69,13 @@ def frozen_imports(model_folder: Path) -> Iterator[None]:
     params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "spawned"]
 )
 def forks(request: pytest.FixtureRequest) -> bool:
-    """How an engine starts its processes: spawned ones import vLLM for themselves."""
+    """Whether an engine forks its processes; spawned ones import vLLM themselves."""
     return bool(request.param)
 
 
 @pytest.fixture
 def cached_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines of this process cache prefixes of latents, until the test ends."""
+    """Make engines of this process cache prefixes of latents until the test ends."""
     name = "check_and_update_config"
     monkeypatch.setattr(CpuPlatform, name, getattr(CpuPlatform, name))
     cache_prefixes_of_latents()
@@ -83,7 +83,7 @@ def cached_latents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
-    """Control over the host engine's copies: hold them, fail them."""
+    """Control over the host engine's copies: hold or fail them."""
     control = Copies()
     monkeypatch.setattr("kv_swap.host.transfers.copy_runs", control.copy_runs)
     yield control

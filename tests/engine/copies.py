@@ -1,4 +1,4 @@
-"""Holds and fails copies of an engine on the CPU."""
+"""Hold and fail the copies of an engine on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_offload.engines.vllm.locate import worker_of_process
 
 
 class Copies:
-    """Stands in front of the host engine's copies: holds or fails those of a direction."""
+    """Wraps the host engine's copies: holds or fails those of a direction."""
 
     def __init__(self) -> None:
         self._open = {direction: threading.Event() for direction in Direction}
@@ -22,16 +22,16 @@ class Copies:
         self.release()
 
     def hold(self, direction: Direction) -> None:
-        """Let copies of a direction wait before their first byte."""
+        """Make copies of a direction wait before their first byte."""
         self._open[direction].clear()
 
     def fail(self, direction: Direction, every: int = 1) -> None:
-        """Let every so many copies of a direction raise, the next one first, after half of it."""
+        """Make one in `every` copies of a direction raise halfway through, the next one first."""
         self._failing[direction] = every
         self._copied[direction] = 0
 
     def release(self) -> None:
-        """Let everything pass."""
+        """Let all copies pass."""
         self._failing.clear()
         for event in self._open.values():
             event.set()

@@ -1,4 +1,4 @@
-"""A real engine in this process, with the plugin or without, and handles on its parts."""
+"""A real engine in this process, with or without the plugin, and access to its parts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.support.totals import counted_stats
 from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 120
-"""After which an engine is taken to be stuck."""
+"""Time without progress after which an engine counts as stuck."""
 
 
 def _tensors_of(layer: Any) -> list[Any]:
-    """Return the KV tensors of a layer of the model: one with states views its page as several."""
+    """Return a model layer's KV tensors; one with states has several views of its page."""
     cache = getattr(layer, "kv_cache", [])
     return [*cache] if isinstance(cache, (list, tuple)) else [cache]
 
@@ -42,15 +42,15 @@ def _tensors_of(layer: Any) -> list[Any]:
 def prompts_with_shared_prefix(
     shared: int = 300, tails: Sequence[int] = (21, 25, 40, 85), seed: int = 0
 ) -> list[Tokens]:
-    """Return prompts that begin alike and end apart."""
+    """Return prompts that share a prefix and have different ends."""
     prefix = random_tokens(shared, seed)
     return [prefix + random_tokens(tail, 1000 * seed + i + 1) for i, tail in enumerate(tails)]
 
 
 def full_blocks(prompts: Sequence[Tokens]) -> int:
-    """Return how many different blocks prompts have between them that requests may load.
+    """Return the number of different blocks in prompts that requests may load.
 
-    The last token of a prompt is always computed, so a block that ends with it is not among them.
+    The last token of a prompt is always computed, so a block that ends with it does not count.
     """
     return len(
         {
@@ -64,8 +64,8 @@ def full_blocks(prompts: Sequence[Tokens]) -> int:
 def patiently(max_steps: int) -> Iterator[int]:
     """Yield the numbers of at least `max_steps` steps, and of more within `PATIENCE_SECONDS`.
 
-    Steps of an engine that waits for copies take no time, and a busy machine may not let the thread
-    that copies run for as long as many of them take.
+    Steps that wait for copies take no time, and on a busy machine the copying thread may not run
+    during many of them.
     """
     until = time.monotonic() + PATIENCE_SECONDS
     for step in itertools.count():
@@ -109,7 +109,7 @@ class Engine:
     def generate_each(
         self, prompts: Sequence[Tokens], max_tokens: int = 8, **more: Any
     ) -> list[Tokens]:
-        """Answer prompts one by one, so that every engine computes the same batches."""
+        """Answer prompts one by one, so that all engines compute the same batches."""
         answers, cached_tokens = [], []
         for prompt in prompts:
             answers += self.generate([prompt], max_tokens, **more)
@@ -126,9 +126,9 @@ class Engine:
         corrupted: bool = False,
         **more: Any,
     ) -> list[Tokens]:
-        """Answer prompts that only host memory has, which must load blocks.
+        """Answer prompts that only host memory has; blocks must be loaded.
 
-        With `corrupted`, of which it has other bytes: the control of every comparison.
+        With `corrupted`, host memory is corrupted first: the control of every comparison.
         """
         self.forget()
         if corrupted:
@@ -139,14 +139,14 @@ class Engine:
         return answers
 
     def forget(self) -> None:
-        """Leave host memory as the only place with anything of the prompts; begin new totals."""
+        """Drop the prompts everywhere but in host memory, and reset the totals."""
         self.reset_gpu_cache()
         self.totals.clear()
         for tensor in self.kv_tensors:
             tensor.fill_(50.0)
 
     def forget_host_memory(self) -> None:
-        """Leave the tier below host memory as the only place with anything of the prompts."""
+        """Drop the prompts everywhere but in the tier below host memory."""
         self.settle()
         self.forget()
         self.offload.manager.reset()
@@ -169,12 +169,12 @@ class Engine:
         )
 
     def step(self) -> dict[str, Any]:
-        """Run one engine step; return the outputs that finished, by request id."""
+        """Run one engine step; return the outputs of requests that finished, by request id."""
         outputs = self.llm.llm_engine.step()
         return {output.request_id: output for output in outputs if output.finished}
 
     def run(self, max_steps: int = 2000) -> dict[str, Any]:
-        """Step until no request is left."""
+        """Step until no requests are left."""
         finished: dict[str, Any] = {}
         for _ in patiently(max_steps):
             if not self.llm.llm_engine.has_unfinished_requests():
@@ -183,7 +183,7 @@ class Engine:
         raise AssertionError(f"requests still run after {max_steps} steps")
 
     def abort(self, *request_ids: str) -> None:
-        """Abort requests as a client does that went away."""
+        """Abort requests, as when a client disconnects."""
         self.llm.llm_engine.abort_request(list(request_ids))
 
     def settle(self, max_steps: int = 2000) -> None:
@@ -227,7 +227,7 @@ class Engine:
         return self.rank.transfer._state.arena.view()
 
     def watch_kv_tensors(self) -> dict[str, weakref.ref[Any]]:
-        """Return weak references to the KV tensors that the model's layers hold, by layer."""
+        """Return weak references to the KV tensors in the model's layers, by layer."""
         layers = self.core.vllm_config.compilation_config.static_forward_context
         watched = {
             f"{name}, {index}": weakref.ref(tensor)
@@ -248,16 +248,16 @@ class Engine:
         return int(self.totals["stored_bytes"]) // self.block_bytes
 
     def reset_gpu_cache(self) -> None:
-        """Forget the engine's own prefix cache, so that only host memory can serve a prefix."""
+        """Reset the engine's own prefix cache, so that only host memory can serve a prefix."""
         assert self.llm.reset_prefix_cache() is True
-        # Of the drain; the engine asks only at the end of a step.
+        # From draining; the engine would ask only at the end of a step.
         stats = self.rank.take_stats()
         self.totals.update(stats.data if stats is not None else {})
 
     def assert_nothing_left(self) -> None:
-        """No pin, job, reader or writer is left once the engine rests."""
+        """Assert that no pin, job, reader or writer is left once the engine is idle."""
         assert self.rank.transfer.wait(120)
-        self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, for the last reports
+        self.generate([random_tokens(3, seed=0)], max_tokens=1)  # a step, to apply the last reports
         self.settle()
         assert not self.offload.in_flight.pinned_blocks
         gauges = self.offload.gauges()
@@ -272,19 +272,19 @@ class Engine:
 
 
 def noted_blocks(folder: Path) -> int:
-    """Return how many blocks the index of a disk has: what an engine that is killed leaves."""
+    """Return how many blocks a disk's index has, which is what a killed engine leaves."""
     return sum(replica.used_slots for replica in read_folder(folder))
 
 
 def wait_until_noted(running: Engine, folder: str | Path) -> None:
-    """Wait until the index has all that an engine has written."""
+    """Wait until the index has everything that an engine has written."""
     written = running.offload.gauges()["tier_slots_in_use"]
     assert written > 0
     wait_until(lambda: noted_blocks(Path(folder)) == written)
 
 
 def corrupt_arenas(folder: Path) -> None:
-    """Change all bytes of the arenas of a host pool, as their owners would not notice."""
+    """Change all bytes of a host pool's arenas, without their owners noticing."""
     for path in folder.glob("kv-offload-*/chat/seat-*/rank-*"):
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
@@ -292,7 +292,7 @@ def corrupt_arenas(folder: Path) -> None:
 
 
 class Drafts:
-    """Counts the drafts that the model checks, and those that it accepts."""
+    """Counts the drafts that the model checks and accepts."""
 
     def __init__(self, running: Engine) -> None:
         self.checked = self.accepted = 0
@@ -325,7 +325,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def engine_settings(models: Path, kind: str, **more: Any) -> dict[str, Any]:
-    """Return what `LLM` needs for a small model, which is written where it is missing."""
+    """Return `LLM`'s arguments for a small model, which is written if it does not exist."""
     return {
         "model": str(write_model(kind, models / kind)),
         "skip_tokenizer_init": True,
@@ -353,8 +353,8 @@ def engine(
 ) -> Iterator[Engine]:
     """Start an engine, with the plugin if it is configured, and shut it down at the end.
 
-    Its loads are all synchronous, as far as its model allows, or none is. `left_over` says that the
-    connector of an engine before it is still there.
+    Either all its loads are synchronous, as far as its model allows, or none is. `left_over` says
+    that the connector of an earlier engine still exists.
     """
     if plugin is not None:
         arguments.setdefault("kv_transfer_config", transfer_config(plugin))
@@ -378,7 +378,7 @@ def engine(
 def offloading(
     models: Path, kind: str = "qwen3", plugin: dict[str, Any] | None = None, **arguments: Any
 ) -> Iterator[Engine]:
-    """Start an engine with the plugin, which has nothing left at the end of a test that passes."""
+    """Start an engine with the plugin, and check that nothing is left if the test passes."""
     with engine(models, kind, plugin or {}, **arguments) as running:
         yield running
         running.assert_nothing_left()
@@ -395,10 +395,7 @@ def plain_answers(
     one_by_one: bool = False,
     **arguments: Any,
 ) -> list[Tokens]:
-    """Return what an engine without the plugin answers; one is started for all that ask the same.
-
-    Not to be called while an engine with the plugin lives.
-    """
+    """Return the answers of an engine without the plugin, started once per set of arguments."""
     asked = repr((models, prompts, kind, one_by_one, arguments))
     if asked not in _answers:
         with engine(models, kind, **arguments) as plain:
@@ -412,9 +409,9 @@ def all_differ(answers: Sequence[Tokens], others: Sequence[Tokens]) -> bool:
 
 
 def refusal(models: Path, error: type[Exception], kind: str = "qwen3", **arguments: Any) -> str:
-    """Start an engine that must fail to start with this error; return what it says."""
+    """Start an engine that must fail to start with this error; return its message."""
     with pytest.raises(error) as caught, engine(models, kind, **arguments):
         pass
-    ensure_kv_transfer_shutdown()  # of a rank that was ready before
-    cleanup_dist_env_and_memory()  # or the next engine finds the groups of ranks of this one
+    ensure_kv_transfer_shutdown()  # from a rank that was ready before
+    cleanup_dist_env_and_memory()  # so that the next engine does not find these groups of ranks
     return str(caught.value)

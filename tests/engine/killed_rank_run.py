@@ -1,8 +1,8 @@
-"""Run in a process of its own: an engine of two ranks, of which one is killed while it copies.
+"""Run in a separate process: an engine of two ranks, one of which is killed while it copies.
 
 usage: python -m tests.engine.killed_rank_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Hands back what `check` checks: how the engine ended, and what it left behind.
+Returns the input of `check`: how the engine ended, and what it left behind.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.support.processes import Forked, be_run, shut_down
 
 RANKS = 2
 END_SECONDS = 180.0
-"""So long after the death of a rank the error must be there, and then all processes gone."""
+"""After a rank's death, seconds within which the error must appear, and then all processes end."""
 CPU_BYTES = 64 << 20
 
 
 def check(result: dict[str, Any], *, sharing: bool) -> None:
-    """Check that the engine ended with an error, and that nothing of ours outlives it."""
+    """Check that the engine ended with an error, and left nothing of ours behind."""
     assert result["error"] == "EngineDeadError", result
     assert 0 <= result["seconds"] < END_SECONDS, result
     assert result["processes"] > RANKS, "the engine core, and its ranks"
@@ -44,7 +44,7 @@ def check(result: dict[str, Any], *, sharing: bool) -> None:
 
 
 def holders(name: str) -> int:
-    """Return how many processes have shared memory mapped."""
+    """Return the number of processes that map shared memory."""
     found = 0
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended
@@ -53,7 +53,7 @@ def holders(name: str) -> int:
 
 
 def note_death(process: Forked, at: list[float]) -> None:
-    """Note when a process has ended."""
+    """Record the time when a process has ended."""
     process.wait()
     at[0] = time.monotonic()
 
@@ -61,7 +61,7 @@ def note_death(process: Forked, at: list[float]) -> None:
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from tests.engine import rank_faults
 
-    # Ranks that wait for the killed one are ended as soon as where users run.
+    # Ranks that wait for the killed one must end as soon as they do for users.
     os.environ.pop("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", None)
     cache_prefixes_of_latents()
     settings = engine_settings(
@@ -71,7 +71,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     before = set(os.listdir("/dev/shm"))
     llm = LLM(**settings, kv_transfer_config=transfer_config({"cpu_bytes": CPU_BYTES}))
     places = llm.collective_rpc(rank_faults.places)
-    # The tracker of Python's multiprocessing ends with this process.
+    # The resource tracker of Python's multiprocessing ends with this process.
     started = {
         child.pid: Forked(child.pid)
         for child in psutil.Process().children(recursive=True)
@@ -86,7 +86,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     threading.Thread(target=note_death, args=(started[killed], death), daemon=True).start()
     error = "none"
     try:
-        for _ in range(3):  # what one round has stored the next one loads
+        for _ in range(3):  # each round loads what the one before has stored
             answer_all(llm, asked)
     except Exception as raised:  # noqa: BLE001 - which one it was is what is told
         error = type(raised).__name__
@@ -102,8 +102,8 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "left": [psutil.Process(pid).cmdline() for pid in left],
         "shared": shared,
         "memory": [(name, n, holders(name)) for name, n in zip(shared, alive, strict=True)],
-        # Queues of vLLM's between processes have other names, and NCCL's any letters. Other tests
-        # that run meanwhile have pools there.
+        # The names of vLLM's queues between processes differ, and NCCL's have any letters. Other
+        # tests may have pools there at the same time.
         "dev_shm": [
             n
             for n in set(os.listdir("/dev/shm")) - before

@@ -1,13 +1,13 @@
-"""Run in a process of its own: an engine whose core and ranks have theirs.
+"""Run in a separate process: an engine whose core and ranks have their own processes.
 
 usage: python -m tests.engine.multiprocess_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
 `arguments` are `LLM`'s, and `plugin`, `prompt_tokens`, `sleep`, `logprobs` and `beside`: whether
-ours is the first of two members of a MultiConnector. Hands back what `check` checks.
+ours is the first of two members of a MultiConnector. Returns the input of `check`.
 
-Prompts have one token more than some blocks and are answered one at a time, so that a reloaded
-prompt computes just what an engine without the plugin does that has the prompt in its own cache: on
-a GPU the rounding depends on what else is in the batch.
+Prompts fill some blocks and have one token more, and are answered one at a time. So a reloaded
+prompt computes exactly what an engine without the plugin computes when its own cache has the
+prompt; on a GPU, rounding depends on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tests.support.totals import figures
 PROMPT_TOKENS = (129, 193, 257)
 PIPELINE = {
     "pipeline_parallel_size": 2,
-    # A later stage of vLLM's CPU engine has no buffer for its input unless a warm-up made it.
+    # A later stage of vLLM's CPU engine has an input buffer only after a warm-up.
     "enforce_eager": False,
     "compilation_config": {"mode": 1, "backend": "eager"},
 }
 
 LOGPROB_TOLERANCE = 1e-3
-"""Nats. The shapes are the same, so mostly the bits are; other blocks are off by whole nats."""
+"""In nats. Since the shapes are the same, so are most bits; wrong blocks differ by whole nats."""
 
 
 def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, packs: bool = False) -> None:
-    """Check a run of `ranks` ranks, of which each `sharing` keep the same bytes once."""
+    """Check a run of `ranks` ranks; each group of `sharing` ranks keeps the same bytes once."""
     computed, cached = result["expected"]
     assert_same(result["computed"], computed)
     assert result["reset"] is True
@@ -103,7 +103,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     beside: bool | None = arguments.pop("beside", None)
     logprobs, sleeps = arguments.pop("logprobs", None), arguments.pop("sleep", False)
     cpu_bytes = 8 << 20
-    # After a load that a machine which stood still made slow, hits would be computed.
+    # Otherwise, after a load that a stalled machine made slow, hits would be computed.
     plugin = {"cpu_bytes": cpu_bytes, "load_or_recompute": "always_load"}
     plugin.update(arguments.pop("plugin", {}))
     prompt_tokens = arguments.pop("prompt_tokens", PROMPT_TOKENS)
@@ -135,14 +135,14 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     result["loaded"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
     result["metrics"] = figures(llm)
     llm.reset_prefix_cache()
-    # Of ranks that share memory only the first touches it: the others must see that.
+    # If ranks share memory, only the first touches it, and the others must see the change.
     shared = result["ranks"][0]["sharing"]
     leaders = [rank["rank"] for rank in result["ranks"][::shared]]
     llm.collective_rpc(rank_calls.roll, args=(leaders,))
     result["corrupted"] = answers(llm)
     result["rolled"] = llm.collective_rpc(rank_calls.digests, args=("loaded",))
     if sleeps:
-        # Straight after an answer, while its stores are under way.
+        # Right after an answer, while its stores are in flight.
         llm.sleep(level=1)
         llm.wake_up()
         result["after_sleep"] = answers(llm)
@@ -160,7 +160,7 @@ def ask(llm: Any, prompts: list[Tokens], sampling: Any) -> dict[str, Any]:
 
 
 def as_answers(outputs: Iterable[Any]) -> dict[str, Any]:
-    """Return the tokens of each of vLLM's outputs, and the log-probabilities of all of them."""
+    """Return the tokens of each of vLLM's outputs, and all log-probabilities."""
     best = [output.outputs[0] for output in outputs]
     return {
         "tokens": [list(answer.token_ids) for answer in best],
@@ -175,9 +175,9 @@ def as_answers(outputs: Iterable[Any]) -> dict[str, Any]:
 def plain_answers(
     settings: dict[str, Any], prompts: list[list[Tokens]], sampling: Any
 ) -> list[list[dict[str, Any]]]:
-    """Return what an engine without the plugin answers to each list of prompts, asked twice.
+    """Return the answers of an engine without the plugin to each list of prompts, asked twice.
 
-    First it computes them, then it has them in its own cache.
+    The first time it computes them; the second time they are in its own cache.
     """
     llm = LLM(**settings)
     answers = [[ask(llm, asked, sampling) for _ in range(2)] for asked in prompts]

@@ -1,10 +1,10 @@
-"""Run in a process of its own: two engines, one of which sends to the other what it has computed.
+"""Run in a separate process: two engines, one of which sends the other what it has computed.
 
 usage: python -m tests.engine.nixl_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Both have a MultiConnector of ours and vLLM's NixlConnector, ours first where prompts are computed
-and last where they are answered, as docs/use/multi_connector.md says. On a host with GPUs each
-engine has one of its own. Hands back what `check` checks.
+Both have a MultiConnector of ours and vLLM's NixlConnector, ours first in the prefill engine and
+last in the decode engine, as docs/use/multi_connector.md says. On a host with GPUs each engine has
+its own. Returns the input of `check`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.support.processes import be_run, shut_down
 
 
 def check(result: dict[str, Any]) -> None:
-    """Check that every answer was right, and that it came from where it should.
+    """Check that every answer was right, and came from the right place.
 
-    Of what was received vLLM tells how much the engine that sent it had not computed.
+    For received blocks, vLLM says how many tokens the sending engine had not computed.
     """
     expected, cached = result["expected"], result["cached"]
     none, whole = [0] * len(PROMPT_TOKENS), [tokens - 1 for tokens in PROMPT_TOKENS]
@@ -61,7 +61,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return LLM(**settings, kv_transfer_config={**config, "kv_buffer_device": device})
 
     def ask(llm: LLM, phase: str, tokens: int, params: list[Any] | None = None) -> list[Any]:
-        """Answer the prompts one by one; return what an engine needs that is to receive them."""
+        """Answer the prompts one by one; return what a receiving engine needs."""
         outputs = [
             llm.generate(
                 [{"prompt_token_ids": prompt}],
@@ -89,7 +89,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     assert answers.reset_prefix_cache()
     answers.collective_rpc(rank_faults.mix_up)
     ask(answers, "received before, corrupted", 8)
-    # The engine that computes has them in host memory, too.
+    # The prefill engine has them in host memory, too.
     for corrupted in ("", ", corrupted"):
         if corrupted:
             computes.collective_rpc(rank_faults.mix_up)

@@ -1,10 +1,10 @@
-"""Engines of one pool, each in a process, that answer drawn prompts until they are told to end.
+"""Engines of one pool, each in a process, that answer random prompts until they are told to end.
 
 usage: python -m tests.engine.pool_moments MODELS_FOLDER POOL_FOLDER NUMBER LIFE READY
 
 The pool's folder has `work.json`: the sets of prompts, their answers, and the settings. An engine
-answers the common sets and one that no other engine knows, and empties its GPU cache after each.
-It counts on a board, which is left when it is killed. `Recovery` is what it says when it is ready.
+answers the common sets and one that no other engine has, and empties its GPU cache after each. It
+counts in a shared board, which survives when it is killed. It prints `Recovery` when it is ready.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Recovery:
 
     adopted: int
     first_hit: float
-    """Share of the full blocks of its first prompt, of its own set, that were hits."""
+    """Share of the full blocks of its own set's first prompt that were hits."""
     hits: float
     """Share of the full blocks of all its sets that it loaded, once it had found its peers."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all engines of a pool are given."""
+    """The input of all engines of a pool."""
 
     members: int
     cpu_bytes: str
@@ -58,7 +58,7 @@ class Work:
         return cls(**json.loads((folder / "work.json").read_text()))
 
     def write(self, folder: Path) -> Board:
-        """Leave it for the engines, with a new board, which is returned."""
+        """Write it for the engines, with a new board, which is returned."""
         (folder / "work.json").write_text(json.dumps(asdict(self)))
         return np.memmap(folder / "board", np.int64, "w+", shape=(self.members, FIELDS))
 
@@ -83,7 +83,7 @@ class Member:
         self.mine[ROUNDS] += 1
 
     def recover(self) -> Recovery:
-        """Load what the engine before left, then what the pool has."""
+        """Load what the previous engine left, then what the pool has."""
         running, (prompts, expected) = self.running, self.sets[0]
         adopted = int(running.offload.gauges()["adopted_slots"])
         self.mine[WRONG] += running.generate(prompts[:1]) != expected[:1]
@@ -105,9 +105,9 @@ class Member:
         return (self.running.blocks_loaded() - before) / blocks
 
     def rest(self) -> None:
-        """Leave no slot to a copy: all that hold something are readable, and peers can read them.
+        """Settle all slots: each that holds KV is readable, and peers can read it.
 
-        A slot that a peer leases while it is to be written becomes free with a later store.
+        A slot that a peer leases when it is to be written becomes free with a later store.
         """
         manager = self.running.offload.manager
         for seed in range(1000, 1020):
@@ -130,7 +130,7 @@ def main(models: str, folder: str, number: str, life: str, ready: str) -> None:
         "cpu_bytes": work.cpu_bytes,
         "host_pool": "chat",
         "host_pool_path": folder,
-        "load_or_recompute": "always_load",  # a small model computes sooner
+        "load_or_recompute": "always_load",  # a small model computes faster
     }
     chance = random.Random(f"{number} {life}")
     with offloading(Path(models), plugin=plugin) as running:
@@ -140,7 +140,7 @@ def main(models: str, folder: str, number: str, life: str, ready: str) -> None:
         Path(f"{ready}.new").rename(ready)
         while not (pool / "rest").exists():
             member.serve(chance.randrange(len(member.sets)))
-        # Until the others rest, they may lease slots.
+        # Until the other engines are idle, they may lease slots.
         running.settle()
         mine[RESTS] = 1
         wait_until(lambda: work.board(pool)[:, RESTS].all())

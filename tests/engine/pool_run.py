@@ -1,9 +1,9 @@
-"""Run in a process of its own: ranks with a host pool are killed, and start again.
+"""Run in a separate process: ranks with a host pool are killed and restarted.
 
 usage: python -m tests.engine.pool_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON [READY]
 
-Core and ranks have processes of their own. With READY it computes prompts and stays, to be killed
-with all of them; without, it hands back what `check` checks of an engine that starts afterwards.
+Core and ranks have their own processes. With READY it computes prompts and waits, so that all of
+them can be killed; without, it starts an engine afterwards and returns the input of `check`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCKS = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
 
 
 def check(result: dict[str, Any], ranks: int, sharing: int = 1, *, from_peers: bool) -> None:
-    """Check that every rank loaded what it was left, or a peer has; ends with the control."""
+    """Check that every rank loaded what it was left or what a peer has; ends with the control."""
     computed, cached = result["expected"]
     assert_same(result["restarted"], cached)
     assert [rank["rank"] for rank in result["ranks"]] == list(range(ranks))
@@ -59,7 +59,7 @@ def compute_and_stay(models: str, kind: str, arguments: dict[str, Any], ready: s
 
 
 def start_again(settings: dict[str, Any], prompts: list[Tokens]) -> dict[str, Any]:
-    """Ask ranks that start afterwards; hand back their answers, loads, and those of the control."""
+    """Query restarted ranks; return their answers and loads, and those of the control."""
     llm = LLM(**settings)
     result: dict[str, Any] = {"ranks": llm.collective_rpc(rank_calls.watch)}
     result["restarted"] = ask(llm, prompts, greedy(8))

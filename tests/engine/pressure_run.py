@@ -1,11 +1,11 @@
-"""Run in a process of its own: a busy engine of several ranks, whose copies fail or take very long.
+"""Run in a separate process: a busy engine of several ranks, whose copies fail or take very long.
 
 usage: python -m tests.engine.pressure_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-The GPU's cache has too little room for what runs at once, so that blocks come and go all the time.
-Every answer is compared with that of an engine without the plugin. On a GPU that needs
-`VLLM_BATCH_INVARIANT=1`: then tokens do not depend on what else is in a batch. Hands back what
-`check` checks.
+The GPU's cache has too little room for what runs at once, so blocks come and go all the time. Every
+answer is compared with that of an engine without the plugin. On a GPU this needs
+`VLLM_BATCH_INVARIANT=1`, so that tokens do not depend on the rest of a batch. Returns the input of
+`check`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DISTURBED: dict[str, tuple[list[int], str | None]] = {
     "one rank fails": ([1], "fail"),
     "one rank is slow": ([1], "slow"),
 }
-"""By phase: which ranks do badly, and how, see `rank_faults`."""
+"""The faulty ranks by phase, and their fault; see `rank_faults`."""
 LAST = [*DISTURBED][-1]
 
 
 def check(result: dict[str, Any]) -> None:
-    """Check that no token is wrong and no block is lost, whichever rank did badly."""
+    """Check that no token is wrong and no block is lost, whichever rank was faulty."""
     for phase, (ranks, how) in DISTURBED.items():
         found = result[phase]
         assert found["wrong"] == 0, (phase, found)
@@ -80,11 +80,11 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
     for phase, disturbed in DISTURBED.items():
         llm.collective_rpc(rank_faults.disturb, args=disturbed)
-        # The second time mostly from host memory.
+        # The second time, mostly from host memory.
         result[phase] = {"wrong": wrong() + wrong()}
         result[phase]["ranks"] = llm.collective_rpc(rank_faults.happened)
         if phase != LAST:
-            # Refused as long as anything holds a block or a slot.
+            # Refused while anything holds a block or a slot.
             result[phase]["all back"] = llm.reset_prefix_cache(reset_connector=True)
     llm.collective_rpc(rank_faults.mix_up)
     result["control"] = {"wrong": wrong()}

@@ -1,8 +1,8 @@
-"""What tests have every rank do, by `LLM.collective_rpc`: digest, poison and mix up its memory.
+"""Calls for `LLM.collective_rpc` that digest, poison and mix up the memory of every rank.
 
-On any device. A call is made between steps, with no request alive. Other calls of functions empty
-host memory, since they may change weights; where this module is imported these do not, nor those
-of `rank_faults`.
+They work on any device, between steps, with no request alive. Calls of other functions empty host
+memory, since they may change weights; if this module is imported, its functions and those of
+`rank_faults` do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_offload.engines.vllm.start.ranks import gather_over_ranks
 
 
 def watch(_worker: Any) -> dict[str, Any]:
-    """Note from now on what is stored and loaded; return what this rank is like."""
+    """Record stores and loads from now on; return a description of this rank."""
     half = worker_of_process()
     half.noted = {"stored": {}, "loaded": {}, "copied": 0}
     if not hasattr(half, "submit_unwatched"):
@@ -60,7 +60,7 @@ def watch(_worker: Any) -> dict[str, Any]:
 
 
 def digests(_worker: Any, kind: str) -> dict[str, Any]:
-    """Return the digest of every block that was `stored` or `loaded`, as it is now, by its slot."""
+    """Return the current digest of every block that was `stored` or `loaded`, by slot."""
     half = worker_of_process()
     assert half.transfer.wait(120)
     found = {}
@@ -83,9 +83,9 @@ def poison(_worker: Any) -> None:
 
 
 def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
-    """Put every block of a kind where another one was, in the host memory of these ranks.
+    """Rotate the blocks of each kind in the host memory of these ranks.
 
-    What was loaded from a peer is moved in the peer's memory.
+    Blocks loaded from a peer are moved in the peer's memory.
     """
     half = worker_of_process()
     if half.rank in ranks:
@@ -96,7 +96,7 @@ def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
 
 
 def slot_bytes(half: Any, number: int) -> np.ndarray[Any, Any]:
-    """Return the bytes of a slot, by the number that copies have for it."""
+    """Return the bytes of a slot, by the number that copies use for it."""
     own = half.transfer._state.arena.view()
     if number < len(own):
         return own[number]
@@ -115,7 +115,7 @@ def kv_memory(half: Any) -> list[torch.Tensor]:
 
 
 def pages(half: Any, block: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a block in each region, through which the block can be written, too."""
+    """Yield writable views of a block's bytes in each region."""
     memory = kv_memory(half)
     for region in half.transfer.layout.regions:
         address = region.address + block * region.block_stride_bytes

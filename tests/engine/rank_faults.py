@@ -1,7 +1,7 @@
-"""What tests have some ranks do badly, by `LLM.collective_rpc`: copies fail, or take very long.
+"""Calls for `LLM.collective_rpc` that make the copies of some ranks fail, or take very long.
 
-On any device, between steps. What a copy brought that is said to have failed is overwritten, so
-that an answer is wrong if anybody reads it.
+They work on any device, between steps. The destination of a copy that is reported as failed is
+overwritten, so that an answer is wrong if anything reads it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kv_offload.scheduler.loads import decision
 from tests.engine.rank_calls import pages
 
 EVERY = 4
-"""One in so many copies of each kind fails."""
+"""One in this many copies of each kind fails."""
 TIMES_SLOWER = 100
 GARBAGE = 0x7F
 
-# The engine core imports this module before it makes a call of it: by what small loads take, it
-# would hardly ever choose an asynchronous one.
+# The engine core imports this module before it calls a function of it. Since small loads are fast,
+# it would hardly ever choose an asynchronous one.
 _chance = random.Random(3)
 decision.is_synchronous = lambda _costs: _chance.random() < 0.5
 
 
 def disturb(_worker: Any, ranks: list[int], how: str | None) -> None:
-    """From now on have these ranks do badly as `how` says, and all others well.
+    """From now on, make these ranks faulty as `how` says, and all others well.
 
-    `fail`, `slow`, or `die`: by SIGKILL, just after a load started with a store on its way.
+    `fail`, `slow`, or `die`: by SIGKILL, just after a load starts while a store is in flight.
     """
     half = worker_of_process()
     if not hasattr(half, "disturbed"):
@@ -48,14 +48,14 @@ def disturb(_worker: Any, ranks: list[int], how: str | None) -> None:
 
 
 def happened(_worker: Any) -> dict[str, Any]:
-    """Return what this rank has copied, and done badly, since the last call of `disturb`."""
+    """Return what this rank has copied, and what failed, since the last call of `disturb`."""
     half = worker_of_process()
     assert half.transfer.wait(120)
     return dict(half.disturbed.happened)
 
 
 def mix_up(_worker: Any) -> None:
-    """Put every slot's bytes where those of another one were."""
+    """Rotate the bytes of all slots."""
     half = worker_of_process()
     assert half.transfer.wait(120)
     if not half.rank % half.sharing_ranks:
@@ -64,14 +64,14 @@ def mix_up(_worker: Any) -> None:
 
 
 def places(_worker: Any) -> dict[str, Any]:
-    """Return which process this rank is, and the inodes of the shared memory that it has mapped."""
+    """Return this rank's process, and the inodes of the shared memory that it maps."""
     maps = Path("/proc/self/maps").read_text()
     shared = sorted(set(re.findall(r"[0-9]+ +/memfd:kv-swap", maps)))
     return {"rank": worker_of_process().rank, "pid": os.getpid(), "shared": shared}
 
 
 class DisturbedCopies:
-    """Stands between a rank and its transfer engine."""
+    """Wraps a rank's transfer engine."""
 
     def __init__(self, half: Any) -> None:
         self.how: str | None = None
@@ -92,7 +92,7 @@ class DisturbedCopies:
         self.happened[kind] += 1
         fails = self.how == "fail" and self.happened[kind] % EVERY == 0
         if fails and (job.before_compute or self.happened[kind] % (2 * EVERY) == 0):
-            # Of a synchronous load nobody may hear only when the forward has read its blocks.
+            # A synchronous load must fail before the forward reads its blocks.
             self.happened[f"{kind} refused"] += 1
             raise JobError("injected fault: refused")
         if fails:

@@ -1,11 +1,11 @@
-"""Run by tests in a process of its own: two replicas of data parallelism behind one front end.
+"""Run in a separate process: two data-parallel replicas behind one front end.
 
 usage: python -m tests.engine.replica_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Hands back what `check` checks. Each replica is asked prompts of its own, by its number, one at a
-time; what it answers is compared with an engine that is alone and has no plugin. With `store`, the
-address of a master, or `host_pool`, a folder, among the arguments, they share a store or a pool
-and `check_shared` checks the rest.
+Returns the input of `check`. Each replica gets its own prompts, one at a time; its answers are
+compared with those of a single engine without the plugin. With `store`, the address of a master, or
+`host_pool`, a folder, among the arguments, they share a store or a pool, and `check_shared` checks
+the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.totals import totals_by_replica
 
 REPLICAS = 2
 TOLD = ("lookup_tokens", "hit_tokens", "lost_tier_slots", "late_lookups", "late_promotions")
-"""Totals that a failure shows."""
+"""Totals to show when a check fails."""
 
 
 def check(result: dict[str, Any]) -> None:
@@ -54,28 +54,28 @@ def check(result: dict[str, Any]) -> None:
         (stored,), (loaded,) = result["stored"][replica], result["loaded"][replica]
         assert len(loaded["blocks"]) >= 8
         assert loaded["blocks"].items() <= stored["blocks"].items()
-    # What is mixed up in the first replica's host memory shows there and nowhere else.
+    # Corruption of the first replica's host memory affects its answers and no others.
     (computed, _), (_, cached) = result["expected"]
     check_rolled(result, computed, cached)
     (mixed,), (intact,) = result["loaded_rolled"]
     (before,), _ = result["stored"]
     assert mixed["blocks"] == rolled_blocks(before["blocks"], mixed["blocks"])
     assert intact == result["loaded"][1][0]
-    # Neither knows the other's prompts: they are computed, and nothing is loaded.
+    # Neither replica has the other's prompts: they are computed, and nothing is loaded.
     for replica, (computed, _) in enumerate(result["expected"]):
         assert_same(result["swapped"][1 - replica], computed)
     assert [ranks[0]["blocks"] for ranks in result["loaded_swapped"]] == [{}, {}]
 
 
 def check_shared(result: dict[str, Any]) -> None:
-    """Check that each replica serves what the other has computed, by way of store or pool."""
+    """Check that each replica serves what the other has computed, through the store or pool."""
     for replica, (computed, cached) in enumerate(result["expected"]):
         other = 1 - replica
         assert_same(result["computed"][replica], computed)
         assert_same(result["swapped"][other], cached)
         blocks = len(result["stored"][replica][0]["blocks"])
         assert result["demoted"][replica] == blocks, (result["demoted"], result["totals"])
-        # The bytes that one has loaded are those that the other has stored, in whichever slots.
+        # One replica loads the bytes that the other stored, in whichever slots.
         (stored,), (loaded,) = result["stored"][replica], result["loaded_swapped"][other]
         if "promoted" in result:
             assert result["promoted"][other] == blocks, result["totals"]
@@ -84,20 +84,20 @@ def check_shared(result: dict[str, Any]) -> None:
             assert result["read"][other] == nbytes, result["totals"]
         assert loaded["blocks"]
         assert set(loaded["blocks"].values()) <= set(stored["blocks"].values())
-    # What is mixed up in the first replica's host memory, of what came from the store, shows.
+    # Corruption of blocks from the store in the first replica's host memory affects its answers.
     (_, cached), (computed, _) = result["expected"]
     check_rolled(result, computed, cached)
 
 
 def check_rolled(result: dict[str, Any], wrong: dict[str, Any], right: dict[str, Any]) -> None:
-    """Check that the first replica's answers are not `wrong`'s, and the other's are as before."""
+    """Check that the first replica's answers all differ from `wrong`'s; the other's are right."""
     first, other = result["rolled"]
     assert all_differ(first["tokens"], wrong["tokens"])
     assert_same(other, right)
 
 
 def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    register()  # as vLLM does, where the package is installed and not only a checkout
+    register()  # as vLLM does if the package is installed, not just checked out
     logprobs = arguments.pop("logprobs", None)
     store: dict[str, Any] | None = None
     if (folder := arguments.pop("host_pool", None)) is not None:
@@ -106,7 +106,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if (master := arguments.pop("store", None)) is not None:
         require_mooncake()
         store = {"remote": {"kind": "mooncake", "address": master, "bytes": "16MiB"}}
-        store["load_or_recompute"] = "always_load"  # a small model computes sooner
+        store["load_or_recompute"] = "always_load"  # a small model computes faster
         be_patient(pytest.MonkeyPatch())
     cache_prefixes_of_latents()
     settings = engine_settings(
@@ -135,9 +135,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
 async def run(
     settings: dict[str, Any], prompts: list[list[Tokens]], sampling: Any, *, shares: bool
 ) -> dict[str, Any]:
-    """Start the replicas, ask them, and return what they say and hold, by replica.
+    """Start the replicas, ask them, and return their answers and contents, by replica.
 
-    With a store they are asked each other's prompts once it has them.
+    With a store, each is also asked the other's prompts once the store has them.
     """
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(data_parallel_size=REPLICAS, **settings))
     asked = 0
@@ -159,11 +159,11 @@ async def run(
         return as_answers(outputs)
 
     async def ask_each(order: list[list[Tokens]]) -> list[dict[str, Any]]:
-        """Ask all replicas, at the same time; of a greedy answer only the last output is whole."""
+        """Ask all replicas at the same time; only the last output of an answer is complete."""
         return list(await asyncio.gather(*[ask(i, own) for i, own in enumerate(order)]))
 
     async def call(function: Any, *arguments: Any, replicas: int = REPLICAS) -> list[Any]:
-        """Return what the ranks of each of the first replicas answer."""
+        """Return the answers of the ranks of each of the first replicas."""
         client = llm.engine_core
         words = ("collective_rpc", function, None, arguments, {})
         return [
@@ -172,7 +172,7 @@ async def run(
         ]
 
     async def swap() -> None:
-        """Ask each replica what the other was asked."""
+        """Ask each replica the other's prompts."""
         await call(rank_calls.watch)
         result["swapped"] = await ask_each(prompts[::-1])
         result["loaded_swapped"] = await call(rank_calls.digests, "loaded")
@@ -193,8 +193,8 @@ async def run(
                     break
                 await asyncio.sleep(0.05)
                 if turn % 100 == 99:
-                    # On a machine that stands still now and then, a store may not answer in time.
-                    # An engine that nobody asks leaves it alone then: have it step.
+                    # On a machine that stalls, a store may not answer in time. An idle engine would
+                    # then not use it again: make it step.
                     await ask_each([[[1, 2, 3]]] * REPLICAS)
             result["demoted"] = demoted
             await swap()

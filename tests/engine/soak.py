@@ -46,24 +46,24 @@ POOL_SLOTS = 40
 MAX_LIVE = 8
 MAX_TOKENS = 40
 NEEDED = ("answered", "aborted", "reset", "preempted", "evictions", "digests_load")
-"""What a run proves little without; on a slow machine it goes on for as long."""
+"""Events without which a run proves little; a slow machine runs until they have happened."""
 MOST_EXTRA_ACTIONS = 20_000
 PATIENCE_STEPS = 20_000
-"""Steps without a finished request after which the engine is taken to be stuck; where that is a
-failure, only after `PATIENCE_SECONDS` too."""
+"""Steps without a finished request after which the engine counts as stuck; it is a failure only
+after `PATIENCE_SECONDS` as well."""
 
 
 # -- digests -----------------------------------------------------------------------------------
 
 
 class Digests:
-    """Remembers what every store of a transfer engine copied and checks every load against it.
+    """Records what every store of a transfer engine copied, and checks every load against it.
 
-    Both digests are of the bytes in the KV cache: of the source when its store has completed, which
-    the pin still protects, and of the destination when its load has completed, before its request
-    runs. A forward that waits for its load may have run by then, which changes the last block of a
-    whole load, `rewritten`. `delay` is called before every job and may hold up its stream. No copy
-    may fail.
+    Both digests are of the bytes in the KV cache: of the source when its store has completed, while
+    it is still pinned, and of the destination when its load has completed, before its request runs.
+    A forward that waits for its load may have run by then; it changes the last block of a whole
+    load (`rewritten`). `delay` is called before every job and may hold up its stream. No copy may
+    fail.
     """
 
     def __init__(self, engine: SwapEngine, read: Callable[[int, int], bytes], delay: Any) -> None:
@@ -94,7 +94,7 @@ class Digests:
         watched.load_now = load_now
 
     def expect_rewritten(self, jobs: Sequence[LoadJob]) -> None:
-        """Learn to which blocks of these loads a forward will write before they are looked at."""
+        """Record which blocks of these loads a forward will write to before they are checked."""
         self.rewritten.update(
             int(job.pairs[-1, 0])
             for job in jobs
@@ -135,7 +135,7 @@ def read_device(address: int, nbytes: int) -> bytes:
 
 @contextmanager
 def digesting(chance: random.Random) -> Iterator[list[Digests]]:
-    """Have the engine that starts here check digests, with copies of random slowness."""
+    """Make the engine that starts in this context check digests, with copies of random slowness."""
     made: list[Digests] = []
 
     def delay_on_device(engine: Any, direction: Direction) -> None:
@@ -161,7 +161,7 @@ def digesting(chance: random.Random) -> Iterator[list[Digests]]:
         start(worker, metadata, **how)
 
     copy_runs = transfers.copy_runs
-    slowness = random.Random(chance.random())  # of its own: the copies' thread draws from it
+    slowness = random.Random(chance.random())  # separate: the copying thread draws from it
 
     def copy_slowly(runs: Any) -> None:
         if slowness.random() < 0.3:
@@ -177,15 +177,15 @@ def digesting(chance: random.Random) -> Iterator[list[Digests]]:
         yield made
 
 
-# -- what is asked -----------------------------------------------------------------------------
+# -- questions ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Question:
     """A prompt, its answer without the plugin, and how clear each token of it was.
 
-    `margins` are the differences of log-probability between the best token and the next, or empty
-    where answers must match exactly.
+    `margins` are the differences in log-probability between the best token and the next, or empty
+    if answers must match exactly.
     """
 
     prompt: Tokens
@@ -193,7 +193,7 @@ class Question:
     margins: list[float]
 
     def accepts(self, answer: Tokens, tolerance: float) -> bool:
-        """Tell whether an answer is right, up to a first token that was a toss-up."""
+        """Return whether an answer is right, up to a first token that was a toss-up."""
         for position, (found, expected) in enumerate(zip(answer, self.answer, strict=False)):
             if found != expected:
                 return bool(self.margins) and self.margins[position] <= tolerance
@@ -201,7 +201,7 @@ class Question:
 
 
 def make_prompts(chance: random.Random) -> list[Tokens]:
-    """Return prompts of 2 to 9 blocks; families of them begin alike, to different lengths."""
+    """Return prompts of 2 to 9 blocks; families of them share prefixes of different lengths."""
     prompts = []
     for _ in range(5):
         stem = random_tokens(8 * BLOCK_TOKENS, chance.randrange(1 << 30))
@@ -212,7 +212,7 @@ def make_prompts(chance: random.Random) -> list[Tokens]:
 
 
 def ask(plain: Engine, prompts: Sequence[Tokens], *, exact: bool) -> list[Question]:
-    """Answer prompts one by one where answers depend on the batch: where they are not `exact`."""
+    """Answer prompts one by one if answers depend on the batch (not `exact`)."""
     if exact:
         answers = plain.generate(prompts, MAX_TOKENS)
         return [Question(*asked, []) for asked in zip(prompts, answers, strict=True)]
@@ -234,7 +234,7 @@ def ask(plain: Engine, prompts: Sequence[Tokens], *, exact: bool) -> list[Questi
 
 
 class Soak:
-    """Random requests, aborts and resets on one engine, and the answers that come back."""
+    """Random requests, aborts and resets on one engine, and its answers."""
 
     def __init__(
         self, running: Engine, questions: list[Question], chance: random.Random, tolerance: float
@@ -249,7 +249,7 @@ class Soak:
         self._last_finish = time.monotonic()
 
     def act(self) -> None:
-        """Do one random thing."""
+        """Perform one random action."""
         draw = self.chance.random()
         if draw < 0.15 and len(self.live) < MAX_LIVE:
             self.add()
@@ -274,9 +274,9 @@ class Soak:
         self.happened["aborted"] += 1
 
     def reset(self) -> None:
-        """Reset as a user does, and as a pause does, which preempts what runs.
+        """Reset as a user does, and as a pause does, which preempts running requests.
 
-        vLLM raises in the second where a request waits for its load.
+        vLLM raises in the latter case if a request waits for its load.
         """
         with_connector = self.chance.random() < 0.2
         waits = any(
@@ -328,11 +328,11 @@ def soak(
 ) -> dict[str, Any]:
     """Run for about `seconds`; return counts of what happened. Raises `AssertionError`.
 
-    Runs longer, by `MOST_EXTRA_ACTIONS` at most, where something of `NEEDED` has not happened yet.
+    It runs longer, by at most `MOST_EXTRA_ACTIONS`, if some of `NEEDED` has not happened.
 
-    With a `tolerance` above 0 an answer may differ from the first token on that the model itself
-    found as likely as another, within that difference of log-probability: on a GPU rounding depends
-    on the batch.
+    With a `tolerance` above 0 an answer may differ from the first token that the model found as
+    likely as another, within that difference of log-probability: on a GPU, rounding depends on the
+    batch.
     """
     print(f"soak with seed {seed} for {seconds:.0f} s: {arguments}", flush=True)
     chance = random.Random(seed)
@@ -373,15 +373,15 @@ def soak(
 
 
 def missing(result: Mapping[str, Any]) -> list[str]:
-    """Return what of `NEEDED` has not happened."""
+    """Return those of `NEEDED` that have not happened."""
     return [name for name in NEEDED if not result.get(name)]
 
 
 def check(result: dict[str, Any], least_same: float = 0.95) -> None:
-    """Check that a soak did what it is for.
+    """Check the result of a soak.
 
-    Every answer was accepted; at least this share must be the very tokens, not just tokens that the
-    model prefers as much within the tolerance.
+    Every answer was accepted; at least this share must be the exact tokens, not just tokens that
+    the model finds as likely within the tolerance.
     """
     assert missing(result) == [], result
     assert result["same"] >= least_same * result["answered"], result

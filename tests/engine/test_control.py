@@ -1,4 +1,4 @@
-"""A server for users: it asks for a key, and operators empty host memory and pause stores."""
+"""A server for users that requires a key; operators empty host memory and pause stores."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ BLOCKS = 9
 
 
 def write_entry_points(folder: Path) -> Path:
-    """Write into a folder what `importlib.metadata` reads of this package; return the folder.
+    """Write package metadata that `importlib.metadata` reads into a folder; return the folder.
 
-    On Python's path it comes before an older installation.
+    On Python's path it takes precedence over an older installation.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     metadata = folder / f"kv_offload-{project['version']}.dist-info"
@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def chat(*text_of: int) -> dict[str, Any]:
-    """Return the body of a request with one message, whose text is the prompt; see `text`."""
+    """Return the body of a request with one message whose text is the prompt; see `text`."""
     return {
         "messages": [{"role": "user", "content": text(*text_of)}],
         "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
@@ -69,7 +69,7 @@ def act(server: str, name: str) -> dict[str, str]:
 
 
 def cached(answer: dict[str, Any]) -> int:
-    """Return how many tokens of the prompt were in either cache."""
+    """Return how many of the prompt's tokens were in either cache."""
     details = answer["usage"]["prompt_tokens_details"]
     return details["cached_tokens"] if details else 0
 

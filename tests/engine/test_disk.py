@@ -1,4 +1,4 @@
-"""What leaves host memory comes back from a disk, also to an engine that was started again."""
+"""Blocks that left host memory are read from a disk, also by a restarted engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FULL_BLOCKS = full_blocks(PROMPTS)
 
 
 def disk(folder: Path, **more: Any) -> dict[str, Any]:
-    """Return the plugin's keys. What the disk has is loaded, though computing may be sooner."""
+    """Return the plugin's keys. Blocks on the disk are loaded even if computing is faster."""
     keys = {"path": str(folder), "bytes": "64MiB", **more}
     return {"disk": keys, "load_or_recompute": "always_load"}
 
@@ -63,7 +63,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_and_stay(models: str, folder: str, ready: str) -> None:
-    """Answer prompts, and wait to be killed once the index can have noted what is on the disk."""
+    """Answer prompts, and wait to be killed once the index can list the blocks on the disk."""
     with offloading(Path(models), plugin=disk(Path(folder))) as running:
         running.generate(PROMPTS)
         running.settle()
@@ -93,7 +93,7 @@ def test_what_was_on_disk_serves_after_kill_9(model_folder, tmp_path):
     ("kind", "plugin"), [("qwen3", {}), ("gemma3", {"eviction_policy": "lru"})]
 )
 def test_the_disk_serves_what_host_memory_forgot(model_folder, tmp_path, kind, plugin):
-    """Ends with the control: other bytes in host memory than were read must be noticed."""
+    """Ends with the control: changing the bytes read into host memory must be noticed."""
     expected = plain_answers(model_folder, PROMPTS, kind)
     with offloading(model_folder, kind, {**disk(tmp_path), **plugin}) as ours:
         assert ours.generate(PROMPTS) == expected
@@ -150,7 +150,7 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(model_folder, tmp_path, mo
 
 
 def fail_first_write(failed: Path) -> None:
-    """Have the first write of a process that is forked later fail, and make a file then."""
+    """Make the first write of a process forked later fail and create a file."""
     move = Transfers.move
 
     def fail_or_move(mover: Transfers, direction: TierDirection, rows: Any) -> MoveResult:
@@ -166,9 +166,9 @@ def fail_first_write(failed: Path) -> None:
 
 
 def store_beside_a_failed_write(models: str, folder: str) -> list[int]:
-    """Have nobody ask an engine after its first write has failed.
+    """Leave an engine idle after its first write has failed.
 
-    Returns how many blocks were stored while nothing was written, and how many are written later.
+    Return how many blocks were stored while nothing was written, and how many are written later.
     """
     failed = Path(folder).with_name("failed")
     pytest.MonkeyPatch().setattr("kv_offload.tiers.base.FIRST_PAUSE_SECONDS", 1.5)
@@ -178,7 +178,7 @@ def store_beside_a_failed_write(models: str, folder: str) -> list[int]:
     first, second = (random_tokens(257, seed) for seed in (1, 2))
     ask(llm, [first], greedy(1))
     wait_until(failed.exists)
-    time.sleep(0.5)  # the engine hears of it
+    time.sleep(0.5)  # the engine notices the failure
     ask(llm, [second], greedy(1))
     blocks = (len(second) - 1) // settings["block_size"]
     wait_until(lambda: noted_blocks(Path(folder)) >= blocks)
@@ -188,7 +188,7 @@ def store_beside_a_failed_write(models: str, folder: str) -> list[int]:
 
 
 def test_an_idle_engine_writes_after_a_pause_what_came_in_it(model_folder, tmp_path):
-    """The engine core sleeps in a process of its own; no request wakes it."""
+    """The engine core sleeps in a separate process; no request wakes it."""
     arguments = store_beside_a_failed_write, model_folder, tmp_path / "disk"
     blocks, written = run_function(*arguments, processes=True)
     assert written >= blocks > 0
@@ -202,7 +202,7 @@ def test_a_reset_and_new_weights_empty_the_disk(model_folder, tmp_path):
         assert ours.llm.reset_prefix_cache(reset_connector=True)
         assert ours.offload.gauges()["tier_slots_in_use"] == 0
     with offloading(model_folder, plugin=disk(tmp_path, keep_on_reset=True)) as ours:
-        assert ours.offload.gauges()["tier_slots_in_use"] == 0  # of weights that nobody knows
+        assert ours.offload.gauges()["tier_slots_in_use"] == 0  # of unknown weights
         ours.generate(PROMPTS)
         ours.settle()
         kept = ours.offload.gauges()["tier_slots_in_use"]
@@ -228,7 +228,7 @@ FAULTS: dict[str, Any] = {
 
 
 def reset_and_die(models: str, folder: str, faults: list[str], weights: str) -> None:
-    """Give an engine new weights, reset it, and end by SIGKILL as soon as that is answered."""
+    """Give an engine new weights, reset it, and die by SIGKILL as soon as the reset returns."""
     with offloading(Path(models), plugin=disk(Path(folder))) as running:
         running.generate(PROMPTS)
         running.settle()
@@ -236,10 +236,10 @@ def reset_and_die(models: str, folder: str, faults: list[str], weights: str) -> 
         wait_until_noted(running, folder)
         for fault in faults:
             FAULTS[fault]()
-        if len(faults) == 2:  # nothing is worth waiting for
+        if len(faults) == 2:  # without either proof, waiting is pointless
             pytest.MonkeyPatch().setattr(reset_prefix_cache, "SETTLE_SECONDS", 0.5)
         model = running.llm.llm_engine.model_executor.driver_worker.model_runner.model
-        # As a broadcast into the model's tensors, which nobody can notice.
+        # Like a broadcast into the model's tensors, which cannot be noticed.
         tensors = load_file(weights)
         type(model).load_weights(model, ((name, tensors[name]) for name in CHANGED))
         print_result(running.llm.reset_prefix_cache(reset_connector=True))
@@ -256,10 +256,10 @@ def reset_and_die(models: str, folder: str, faults: list[str], weights: str) -> 
 def test_a_reset_that_was_answered_with_true_holds_though_the_engine_is_killed_at_once(
     model_folder, tmp_path, faults
 ):
-    """The new weights are in the model's folder, where nobody can tell them from the old ones.
+    """The new weights are in the model's folder and cannot be distinguished from the old ones.
 
-    Index and data file each prevent that the next engine serves KV of the old ones. The control is
-    a reset for which both have failed: it is answered with False, and the next engine does.
+    The index and the data file each prevent the next engine from serving KV of the old ones. In the
+    control both have failed: the reset returns False, and the next engine serves old KV.
     """
     models = tmp_path / "models"
     shutil.copytree(write_model("qwen3", model_folder / "qwen3"), models / "qwen3")

@@ -1,7 +1,7 @@
-"""Speculative decoding with a draft head, whose KV lies in the blocks of the model's own.
+"""Speculative decoding with a draft head, whose KV is in the blocks of the model's own.
 
-Wrong KV of the head changes no token, since the model checks every draft: it changes how many are
-accepted. So besides tokens these tests compare accepted drafts, and the bytes of every layer.
+Wrong KV of the head changes no token, since the model checks every draft, but it changes how many
+are accepted. So these tests compare tokens, accepted drafts, and the bytes of every layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kv_layers(running: Engine) -> list[Any]:
 
 
 def corrupt(running: Engine, layers: list[Any]) -> None:
-    """Change signs in host memory, of these layers alone; no number becomes a NaN."""
+    """Flip signs in host memory, of these layers only; no number becomes a NaN."""
     regions = {region.address: region for region in running.rank.transfer.layout.regions}
     for layer in layers:
         region = regions[layer.data_ptr()]
@@ -50,7 +50,7 @@ def corrupt(running: Engine, layers: list[Any]) -> None:
 
 
 def digests(running: Engine) -> dict[bytes, list[str]]:
-    """Return a digest per layer of every block that the engine's prefix cache knows, by its key."""
+    """Return a digest per layer of every block in the engine's prefix cache, by key."""
     layers = kv_layers(running)
     assert len(layers) > MODEL_LAYERS, "the head's layers are in the model's cache group"
     found = {}
@@ -66,11 +66,11 @@ def digests(running: Engine) -> dict[bytes, list[str]]:
 
 @pytest.mark.parametrize("method", rest_is_slow(["eagle", "draft_model"]))
 def test_blocks_of_a_drafter_are_stored_and_served_again(model_folder, head, method):
-    """Prompt and answer are stored, drafts accepted and rejected on the way; then all is served.
+    """Prompt and answer are stored while drafts are accepted and rejected; then all is served.
 
-    A drafter that is a model of its own, here the same, is fed with tokens alone: all its KV is
-    named by its block's hash. With two controls: in the end the drafter's layers are corrupted
-    alone, then the model's.
+    A drafter that is a separate model, here the same, reads only tokens, so its KV is determined by
+    its block's hash. Two controls follow: first only the drafter's layers are corrupted, then the
+    model's.
     """
     served = 7 if method == "eagle" else 8
     if method == "draft_model":
@@ -84,7 +84,7 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(model_folder, head, met
         expected_after = plain.generate([follow_up], max_tokens=40)
         expected_drafts_after = drafts.take()
         assert plain.cached_tokens == [BLOCK_TOKENS * served]
-        expected_digests = sorted(digests(plain).values())  # each engine draws keys of its own
+        expected_digests = sorted(digests(plain).values())  # each engine has different keys
     with offloading(model_folder, "llama", **arguments) as ours:
         drafts = Drafts(ours)
         assert ours.generate([PROMPT], max_tokens=80) == [expected]
@@ -95,8 +95,8 @@ def test_blocks_of_a_drafter_are_stored_and_served_again(model_folder, head, met
         stored = digests(ours)
         assert ours.reload([follow_up], max_tokens=40) == expected_after
         assert drafts.take() == expected_drafts_after
-        # The last token that was sampled was never an input: 8 blocks are stored. Of the eighth
-        # the last token's KV in a head may not fit what follows, so it is computed.
+        # The last sampled token was never an input: 8 blocks are stored. Of the eighth block, the
+        # last token's KV in a head may not fit what follows, so it is computed.
         assert len(stored) == (len(PROMPT) + len(expected) - 1) // BLOCK_TOKENS == 8
         assert ours.blocks_loaded() == served
         assert ours.cached_tokens == [BLOCK_TOKENS * served]

@@ -1,4 +1,4 @@
-"""A failed copy costs a cache entry or a recomputation: no wrong token, and not the engine."""
+"""A failed copy costs a cache entry or a recomputation, not a wrong token or the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.harness import (
 )
 
 PROMPTS = [*prompts_with_shared_prefix(seed=7), random_tokens(3 * BLOCK_TOKENS, seed=3)]
-"""The last ends with a block, so that all of it is loaded."""
+"""The last one ends with a block, so that all of it is loaded."""
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
@@ -68,7 +68,7 @@ def test_a_synchronous_load_that_nothing_can_bring_ends_its_requests_alone(model
         assert ours.blocks_loaded() == 0
         assert ours.totals["lost_requests"] == 1
         copies.release()
-        # Neither the engine's cache nor host memory has anything of what was computed.
+        # Neither the engine's cache nor host memory keeps anything that was computed.
         assert ours.generate(PROMPTS) == expected
         assert ours.blocks_loaded() > 0
         assert ours.reload(PROMPTS) == expected

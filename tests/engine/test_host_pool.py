@@ -1,4 +1,4 @@
-"""An engine that starts again serves what the one before it left in host memory."""
+"""A restarted engine serves what the previous one left in host memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pool(folder: Path, name: str = "chat", **more: Any) -> dict[str, Any]:
 
 
 def compute_and_stay(models: str, folder: str, ready: str) -> None:
-    """Answer prompts, and wait to be killed; say how many slots are readable."""
+    """Answer prompts, and wait to be killed; return how many slots are readable."""
     with offloading(Path(models), plugin=pool(Path(folder))) as running:
         running.generate(PROMPTS)
         running.settle()
@@ -42,7 +42,7 @@ def compute_and_stay(models: str, folder: str, ready: str) -> None:
 
 @pytest.fixture
 def left(model_folder: Path, memory_folder: Path) -> int:
-    """A pool of which an engine was killed; how many slots were readable."""
+    """A pool whose engine was killed, and the number of readable slots."""
     words = ("tests.engine.test_host_pool", model_folder, memory_folder)
     with staying(*words, folder=memory_folder, forks=True) as (_, said):
         readable = int(said)
@@ -53,7 +53,7 @@ def left(model_folder: Path, memory_folder: Path) -> int:
 def test_an_engine_serves_what_one_that_was_killed_left(
     model_folder: Path, memory_folder: Path, left: int
 ) -> None:
-    """Ends with the control: other bytes than were left must be noticed."""
+    """Ends with the control: changing the bytes that were left must be noticed."""
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, plugin=pool(memory_folder)) as ours:
         assert ours.offload.gauges()["adopted_slots"] >= 0.95 * left
@@ -89,7 +89,7 @@ def test_another_namespace_or_layout_adopts_nothing_and_leaves_the_pool_as_large
 def test_after_a_reset_or_new_weights_nothing_is_adopted(
     model_folder: Path, memory_folder: Path, left: int, weights: bool
 ) -> None:
-    """Also not what was computed since: another process has the weights of its own start."""
+    """Nor is what was computed since, because another process has the weights of its own start."""
     with offloading(model_folder, plugin=pool(memory_folder)) as ours:
         assert ours.offload.gauges()["adopted_slots"] >= 0.95 * left
         if weights:
@@ -116,7 +116,7 @@ def test_ranks_serve_what_ranks_that_were_killed_left_or_that_run(
     sharing: int,
     from_peers: bool,
 ) -> None:
-    """Ranks of latent attention share one arena. Ends with the control: blocks change places."""
+    """Ranks with latent attention share one arena. Ends with the control: blocks change places."""
     plugin = pool(memory_folder, cpu_bytes="8MiB", load_or_recompute="always_load")
     arguments = {"tensor_parallel_size": 2, "plugin": plugin, **more}
     words = ("tests.engine.pool_run", model_folder, kind, json.dumps(arguments))

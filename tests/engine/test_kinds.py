@@ -1,4 +1,4 @@
-"""Kinds of KV cache beside full attention and windows, as far as the CPU engine computes them."""
+"""Kinds of KV cache other than full attention and windows, as far as the CPU engine has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, arguments):
     with engine(model_folder, kind, **arguments) as plain:
         # vLLM makes blocks as large as a state, whose type depends on the processor.
         block_tokens = plain.scheduler.cache_config.block_size
-        # Its second answers compute what ours do when they load the prompts' whole blocks.
+        # Its second answers compute what ours compute after loading the prompts' whole blocks.
         expected = [plain.generate_each(PROMPTS), plain.generate_each(PROMPTS)]
     with offloading(model_folder, kind, **arguments) as ours:
         computed = ours.generate_each(PROMPTS)
@@ -33,7 +33,7 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, arguments):
         assert ours.cached_tokens == whole
         assert all(whole)
         ours.settle()
-        # The same tokens end in the same blocks, which are known.
+        # The same tokens end in the same blocks, which host memory has.
         assert ours.blocks_stored() == 0
         assert all_differ(ours.reload(PROMPTS, one_by_one=True, corrupted=True), reloaded)
 

@@ -1,4 +1,4 @@
-"""A subscriber of vLLM's own publisher follows what a real engine has in host memory."""
+"""A subscriber to vLLM's publisher follows what a real engine has in host memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Subscriber:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Callable[[], None]]:
-        """Connect to an engine; what this gives waits until that is done."""
+        """Connect to an engine; the returned function waits until the connection is up."""
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         connections = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(self.endpoint)
@@ -58,7 +58,7 @@ class Subscriber:
 
         def wait() -> None:
             assert connections.poll(PATIENCE_SECONDS * 1000)
-            time.sleep(0.5)  # the subscription follows
+            time.sleep(0.5)  # until the subscription arrives
 
         try:
             yield wait
@@ -68,7 +68,7 @@ class Subscriber:
             self._socket.close(linger=0)
 
     def read(self, timeout_ms: int) -> bool:
-        """Take in one batch; return whether there was one."""
+        """Apply one batch; return whether there was one."""
         if not self._socket.poll(timeout_ms):
             return False
         _, number, payload = self._socket.recv_multipart()
@@ -85,18 +85,18 @@ class Subscriber:
         return True
 
     def known_when(self, expected: set[Any]) -> list[set[Any]]:
-        """Read until both routers know these blocks, or patience ends; return what they know."""
+        """Read until both routers have these blocks, or patience ends; return their blocks."""
         until = time.monotonic() + PATIENCE_SECONDS
         while any(r.in_memory != expected for r in self.routers) and time.monotonic() < until:
             self.read(100)
         while self.read(200):
-            pass  # nothing may come that makes it wrong again
+            pass  # nothing more may arrive and make it wrong again
         return [router.in_memory for router in self.routers]
 
 
 @contextlib.contextmanager
 def script_of_page(endpoint: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the subscriber that the documentation shows."""
+    """Run the subscriber from the documentation."""
     (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     command = [sys.executable, "-c", script, endpoint]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -110,7 +110,7 @@ def script_of_page(endpoint: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def counted_by(script: subprocess.Popen[str], blocks: int) -> bool:
-    """Read what the script prints until it has counted so many blocks."""
+    """Read the script's output until it has counted this many blocks."""
     assert script.stdout is not None
     return f"{blocks} blocks in host memory\n" in script.stdout
 
@@ -120,7 +120,7 @@ def published(models: Path, subscriber: Subscriber, **keys: Any) -> Iterator[Eng
     events = KVEventsConfig(True, "zmq", subscriber.endpoint)
     plugin = {"cpu_bytes": f"{SLOTS * BLOCK_BYTES}B", **keys}
     with (
-        # A pool of some kilobytes, which an engine refuses.
+        # A pool of a few kilobytes, which an engine would refuse.
         mock.patch("kv_offload.config.checks.SMALLEST_BYTES", 0),
         subscriber.connected() as wait,
         engine(models, "qwen3", plugin, kv_events_config=events) as running,
@@ -130,7 +130,7 @@ def published(models: Path, subscriber: Subscriber, **keys: Any) -> Iterator[Eng
 
 
 def check(subscriber: Subscriber, running: Engine) -> int:
-    """Compare what is known with what is in host memory, once the engine rests."""
+    """Compare the routers' blocks with those in host memory, once the engine is idle."""
     running.settle()
     in_memory = {
         (0, maybe_convert_block_hash(key)) for key in running.offload.manager.readable_slots()
@@ -153,12 +153,12 @@ def test_a_router_knows_what_is_in_host_memory(model_folder, tmp_path):
             assert running.offload.manager.evictions > 0
             assert check(subscriber, running) == SLOTS
             assert subscriber.cleared == 0
-            # The engine's own cache forgets, host memory does not.
+            # The engine's own cache is cleared, host memory is not.
             assert running.reload(PROMPTS[3:]) == expected[3:]
             assert running.reload(PROMPTS[3:], corrupted=True) != expected[3:]
             assert check(subscriber, running) == SLOTS
             assert subscriber.cleared == 2
-            # Host memory alone is emptied.
+            # Only host memory is emptied.
             running.offload.resets.reset_cache()
             assert check(subscriber, running) == 0
             assert subscriber.cleared == 2
@@ -190,7 +190,7 @@ def test_a_router_knows_what_is_on_a_disk_also_after_a_restart(model_folder, tmp
 
     with published(model_folder, subscriber, **more) as running:
         assert running.generate_each(PROMPTS[:3]) == expected[:3]
-        running.settle()  # else a block may be evicted before a busy disk has it
+        running.settle()  # otherwise a block may be evicted before a busy disk has it
         assert running.generate_each(PROMPTS[3:]) == expected[3:]
         left = check_disk(running)
         assert len(left) == 4 * 6 > SLOTS, "what host memory has evicted, too"

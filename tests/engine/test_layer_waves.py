@@ -40,14 +40,14 @@ def answers(model_folder: Path) -> list[Tokens]:
 
 @contextmanager
 def started(models: Path, answers: list[Tokens], **arguments: Any) -> Iterator[Engine]:
-    """Yield an engine that has stored the prompts and knows which layers it waits in."""
+    """Yield an engine that has stored the prompts and knows in which layers it waits."""
     with offloading(models, KIND, synchronous_loads=True, **arguments) as ours:
         assert ours.generate_each(PROMPTS) == answers
         yield ours
 
 
 def watch(running: Engine) -> tuple[list[SwapJob], list[int]]:
-    """Return lists that will hold all load jobs, and the waves that are awaited."""
+    """Return lists that will hold all load jobs, and the awaited waves."""
     jobs: list[SwapJob] = []
     awaited: list[int] = []
     submit, await_wave = running.rank.transfer.submit, running.rank.transfer.await_wave
@@ -80,9 +80,9 @@ def test_layers_wait_for_their_waves(model_folder, answers, async_scheduling):
             assert ours.totals["failed_loads"] == 0
             assert jobs
             assert all(job.in_waves for job in jobs)
-            # Each forward asks before it, once a layer, and at the end of the step.
+            # Each forward asks before it starts, once per layer, and at the end of the step.
             assert awaited == [0, 0, 1, 2, 3, 3] * len(jobs)
-        # The control: the last wave brings the skipped one with it, after its layer has read.
+        # The control: the last wave copies the skipped one too, after its layer has read.
         await_wave, skipped = ours.rank.transfer.await_wave, cut.wave_of[SKIPPED]
         ours.rank.transfer.await_wave = lambda wave: None if wave == skipped else await_wave(wave)
         wrong = ours.reload(PROMPTS, one_by_one=True)

@@ -1,4 +1,4 @@
-"""No KV tensor outlives the engine, whoever still holds the plugin's objects."""
+"""No KV tensor outlives the engine, even if something still holds the plugin's objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.processes import run_function, shut_down
 
 @pytest.mark.parametrize("ends", ["as it should", "without shutdown"])
 def test_shutdown_leaves_no_kv_tensor_alive(model_folder, monkeypatch, ends):
-    """With a control: a rank that is not shut down keeps the KV cache of a gone engine."""
+    """With a control: a rank that is not shut down keeps the KV cache of an engine that is gone."""
     registered: list[weakref.ref[Any]] = []
     held: list[OffloadWorker] = []
     register, shutdown = OffloadWorker.register_kv_caches, OffloadWorker.shutdown
@@ -67,7 +67,7 @@ def test_shutdown_with_work_in_flight(model_folder, copies):
 
 @pytest.mark.parametrize("plugin", [{}, None], ids=["with the plugin", "without"])
 def test_a_second_engine_in_the_process_of_the_first_is_refused(model_folder, plugin):
-    """vLLM gives it the first one's connector, which would copy the blocks of either for both."""
+    """vLLM would give it the first one's connector, which would copy the blocks of both engines."""
     prompts = [random_tokens(300, seed=4)]
     expected = plain_answers(model_folder, prompts)
     settings = engine_settings(model_folder, "qwen3")
@@ -84,13 +84,13 @@ FAILURES = [
     "cpu_model_runner.CPUModelRunner.initialize_kv_cache",
     "cpu_worker.CPUWorker.compile_or_warm_up_model",
 ]
-"""Where a start fails: before and after the KV cache is registered, as with too little memory."""
+"""Where a start fails: before and after the KV cache is registered, as when memory is short."""
 
 
 def fail_to_start(
     models: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> pytest.ExceptionInfo[RuntimeError]:
-    """Have an engine with half the usual host memory fail while it starts."""
+    """Make an engine with half the usual host memory fail during its start."""
 
     def fail(*_arguments: Any, **_more: Any) -> None:
         raise RuntimeError("out of memory")
@@ -121,7 +121,7 @@ def test_after_an_engine_that_failed_to_start_the_next_one_has_its_own_settings(
 def test_what_is_left_of_a_start_that_failed_serves_no_other_engine(
     model_folder, monkeypatch, method
 ):
-    """A traceback keeps it, as in a notebook. It has other settings, and another KV cache."""
+    """A traceback keeps it, as in a notebook. The other engine has other settings and KV cache."""
     caught = fail_to_start(model_folder, monkeypatch, method)
     try:
         with pytest.raises(UnsupportedError, match="another engine in this process"):
@@ -140,7 +140,7 @@ def test_after_an_engine_that_was_deleted_another_one_starts(model_folder, caplo
             **engine_settings(model_folder, "qwen3"),
             kv_transfer_config=transfer_config({"cpu_bytes": "32MiB"}),
         )
-    first.llm_engine.engine_core._finalizer.detach()  # else it is collected at once here
+    first.llm_engine.engine_core._finalizer.detach()  # otherwise it is collected here at once
     del first
     with offloading(model_folder, left_over=True) as ours:
         assert ours.rank.num_slots * ours.rank.transfer.layout.slot_bytes == 64 << 20
@@ -154,12 +154,12 @@ def end_out_of_order(models: str, what: str) -> list[int]:
     run = EngineCoreProc.run_busy_loop
 
     def miss_the_signal(core: EngineCoreProc) -> None:
-        # Another thread takes the signal, so the main thread sleeps on. That is what happens too
-        # when the signal comes just before the main thread sleeps.
+        # Another thread takes the signal, so the main thread sleeps on, as it also does when the
+        # signal arrives just before it goes to sleep.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         run(core)
 
-    # The core is forked, and has this from here.
+    # The core is forked, and inherits this.
     if what == "missed its signal":
         EngineCoreProc.run_busy_loop = miss_the_signal
     else:
@@ -177,6 +177,6 @@ def end_out_of_order(models: str, what: str) -> list[int]:
 
 @pytest.mark.parametrize("what", ["missed its signal", "has stores that do not end"])
 def test_a_core_that_cannot_end_in_order_ends_all_the_same(model_folder, what):
-    """As the tests shut engines down: vLLM alone waits for it, and then kills it."""
+    """This is how the tests shut engines down: vLLM alone waits for the core, and then kills it."""
     (status,) = run_function(end_out_of_order, model_folder, what, processes=True)
     assert status == 0

@@ -1,4 +1,4 @@
-"""An engine with a Mooncake store: what a store that is full, hangs or is gone costs it."""
+"""An engine with a Mooncake store: the cost of a store that is full, hangs or is gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 
 PROMPTS = prompts_with_shared_prefix()
 MANY = [random_tokens(1920, seed=100 + number) for number in range(10)]
-"""More than `SEGMENT` holds: 36 KiB a block with its header."""
+"""More than `SEGMENT` holds: 36 KiB per block with its header."""
 SEGMENT = "16MiB"
 
 
@@ -37,19 +37,19 @@ def master() -> Iterator[Master]:
 
 
 def store(master: str, nbytes: str | int = SEGMENT, **more: Any) -> dict[str, Any]:
-    """Return the plugin's keys. What the store has is loaded, though computing may be sooner."""
+    """Return the plugin's keys. Blocks in the store are loaded even if computing is faster."""
     keys = {"remote": {"kind": "mooncake", "address": master, "bytes": nbytes}}
     return {**keys, "load_or_recompute": "always_load", **more}
 
 
 @pytest.fixture
 def expected(model_folder: Path) -> list[Tokens]:
-    """What an engine without the plugin answers to the prompts."""
+    """The answers of an engine without the plugin."""
     return plain_answers(model_folder, [*PROMPTS, *MANY])[: len(PROMPTS)]
 
 
 def compute_and_stay(models: str, address: str, ready: str) -> None:
-    """Put what the prompts bring into memory of this process, and wait to be killed."""
+    """Put the prompts' blocks into memory of this process, and wait to be killed."""
     require_mooncake()
     with offloading(Path(models), plugin=store(address)) as running:
         running.generate(PROMPTS)
@@ -70,16 +70,16 @@ def test_an_engine_that_writes_more_than_the_store_holds_computes_what_is_lost(
         lost = ours.totals["lost_tier_slots"]
         ours.forget_host_memory()
         assert ours.generate(MANY) == of_many
-        # Refused while it was full, or evicted since.
+        # Refused while the store was full, or evicted since.
         assert lost + ours.totals["lost_tier_slots"] > 0
-        # A store that refuses all of a job, because it evicts too slowly, is read all the same.
+        # A store that refuses all of a job, because it evicts too slowly, is still read.
         assert ours.totals["promoted_slots"] > 0
 
 
 def test_a_master_and_a_peer_that_fail_cost_computing_and_are_used_again_later(
     model_folder, master, expected, monkeypatch
 ):
-    """The master is killed, then it hangs; then the process hangs that has the blocks."""
+    """The master is killed, then it hangs; then the process that has the blocks hangs."""
     monkeypatch.setattr(base, "FIRST_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(base, "LONGEST_PAUSE_SECONDS", 0.5)
     with (

@@ -1,4 +1,4 @@
-"""Inside vLLM's MultiConnector, before or behind a connector with the habits of Nixl's."""
+"""Inside vLLM's MultiConnector, before or after a connector that behaves like Nixl's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ask(running: Engine, request_id: str, prompt: Tokens, **params: Any) -> Any:
 
 
 def send(running: Engine) -> Any:
-    """Compute `SENT`, whose KV only the remote connector has then; return vLLM's output."""
+    """Compute `SENT`, whose KV then only the remote connector has; return vLLM's output."""
     sent = ask(running, "sends", SENT, do_remote_decode=True)
     running.settle()
     running.forget()
@@ -54,7 +54,7 @@ def tokens_of(output: Any) -> Tokens:
 
 @pytest.mark.parametrize(("first", "role"), [(True, "kv_both"), (False, "kv_producer")])
 def test_both_members_serve_their_requests(model_folder, first, role):
-    """Ours from host memory, the other's from afar, in one process, with stats and a control."""
+    """Ours from host memory, the other's from remote, in one process, with stats and a control."""
     *answers, answer = expected = plain_answers(model_folder, ALL)
     config = multi_config({}, first=first, role=role)
     with offloading(model_folder, kv_transfer_config=config, disable_log_stats=False) as running:
@@ -71,7 +71,7 @@ def test_both_members_serve_their_requests(model_folder, first, role):
         assert tokens_of(sent) == tokens_of(received) == answer
         assert received.num_cached_tokens >= len(SENT) - 1, "only the last token was computed"
         assert running.blocks_loaded() == 0
-        # What came from afar was stored, and comes back from host memory.
+        # Received blocks were stored, and are loaded from host memory.
         running.settle()
         assert running.reload([SENT]) == [answer]
         assert running.blocks_loaded() == 5
@@ -86,7 +86,7 @@ def test_both_members_serve_their_requests(model_folder, first, role):
 
 
 def test_ranks_in_processes_of_their_own(model_folder, forks):
-    """Capacities, reports and stats cross processes; the smallest rank's slots count."""
+    """Capacities, reports and stats cross processes; the rank with the fewest slots decides."""
     arguments = {"tensor_parallel_size": 2, "sleep": True, "beside": True}
     words = ("tests.engine.multiprocess_run", model_folder, "qwen3", arguments)
     check(run_module(*words, forks=forks), ranks=2)
@@ -94,5 +94,5 @@ def test_ranks_in_processes_of_their_own(model_folder, forks):
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
 def test_nixl_sends_what_one_engine_has_computed(model_folder):
-    """With vLLM's own NixlConnector beside ours, on both sides."""
+    """With vLLM's own NixlConnector next to ours, on both sides."""
     nixl_run.check(run_module("tests.engine.nixl_run", model_folder, "qwen3", {}, forks=True))

@@ -1,7 +1,7 @@
 """A real engine whose weights change: host memory serves nothing of the old ones.
 
-Tokens are compared with an engine that had the new weights from the start. The control has the
-plugin hear nothing of the change, and must give other tokens.
+Tokens are compared with those of an engine that had the new weights from the start. In the control
+the plugin does not notice the change, which must give other tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.support.small_models import write_model
 
 PROMPT = random_tokens(10 * BLOCK_TOKENS + 1, seed=11)
 CHANGED = ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
-"""Weights that the CPU engine uses as they were loaded, and on which all KV depends."""
+"""Weights that the CPU engine uses in their loaded form, and on which all KV depends."""
 
 Weights = list[tuple[str, torch.Tensor]]
 
 
 def changed(file: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a file, of which `CHANGED` are other ones."""
+    """Return a file's weights, with `CHANGED` replaced."""
     weights = load_file(file)
     generator = torch.Generator().manual_seed(1)
     for name in CHANGED:
@@ -45,7 +45,7 @@ def changed(file: Path) -> dict[str, torch.Tensor]:
 
 
 def write_new_weights(models: Path) -> tuple[Path, Weights, Weights]:
-    """Write the small model with other weights; return its folder, and what was and is other."""
+    """Write the small model with other weights; return its folder, the old and the new values."""
     old = write_model("qwen3", models / "qwen3")
     folder = models / "new" / "qwen3"
     shutil.copytree(old, folder, dirs_exist_ok=True)
@@ -55,11 +55,11 @@ def write_new_weights(models: Path) -> tuple[Path, Weights, Weights]:
     return folder, before, after
 
 
-# -- ways in which trainers give a running engine new weights ----------------------------------
+# -- how trainers give a running engine new weights ---------------------------------------------
 
 
 def give(model: Any, weights: Weights) -> None:
-    """Give a model weights as a broadcast into its tensors does: nobody can notice."""
+    """Give a model weights like a broadcast into its tensors, which cannot be noticed."""
     type(model).load_weights(model, iter(weights))
 
 
@@ -84,7 +84,7 @@ def by_apply_model(engine: Engine, weights: Weights) -> None:
 
 
 def by_hand(engine: Engine, weights: Weights) -> None:
-    """As TRL does where the engine lives in the trainer's process."""
+    """As TRL does if the engine is in the trainer's process."""
     executor = engine.llm.llm_engine.model_executor
     for weight in weights:
         executor.driver_worker.model_runner.model.load_weights([weight])
@@ -98,7 +98,7 @@ WAYS = {
 }
 
 
-# -- what is served then -----------------------------------------------------------------------
+# -- what is served afterwards ------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -110,7 +110,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case(model_folder: Path) -> Case:
-    """The new weights, and what engines without the plugin answer with the old and with these."""
+    """The new weights, and the answers without the plugin with the old and the new ones."""
     folder, *weights = write_new_weights(model_folder)
     old, new = (plain_answers(models, [PROMPT]) for models in (model_folder, folder.parent))
     assert old != new
@@ -119,7 +119,7 @@ def case(model_folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def ours(model_folder: Path, case: Case) -> Iterator[Engine]:
-    """An engine with the old weights, which each test puts back."""
+    """An engine with the old weights, which each test restores."""
     extension = "tests.engine.test_new_weights.UpdateNamedParam"
     with offloading(model_folder, worker_extension_cls=extension) as running:
         yield running
@@ -127,7 +127,7 @@ def ours(model_folder: Path, case: Case) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_nothing_of_the_old_weights_is_served(ours, case, way, monkeypatch):
-    """Also of what was stored between the change and the reset, from the engine's own cache."""
+    """Also for blocks stored between the change and the reset, from the engine's own cache."""
     ours.forget()
     ours.generate([PROMPT])
     assert ours.reload([PROMPT]) == case.old
@@ -145,7 +145,7 @@ def test_nothing_of_the_old_weights_is_served(ours, case, way, monkeypatch):
     assert ours.blocks_loaded() == 0
     assert ours.reload([PROMPT]) == case.new
     assert ours.blocks_loaded() == 10
-    # A change counts after a reset, too.
+    # A change is also noticed after a reset.
     ours.forget()
     way(ours, case.old_weights)
     assert ours.generate([PROMPT]) == case.old

@@ -1,4 +1,4 @@
-"""An engine says what host memory of other sizes would bring: engines of these sizes bring it."""
+"""An engine's estimates for other sizes of host memory match engines of these sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDER = random.Random(7).choices(range(len(PROMPTS)), weights=range(len(PROMPTS)
 
 
 def served(running: Engine, expected: list[Tokens]) -> Counter[str]:
-    """Answer prompts of which the engine's own cache has none; return what was counted."""
+    """Answer prompts that the engine's own cache does not have; return the counts."""
     for number in ORDER:
         assert running.generate([PROMPTS[number]]) == [expected[number]]
         running.settle()
@@ -33,7 +33,7 @@ def served(running: Engine, expected: list[Tokens]) -> Counter[str]:
 @pytest.mark.slow  # `simulation/test_miss_ratio_curve.py` has replays in `make test`
 def test_engines_of_other_sizes_have_the_hits_that_one_foretells(model_folder, monkeypatch):
     expected = plain_answers(model_folder, PROMPTS, one_by_one=True)
-    # Pools of some kilobytes, which an engine refuses.
+    # Pools of a few kilobytes, which an engine would refuse.
     monkeypatch.setattr("kv_offload.config.checks.SMALLEST_BYTES", 0)
     totals = {}
     for slots in (SLOTS // 2, SLOTS, 2 * SLOTS):

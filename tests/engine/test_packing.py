@@ -1,4 +1,4 @@
-"""KV that is packed on its way: a real model computes with what comes back, bit for bit."""
+"""Packed KV: a real model computes with what is unpacked, which is the same bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.totals import figures
 from tests.support.waiting import wait_until
 
 BLOCK_TOKENS = 128
-"""Pages of 16 KiB of keys and as many of values."""
+"""Pages of 16 KiB for keys and as much for values."""
 
 RANKS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -43,7 +43,7 @@ RANKS: dict[str, Any] = {
     "prompt_tokens": (513, 769, 1025),
     "plugin": {"pack_kv": True},
 }
-"""For ranks in processes of their own. Of two that share the heads each has such pages."""
+"""For ranks in separate processes. Each of two ranks that share the heads has such pages."""
 
 PROMPTS = prompts_with_shared_prefix(600, (60, 140, 210))
 PACKS = {"pack_kv": True}
@@ -79,7 +79,7 @@ def corrupt(running: Engine) -> None:
     [("qwen3", False), ("qwen3", True), ("gemma3", False)],
 )
 def test_packed_blocks_serve_as_they_were(model_folder, kind, synchronous_loads, monkeypatch):
-    """Ends with the control: other bits in host memory are noticed."""
+    """Ends with the control: changed bits in host memory are noticed."""
     monkeypatch.setattr(samples, "SAMPLED_TILES", 1)
     plain = expected(model_folder, kind)
     with packing(model_folder, kind, synchronous_loads=synchronous_loads) as ours:
@@ -132,7 +132,7 @@ def refuse_every_third_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_fit_is_computed(model_folder, monkeypatch):
-    """Ends with the control: who took refused blocks for stored would be noticed."""
+    """Ends with the control: treating refused blocks as stored would be noticed."""
     plain = expected(model_folder)
     refuse_every_third_block(monkeypatch)
     with packing(model_folder) as ours:
@@ -202,7 +202,7 @@ def check_restarted(result: dict[str, Any], ranks: int) -> None:
 
 
 def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
-    """Have the engine step until its disk has so many blocks; return how many it has."""
+    """Step the engine until its disk has this many blocks; return how many it has."""
 
     def is_written() -> bool:
         ask(llm, [random_tokens(3, seed=0)], sampling)
@@ -214,8 +214,8 @@ def wait_until_written(llm: Any, sampling: Any, blocks: int) -> int:
 
 
 def start_twice(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run ranks with a disk, and again: the disk alone tells the second engine of the first."""
-    # However busy the machine is. The engines' processes, which are forked, have it from here.
+    """Run ranks with a disk, twice: the second engine learns of the first only from the disk."""
+    # However busy the machine is. The engines' processes are forked, and inherit this.
     be_patient(pytest.MonkeyPatch())
     plugin, prompt_tokens = arguments.pop("plugin"), arguments.pop("prompt_tokens")
     settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: ranks with other layers, with the same bytes, and replicas."""
+"""Engines in separate processes: ranks with different layers, with the same bytes, and replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUND_TRIP = "tests.engine.multiprocess_run"
 @pytest.mark.slow  # `test_multi_connector.py` has ranks, and `tests/kv_offload/worker` capacities
 @pytest.mark.parametrize(("kind", "partition"), [("qwen3", "1,1"), ("gemma3", "3,1")])
 def test_stages_of_a_pipeline(model_folder, forks, kind, partition):
-    """With `3,1` the stages' blocks have different sizes, and so have their slots."""
+    """With `3,1` the stages' blocks have different sizes, and so do their slots."""
     arguments = {**PIPELINE, "sleep": True}
     stages = {"VLLM_PP_LAYER_PARTITION": partition}
     check(run_module(ROUND_TRIP, model_folder, kind, arguments, forks=forks, **stages), ranks=2)
@@ -45,10 +45,10 @@ def test_replicas_share_a_host_pool(model_folder, memory_folder):
 
 @pytest.mark.slow  # `test_remote_kinds.py` has engines that share a store in `make test`
 def test_replicas_share_a_store(model_folder):
-    """Each loads what the other one has computed, also where the machine stands still meanwhile.
+    """Each loads what the other one has computed, even if the machine stalls meanwhile.
 
-    A run in which a request gave the store up, or a read failed, as on a machine that is busy with
-    other tests, shows nothing, and is repeated.
+    If a request gave the store up or a read failed, as on a busy machine, a run shows nothing and
+    is repeated.
     """
     require_mooncake()
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_replicas_share_a_store(model_folder):
     [pytest.param({"tensor_parallel_size": 2}, id="TP"), pytest.param(PIPELINE, id="PP")],
 )
 def test_ranks_whose_copies_fail_or_take_very_long(model_folder, split):
-    """All of them or one: no wrong token, and every block comes back."""
+    """All of them or one: no wrong token, and every block is freed."""
     arguments = {**split, "requests": 60}
     run = run_module("tests.engine.pressure_run", model_folder, "qwen3", arguments, forks=True)
     pressure_run.check(run)
@@ -79,7 +79,7 @@ def test_ranks_whose_copies_fail_or_take_very_long(model_folder, split):
 @pytest.mark.slow  # `tests/transfer/memory/test_shared.py` has killed processes in `make test`
 @pytest.mark.parametrize("sharing", [False, True])
 def test_a_rank_that_is_killed_while_it_copies(model_folder, sharing):
-    """The engine ends with an error; nothing stays behind, of memory that ranks share either."""
+    """The engine ends with an error and leaves nothing behind, not even memory that ranks share."""
     kind, more = ("deepseek_v2", LATENT) if sharing else ("qwen3", {})
     arguments = {"tensor_parallel_size": 2, **more}
     run = run_module("tests.engine.killed_rank_run", model_folder, kind, arguments, forks=True)

@@ -32,13 +32,13 @@ def plugin(folder: Path) -> dict[str, Any]:
     return {
         "host_pool": "chat",
         "host_pool_path": str(folder),
-        "load_or_recompute": "always_load",  # a small model computes sooner
+        "load_or_recompute": "always_load",  # a small model computes faster
     }
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine takes a seat of another one, or waits for it."""
+    """Make engines neither take nor wait for another engine's seat."""
     monkeypatch.setattr(pool, "LOCK_SECONDS", 0.0)
 
 
@@ -64,7 +64,7 @@ def peer(models: Path, folder: Path, name: str, seed: int = 0) -> Iterator[Proce
 
 
 def serve_from_peers(ours: Engine, prompts: list[Any], expected: list[Any]) -> None:
-    """Serve prompts of which this engine has nothing, all blocks of which a peer has."""
+    """Serve prompts that this engine does not have; a peer has all of their blocks."""
     blocks = full_blocks(prompts)
     stored = len(ours.offload.manager.readable_slots())
     before = ours.totals["peers_read_bytes"], ours.totals["loaded_bytes"]
@@ -79,7 +79,7 @@ def serve_from_peers(ours: Engine, prompts: list[Any], expected: list[Any]) -> N
 
 
 def meet(ours: Engine, peers: int) -> None:
-    """Have the ranks map the arenas of so many peers."""
+    """Make the ranks map the arenas of this many peers."""
     ours.settle()
     assert ours.offload.gauges()["peers"] == peers
 
@@ -88,7 +88,7 @@ def meet(ours: Engine, peers: int) -> None:
 def test_two_engines_serve_what_a_third_computed(
     model_folder: Path, memory_folder: Path, what: signal.Signals
 ) -> None:
-    """Though it is killed or stands still. Another one has computed, too, and runs on."""
+    """Even if it is killed or stopped. Another engine has computed, too, and continues to run."""
     expected = plain_answers(model_folder, PROMPTS)
     of_others = plain_answers(model_folder, OTHERS)
     with (

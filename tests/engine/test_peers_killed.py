@@ -1,8 +1,8 @@
-"""Engines of one pool answer right whenever one of them is killed, stopped or starts again.
+"""Engines of one pool answer right whenever one of them is killed, stopped or restarted.
 
-All engines are real, each in a process of its own. Moments are drawn from a seed; between two
-moments every engine that runs must have answered something. `POOL_MOMENTS=200 pytest
-tests/engine/test_peers_killed.py` runs longer, `POOL_SEED` draws others.
+All engines are real, each in a separate process. A seed decides the moments; between two moments
+every running engine must have answered something. `POOL_MOMENTS=200 pytest
+tests/engine/test_peers_killed.py` runs longer, `POOL_SEED` sets the seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDS_BETWEEN = 2
 
 
 class Pool:
-    """Engines of one pool, and what has happened to them."""
+    """Engines of one pool, and a record of events."""
 
     def __init__(self, models: Path, folder: Path, work: Work) -> None:
         self.models, self.folder, self.work = models, folder, work
@@ -62,7 +62,7 @@ class Pool:
         os.killpg(self.process(number).pid, what)
 
     def proceed(self, numbers: list[int]) -> None:
-        """Wait until engines have answered more; fail where one ends or hangs."""
+        """Wait until engines have answered more; fail if one ends or hangs."""
         wanted = {number: self.board[number, ROUNDS] + ROUNDS_BETWEEN for number in numbers}
         for number in numbers:
             self._wait(number, lambda n=number: self.board[n, ROUNDS] >= wanted[n])
@@ -78,19 +78,19 @@ class Pool:
         wait_until(holds, lambda: f"engine {number} hangs\n{self.errors()}")
 
     def errors(self) -> str:
-        """Return the ends of what the engines wrote."""
+        """Return the ends of the engines' output."""
         paths = sorted(self.folder.glob("life *"), key=lambda path: path.stat().st_mtime)
         return "\n".join((path / "err").read_text()[-3000:] for path in paths[-3:])
 
     def seats(self) -> list[dict[str, Any]]:
-        """Return what `kv-offload pool` shows."""
+        """Return the output of `kv-offload pool`."""
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             assert main(["pool", "--path", str(self.folder), "--json"]) == 0
         seats: list[dict[str, Any]] = json.loads(shown.getvalue())
         return seats
 
     def restart(self, number: int, others: list[int]) -> None:
-        """Kill an engine, have the others go on, and start it again."""
+        """Kill an engine, let the others continue, and restart it."""
         kill_group(self.process(number))
         self._lives.pop(number)[1].close()
         wait_until(lambda: sum(seat["pid"] is None for seat in self.seats()) == 1)
@@ -101,7 +101,7 @@ class Pool:
         self.recovered.append(found)
 
     def moment(self, chance: random.Random, kind: str) -> None:
-        """Do something to an engine or two at an instant that is drawn."""
+        """Do something to one or two engines at a random instant."""
         numbers = chance.sample(range(self.work.members), self.work.members)
         first, *others = numbers
         time.sleep(chance.uniform(0, 0.3))
@@ -121,7 +121,7 @@ class Pool:
         assert not self.board[:, WRONG].any()
 
     def end(self) -> None:
-        """Have all come to rest; each checks that no slot, lease or pin is left."""
+        """Bring all engines to rest; each checks that no slot, lease or pin is left."""
         (self.folder / "rest").touch()
         for number in self._lives:
             self._wait(number, lambda n=number: self.board[n, ENDED] == 1)
@@ -149,7 +149,7 @@ def answered(models: Path, seeds: range) -> list[Answered]:
 
 
 def draw_kinds(chance: random.Random, moments: int) -> list[str]:
-    """Return what happens: each kind, whatever is drawn; starts take the time of many stops."""
+    """Return the events: each kind at least once; a restart takes the time of many stops."""
     kinds = ["killed", "killed beside a stopped one", "stopped", "stopped"]
     kinds += chance.choices(["killed", "stopped"], [1, 5], k=max(0, moments - len(kinds)))
     chance.shuffle(kinds)

@@ -1,4 +1,4 @@
-"""The commands of README.md that prove a hit, as they stand, on vLLM's CPU engine."""
+"""The commands of README.md that prove a hit, as written, on vLLM's CPU engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ README = ROOT / "README.md"
 
 
 def block(*parts: str) -> str:
-    """Return the only block of commands that has all of these parts."""
+    """Return the only block of commands that contains all of these parts."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
     blocks = [text for language, text in fences if language in ("", "sh")]
     (found,) = [commands for commands in blocks if all(part in commands for part in parts)]
@@ -28,7 +28,7 @@ def block(*parts: str) -> str:
 
 
 def commands_here(commands: str, model: Path, port: int) -> str:
-    """Return commands for this environment, model and port in place of those that a user has."""
+    """Return commands with this environment, model and port instead of a user's."""
     for written, here in (
         ("make demo && . .venv/bin/activate\n", ""),
         (".venv/models/qwen3-float32", str(model)),

@@ -1,4 +1,4 @@
-"""Engines that share a store: what one has computed another one loads. Faults of a folder."""
+"""Engines that share a store load what another one has computed. Faults of a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL_BLOCKS = full_blocks(PROMPTS)
 
 
 def sharing(remote: dict[str, Any]) -> dict[str, Any]:
-    """Return the plugin's keys. What the store has is loaded, though computing may be sooner."""
+    """Return the plugin's keys. Blocks in the store are loaded even if computing is faster."""
     return {"remote": {"bytes": "1GiB", **remote}, "load_or_recompute": "always_load"}
 
 
@@ -78,7 +78,7 @@ def expected(model_folder: Path) -> list[Tokens]:
 
 
 def answer_and_tell(models: str, keys: dict[str, Any]) -> list[Any]:
-    """Answer the prompts with what the store has; then with other bytes in host memory."""
+    """Answer the prompts with the store's blocks; then with changed bytes in host memory."""
     be_patient(pytest.MonkeyPatch())
     if keys["kind"] == "mooncake":
         require_mooncake()
@@ -95,7 +95,7 @@ def answer_and_tell(models: str, keys: dict[str, Any]) -> list[Any]:
 def test_what_one_engine_has_computed_another_one_loads(
     model_folder, remote, expected, monkeypatch
 ):
-    """Ends with the control: other bytes in host memory than were read must be noticed."""
+    """Ends with the control: changing the bytes read into host memory must be noticed."""
     be_patient(monkeypatch)
     with offloading(model_folder, plugin=sharing(remote)) as ours:
         assert ours.generate(PROMPTS) == expected
@@ -141,9 +141,9 @@ def test_torn_files_a_folder_that_is_away_and_one_without_objects_cost_computing
 
 
 def test_a_disk_and_a_folder_serve_together(model_folder, folder, tmp_path, expected, monkeypatch):
-    """The disk first, the folder for what the disk lacks or has lost, which it has then.
+    """Blocks are read from the disk; those that it lacks, from the folder, and then restored.
 
-    Ends with the control: other bytes in host memory than were read must be noticed.
+    Ends with the control: changing the bytes read into host memory must be noticed.
     """
     be_patient(monkeypatch)
 
@@ -151,7 +151,7 @@ def test_a_disk_and_a_folder_serve_together(model_folder, folder, tmp_path, expe
         return {**shared(folder), "disk": {"path": str(tmp_path / disk), "bytes": "64MiB"}}
 
     def read(ours: Any) -> tuple[float, float]:
-        """Answer with nothing in host memory; return the bytes from the disk, and the folder."""
+        """Answer with nothing in host memory; return the bytes read from disk and folder."""
         ours.forget_host_memory()
         assert ours.generate(PROMPTS) == expected
         assert ours.totals["late_promotions"] == 0

@@ -1,4 +1,4 @@
-"""What requests say about their blocks, on a real engine."""
+"""Requests control their blocks, on a real engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def says(**hints: Any) -> dict[str, Any]:
 
 
 def test_retained_prompts_are_right_under_pressure(model_folder):
-    """And one that must not be stored is not there afterwards. With a control."""
+    """And a prompt that must not be stored is not found afterwards. With a control."""
     expected = plain_answers(model_folder, PROMPTS)
     secret = random_tokens(300, seed=99)
     plugin = {"cpu_bytes": "2MiB", "max_retained_share": 0.5, "max_retained_share_per_salt": 0.5}

@@ -1,4 +1,4 @@
-"""What was computed once comes back from host memory, and the answers stay the same."""
+"""Blocks that were computed once are loaded from host memory, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, plugin, synch
         for prompt, cached in zip(PROMPTS, ours.cached_tokens, strict=True):
             assert cached >= (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         ours.settle()
-        # The answers are the same, so they end in the blocks that are stored already.
+        # The answers are the same, so they end in blocks that are already stored.
         assert ours.blocks_stored() == 0
         assert all_differ(ours.reload(PROMPTS, corrupted=True), expected)
 
@@ -57,7 +57,7 @@ def test_reloaded_prompts_give_the_same_tokens(model_folder, kind, plugin, synch
     ids=["synchronous", "asynchronous", "priority", "whole prompts", "kv_producer"],
 )
 def test_ways_of_scheduling(model_folder, arguments):
-    """And the role in which vLLM accepts no embeddings. With a control."""
+    """Also in the role in which vLLM accepts no embeddings. With a control."""
     expected = plain_answers(model_folder, PROMPTS)
     with offloading(model_folder, **arguments) as ours:
         assert ours.generate(PROMPTS) == expected
@@ -66,7 +66,7 @@ def test_ways_of_scheduling(model_folder, arguments):
 
 
 def test_an_embedding_model(model_folder):
-    """Its prompts come back as well, and are pooled to the same vectors. With a control."""
+    """Its prompts are loaded as well, and pooled to the same vectors. With a control."""
     arguments = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
     with engine(model_folder, plugin={}, **arguments) as ours:
 
@@ -93,7 +93,7 @@ def test_an_embedding_model(model_folder):
 def test_prompts_that_end_with_a_block_come_back_whole(
     model_folder, kind, synchronous, asynchronous, monkeypatch
 ):
-    """Only the last token is computed again, unless some layers read a window. With a control."""
+    """Only the last token is recomputed, unless some layers read a window. With a control."""
     monkeypatch.setattr("kv_offload.scheduler.loads.decision.WHOLE_SECONDS", float("inf"))
     prompts = [random_tokens(count * BLOCK_TOKENS, seed=count) for count in (2, 5, 9)]
     left = 1 if kind == "qwen3" else BLOCK_TOKENS
@@ -102,7 +102,7 @@ def test_prompts_that_end_with_a_block_come_back_whole(
     with offloading(model_folder, kind, synchronous_loads=synchronous, **steps) as ours:
         assert ours.generate_each(prompts) == expected
         assert ours.reload(prompts, one_by_one=True) == expected
-        # vLLM counts all tokens of an asynchronous load as cached, the last one included.
+        # vLLM counts all tokens of an asynchronous load as cached, including the last.
         allowed = {left} if synchronous or left > 1 else {0, left}
         counted = zip(prompts, ours.cached_tokens, strict=True)
         assert {len(prompt) - cached for prompt, cached in counted} <= allowed
@@ -111,6 +111,6 @@ def test_prompts_that_end_with_a_block_come_back_whole(
         assert bool(ours.totals["synchronous_loads"]) == synchronous
         ours.settle()
         assert ours.blocks_stored() == 0
-        # Answered from the engine's own cache now: what was computed over the load is as good.
+        # Answered from the engine's own cache now: what was computed after the loads is right, too.
         assert ours.generate_each(prompts) == expected
         assert all_differ(ours.reload(prompts, one_by_one=True, corrupted=True), expected)

@@ -65,8 +65,8 @@ def server(
 
 
 def test_a_prompt_is_served_again_from_host_memory(server):
-    """What the metrics count of it, and what a client reads, to whom either cache is the same."""
-    wait_for(server, f"{PREFIX}pool_slots", 2048)  # before anybody was served
+    """Its metrics, and what a client reads, to whom both caches look the same."""
+    wait_for(server, f"{PREFIX}pool_slots", 2048)  # before any request
     wait_for(server, f"{PREFIX}slots", 2048)
     assert metric(server, f"{PREFIX}slot_bytes") == BLOCK_BYTES
     counters = {
@@ -153,7 +153,8 @@ def test_hints_of_a_router_are_followed_and_its_index_knows_what_is_in_host_memo
     keep = action("kv.retain", ttl_seconds=600)
     assert hinted(keep, action("kv.fetch"), seed=20) == (expected, 1, 1)
     wait_for(server, f"{PREFIX}retained_slots", blocks)
-    # What ends is answered and not stored; nonsense is that request's alone.
+    # With `kv.evict` a request is answered but not stored; malformed hints affect only their own
+    # request.
     stored = metric(server, "vllm:host_kv_cache_stored_bytes_total")
     assert hinted(action("kv.evict"), seed=21)[1:] == (1, 0)
     assert metric(server, "vllm:host_kv_cache_stored_bytes_total") == stored

@@ -24,7 +24,7 @@ PARTS = [random_tokens(tokens, seed) for seed, tokens in enumerate((70, 40, 9, 1
 
 
 def serve(running: Engine, request_id: str, parts: list[Tokens] = PARTS) -> Tokens:
-    """Serve a session of all parts, and end it; return its text with what it kept of answers."""
+    """Serve a session of all parts, and end it; return its text with the kept parts of answers."""
 
     def part(tokens: Tokens, **more: Any) -> Request:
         hasher = running.core.request_block_hasher

@@ -1,4 +1,4 @@
-"""`kv-offload size` tells what a slot of a real engine, and a prompt that it stores, take."""
+"""`kv-offload size` predicts a slot of a real engine, and the size of a stored prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = 8
 
 STATES = {
     "dtype": "bfloat16", "enable_prefix_caching": True, "max_model_len": 4096,
-    # Which vLLM chooses by itself on a CPU with AVX-512 for bfloat16.
+    # vLLM chooses it by itself on a CPU with AVX-512 for bfloat16.
     "recurrent_bytes": 4, "mamba_ssm_cache_dtype": "float32",
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ def check(
     dtype: str = "float32",
     **arguments: Any,
 ) -> int:
-    """Compare a slot, and what one stored prompt takes, with what is told; return the groups."""
+    """Compare a slot, and what one stored prompt takes, with the prediction; return the groups."""
     arguments |= {"block_size": block_size, "dtype": dtype}
     with engine(model_folder, kind, plugin={}, **arguments) as running:
         size = told(model_folder, kind, block_size, dtype, recurrent_bytes)

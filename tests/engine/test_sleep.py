@@ -1,8 +1,8 @@
-"""Host memory and sleep on a real engine in a process of its own.
+"""Host memory and sleep on a real engine in a separate process.
 
 usage: python -m tests.engine.test_sleep MODELS_FOLDER ARGUMENTS_AS_JSON
 
-The CPU engine keeps its KV cache and its weights in a sleep, but everything before that is as on a
+The CPU engine keeps its KV cache and weights during a sleep, but everything before that is as on a
 GPU: requests end, caches are reset, and the level reaches the plugin. `tests/gpu` runs `main`, too.
 """
 
@@ -30,17 +30,17 @@ def test_host_memory_outlives_a_sleep_of_level_1_and_nothing_else(model_folder, 
     hits = {event: tokens for event, (_, tokens) in result.items()}
     assert hits["sleep 1"] >= 300
     assert hits["sleep 1 again"] >= 300
-    # The engine's own cache is empty after each event, so these came from nowhere but the model.
+    # The engine's own cache is empty after each event, so only the model gave these.
     assert (hits["start"], hits["reload"], hits["sleep 2"]) == (0, 0, 0)
 
 
 def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Hand back the answers without the plugin, computed and from the engine's own cache.
+    """Return the answers without the plugin, computed and from the engine's own cache.
 
-    And those after each event with how many tokens of the prompts came from host memory. Prompts
-    are answered one at a time, for on a GPU rounding depends on the batch.
+    Also those after each event, with the number of prompt tokens from host memory. Prompts are
+    answered one at a time, because on a GPU rounding depends on the batch.
     """
-    # None begins like another: each is computed as a whole, or loaded but for its last block.
+    # None shares a prefix with another: each is computed whole, or loaded except its last block.
     prompts = [random_tokens(200 + 37 * i, seed=i) for i in range(3)]
     settings = engine_settings(Path(models), "qwen3", disable_log_stats=False, **arguments)
 
@@ -76,4 +76,4 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    be_run(main)  # in processes: keep_on_sleep is refused without
+    be_run(main)  # in processes, because keep_on_sleep is refused without

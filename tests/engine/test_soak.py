@@ -20,7 +20,7 @@ from tests.support.kv_memory import Storage
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "180"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
-"""Of the decisions: the same in every run, unless `SOAK_SEED` is set to look further."""
+"""Of all decisions: the same in every run, unless `SOAK_SEED` is set to explore others."""
 
 
 @pytest.mark.timeout(SECONDS + 900)
@@ -28,7 +28,7 @@ SEED = int(os.environ.get("SOAK_SEED", "0"))
     ("kind", "synchronous"), [("qwen3", False), ("qwen3", True), ("gemma3", False)]
 )
 def test_every_loaded_block_is_the_one_that_was_stored(model_folder, kind, synchronous):
-    """With one cache group, loads in waves, two groups; scheduling is never asynchronous here."""
+    """With one cache group, loads in waves, and two groups; scheduling is synchronous here."""
     result = soak(model_folder, SECONDS / 3, SEED, kind=kind, synchronous_loads=synchronous)
     print(result)
     check(result)
@@ -36,7 +36,7 @@ def test_every_loaded_block_is_the_one_that_was_stored(model_folder, kind, synch
     assert (result.get("synchronous_loads", 0) > 0) == synchronous
 
 
-# -- the soak would notice ---------------------------------------------------------------------
+# -- the soak would notice faults --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changed", ["slot", "nothing"])

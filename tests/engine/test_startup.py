@@ -1,4 +1,4 @@
-"""What an engine refuses before it reads weights."""
+"""Settings that an engine refuses before it reads weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.small_models import write_model
 
 
 def test_a_wrong_setting_is_refused_before_weights_are_read(model_folder, tmp_path):
-    """A model without weights: who reads them gets another error, as the control shows."""
+    """The model has no weights, and reading them raises another error, as the control shows."""
     bare = tmp_path / "qwen3"
     shutil.copytree(write_model("qwen3", model_folder / "qwen3"), bare)
     (bare / "model.safetensors").unlink()

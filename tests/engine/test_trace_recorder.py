@@ -1,4 +1,4 @@
-"""What an engine records of its requests can be replayed."""
+"""An engine's recording of its requests can be replayed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(model_folder, tmp_path):
         assert ours.generate(PROMPTS) == expected
         assert ours.reload(PROMPTS) == expected
         assert ours.totals["trace_errors"] == 0
-    # `offloading` looks with a short prompt whether anything is left.
+    # `offloading` sends a short prompt to check that nothing is left.
     recorded = [one for one in read_trace(trace) if one.hash_ids]
     assert sorted(one.input_length for one in recorded) == sorted(2 * [*map(len, PROMPTS)])
     assert {one.output_length for one in recorded} == {8}
