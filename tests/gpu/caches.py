@@ -1,6 +1,6 @@
-"""KV caches on a device, their slots, and what a copy must make of both.
+"""KV caches on a device, their slots, and the expected result of a copy.
 
-Skips a module of tests that imports it where there is no CUDA device, or no CuPy.
+Without a CUDA device or CuPy, modules of tests that import this are skipped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHAPES: list[tuple[Pages, int, int]] = [
     ([(64 * KIB, 64 * KIB)] * 32, 200, 180),
     ([(96 * KIB, 96 * KIB)] * 50 + [(9 * MIB, 9 * MIB)], 30, 25),
 ]
-"""Pages, blocks, and pairs to copy."""
+"""Pages, number of blocks, and number of pairs to copy."""
 
 ONE_PAIR = np.array([[3, 5]], np.int32)
 """Block 3 and slot 5."""
@@ -64,7 +64,7 @@ class Cache:
     layout: KVLayout
 
     def pages(self, storage: Any) -> list[Any]:
-        """The pages in the storage, or in a copy of it: views `(num_blocks, page_bytes)`."""
+        """Return views `(num_blocks, page_bytes)` of the pages in the storage, or in a copy."""
         tensors = storage.split([tensor.numel() for tensor in self.tensors])
         return [
             tensor.view(self.layout.num_blocks, -1)[:, : region.page_bytes]
@@ -72,12 +72,12 @@ class Cache:
         ]
 
     def blocks(self) -> Any:
-        """All blocks, region after region: uint8 of `(num_blocks, block_bytes)` on the host."""
+        """Return all blocks, region after region: uint8 `(num_blocks, block_bytes)` on the host."""
         return torch.cat(self.pages(self.storage), 1).cpu()
 
 
 Packings = list[Packing | None] | None
-"""How each region is packed, if it is."""
+"""The packing of each region, or None."""
 
 
 def make_cache(
@@ -115,7 +115,7 @@ def make_engine(
     packings: Packings = None,
     copies_with: CopiesWith | None = None,
 ) -> tuple[CudaSwapEngine, Cache, Any]:
-    """An engine, its cache, and its slots as a tensor `(num_slots, slot_bytes)` on the host."""
+    """Return an engine, its cache, and its slots `(num_slots, slot_bytes)` on the host."""
     cache = make_cache(num_blocks, pages, device, packings)
     arena = make_arena(cache, num_slots)
     engine = CudaSwapEngine(
@@ -136,18 +136,18 @@ def random_pairs(rng: np.random.Generator, blocks: int, slots: int, count: int) 
 
 
 def same_pairs(count: int) -> Any:
-    """Each block and the slot of its number."""
+    """Return pairs of each block and the slot of the same number."""
     return np.stack([np.arange(count, dtype=np.int32)] * 2, 1)
 
 
 def ids(pairs: Any) -> tuple[Any, Any]:
-    """Block ids and slot ids, as torch indexes with them."""
+    """Return block ids and slot ids, as torch indexes."""
     blocks, slots = torch.from_numpy(pairs.astype(np.int64)).unbind(1)
     return blocks, slots
 
 
 def expect_copied(cache: Cache, slots: Any, pairs: Any, direction: Direction) -> tuple[Any, Any]:
-    """The storage and the slots as they must be after the copy, both on the host."""
+    """Return the storage and the slots expected after the copy, both on the host."""
     storage, slots = cache.storage.cpu(), slots.clone()
     block_ids, slot_ids = ids(pairs)
     if direction is STORE:
@@ -165,11 +165,11 @@ def finish(engine: SwapEngine) -> list[Completion]:
 
 
 def no_wait(stream: CopyStream, marks: Any) -> None:
-    """What `wait_stream` must not be: it orders a copy after nothing."""
+    """A faulty `wait_stream`, which does not order a copy after anything."""
 
 
 def run_script(script: str, **values: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, in which names stand for `values`, in a process of its own."""
+    """Run a script, in which names stand for `values`, in a separate process."""
     for name, value in values.items():
         script = script.replace(name, value)
     root = str(Path(kv_swap.__file__).parents[1])

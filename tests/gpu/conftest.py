@@ -13,14 +13,16 @@ import pytest
 
 from tests.support.processes import run_module
 
-# With 8, the default, more streams share a queue. What stands behind one that a test holds waits.
+# With 8, the default, more streams share a queue, so work queued after a stream that a test holds
+# would wait.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 LONGEST_FIRST = (
     *("test_soak.py", "test_priorities.py", "test_faults.py"),
     *("test_parallel.py", "test_engine.py", "test_lessons.py"),
 )
-"""Run by several processes (`-n 16 --dist loadgroup`), what came last would be waited for alone."""
+"""With several processes (`-n 16 --dist loadgroup`), all others would wait for a test that comes
+last."""
 
 
 def _cuda_is_available() -> bool:
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def run_in_every_mode(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[..., dict[str, Any]]:
-    """Run a module whose tokens do not depend on batches: both runners, both ways of scheduling."""
+    """Run a module whose tokens do not depend on batches, in all runners and scheduling modes."""
     runner, async_scheduling = request.param
 
     def run(module: str, **arguments: Any) -> dict[str, Any]:
@@ -73,6 +75,6 @@ def run_in_every_mode(
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print a failure at once: a run that a time limit kills prints no summary."""
+    """Print a failure at once: a run killed by a time limit prints no summary."""
     if report.failed and "tests/gpu/" in report.nodeid and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.nodeid}\n{report.longreprtext}\n{report.capstdout}", flush=True)

@@ -1,10 +1,10 @@
-"""DeepSeek V4 on a GPU where packages are missing whose kernels vLLM compiles at run time.
+"""DeepSeek V4 on a GPU without the packages whose kernels vLLM compiles at run time.
 
 vLLM 0.33 has hyper-connections in TileLang and DeepGEMM, the compressor of latents in CuTe DSL, and
-the scores of the indexer in DeepGEMM. Without these packages the first are computed by vLLM's own
-reference in torch, and the second by the kernel in Triton that vLLM has for other GPUs: it reads
-and writes the same cache. The indexer chooses nothing while a prompt has few latents. Attention is
-FlashMLA's.
+the scores of the indexer in DeepGEMM. Without these packages, vLLM's own reference in torch
+computes the first. The second is computed by the Triton kernel that vLLM has for other GPUs, which
+reads and writes the same cache. The indexer chooses nothing while a prompt has few latents.
+Attention is FlashMLA's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 
 def use_portable_kernels() -> None:
-    """Replace the kernels that cannot be compiled here; call it before an engine starts."""
+    """Replace the kernels that cannot be compiled here; call this before an engine starts."""
     from vllm.model_executor.layers import sparse_attn_indexer
     from vllm.models.deepseek_v4.nvidia import model
     from vllm.utils.import_utils import has_cutedsl, has_deep_gemm, has_tilelang
 
     if not has_deep_gemm():
-        sparse_attn_indexer.has_deep_gemm = lambda: True  # it is asked for, but not called
+        sparse_attn_indexer.has_deep_gemm = lambda: True  # checked, but never called
     if not (has_tilelang() and has_deep_gemm()):
         model.mhc_pre_tilelang = pre
         model.mhc_pre_broadcast_tilelang = pre_broadcast
@@ -38,7 +38,7 @@ def use_portable_kernels() -> None:
 
 
 def compress(*, store_full_kv: bool, store_full_fp8: bool, fp8_scale: Any, **more: Any) -> None:
-    """Make latents from what a compressor keeps, in place of vLLM's kernel in CuTe DSL."""
+    """Make latents from a compressor's tokens, in place of vLLM's kernel in CuTe DSL."""
     from vllm.models.deepseek_v4.common.ops import fused_compress_quant_cache
 
     assert not store_full_kv, "FlashMLA's latents have 584 bytes each"
@@ -69,7 +69,7 @@ def pre(
 def pre_broadcast(
     x: torch.Tensor, fn: torch.Tensor, *constants: Any, fn_broadcast: Any = None, **norm: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Do what `pre` does where all streams are the embeddings `(tokens, hidden)`."""
+    """Do the same as `pre` if all streams are the embeddings `(tokens, hidden)`."""
     streams = fn.shape[1] // x.shape[-1]
     residual = x.unsqueeze(1).repeat(1, streams, 1)
     return residual, *pre(residual, fn, *constants, **norm)
@@ -94,7 +94,7 @@ def post_and_pre(
     tile_n: int = 1,
     **norm: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Do what `post` does with a layer's output, and then `pre`."""
+    """Do the same as `post` with a layer's output, and then as `pre`."""
     residual = post(x, residual, post_mix, streams_mix)
     return residual, *pre(residual, *constants, **norm)
 

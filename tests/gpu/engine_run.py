@@ -1,11 +1,11 @@
-"""Run by `test_engine.py` in a process of its own: one vLLM engine on a GPU, with and without us.
+"""Run by `test_engine.py` in a separate process: one vLLM engine on a GPU, with and without us.
 
 usage: python -m tests.gpu.engine_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 
-Prompts are answered one at a time: on a GPU the rounding of a token
-depends on what else is in its batch, and one flipped bit of bfloat16 can flip a token of a random
-model. For the same reason the answers from host memory are compared with those that the engine
-without the plugin gives from its own prefix cache: the same tokens are computed in both.
+Prompts are answered one at a time: on a GPU a token's rounding depends on the rest of its batch,
+and one flipped bit of bfloat16 can flip a token of a random model. For the same reason, answers
+from host memory are compared with those that the engine without the plugin gives from its own
+prefix cache: both compute the same tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tests.gpu.deepseek_v4 import use_portable_kernels
 from tests.support.processes import be_run
 
 PROMPTS = prompts_with_shared_prefix(shared=1500, tails=(21, 25, 40, 85, 36), seed=11)
-"""The last ends with a block of any size that is tested, so that all of it can be loaded."""
+"""The last one ends with a block of any tested size, so that all of it can be loaded."""
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_memory_bytes": 512 << 20,
-    "gpu_memory_utilization": 0.1,  # has to be free at the start; several of these share a GPU
+    "gpu_memory_utilization": 0.1,  # must be free at the start; several engines share a GPU
 }
 
 
@@ -51,7 +51,7 @@ def one_by_one(running: Engine) -> list[list[int]]:
 
 
 class Loads:
-    """What is loaded from now on, without the blocks in which a last token is computed again."""
+    """Counts later loads, without the blocks in which a last token is recomputed."""
 
     def __init__(self, running: Engine) -> None:
         self.blocks: set[int] = set()
@@ -81,10 +81,10 @@ class Loads:
 
 
 def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[str]]:
-    """Return the digests of all blocks that the engine's prefix cache knows, by their keys.
+    """Return the digests of all blocks in the engine's prefix cache, by key.
 
-    With `blocks`, of those only. Reads whole pages through the regions that the transfer engine
-    copies, over all layers. A key has several blocks where a prefix was computed more than once.
+    With `blocks`, only of those. Reads whole pages through the regions that the transfer engine
+    copies, over all layers. A key has several blocks if a prefix was computed more than once.
     """
     torch.cuda.synchronize()
     found: dict[str, set[str]] = {}
@@ -98,17 +98,17 @@ def digests(running: Engine, blocks: set[int] | None = None) -> dict[str, set[st
 
 
 def corrupt(slots: np.ndarray, kind: str) -> None:
-    """Change what host memory holds without making NaNs of it, which end runner V2."""
+    """Change the content of host memory without making NaNs, which end runner V2."""
     if kind in ("jamba", "falcon_h1", "qwen3_next", "qwen3_next_mtp", "nemotron_h_mtp"):
-        slots ^= 0x01  # exponents too; states in the place of keys would make NaNs
+        slots ^= 0x01  # exponents too; swapping states and keys would make NaNs
     elif kind == "deepseek_v4":
-        slots[:] = 0  # in eight bits every change makes a NaN of some value
+        slots[:] = 0  # with eight bits every change makes some value a NaN
     else:
         slots[:] = np.roll(slots, 7, axis=0)  # right bytes in wrong places
 
 
 def still_alive(watched: dict[str, weakref.ref[Any]]) -> list[str]:
-    """Return which KV tensors somebody holds although their engine has ended."""
+    """Return the KV tensors that something holds although their engine has ended."""
     gc.collect()
     return [name for name, reference in watched.items() if reference() is not None]
 
@@ -118,7 +118,7 @@ def answers_without_overlap(
 ) -> list[list[int]]:
     """Answer from host memory as if no latent were made from tokens before those that it covers.
 
-    Then what the compressors keep of the tokens before a hit is not loaded, and its memory has
+    Then the tokens before a hit that the compressors keep are not loaded, and their memory has
     other numbers.
     """
     groups.OVERLAPPING_WINDOW_TOKENS = 0
@@ -135,7 +135,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     settings = {**SETTINGS, **arguments}
     synchronous_loads = settings.pop("synchronous_loads", False)
     plugin = {"pack_kv": settings.pop("pack_kv", False)}
-    if settings.pop("gates", False):  # which small pages would not have
+    if settings.pop("gates", False):  # small pages would not get them
         state.choose_copies = lambda layout, device: "gates"
     if settings.pop("draft_head", False):
         settings["speculative_config"] = draft_head(Path(models))
@@ -143,10 +143,10 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if kind == "deepseek_v4":
         use_portable_kernels()
     forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
-    decision.WHOLE_SECONDS = float("inf")  # however slow the steps are beside other tests
+    decision.WHOLE_SECONDS = float("inf")  # even if other tests slow the steps down
     all_at_once = settings.pop("all_at_once", True)
     expects_own_cache = settings.pop("expects_own_cache", False)
-    # A process can have its sleep mode once.
+    # A process can only have one sleep mode.
     reference = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
     with engine(Path(models), kind, **reference) as plain:
         drafts = Drafts(plain)
@@ -182,7 +182,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         result["loads"], result["loads_in_waves"] = len(loads.in_waves), sum(loads.in_waves)
         result["whole_loads"] = loads.whole
         result["loaded_blocks"] = ours.blocks_loaded()
-        # Not of what was computed again: its rounding depends on what else is in its chunk.
+        # Not of recomputed tokens, whose rounding depends on the rest of their chunk.
         after = digests(ours, loads.blocks)
         same = [key for key in after if key in before]
         result["compared_blocks"] = len(same)
@@ -195,9 +195,9 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         ours.settle()
         if arguments.get("enable_sleep_mode"):
             ours.rank.ended = (
-                OffloadWorkerMetadata  # their reports are awaited, as of other processes
+                OffloadWorkerMetadata  # their reports are awaited, as from other processes
             )
-            for seed in range(77, 97):  # until a sleep finds a store under way
+            for seed in range(77, 97):  # until a sleep finds a store in flight
                 ours.generate([random_tokens(300, seed=seed)], max_tokens=1)
                 result["pending_at_sleep"] = len(ours.offload.in_flight.pinned_blocks)
                 if result["pending_at_sleep"]:

@@ -1,10 +1,10 @@
-"""Run by `test_faults.py` in a process of its own: a busy engine whose copies fail, token by token.
+"""Run by `test_faults.py` in a separate process: a busy engine whose copies fail, token by token.
 
 usage: python -m tests.gpu.fault_run MODELS_FOLDER ARGUMENTS_AS_JSON
 
-Needs `VLLM_BATCH_INVARIANT=1`: then the tokens of a bfloat16 model do not depend on what else is in
-a batch, and every answer of an engine under pressure is compared with that of one without the
-plugin. One in ten of each kind of copy fails, at each place where it can.
+Needs `VLLM_BATCH_INVARIANT=1`: then the tokens of a bfloat16 model do not depend on the rest of a
+batch, and every answer of an engine under pressure is compared with that of an engine without the
+plugin. One in ten copies of each kind fails, at each possible place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVERY = 10
 
 
 SETTINGS = {
-    # With this backend, and heads of 128, tokens do not depend on what else is in a batch.
+    # With this backend, and heads of 128, tokens do not depend on the rest of a batch.
     "attention_config": {"backend": "FLASH_ATTN"},
     "dtype": "bfloat16",
     "kv_cache_memory_bytes": 256 << 20,
@@ -46,9 +46,9 @@ SETTINGS = {
 def serve(
     running: Engine, asked: dict[str, tuple[Tokens, int]], priorities: int = 1
 ) -> dict[str, tuple[str, Tokens]]:
-    """Answer all, some at once; return how each ended, with its tokens.
+    """Answer all requests, some at once; return how each ended, with its tokens.
 
-    Requests have so many different priorities, one after the other.
+    `priorities` is the number of different priorities, which requests get in turn.
     """
     waiting, live, ended = list(asked.items()), set(), {}
     while waiting or live:
@@ -63,7 +63,7 @@ def serve(
 
 
 class Faults:
-    """Fails copies of an engine: one in `EVERY` of each kind, at the place whose turn it is."""
+    """Fails copies of an engine: one in `EVERY` of each kind, at the places in turn."""
 
     def __init__(self, running: Engine) -> None:
         self.happened: Counter[str] = Counter()
@@ -82,7 +82,7 @@ class Faults:
         setattr(target, name, lambda *arguments: wrapper(original, *arguments))
 
     def _turn(self, kind: str) -> int:
-        """Return which fault of a kind is due, from 1 on, or 0."""
+        """Return the number of the fault of a kind that is due, from 1, or 0."""
         self._seen[kind] += 1
         count, rest = divmod(self._seen[kind], EVERY)
         return 0 if rest else count
@@ -122,13 +122,13 @@ class Faults:
 
 @contextmanager
 def silent_layer() -> Iterator[list[int]]:
-    """Have a layer read its KV without a call, as if it had never called."""
+    """Make a layer read its KV without calling the connector, as if it had never called."""
     original = KVOffloadConnector.wait_for_layer_load
     skipped = [0]
 
     def called(self: Any, layer_name: str) -> None:
         rank = self.offload_worker
-        # Layers wait for waves in this step, and are not just being learned.
+        # In this step layers wait for waves, instead of being learned.
         waits = rank.on_layer is not None and not rank._forward_loads.waves.learning
         if waits and ".1." in layer_name:
             skipped[0] += 1

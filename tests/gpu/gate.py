@@ -1,5 +1,8 @@
-"""Holds a stream up until a test says so; a kernel that spins for a time is outlasted by a host
-that others keep busy, and then a control fails."""
+"""Hold a stream until a test releases it.
+
+A kernel that spins for a fixed time could end too early on a busy host, and then a control would
+fail.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import cupy
 import torch
 
 ENDS_SECONDS = 30.0
-"""Within this a copy that waits for nothing has ended, on any machine."""
+"""A copy that waits for nothing has ended within this time, on any machine."""
 HELD_SECONDS = 0.1
-"""A copy that has not ended by then waits; one that waits for nothing takes far less."""
+"""A copy that has not ended by then is waiting; one that waits for nothing takes far less."""
 
 _SOURCE = r"""
 extern "C" __global__ void hold(const volatile int* open, unsigned long long limit_ns) {
@@ -28,7 +31,10 @@ _LIMIT_NS = 60 * 10**9
 
 
 class Gate:
-    """Closed until `open`. What CUDA loads at first use must have been used before it holds."""
+    """Closed until `open`.
+
+    CUDA must have loaded everything that it loads at first use before the gate holds a stream.
+    """
 
     def __init__(self) -> None:
         self._open = torch.ones(1, dtype=torch.int32).pin_memory()
@@ -38,15 +44,15 @@ class Gate:
         self._open.fill_(0)
 
     def hold(self) -> None:
-        """Hold up what is queued on the current stream from here on."""
+        """Hold up later work on the current stream."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # what replaces it CuPy 13 lacks
+            warnings.simplefilter("ignore", DeprecationWarning)  # CuPy 13 lacks its replacement
             stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         with stream:
             self._kernel((1,), (1,), (self._open.data_ptr(), cupy.uint64(_LIMIT_NS)))
 
     def open(self, engine: Any, *, after_copies: bool) -> None:
-        """Open, and assert that the engine's copies have ended before; or that they have not."""
+        """Open, after asserting that the engine's copies have, or have not, ended."""
         ended = engine.wait(ENDS_SECONDS if after_copies else HELD_SECONDS)
         self.release()
         assert ended is after_copies

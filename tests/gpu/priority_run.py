@@ -1,10 +1,10 @@
-"""Run by `test_priorities.py` in a process of its own: requests of many priorities, token by token.
+"""Run by `test_priorities.py` in a separate process: requests of many priorities, token by token.
 
 usage: python -m tests.gpu.priority_run MODELS_FOLDER ARGUMENTS_AS_JSON
 
 Needs `VLLM_BATCH_INVARIANT=1`, see `fault_run`. The GPU cache is small and prompts are cut into
-chunks, so many requests are preempted. Every answer is compared with that of an engine that
-preempts nobody.
+chunks, so many requests are preempted. Every answer is compared with that of an engine without
+preemption.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
         assert not plain.preemptions
 
     def wrong(running: Engine) -> list[int]:
-        """Return by seed how many answers are wrong; each seed finds the GPU's cache empty."""
+        """Return the number of wrong answers by seed; each seed starts with an empty GPU cache."""
         found = []
         for one, answers in zip(asked, expected, strict=True):
             assert running.core.reset_prefix_cache(False, False)

@@ -1,8 +1,8 @@
-"""Runs every kernel on a small job under compute-sanitizer: memcheck, then racecheck.
+"""Run every kernel on a small job under compute-sanitizer: memcheck, then racecheck.
 
 `python tests/gpu/sanitize_run.py` needs a CUDA device, CuPy and compute-sanitizer, which comes with
-the CUDA toolkit. Exit status 0 if both tools found nothing and every byte was right; 1 otherwise.
-Torch launches nothing here: its kernels would be checked too, which takes minutes.
+the CUDA toolkit. The exit status is 0 if both tools found nothing and every byte was right,
+otherwise 1. Torch launches nothing here: checking its kernels, too, would take minutes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
     failed = []
     for tool in TOOLS:
         started = time.perf_counter()
-        # Fewer modules of other libraries for the tool to look at.
+        # Leaves fewer modules of other libraries for the tool to check.
         environment = {**os.environ, "CUDA_MODULE_LOADING": "LAZY"}
         command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
         command += [sys.executable, __file__, "job", tool]
@@ -133,7 +133,7 @@ def run_raw() -> Iterator[tuple[str, bool]]:
     rng = np.random.default_rng(0)
     content = rng.integers(0, 256, sum(stride for _, stride in PAGES) * BLOCKS).astype(np.uint8)
     bed = Bed(PAGES, content, None)
-    # What the memory holds before each kernel, and where it lies.
+    # The memory's content before each kernel, and its place.
     storage: Any = SimpleNamespace(address=bed.memory.data.ptr, data=content)
     for family in FAMILIES:
         if not can_run(family, bed.device):
@@ -155,9 +155,9 @@ def run_raw() -> Iterator[tuple[str, bool]]:
 
 
 def run_packed(*, stores: bool) -> Iterator[tuple[str, bool]]:
-    """The family that packs, and the one for what is raw of its layout: there and back.
+    """Run the packing family, and the one for raw pages of its layout, in both directions.
 
-    Without `stores` only back. Racecheck reports hazards where one lane of a warp arrives at a
+    Without `stores`, only loads. Racecheck reports hazards if one lane of a warp arrives at a
     barrier in shared memory for all, as in a store: see csrc/swap_packed.cu.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Run by `test_sessions.py` in a process of its own: a session with drafts, token by token.
+"""Run by `test_sessions.py` in a separate process: a session with drafts, token by token.
 
 usage: python -m tests.gpu.session_run MODELS_FOLDER KIND ARGUMENTS_AS_JSON
 """

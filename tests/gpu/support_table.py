@@ -2,9 +2,9 @@
 
 usage: python -m tests.gpu.support_table [PYTEST_ARGUMENTS...]
 
-The last column says how the GPU tests of a row ended here; rows without one rest on tests that need
+The last column shows the result of a row's GPU tests here; rows without one rest on tests that need
 no GPU, which `make test` runs. Exits with pytest's status, and with 1 if a row cites a GPU test
-that did not run. A run that a time limit ends prints the failures and the tables so far.
+that did not run. A run ended by a time limit prints the failures and the tables so far.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CITATION = re.compile(r"`(tests/gpu/\w+\.py)(?:::(\w+))?`(?: \(([^)]*)\))?")
 def outcomes(report: Path) -> dict[str, str]:
     """Return `passed`, `failed` or `skipped` of every test, by `file::name[parameters]`."""
     found = {}
-    # The test that an end of the run interrupts has no class.
+    # The test that is running when the run ends has no class.
     for case in ElementTree.parse(report).getroot().iterfind(".//testcase[@classname]"):
         file = case.attrib["classname"].replace(".", "/") + ".py"
         ended = {child.tag for child in case}
@@ -37,7 +37,7 @@ def outcomes(report: Path) -> dict[str, str]:
 
 
 def cited(cell: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the GPU tests that a cell of the table names: file, and words their ids must have."""
+    """Yield the GPU tests that a table cell cites: a file, and words that their ids contain."""
     for file, name, parameters in CITATION.findall(cell):
         names = re.findall(r"`([^`]+)`", parameters)
         for word in names or [""]:
@@ -45,7 +45,7 @@ def cited(cell: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def matches(test: str, file: str, words: list[str]) -> bool:
-    """Whether a test is one that was cited; a word in brackets is a whole parameter."""
+    """Return whether a test is cited; a word in brackets is a whole parameter."""
     parameters = re.split(r"[\[\]-]", test)
     return test.startswith(file) and all(
         f"::{word}" in test or word in parameters for word in words
@@ -53,7 +53,7 @@ def matches(test: str, file: str, words: list[str]) -> bool:
 
 
 def annotate(text: str, found: dict[str, str]) -> tuple[str, list[str]]:
-    """Add a column to every table of `text`; return it with the citations that name no test."""
+    """Add a column to every table of `text`; return it with the citations that match no test."""
     lines, missing = [], []
     for line in text.splitlines():
         if not line.startswith("|"):
@@ -76,8 +76,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", f"--junitxml={report}"]
-        # In a group of its own: pytest would end at the SIGTERM of a time limit, and not say what
-        # failed until then.
+        # In a separate process group: pytest would end at a time limit's SIGTERM without saying
+        # what failed until then.
         with subprocess.Popen([*command, *sys.argv[1:]], cwd=ROOT, process_group=0) as tests:
             for ending in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(ending, lambda *_: tests.send_signal(signal.SIGINT))

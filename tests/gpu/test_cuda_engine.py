@@ -49,7 +49,7 @@ BUSY_CYCLES = 200_000_000
 
 @pytest.fixture(autouse=True, params=["kernels", "gates"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What copies in all engines of a test: every test runs over each, unless it says otherwise."""
+    """The way that engines copy: a test runs with each, unless it says otherwise."""
     name: str = request.param
     monkeypatch.setattr(state, "choose_copies", lambda layout, device: name)
     return name
@@ -124,7 +124,7 @@ def test_many_jobs_in_both_directions_at_once():
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_compute_waits_for_a_load_before_it(awaited):
-    """Without a word from the host. With a control."""
+    """Without involving the host. With a control."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     cache.storage.fill_(1)
     slots.fill_(9)
@@ -188,7 +188,7 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 def test_waves_move_exactly_the_bytes_of_the_pairs(
     pages, num_blocks, count, waves, family, joined, monkeypatch
 ):
-    """A launch for every wave, or two in all."""
+    """One launch per wave, or two in all."""
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
     monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", cache.layout.slot_bytes if joined else 16)
@@ -199,12 +199,12 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
     expected, _ = expect_copied(cache, slots, pairs, LOAD)
     engine.submit(SwapJob(4, LOAD, pairs, before_compute=True, in_waves=True))
     engine.await_wave(len(waves) - 1)
-    # Compute sees it, without a word from the host.
+    # Compute sees it without involving the host.
     assert torch.equal(cache.storage.cpu(), expected)
     (completion,) = finish(engine)
     assert (completion.error, completion.nbytes) == (None, count * cache.layout.slot_bytes)
     assert 0 < completion.seconds < 10
-    # Whole loads and stores use the other table still.
+    # Whole loads and stores still use the other table.
     slots.zero_()
     engine.submit(SwapJob(5, STORE, pairs))
     finish(engine)
@@ -214,7 +214,7 @@ def test_waves_move_exactly_the_bytes_of_the_pairs(
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_compute_runs_while_later_waves_arrive(waits):
-    """Every layer finds its bytes, the first long before the last has come. With a control."""
+    """Every layer finds its bytes, the first long before the last has arrived. With a control."""
     layers, num_blocks = 8, 256
     engine, cache, slots = make_engine(num_blocks, [(256 * KIB, 256 * KIB)] * layers, num_blocks)
     engine.set_waves([[layer] for layer in range(layers)])
@@ -224,7 +224,7 @@ def test_compute_runs_while_later_waves_arrive(waits):
     seen = [torch.empty_like(tensor) for tensor in cache.tensors]
     began = torch.cuda.Event(enable_timing=True)
     read = [torch.cuda.Event(enable_timing=True) for _ in range(layers)]
-    for _ in range(2):  # what CUDA loads at first use, it loads in the first round
+    for _ in range(2):  # in the first round CUDA loads what it loads at first use
         cache.storage.fill_(1)
         torch.cuda.synchronize()
         began.record()
@@ -241,7 +241,7 @@ def test_compute_runs_while_later_waves_arrive(waits):
     assert seen[0].unique().tolist() == [9]
     last = seen[layers - 1].unique().tolist()
     assert last == [9] if waits else 1 in last
-    # 64 MiB a layer, about 1.3 ms on PCIe Gen5 x16; the first four are joined.
+    # 64 MiB per layer, about 1.3 ms on PCIe Gen5 x16; the first four are joined.
     first_ms, last_ms = (began.elapsed_time(event) for event in (read[0], read[-1]))
     assert first_ms < completion.seconds * 1000 * 0.8
     if waits:
@@ -252,12 +252,12 @@ def test_compute_runs_while_later_waves_arrive(waits):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_load_waits_for_compute(ordered, monkeypatch):
-    """Fresh blocks are zeroed on the compute stream; a load must come after. With a control."""
+    """Fresh blocks are zeroed on the compute stream; a load must follow. With a control."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     if not ordered:
         monkeypatch.setattr(CopyStream, "wait_stream", no_wait)
     slots.fill_(7)
-    cache.storage.zero_()  # CUDA loads a kernel at its first use, which waits for all that runs
+    cache.storage.zero_()  # CUDA loads a kernel at its first use, which waits for running ones
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.hold()
@@ -274,7 +274,7 @@ def test_load_waits_for_compute(ordered, monkeypatch):
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("before_compute", [False, True])
 def test_loads_come_after_the_zeroing_of_their_blocks(before_compute, fenced, monkeypatch):
-    """With a control, in which the block is zeroed after it was loaded."""
+    """With a control in which the block is zeroed after it was loaded."""
     engine, cache, slots = make_engine(8, [(4 * KIB, 4 * KIB)], 8)
     job = SwapJob(1, LOAD, ONE_PAIR, before_compute=before_compute, after_compute=False)
     slots.fill_(7)
@@ -339,7 +339,7 @@ class Token:
 
 
 class WatchingRegistrar(CudaRegistrar):
-    """Notes at each unregistration whether `event` had completed."""
+    """Records at each unregistration whether `event` had completed."""
 
     event: Any = None
 
@@ -374,7 +374,7 @@ def test_dropping_everything_in_mid_copy(view_survives, path):
     assert registrar.event.query()
     assert kept() is None
     if surviving is not None:
-        # What had been queued when the engine went: everything, or at least one slice.
+        # Everything queued before the engine was closed: all of it, or at least one slice.
         slice_bytes = gated.SLICE_PIECES * gated.PIECE_BYTES
         queued = 400 if path == "kernels" else slice_bytes // MIB
         assert torch.equal(surviving[:queued], expected[:queued])
@@ -466,9 +466,9 @@ def test_the_process_may_end_in_mid_copy(path):
 
 
 def test_a_lost_context_fails_jobs_and_hangs_nothing(path):
-    """In a process of its own: after an illegal access no CUDA call succeeds any more.
+    """In a separate process: after an illegal access no CUDA call succeeds any more.
 
-    A kernel makes that access by itself; a copy engine would be refused such an address.
+    A kernel makes that access; the driver would refuse such an address to a copy engine.
     """
     kernel = path == "kernels"
     ended = run_script(

@@ -1,4 +1,4 @@
-"""A real vLLM engine on a GPU: blocks come back bit for bit, under both model runners."""
+"""A real vLLM engine on a GPU: blocks are restored bit for bit, with both model runners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes import run_module
 
 BLOCK_TOKENS = 32
-"""What `engine_run` asks for unless a case says otherwise."""
+"""The arguments of `engine_run`, unless a case says otherwise."""
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
@@ -22,7 +22,7 @@ OF_MTP = {
     "speculative_config": {
         "method": "mtp",
         "num_speculative_tokens": 2,
-        # vLLM 0.33 has an engine without a connector cut prompts elsewhere unless it is told this.
+        # Without this, an engine of vLLM 0.33 that has no connector cuts prompts elsewhere.
         "disable_lookahead_block_hashes": True,
     }
 }
@@ -45,8 +45,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("gemma3", {}),
     "mla": ("deepseek_v2", {"block_size": 64}),
     "mla, graphs": ("deepseek_v2", {"block_size": 64, "enforce_eager": False}),
-    # Every block that is free has 0x7F everywhere when a prompt is loaded: also those of the tokens
-    # of open latents, which are not loaded.
+    # When a prompt is loaded, all free blocks are filled with 0x7F, including those of open
+    # latents, which are not loaded.
     "open latents": ("deepseek_v4", {"block_size": 256, "blocks": 8000}),
     "gates": ("qwen3", {"gates": True}),
     "gates, graphs": ("qwen3", {"gates": True, "enforce_eager": False}),
@@ -100,12 +100,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "enable_prefix_caching": True,
             "gdn_prefill_backend": "triton",
             "enforce_eager": False,
-            "max_num_seqs": 64,  # a graph of so many needs a state for each
+            "max_num_seqs": 64,  # a graph of this size needs a state for each
             **OF_MTP,
         },
     ),
-    # vLLM 0.33 computes one of these prompts differently in some turns, without the plugin too.
-    # From the same KV it gives the same answers.
+    # vLLM 0.33 sometimes computes one of these prompts differently, also without the plugin. From
+    # the same KV it gives the same answers.
     "int4 scale per token and head": (
         "llama_wide",
         {"kv_cache_dtype": "int4_per_token_head", "expects_own_cache": True},
@@ -124,13 +124,12 @@ WITH_WAVES = {
     "before_compute, gates",
     "before_compute, packed",
 }
-"""The cases whose layers can wait one by one. A replayed graph cannot be made to wait within."""
+"""The cases whose layers can wait one by one. A replayed graph cannot be made to wait inside."""
 
 
 ONE_AT_A_TIME = {("gated delta nets, MTP, graphs", "v1")}
-"""Where several prompts at once end an engine of vLLM 0.33: an illegal memory access, with its own
-connector too.
-"""
+"""Cases in which several prompts at once end an engine of vLLM 0.33 with an illegal memory access,
+with its own connector, too."""
 
 
 def has_flash_attention_2() -> bool:
@@ -169,18 +168,18 @@ def test_blocks_come_back(tmp_path, case, runner):
     assert bool(result["packed_tiles"]) == ("pack_kv" in arguments)
     assert result["copies_with"] == ("gates" if "gates" in case else "kernels")
     assert bool(result["synchronous_loads"]) == case.startswith("before_compute")
-    if case in WITH_WAVES:  # the first load at most is learned from
+    if case in WITH_WAVES:  # at most the first load is used for learning
         assert result["loads_in_waves"] >= max(1, result["loads"] - result["whole_loads"] - 1)
     else:
         assert result["loads_in_waves"] <= case.startswith("before_compute") < result["loads"]
-    # The last prompt, where more of it than a block is missing on the device, which is 64 tokens.
+    # The last prompt, if the device lacks more than a block (64 tokens) of it.
     whole = kind in ("qwen3", "llama_wide") and arguments.get("block_size", BLOCK_TOKENS) < 64
     assert result["whole_loads"] == whole
-    # vLLM itself may keep some; not one more with us.
+    # vLLM itself may keep some, but not one more with us.
     assert set(result["kept"]) <= set(result["kept_without_us"])
     if runner == "v2":
         assert result["output_copy_stream"]
-    # Wrong KV of a draft head changes no token, but how many drafts are accepted.
+    # Wrong KV of a draft head changes no token, only how many drafts are accepted.
     assert result["drafts"] == result["expected_drafts"]
     if "draft_head" in arguments:
         assert result["layers"] == 4, "two of the model, two of its head"

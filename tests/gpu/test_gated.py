@@ -1,4 +1,4 @@
-"""The gated path on a device: failures within a job, small copies beside it, and its start."""
+"""The gated path on a device: failures within a job, small copies next to it, and its start."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def make(pages: Pages, count: int) -> Any:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, call: str, after: int) -> None:
-    """Have CUDA itself refuse the call of this name that comes after so many."""
+    """Make CUDA itself refuse the call of this name after `after` calls."""
     made, calls = getattr(Driver, call), [0]
 
     def call_or_refuse(driver: Driver, *arguments: int) -> None:
         calls[0] += 1
         if calls[0] == after + 1:
-            # No copies, an odd address: arguments that the function refuses.
+            # No copies, or an odd address: arguments that the function refuses.
             arguments = {
                 "copy_batch": (*arguments[:3], 0, *arguments[4:]),
                 "write_one": (arguments[0], arguments[1] + 1),
@@ -94,11 +94,11 @@ def test_a_call_that_cuda_refuses_fails_its_job_alone(monkeypatch, pages, call, 
     engine.close()
 
 
-# -- jobs that are larger than what is queued at once ------------------------------------------
+# -- jobs larger than what is queued at once ---------------------------------------------------
 
 
 def test_a_load_starts_while_a_long_store_waits_for_compute():
-    """3.9 GiB: there is more to queue, and no room for it."""
+    """3.9 GiB, more than fits in the queue."""
     engine, cache, slots = make(RUNS, 2100)
     pairs = same_pairs(2100)
     gate = Gate()
@@ -120,14 +120,14 @@ def test_a_load_starts_while_a_long_store_waits_for_compute():
     engine.close()
 
 
-# -- what is queued later comes after compute, too -----------------------------------------------
+# -- work queued later also comes after compute ------------------------------------------------
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_the_last_bytes_of_a_long_store_are_what_compute_wrote_late(monkeypatch, ordered):
-    """A wait that is missing shows here: racecheck does not look at a copy engine. With a control.
+    """This exposes a missing wait, since racecheck does not check a copy engine. With a control.
 
-    The kernel writes when all would have been copied that waits for nothing.
+    The kernel writes when a copy without a wait would have ended.
     """
     count = 1800
     engine, cache, slots = make(RUNS, count)
@@ -152,7 +152,7 @@ def test_the_last_bytes_of_a_long_store_are_what_compute_wrote_late(monkeypatch,
 @pytest.mark.parametrize("pages", [RUNS, SHORT_RUNS])
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_small_copies_get_through(direction, pages):
-    """Three copies of 2 KiB in a row, time after time, beside 2 GB."""
+    """Three copies of 2 KiB in a row, repeated next to a copy of 2 GB."""
     engine, _, _ = make(pages, 1000)
     host = torch.zeros(3, 2 * KIB, dtype=torch.uint8).pin_memory()
     device = torch.zeros(3, 2 * KIB, dtype=torch.uint8, device=DEVICE)

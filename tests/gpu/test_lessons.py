@@ -1,4 +1,4 @@
-"""What `docs/design/lessons.md` tells, on a device: with each protection, and without it."""
+"""The lessons of `docs/design/lessons.md` on a device, with and without each protection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.processes import run_module
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM and torch say about themselves when imported
+    warnings.simplefilter("ignore")  # output of vLLM and torch at import
     from kv_offload.cache.prefix import CacheGroup
     from kv_offload.config import OffloadConfig
     from kv_offload.engines.vllm.runner import VLLMRank
@@ -51,7 +51,7 @@ POISON = -1
 
 
 class Runner:
-    """Stands for a model runner: owns the KV cache, and the stream on which tokens are copied."""
+    """Stands in for a model runner: owns the KV cache and the output-copy stream."""
 
     def __init__(self) -> None:
         self.output_copy_stream = torch.cuda.Stream()
@@ -75,7 +75,7 @@ class Runner:
         return self.half.transfer
 
     def slot(self) -> list[int]:
-        """Return the words that are in `SLOT`, each once."""
+        """Return the distinct words in `SLOT`."""
         assert self.engine.wait(30)
         torch.cuda.synchronize()
         return np.unique(self.engine._state.arena.view()[SLOT].view(np.int64)).tolist()
@@ -127,7 +127,7 @@ WAITS: dict[str, Callable[[CopyStream, Any], None]] = {
 def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
     monkeypatch, last_writer, waits_for, found
 ):
-    """The output-copy stream is fenced by the sampled tokens, not by what writes KV after them."""
+    """The sampled tokens fence the output-copy stream, but not what writes KV after them."""
     runner = Runner()
     monkeypatch.setattr(CopyStream, "wait_stream", WAITS[waits_for])
     metadata = plan(store=True)
@@ -194,7 +194,7 @@ def test_the_destination_of_a_failed_load_holds_no_nan(monkeypatch, zeroes, foun
     runner.half.shutdown()
 
 
-# -- tables outlive a sleep (vLLM 40648) -------------------------------------------------------
+# -- tables survive a sleep (vLLM 40648) -------------------------------------------------------
 
 
 def tables(kernel: SwapKernel) -> list[tuple[int, bytes]]:
@@ -204,7 +204,7 @@ def tables(kernel: SwapKernel) -> list[tuple[int, bytes]]:
 
 
 def test_tables_are_valid_after_sleep_and_wake_up():
-    """The plugin is built where vLLM allocates its KV cache: in the pool that a sleep discards."""
+    """The plugin is built where vLLM allocates its KV cache, in the pool that a sleep discards."""
     cumem = pytest.importorskip("vllm.device_allocator.cumem")
     if not cumem.cumem_available:
         pytest.skip("this vLLM has no allocator for sleep mode")
@@ -213,7 +213,7 @@ def test_tables_are_valid_after_sleep_and_wake_up():
         engine, cache, slots = make_engine(64, [(4 * KIB, 8 * KIB), (48, 64)], 64)
         (kernel,) = engine._state.lanes[Direction.LOAD].path._kernels
         before = tables(kernel)
-        # The control: what a table that torch allocates here would look like afterwards.
+        # The control: what would happen to a table that torch allocates here.
         content = np.frombuffer(before[0][1], np.uint8).copy()
         in_pool = torch.tensor(content, device=cache.storage.device)
     address = cache.storage.data_ptr()
@@ -242,7 +242,7 @@ def test_tables_are_valid_after_sleep_and_wake_up():
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["V1", "V2"])
 def test_an_engine_with_graphs_sleeps_wakes_up_and_serves(tmp_path, runner):
-    """Levels 1 and 2, with the host memory that the user lets outlive the first."""
+    """Levels 1 and 2, with host memory that the user keeps through the first."""
     arguments = {
         "dtype": "bfloat16",
         "enforce_eager": False,

@@ -1,4 +1,4 @@
-"""The kernels that pack, against the NumPy packer, byte for byte, both ways."""
+"""The packing kernels against the NumPy packer, byte for byte, in both directions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MIXED: tuple[Pages, Packings] = (
     ],
     [Packing(16), Packing(16), Packing(8, 256), None, NHD, Packing(128)],
 )
-"""Packed pages with and without a rest, with gaps between blocks, and raw ones among them."""
+"""Packed pages with and without a remainder, with gaps between blocks, and raw ones among them."""
 
 LAYOUTS: list[tuple[Pages, Packings, int, int]] = [
     (*MIXED, 120, 80),
@@ -66,11 +66,11 @@ LAYOUTS: list[tuple[Pages, Packings, int, int]] = [
     ([(2 * MIB, 2 * MIB)], [Packing(1)], 40, 9),
     ([(16 * KIB, 16 * KIB)] * 3, [Packing(1, 1)] * 3, 2_600, MAX_PAIRS + 5),
 ]
-"""Pages, packings, blocks, and pairs to copy."""
+"""Pages, packings, number of blocks, and number of pairs to copy."""
 
 
 def content(num_tiles: int, seed: int) -> NDArray[np.uint8]:
-    """Tiles of all kinds in random order, most like a model's: `(num_tiles, TILE_BYTES)`."""
+    """Return tiles of all kinds in random order, mostly a model's: `(num_tiles, TILE_BYTES)`."""
     rng = np.random.default_rng(seed)
     normal = normal_tiles(64, seed, 10.0 ** rng.uniform(-6, 6))
     odd = [tiles_with_escapes(list(range(61)), seed), tiles_of_codes(20, seed), hostile_tiles()]
@@ -101,12 +101,12 @@ class Bed:
         self.slots[:] = np.random.default_rng(seed).integers(0, 256, self.slots.shape, np.uint8)
 
     def host_pages(self, storage: Any) -> dict[int, NDArray[np.uint8]]:
-        """The pages of all blocks, by region."""
+        """Return the pages of all blocks, by region."""
         pages = self.cache.pages(storage.cpu())
         return {index: np.ascontiguousarray(page.numpy()) for index, page in enumerate(pages)}
 
     def expected_slots(self, pairs: NDArray[np.int32]) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
-        """What the NumPy packer makes of the blocks of the pairs, and the rows it refuses."""
+        """Return what the NumPy packer makes of the pairs' blocks, and the rows that it refuses."""
         layout = self.cache.layout
         pages = self.host_pages(self.cache.storage)
         chosen = {index: page[pairs[:, 0]] for index, page in pages.items()}
@@ -122,7 +122,7 @@ class Bed:
         return done
 
     def check_loaded(self, before: Any, pairs: NDArray[np.int32], whose: NDArray[np.int32]) -> None:
-        """Blocks of `pairs` have what blocks `whose` had; no byte besides has changed."""
+        """Check that blocks of `pairs` have what blocks `whose` had, and no other byte changed."""
         expected = before.clone()
         target, source = self.cache.pages(expected), self.cache.pages(before)
         blocks, owners = (torch.from_numpy(x.astype(np.int64)).cuda() for x in (pairs[:, 0], whose))
@@ -145,7 +145,7 @@ def test_slots_are_those_of_the_packer_and_blocks_come_back(
     assert done.refused_rows == refused
     kept = np.setdiff1d(np.arange(count), refused)
     assert len(kept)
-    # What lies between the parts of a slot is nobody's: neither writes there.
+    # The gaps between a slot's parts belong to nothing: neither side writes there.
     written = np.zeros(bed.cache.layout.slot_bytes, np.bool_)
     for region in bed.cache.layout.regions:
         first = region.slot_offset_bytes
@@ -173,7 +173,7 @@ def test_slots_are_those_of_the_packer_and_blocks_come_back(
 
 @pytest.mark.parametrize("position", range(8))
 def test_every_pattern_at_every_position(position):
-    """In a group that escapes, and in the window of its column, also beside zeros."""
+    """In a group that escapes, and in the window of its column, also next to zeros."""
     exponents = np.arange(256, dtype=np.uint16)[:, None] << 7
     alike = np.arange(128, dtype=np.uint16)[:, None] | np.array([0, 0x8000], np.uint16)
     patterns = exponents | alike.ravel()
@@ -207,7 +207,7 @@ def test_every_pattern_at_every_position(position):
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_waves(joined, monkeypatch):
-    """Waves of packed regions, of raw ones, and of both; a launch for every wave, or two in all."""
+    """Waves of packed regions, of raw ones, and of both; one launch per wave, or two in all."""
     bed = Bed(*MIXED, 200, 150)
     bed.engine.set_waves([[4, 1], [3], [0], [5, 2]])
     monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", bed.cache.layout.block_bytes if joined else 16)
@@ -221,7 +221,7 @@ def test_waves(joined, monkeypatch):
     torch.cuda.synchronize()
     bed.engine.submit(SwapJob(4, LOAD, loads, before_compute=True, in_waves=True))
     bed.engine.await_wave(3)
-    bed.check_loaded(before, loads, pairs[chosen, 0])  # without a word from the host
+    bed.check_loaded(before, loads, pairs[chosen, 0])  # without involving the host
     (done,) = finish(bed.engine)
     assert (done.error, done.nbytes) == (None, len(loads) * bed.cache.layout.block_bytes)
     bed.engine.close()
@@ -249,7 +249,7 @@ def test_slots_may_move_and_equal_blocks_have_equal_slots():
     bed.cache.storage.copy_(normal[: bed.cache.storage.numel()])
     for page in bed.cache.pages(bed.cache.storage):
         page[1] = page[0]
-    bed.slots[:] = 0  # what nobody writes is as a fresh arena has it
+    bed.slots[:] = 0  # unwritten bytes are as in a fresh arena
     bed.slots[4] = 0xFF
     layout = bed.cache.layout
     assert bed.run(STORE, np.array([[0, 3], [1, 5], [2, 4]], np.int32)).refused_rows == ()
@@ -278,7 +278,7 @@ def test_a_packed_byte_that_flips_changes_the_block():
 
 
 def test_slots_of_garbage_lead_nowhere():
-    """Whatever a slot holds, nothing is read or written beyond it and the block."""
+    """Whatever a slot holds, reads and writes stay within it and the block."""
     bed = Bed(*MIXED, 40, 40)
     before = bed.cache.storage.clone()
     pairs = random_pairs(np.random.default_rng(3), 30, 40, 20)
@@ -294,7 +294,7 @@ def test_slots_of_garbage_lead_nowhere():
 
 
 def test_stores_and_loads_around_captured_compute():
-    """A graph writes what is stored, and another reads what was loaded, without the host."""
+    """One graph writes what is stored, and another reads what was loaded, without the host."""
     bed = Bed([(32 * KIB, 32 * KIB)] * 4, [NHD] * 4, 64, 64)
     source = torch.from_numpy(normal_tiles(512).ravel()).cuda()[: bed.cache.storage.numel()]
     seen = torch.empty_like(source)

@@ -1,7 +1,8 @@
-"""Engines on two GPUs: ranks with other heads, other layers or the same bytes, and replicas.
+"""Engines on two GPUs: ranks with different heads, different layers or the same bytes, and
+replicas.
 
-What is checked is in the modules of `tests/engine` that are run, as on the CPU. The runs go side by
-side: most of each is processes that start.
+The checks are in the modules of `tests/engine` that are run, as on the CPU. The runs are
+concurrent, because starting processes takes most of each.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from tests.engine import killed_rank_run, multiprocess_run, nixl_run, pressure_r
 from tests.gpu.fault_run import SETTINGS
 
 pytestmark = [
-    # One process: pytest-xdist would have several start all engines of the fixture.
+    # In one process: with pytest-xdist several would start all engines of the fixture.
     pytest.mark.xdist_group("two GPUs"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
 ENVIRONMENT = {
-    # NVLink multicast, besides what the host's own environment says: reductions in the switch need
-    # not give every rank the same bits, and a host may not allow it.
+    # Turns off NVLink multicast, in addition to the host's own environment: reductions in the
+    # switch need not give every rank the same bits, and a host may not allow it.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -49,7 +50,7 @@ ENVIRONMENT = {
 ARGUMENTS = {
     "dtype": "bfloat16",
     "block_size": 64,
-    # Several engines start at once, and vLLM asks for this share of a GPU to be free.
+    # Several engines start at once, and vLLM requires this share of a GPU to be free.
     "gpu_memory_utilization": 0.3,
 }
 COMPARED = {**ARGUMENTS, "logprobs": 5}
@@ -58,13 +59,13 @@ BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 KILLED = {
     **ARGUMENTS,
     **TP,
-    "num_gpu_blocks_override": 130,  # of 64 tokens: too few for all that is asked
+    "num_gpu_blocks_override": 130,  # of 64 tokens: too few for all requests
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A module that is run, what it is given, and the check of what it hands back."""
+    """A module to run, its arguments, and the check of its result."""
 
     module: str
     kind: str
@@ -97,7 +98,7 @@ CASES = {
     "pipeline parallel": round_trip("qwen3", PP),
     "pipeline with uneven stages": round_trip("gemma3", PP, VLLM_PP_LAYER_PARTITION="3,1"),
     "data parallel": Case(REPLICAS, "qwen3", COMPARED, replica_run.check),
-    # Of models with experts all replicas step together, with dummy batches.
+    # With experts all replicas step together, with dummy batches.
     "data parallel in step": Case(REPLICAS, "deepseek_v2", COMPARED, replica_run.check),
     "tensor parallel under pressure": pressure(TP),
     "pipeline parallel under pressure": pressure(PP),
@@ -124,17 +125,17 @@ RUNS = [
 ]
 """The longest come first."""
 AT_ONCE = 9
-"""More on two GPUs wait for each other: one rank's sum for another's turn on its GPU."""
+"""More on two GPUs wait for each other: one rank's all-reduce for another's turn on its GPU."""
 RUN_SECONDS = 240
 BULKY = ("expected", "computed", "stored", "reloaded", "loaded", "corrupted", "rolled", "swapped")
-"""What is not shown of a result."""
+"""Parts of a result that are not shown."""
 
 
 @pytest.fixture(scope="module")
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, str], Future[Any]]]:
-    """Start the runs of all tests that were selected."""
+    """Start the runs of all selected tests."""
     selected = [
         (item.callspec.params["case"], item.callspec.params["runner"])
         for item in request.session.items
@@ -166,7 +167,7 @@ def test_blocks_come_back(runs, case, runner):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_replicas_share_a_store(tmp_path, runner):
-    """Each loads what the other one, on another GPU, has computed."""
+    """Each loads what the other, on another GPU, has computed."""
     require_mooncake()
     with Master() as master:
         arguments = {**COMPARED, "store": master.address}
@@ -183,7 +184,7 @@ def test_replicas_share_a_store(tmp_path, runner):
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs Nixl: pip install nixl")
 def test_nixl_sends_what_one_gpu_has_computed(tmp_path, runner):
-    """To an engine on the other GPU; each keeps it in its host memory."""
+    """To an engine on the other GPU; each stores it in its host memory."""
     result = run_module(
         *("tests.engine.nixl_run", tmp_path, "qwen3", ARGUMENTS),
         timeout_seconds=RUN_SECONDS,

@@ -1,4 +1,4 @@
-"""The arena under CUDA: page-locked in the background while copies and captures run, and shared."""
+"""The arena under CUDA: page-locked in the background during copies and captures, and shared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REGISTERED, UNREGISTERED = 1, 0
 
 
 def kind_of(address: int) -> int:
-    """Ask CUDA what memory it takes an address for."""
+    """Return the type of memory that CUDA sees at an address."""
     return int(cupy.cuda.runtime.pointerGetAttributes(address).type)
 
 
@@ -74,7 +74,7 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces):
     registrar = HeldRegistrar(DEVICE)
     arena = background_arena(160, cache.layout.slot_bytes, registrar)
     engine = CudaSwapEngine(cache.layout, arena, DEVICE, [cache.storage])
-    # The lists of the lanes are locked through a registrar of their own.
+    # The lanes' lists are locked through a separate registrar.
     assert (arena.ready_slots, engine.ready_slots, registrar.nbytes) == (16, 16, 2 * MIB)
     slots = torch.from_numpy(arena.view())
     randomize(cache.storage)
@@ -110,7 +110,7 @@ def test_slots_are_used_while_the_others_are_locked(small_pieces):
 
 
 def test_a_capture_survives_registrations_and_their_end(small_pieces):
-    """Captures of torch are of mode `global`, which forbids other threads much."""
+    """Torch's captures have mode `global`, which forbids other threads many calls."""
     value = torch.zeros(1024, device=DEVICE)
     value.add_(1)
     registrar = HeldRegistrar(DEVICE)
@@ -134,7 +134,7 @@ def test_a_capture_survives_registrations_and_their_end(small_pieces):
 
 
 def test_without_relaxed_mode_a_capture_would_not_survive():
-    """The control of the test above. In a process of its own: it leaves an error behind."""
+    """The control of the test above. In a separate process, because it leaves an error behind."""
     ended = run_script(
         """
 import torch

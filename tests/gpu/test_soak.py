@@ -1,6 +1,6 @@
 """The soak on a GPU: `SOAK_SECONDS`, 20 minutes by default, over runners and scheduling modes.
 
-Each case takes a quarter of it, so `pytest tests/gpu/test_soak.py -k V2` runs half of it.
+Each case takes a quarter of it, so `pytest tests/gpu/test_soak.py -k V2` runs half.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "1200"))
 SEED = os.environ.get("SOAK_SEED", str(random.randrange(1 << 31)))
 """Printed by the run; set `SOAK_SEED` to replay it."""
 TOLERANCE = 0.3
-"""Nats. Where a bfloat16 model prefers a token by less, the shape of the batch may decide."""
+"""In nats. If a bfloat16 model prefers a token by less, the shape of the batch may decide."""
 
 
 @pytest.mark.filterwarnings("default")
@@ -29,7 +29,7 @@ def test_every_loaded_block_is_the_one_that_was_stored(tmp_path, runner, async_s
     from tests.engine.soak import check
 
     arguments = {
-        "kind": "llama_wide",  # in bfloat16 the pool of a smaller one has less than 1 MiB
+        "kind": "llama_wide",  # a smaller model's pool in bfloat16 has less than 1 MiB
         "tolerance": TOLERANCE,
         "dtype": "bfloat16",
         "enforce_eager": False,

@@ -1,4 +1,4 @@
-"""The swap kernels themselves, of every family that the device runs, and in CUDA graphs."""
+"""The swap kernels of every family that the device runs, also in CUDA graphs."""
 
 from __future__ import annotations
 

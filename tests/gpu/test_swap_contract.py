@@ -1,4 +1,4 @@
-"""What every swap engine does, on a CUDA device."""
+"""The contract of every swap engine, on a CUDA device."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed"
 
 RUN = "tests.gpu.tier_run"
 BLOCKS = full_blocks(PROMPTS)
-ALWAYS = {"load_or_recompute": "always_load"}  # a small model computes sooner
+ALWAYS = {"load_or_recompute": "always_load"}  # a small model computes faster
 
 
 @pytest.fixture(params=["V1", "V2"])
@@ -28,7 +28,7 @@ def variables(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 def check(result: dict[str, Any], *, promoted: int = BLOCKS) -> None:
-    """Check that all but a twentieth of what was left was served, and that it was needed."""
+    """Check that all but a twentieth of the blocks left were served, and that they were needed."""
     totals = result["totals"]
     print(totals)
     assert result["answers"] == result["expected"]
@@ -61,7 +61,7 @@ def test_an_engine_takes_over_the_host_pool_of_one_that_was_killed(
 
 @pytest.mark.filterwarnings("default")
 def test_an_engine_serves_what_another_one_of_its_host_pool_has(tmp_path, variables, memory_folder):
-    """Both run on one GPU, and nothing of the second one's memory was stored by itself."""
+    """Both run on one GPU, and the second stored none of it itself."""
     plugin = {"host_pool": "chat", "host_pool_path": str(memory_folder), **ALWAYS}
     words = (RUN, "write", tmp_path, json.dumps(plugin))
     with staying(*words, folder=tmp_path, **variables) as (process, _):

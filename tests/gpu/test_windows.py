@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def test_the_bytes_of_another_process_arrive(tmp_path):
-    """The module ends with an error if one differs: raw and packed, by kernels or copy engine."""
+    """The module raises if a byte differs: raw and packed, by kernels or copy engine."""
     out = tmp_path / "windows.json"
     options = ["--gib", "0.25", "--rounds", "3", "--out", str(out)]
     command = [sys.executable, "-m", "bench.swap.windows", *options]

@@ -1,4 +1,4 @@
-"""Zeroing on a CUDA device: exactly the pages of the given blocks, in its turn, without a wait."""
+"""Zeroing on a CUDA device: exactly the pages of the given blocks, in order, without waiting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_zeroes_exactly_the_pages_of_the_blocks(pages, count):
 
 
 def test_zeroing_waits_for_compute_and_the_host_does_not():
-    """Many times, of many regions: more than a few launches are queued behind compute."""
+    """Many times, in many regions: more than a few launches are queued after compute."""
     engine, cache, _ = make_engine(64, [(4 * KIB, 8 * KIB)] * 16, 8)
     gate = Gate()
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -29,17 +29,17 @@ from tests.support.processes import print_result, stay
 
 KIND = "qwen3"
 INDEX_SECONDS = 1.0
-"""After which a disk's index has noted what was written."""
+"""After this time a disk's index lists what was written."""
 
 
 def settle(running: Engine) -> None:
-    """Wait until all is stored, and written to the tier."""
+    """Wait until everything is stored, and written to the tier."""
     running.settle()
-    assert not running.offload.gauges().get("demoting_slots")  # a pool alone has none
+    assert not running.offload.gauges().get("demoting_slots")  # a pool has none
 
 
 def write(models: Path, plugin: dict[str, Any], ready: str) -> None:
-    """Compute the prompts, write them to the tier, and wait for the end."""
+    """Compute the prompts, write them to the tier, and wait to be killed."""
     with engine(models, KIND, plugin, **SETTINGS) as ours:
         one_by_one(ours)
         settle(ours)
@@ -48,7 +48,7 @@ def write(models: Path, plugin: dict[str, Any], ready: str) -> None:
 
 
 def meet(running: Engine) -> None:
-    """Wait until loads can read all of a peer's memory, which is page-locked bit by bit."""
+    """Wait until loads can read all of a peer's memory, which is page-locked piece by piece."""
     for _ in patiently(200):
         gauges = running.offload.gauges()
         if gauges["peer_slots"] >= gauges["pool_slots"] == gauges["slots"]:
@@ -59,7 +59,7 @@ def meet(running: Engine) -> None:
 
 
 def serve(models: Path, plugin: dict[str, Any], *, joins: bool = False) -> None:
-    """Answer the prompts without the plugin, from elsewhere, and from garbage in host memory."""
+    """Answer the prompts without the plugin, from tier or pool, and from garbage in host memory."""
     with engine(models, KIND, **SETTINGS) as plain:
         one_by_one(plain)
         result: dict[str, Any] = {"expected": one_by_one(plain)}
@@ -83,7 +83,7 @@ def serve(models: Path, plugin: dict[str, Any], *, joins: bool = False) -> None:
 
 def main(part: str, models: str, plugin: str, ready: str = "") -> None:
     be_patient(pytest.MonkeyPatch())
-    missing()  # loads what Mooncake needs, where there is one
+    missing()  # loads Mooncake's libraries, if it is installed
     if part == "write":
         write(Path(models), json.loads(plugin), ready)
     else:
