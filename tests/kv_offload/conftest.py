@@ -1,4 +1,4 @@
-"""Settings for the tests of `kv_offload`; those that need vLLM skip where it is not installed."""
+"""Settings for the tests of `kv_offload`; tests that need vLLM are skipped without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH = r"torch|tests\.support\.rank|manual_copies"
 
 @functools.cache
 def imports(path: Path, names: str) -> bool:
-    """Whether a module of tests imports a package, or what plays parts of it."""
+    """Return whether a module of tests imports a package, or a module that plays parts of it."""
     return re.search(rf"^(from|import) .*\b({names})\b", path.read_text(), re.MULTILINE) is not None
 
 
@@ -29,7 +29,7 @@ def uses_vllm(path: Path) -> bool:
 
 
 class NeedsPackage(pytest.Module):
-    """Imports vLLM without its warnings; is skipped, with the reason, without it or torch."""
+    """Imports vLLM without its warnings; skipped, with the reason, without vLLM or torch."""
 
     def collect(self) -> list[pytest.Item]:
         if imports(self.path, TORCH):
@@ -71,7 +71,7 @@ replaces_resumed = _both("replaces_resumed", "V1", "V2")
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time of the monotonic clock, in an only element; it stands until the test moves it."""
+    """The time of the monotonic clock, in a list of one; it stands still until a test moves it."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now

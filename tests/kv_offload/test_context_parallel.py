@@ -1,4 +1,4 @@
-"""Context parallelism under vLLM's own scheduler: which rank has which tokens of a block."""
+"""Context parallelism with vLLM's own scheduler: which rank has which tokens of a block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serve_again(engine: PlayedEngine, hit_tokens: int = 40) -> None:
     ids=["one group", "blocks of two sizes"],
 )
 def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(interleave, groups, hit_tokens):
-    """Which rank has a token is the same in every block, so it need not be in the key."""
+    """A token's rank is the same in every block, so it need not be in the key."""
     engine = PlayedEngine(
         groups, ranks=2, context_ranks=2, interleave=interleave, plugin={"max_pinned_share": 1.0}
     )
@@ -41,7 +41,7 @@ def test_tokens_of_a_block_may_alternate_between_ranks_in_any_runs(interleave, g
 def test_ranks_that_share_a_prefill_have_all_tokens_unless_decodes_split_them(
     prefill_ranks, context_ranks
 ):
-    """Every rank of a shared prefill gathers the KV of all, so blocks do not grow with them."""
+    """Every rank of a shared prefill gathers the KV of all, so blocks do not grow with ranks."""
     engine = PlayedEngine(
         groups=(CacheGroup(0, 8 // context_ranks),),
         ranks=4,
@@ -59,6 +59,6 @@ def test_drafts_of_a_head(ranks):
     store(engine, TEXT)
     engine.check_host_memory()
     engine.serve("again", TEXT)
-    # All whole blocks but the last, which is the proof of what the head has read ahead.
+    # All whole blocks but the last, which proves what the head has read ahead.
     assert engine.totals["hit_tokens"] == 40 - engine.hash_block_tokens
     engine.check_rest()

@@ -1,4 +1,4 @@
-"""How long users who come back wait, with vLLM's own scheduler and a calculated device."""
+"""How long returning users wait, with vLLM's own scheduler and a calculated device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ BLOCK_TOKENS = 8
 class Users:
     """`count` conversations of `turns` questions each, `at_once` of them open at a time.
 
-    Each begins with the same `system_tokens` and a history of its own. Each turn adds `new_tokens`
-    and an answer. Lengths of histories and answers are random; both ends of a range are in it.
+    Each begins with the same `system_tokens` and a separate history. Each turn adds `new_tokens`
+    and an answer. The lengths of histories and answers are random, within inclusive ranges.
     """
 
     count: int = 32
@@ -51,7 +51,7 @@ USERS = Users()
 
 @dataclass
 class Talk:
-    """What users waited, in seconds."""
+    """Users' waiting times, in seconds."""
 
     seconds: float
     """From the first question to the last token."""
@@ -75,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(scope="module")
 def limit() -> Talk:
-    """What `USERS` hear from an engine that loads nothing."""
+    """The waiting times of `USERS` with an engine that loads nothing."""
     with pytest.MonkeyPatch.context() as patch:
         limit, counted = hold(clock_of(patch), USERS, "limit")
     assert not counted["loaded_bytes"]
@@ -83,9 +83,10 @@ def limit() -> Talk:
 
 
 def converse(engine: SimulatedEngine, users: Users, seed: int) -> Talk:
-    """Hold conversations to their end: of one seed the same questions, whatever is answered.
+    """Hold conversations to their end; a seed gives the same questions, whatever the answers.
 
-    Whose turn is when is the same too, but a conversation that still gets an answer is passed over.
+    The order of turns is the same too, except that a conversation whose answer is unfinished is
+    skipped.
     """
     random, clock = np.random.default_rng((seed, users.count)), engine.clock
 
@@ -100,9 +101,9 @@ def converse(engine: SimulatedEngine, users: Users, seed: int) -> Talk:
     questions = [[draw(users.new_tokens) for _ in range(users.turns)] for _ in spoken]
     order = random.permutation(np.repeat(np.arange(users.count), users.turns)).tolist()
     answers = [lengths(users.answer_tokens, users.turns) for _ in spoken]
-    whose: dict[str, int] = {}  # of the questions that are not answered yet
-    left: dict[str, int] = {}  # tokens of their answers
-    times: dict[str, list[float]] = {}  # when each question was asked, and when tokens came
+    whose: dict[str, int] = {}  # of the unanswered questions
+    left: dict[str, int] = {}  # tokens left of their answers
+    times: dict[str, list[float]] = {}  # when each question was asked, and when its tokens arrived
     while order or whose:
         while len(whose) < users.at_once:
             place = next((i for i, one in enumerate(order) if one not in whose.values()), None)
@@ -127,11 +128,11 @@ def converse(engine: SimulatedEngine, users: Users, seed: int) -> Talk:
 
 
 def hold(clock: Clock, users: Users, kind: str) -> tuple[Talk, Counter[str]]:
-    """Return conversations with an engine that knows its rates, and what it counted.
+    """Return conversations with an engine that has measured its rates, and what it counted.
 
     `limit` is an engine with a GPU cache for all conversations and no host memory. `ours` has a
-    cache that is large enough for those that are open at a time. `apart` is such a one that loads
-    asynchronously alone.
+    cache large enough for the conversations open at a time. `apart` is the same, but loads only
+    asynchronously.
     """
     in_cache = 2 * users.count if kind == "limit" else users.at_once
     engine = SimulatedEngine(
@@ -182,7 +183,7 @@ def test_nobody_waits_for_a_load_that_little_is_computed_after(clock, monkeypatc
 
 
 def test_prompts_that_all_hit_keep_the_link_busy(clock):
-    """The GPU cache has room for a quarter of them, so loads begin where others have ended."""
+    """The GPU cache has room for a quarter of them, so loads start as others end."""
     count, tokens = 48, 4096
     engine = SimulatedEngine(
         clock,

@@ -1,8 +1,8 @@
-"""A draft head under vLLM's own scheduler: which of its KV is final, stored, and served again.
+"""A draft head with vLLM's own scheduler: which of its KV is final, stored, and served again.
 
-The head writes last, after all hooks of the step have run. For every token that the model computed
-it writes KV that depends on the next token, and behind those it guesses: what it writes there is
-garbage until the next step has written it again.
+The head writes last, after all hooks of the step have run. For every token that the model has
+computed, it writes KV that depends on the next token. After those it guesses: what it writes there
+is garbage until the next step rewrites it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from tests.support.timing import Harsh
 DRAFTS = 3
 GUESS = -0x6E55
 BRANCH = [*PROMPT[:16], PROMPT[16] ^ 1, 1, 0, 0, 1]
-"""Four blocks of `PROMPT`, and then something else."""
+"""Four blocks of `PROMPT`, and then other tokens."""
 
 
 class PlayedHead(PlayedModel):
     """A model with a draft head: the last word of a token's KV is the head's.
 
     The head's KV of a token is the name of the prefix up to the next token. With `strict` every
-    word that is read must be exactly that; without, the last token of a block may be followed by
-    any other, as in vLLM's own cache where prefixes part behind a block. Where a group is known to
-    hold the head's layers, the others hold none.
+    word that is read must be exactly that; without, any token may follow the last token of a block,
+    as in vLLM's own cache where prefixes diverge after a block. If a group is known to hold the
+    head's layers, the others hold none.
     """
 
     strict = True
@@ -68,7 +68,7 @@ class PlayedHead(PlayedModel):
         scheduled = output.num_scheduled_tokens[request_id]
         sampled = super().forward_request(request_id, computed, output, draft)
         names = request.extend_names(self.weights)
-        # Of the last token that was sampled there is no KV yet, nor of what was rejected.
+        # The last sampled token has no KV yet, and rejected drafts have none.
         end = min(start + scheduled, len(names) - 1)
         for group in self.heads:
             blocks = request.block_ids[group.group_id]
@@ -108,7 +108,7 @@ def successors(name: int) -> set[int]:
 
 
 class HeadEngine(PlayedEngine):
-    """Drafts with a head; alternates between drafts that are right, half right and wrong."""
+    """Drafts with a head, in turn right, half right and wrong."""
 
     model_class = PlayedHead
 
@@ -127,7 +127,7 @@ class HeadEngine(PlayedEngine):
     def check_names(
         self, group: CacheGroup, found: NDArray[np.int64], names: NDArray[np.int64]
     ) -> None:
-        """Check blocks; of the last token's KV in the head, that it was written."""
+        """Check blocks; for the last token's KV in the head, check that it was written."""
         if group not in self.model.heads:
             return super().check_names(group, found, names)
         super().check_names(group, found[:, :, :-1], names)
@@ -147,7 +147,7 @@ def run_to_the_end(engine: HeadEngine) -> None:
 @both_runners
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
 def test_a_store_reads_what_the_head_wrote_last(groups):
-    """In chunks of a prompt and in decodes, with drafts accepted and rejected."""
+    """In chunks of a prompt and in decodes, with accepted and rejected drafts."""
     engine = HeadEngine(groups, timing=Harsh(eager=True), ranks=2, max_num_batched_tokens=8)
     engine.add("a", PROMPT, max_tokens=40)
     engine.add("b", OTHER, max_tokens=30)
@@ -162,7 +162,7 @@ def test_a_store_reads_what_the_head_wrote_last(groups):
 @both_ways
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_what_a_request_leaves_behind_is_final(max_tokens):
-    """It may end with drafts accepted beyond its end, at any place in a block."""
+    """It may end with drafts accepted past its end, anywhere in a block."""
     engine = HeadEngine(timing=Harsh(eager=True))
     engine.propose = engine.good_drafts
     store(engine, PROMPT[:14])
@@ -177,7 +177,7 @@ def test_what_a_request_leaves_behind_is_final(max_tokens):
     hashes = engine.add("b", follow_up).block_hashes[: computed // 4]
     known = engine.offload.manager.readable(hashes).sum()
     run_to_the_end(engine)
-    # A block that the last step's drafts filled has no hash: nobody schedules its request again.
+    # A block filled by the last step's drafts has no hash: its request is not scheduled again.
     assert known in (computed // 4, computed // 4 - 1)
     assert engine.totals["hit_tokens"] == (known - 1) * 4, "all but the block behind the hit"
     engine.check_rest()
@@ -198,7 +198,7 @@ def test_a_hit_drops_the_last_block_that_matches(groups):
 @both_ways
 @pytest.mark.parametrize("known", [True, False], ids=["known", "any group's"])
 def test_a_window_that_vllm_names_where_prompts_end_is_served(known):
-    """Behind the end of a hit it names a window's block only where that may be the head's."""
+    """After the end of a hit, vLLM names a window's block only where that may be the head's."""
     full = dataclasses.replace(FULL, sees_next_token=known)
     groups = (full, dataclasses.replace(WINDOW, retention_tokens=0))
     engine = store(HeadEngine(groups), PROMPT)
@@ -217,7 +217,7 @@ def test_a_window_that_vllm_names_where_prompts_end_is_served(known):
     ids=["full", "window", "window at ends"],
 )
 def test_a_user_may_have_the_last_block_that_matches_kept(synchronous_loads, windows, monkeypatch):
-    """So a window that vLLM keeps at the end of a prompt alone is served, as vLLM serves it."""
+    """So a window that vLLM keeps only at a prompt's end is served, as vLLM serves it."""
     monkeypatch.setattr(SpeculativeConfig, "use_eagle_block_drop", lambda _: False)
     engine = HeadEngine((FULL, *windows), synchronous_loads=synchronous_loads)
     engine.model.strict = False
@@ -235,7 +235,7 @@ def test_a_user_may_have_the_last_block_that_matches_kept(synchronous_loads, win
 @both_ways
 @pytest.mark.parametrize("known", [5, 9, 13, 16, 17])
 def test_a_hit_goes_on_where_the_engines_own_has_dropped_a_block(known):
-    """The engine knows a part of the prompt, its last block as in front of another token."""
+    """The engine has a part of the prompt, the last block of it followed by another token."""
     engine = HeadEngine()
     longer = [*PROMPT, 1, 0, 0, 1]
     store(engine, longer)
@@ -261,7 +261,7 @@ def test_nothing_is_loaded_that_no_block_behind_it_proves():
 @both_ways
 @both_runners
 def test_requests_that_part_are_preempted_and_end_early():
-    """Tokens are right throughout; of the head, all but the last token of a block."""
+    """Tokens are right throughout; the head's KV, except for the last token of a block."""
     engine = HeadEngine(blocks=20, slots=40, max_model_len=60, plugin={"max_pinned_share": 0.5})
     engine.model.strict = False
     serve_under_pressure(engine)

@@ -1,6 +1,6 @@
-"""Failures of loads that a forward waits for, resets in the middle of loads, and hooks that raise.
+"""Failures of loads that a forward waits for, resets during loads, and hooks that raise.
 
-On vLLM's plain scheduler and on its asynchronous one, with as many steps under way as it has.
+With vLLM's plain and asynchronous schedulers, and as many steps in flight as they have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Holding = Callable[..., PlayedEngine]
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def holding(request: pytest.FixtureRequest) -> Holding:
-    """Makes engines whose host memory holds `PROMPT`, on either of vLLM's schedulers."""
+    """Makes engines whose host memory holds `PROMPT`, with either of vLLM's schedulers."""
 
     def make(**arguments: Any) -> PlayedEngine:
         return store(PlayedEngine(async_scheduling=request.param, **arguments), PROMPT)
@@ -50,7 +50,7 @@ def holding(request: pytest.FixtureRequest) -> Holding:
 
 
 def play(engine: PlayedEngine) -> None:
-    """Run to the end, each step planned before the one in front of it is taken in."""
+    """Run to the end; plan each step before the previous one's output is processed."""
     for _ in range(400):
         engine.schedule_all()
         while engine.scheduled:
@@ -70,7 +70,7 @@ def play_to_rest(engine: PlayedEngine) -> None:
 
 
 def lose_next_load(engine: PlayedEngine, fault: str = "submit") -> None:
-    """Have a load fail that a forward reads, on the last rank, and not be made good."""
+    """Make a load that a forward reads fail on the last rank, and its repair too."""
     engine.model.may_lose_kv = True
     engine.ranks[-1].copies.faults.update({fault: 1, "load_now": 1})
 
@@ -82,7 +82,7 @@ def check_lost(engine: PlayedEngine, *request_ids: str) -> None:
 
 
 def check_served(engine: PlayedEngine, prompt: list[int], max_tokens: int = 4) -> None:
-    """Ask for a prompt, after all else; check the answer, and that nothing is left."""
+    """Request a prompt after everything else; check the answer, and that nothing is left."""
     engine.add("again", prompt, max_tokens=max_tokens)
     play_to_rest(engine)
     assert engine.answers["again"] == answer(prompt, max_tokens)
@@ -103,7 +103,7 @@ def test_a_load_that_fails_before_the_forward_is_made_good(holding, ranks, fault
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_load_that_cannot_be_made_good_ends_its_request_alone(holding, ranks):
-    """Who shares its blocks ends too; nothing computed with them is served, here or there."""
+    """Requests that share its blocks end too; nothing computed with them is served."""
     engine = holding(ranks=ranks, synchronous_loads=True, max_num_batched_tokens=64)
     lose_next_load(engine, "before_compute")
     engine.add("beside", OTHER, max_tokens=6)
@@ -120,7 +120,7 @@ def test_a_load_that_cannot_be_made_good_ends_its_request_alone(holding, ranks):
 
 @pytest.mark.parametrize("then", ["abort", "reset", "join"])
 def test_what_happens_before_the_loss_is_heard_of(holding, then):
-    """The step with the loss has been executed, and its output not been taken in."""
+    """The step with the loss has been executed, but its output is not processed yet."""
     engine = holding(synchronous_loads=True, max_num_batched_tokens=64)
     lose_next_load(engine)
     request = engine.add("a", MORE, max_tokens=6)
@@ -173,7 +173,7 @@ def test_who_shares_only_what_was_computed_with_lost_kv_ends_too(aborted):
 
 
 def test_who_was_preempted_before_a_load_that_is_lost_goes_on():
-    """The load is given blocks that it had."""
+    """The load gets blocks that the request had."""
     engine = PlayedEngine(
         async_scheduling=True, synchronous_loads=True, max_num_batched_tokens=64, blocks=14
     )
@@ -186,7 +186,7 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on():
         engine.step(copies=True)
     engine.abort("beside")
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.step(3, copies=True)  # ends the stores of what that one leaves behind
+    engine.step(3, copies=True)  # ends the stores that the previous request leaves
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     lose_next_load(engine, "before_compute")
     request = engine.add("a", [*PROMPT, *OTHER], max_tokens=2)  # leaves no room for another
@@ -203,7 +203,7 @@ def test_who_was_preempted_before_a_load_that_is_lost_goes_on():
 
 @pytest.mark.parametrize("hook", ["offload_worker.report", "offload_scheduler.take_effects"])
 def test_a_loss_is_told_though_a_hook_that_tells_of_it_fails(holding, hook):
-    """Where nobody knows who computed with lost KV, all of the step end."""
+    """If the requests that computed with lost KV are unknown, all requests of the step end."""
     engine = holding(synchronous_loads=True)
     lose_next_load(engine)
     raised = raise_once(hook, engine.connector, engine.ranks[0].connector)
@@ -234,7 +234,7 @@ def test_a_failed_load_is_not_taken_for_loaded_where_the_engine_cannot_be_told(
 
     monkeypatch.setattr("kv_offload.engines.vllm.requests.report_failed", fail)
     engine = holding()
-    engine.may_fail = True  # the others of that step end
+    engine.may_fail = True  # the other requests of that step end
     request = start_load(engine)
     engine.run_copies(fail=True)
     for number in range(3):
@@ -271,7 +271,7 @@ def test_a_reset_in_the_middle_of_a_load_succeeds_and_its_request_goes_on(holdin
 def test_a_load_that_failed_is_told_by_a_reset_that_leaves_its_request_waiting(
     holding, on_load_failure, ranks
 ):
-    """Another request runs, so the reset fails, and takes no blocks back."""
+    """Another request is running, so the reset fails and takes no blocks back."""
     engine = holding(plugin={"on_load_failure": on_load_failure}, ranks=ranks)
     engine.add("runs", OTHER, max_tokens=12)
     engine.step(2)
@@ -319,12 +319,12 @@ def test_a_second_load_that_ends_in_its_step_is_told_from_the_first(holding, mon
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_reset_succeeds_while_what_was_loaded_finds_no_room_to_run(holding, preempted):
-    """The engine has taken it from those that wait for loads, and it holds what was loaded."""
+    """The request has left the queue for loads, and holds the blocks that were loaded."""
     engine = holding(blocks=14, replaces_resumed=True)
     engine.add("grows", [1, 1, 1, 1], max_tokens=40)
     engine.step(2)
     request = engine.add("a", [*PROMPT, 1, 1, 1, 1, 1, 1, 1], max_tokens=2)
-    request.num_preemptions += preempted  # such requests have another status when it is their turn
+    request.num_preemptions += preempted  # such requests have another status when their turn comes
     while engine.pool.get_num_free_blocks() > 1:
         engine.step()
     engine.run_copies(Direction.LOAD)
@@ -356,7 +356,7 @@ def test_loaded_requests_that_leave_each_other_no_room_run_one_after_the_other()
 
 
 def test_a_loaded_request_gives_way_to_one_before_it(holding):
-    """It has blocks that a request of a higher priority needs, behind which it waits."""
+    """It holds blocks that a request of higher priority, ahead of it in the queue, needs."""
     engine = holding(blocks=14, scheduling_policy="priority")
     engine.add("low", [*PROMPT, 1, 0, 1], priority=1)
     engine.step()
@@ -366,7 +366,7 @@ def test_a_loaded_request_gives_way_to_one_before_it(holding):
 
 
 def test_what_was_loaded_stays_where_another_is_preempted_for_it(holding):
-    """vLLM admits nothing in a step that preempts, so such a step runs nothing at all."""
+    """vLLM admits no request in a step that preempts, so such a step runs nothing at all."""
     engine = holding(plugin={"store_blocks": "prompt"}, blocks=14)
     grows = engine.add("grows", [1, 1, 1, 1], max_tokens=40)
     engine.step(2, copies=True)
@@ -394,7 +394,7 @@ def test_while_an_engine_is_paused_what_was_loaded_stays(holding):
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_that_raises_does_not_end_the_engine(holding, hook, synchronous):
-    """Once, at one of the times that it is called while a stored prompt is asked for."""
+    """Each hook raises once, at one of its calls while a stored prompt is requested."""
     counted = 0.0
     times = 0
     for when in (0, 1, 2, 3, 5, 8):
@@ -421,7 +421,7 @@ def test_a_hook_that_raises_does_not_end_the_engine(holding, hook, synchronous):
 
 
 def test_a_question_of_the_engine_that_raises_is_answered_with_no(holding):
-    """A reset, too: it must not count as done."""
+    """Also for a reset, which must not count as done."""
     connector = holding().connector
     offload = connector.offload_scheduler
     error = mock.PropertyMock(side_effect=RuntimeError("injected"))
@@ -435,7 +435,7 @@ def test_a_question_of_the_engine_that_raises_is_answered_with_no(holding):
 
 
 def test_a_load_that_could_not_be_planned_fails_its_request_where_failures_do(holding):
-    """The engine counts on the load. It ends the request, and nothing reads the empty blocks."""
+    """The engine expects the load. It ends the request, and nothing reads the empty blocks."""
     engine = holding(plugin={"on_load_failure": "fail"})
     raised = raise_once("offload_scheduler.allocated", engine.connector)
     engine.add("a", PROMPT)
@@ -456,7 +456,7 @@ def test_who_shares_blocks_with_a_load_that_could_not_be_planned_ends_too(holdin
 
 
 def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice():
-    """A drain has told the engine of a load whose report is under way: the engine forgot it."""
+    """A drain has reported a load to the engine, which dropped it; its report is in flight."""
     engine = store(PlayedEngine(async_scheduling=True, beside=False), PROMPT)
     request = engine.add("a", PROMPT)
     engine.schedule()

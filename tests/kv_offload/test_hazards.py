@@ -1,8 +1,8 @@
-"""Blocks that somebody else wants while a copy uses them, under vLLM's own scheduler.
+"""Blocks that another request wants while a copy uses them, with vLLM's own scheduler.
 
-`Harsh` plays the worst timing that a device may choose: what a step computes reaches the KV
-cache only after all of the step's hooks have run, every fresh block is filled with garbage before
-its first use, and in its *eager* form a copy runs the moment it is submitted.
+`Harsh` plays the worst timing that a device may choose: a step's results reach the KV cache only
+after all of the step's hooks have run, every fresh block is filled with garbage before its first
+use, and in its *eager* form a copy runs as soon as it is submitted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
 def test_a_store_reads_what_its_step_wrote_last(drafts, groups):
-    """Also where the last to write is a draft head, long after the sampled tokens were copied."""
+    """Also if a draft head writes last, long after the sampled tokens were copied."""
     engine = harsh_engine(groups, eager=True, drafts=drafts, ranks=2)
     engine.add("a", PROMPT, max_tokens=20)
     while engine.scheduler.has_requests():
@@ -45,7 +45,7 @@ def test_a_store_reads_what_its_step_wrote_last(drafts, groups):
 @both_ways
 @both_runners
 def test_a_stored_block_is_not_overwritten_before_its_store_has_ended():
-    """A request ends, and another takes every free block before the store was submitted."""
+    """A request ends, and another takes every free block before the store is submitted."""
     engine = harsh_engine(blocks=12, max_model_len=44, plugin={"max_pinned_share": 1.0})
     engine.add("gone", PROMPT, max_tokens=1)
     while not engine.answers:
@@ -61,7 +61,7 @@ def test_a_stored_block_is_not_overwritten_before_its_store_has_ended():
 
 
 def test_an_aborted_load_writes_into_nobodys_blocks():
-    """Another request computes in all the blocks it can get before the load copies."""
+    """Another request computes in all the blocks that it can get before the load copies."""
     engine = store(harsh_engine(blocks=14, max_model_len=48), PROMPT)
     start_load(engine, "gone")
     engine.abort("gone")
@@ -75,7 +75,7 @@ def test_an_aborted_load_writes_into_nobodys_blocks():
 @both_ways
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_overlapping_prefixes_may_be_loaded_side_by_side(monkeypatch, order):
-    """One that has waited too long loads for itself: the same slots, other blocks, any order."""
+    """A request that has waited too long loads for itself: same slots, other blocks, any order."""
     monkeypatch.setattr("kv_offload.scheduler.loads.lookups.MAX_WAIT_SECONDS", -1.0)
     longer = [*PROMPT[:16], 0, 0, 1, 0, 1]
     engine = store(harsh_engine(), PROMPT)
@@ -112,7 +112,7 @@ def test_slots_of_a_running_load_are_not_evicted_for_stores():
 
 
 def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside):
-    """Both end while the next step is launched, whose report then names them too."""
+    """Both end while the next step is launched, whose report then also names them."""
     engine = store(harsh_engine(async_scheduling=True), PROMPT)
     engine.add("decodes", OTHER, max_tokens=12)
     engine.schedule()
@@ -131,7 +131,7 @@ def test_ended_copies_are_heard_of_once_and_beside_before_their_report(beside):
 
 @both_ways
 def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever():
-    """The rank beside tells of it, and has nothing to report in a step without a forward."""
+    """The scheduler asks its process's rank, which reports nothing in a step without a forward."""
     engine = store(harsh_engine(beside=True), PROMPT)
     start_load(engine)
     engine.finish_steps()
@@ -150,7 +150,7 @@ def test_a_load_that_is_heard_of_in_an_idle_step_does_not_wait_for_ever():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reported", [0, 1, 2])
 def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(ranks, reported):
-    """As `LLM.sleep` does in one process: abort all, then reset with all that runs."""
+    """As `LLM.sleep` does in one process: abort all, then reset everything that runs."""
     engine = store(harsh_engine(ranks=ranks), PROMPT)
     start_load(engine)
     for rank in engine.ranks[:reported]:
@@ -172,7 +172,7 @@ def test_a_reset_succeeds_after_requests_were_aborted_in_the_middle_of_a_load(ra
 @both_ways
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_reset_frees_an_aborted_load_whose_end_an_earlier_one_heard(fails):
-    """The first fails, since a request runs; no step tells the engine of the end meanwhile."""
+    """The first fails, because a request runs; meanwhile no step reports the end to the engine."""
     engine = store(harsh_engine(blocks=60), PROMPT)
     start_load(engine)
     engine.add("runs", OTHER, max_tokens=20)
@@ -192,13 +192,13 @@ def reset_in_vain(engine: PlayedEngine) -> None:
 
 
 def test_a_load_that_outlives_a_reset_is_not_used():
-    """Whatever it brings is what the engine was to forget: its request is computed."""
+    """The engine was to drop what the load brings, so its request is computed."""
     engine = store(harsh_engine(), PROMPT)
     request = start_load(engine)
     reset_in_vain(engine)
     engine.run_copies()
     engine.step()
-    engine.offload.resets.reset_cache()  # or it would be loaded once more
+    engine.offload.resets.reset_cache()  # otherwise it would be loaded again
     scheduled = engine.step().num_scheduled_tokens[request.request_id]
     assert scheduled > 1, "not the last token alone"
     engine.rest()
@@ -206,7 +206,7 @@ def test_a_load_that_outlives_a_reset_is_not_used():
 
 @both_ways
 def test_loads_that_outlive_a_reset_keep_nobody_from_running():
-    """Nor itself: the first needs most of the blocks, and is admitted once more."""
+    """Nor their own requests: the first needs most of the blocks, and is admitted once more."""
     texts = PROMPT, OTHER[:5], [1, 1, *OTHER[:7]]
     engine = harsh_engine((FULL, WINDOW), blocks=18, max_model_len=40, max_num_batched_tokens=64)
     for index, text in enumerate((PROMPT, OTHER, [1, 1, *OTHER[:19]])):

@@ -1,4 +1,4 @@
-"""What requests may say in `kv_transfer_params`, and what is refused."""
+"""Hints that requests may give in `kv_transfer_params`, and those that are refused."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_what_is_nested_too_deeply_for_vllm_to_send_is_refused(wrap):
         deep = wrap(deep)
     with pytest.raises(RequestError):
         check_depth(deep)
-    while deep != params:  # Python frees nested objects one in another
+    while deep != params:  # Python frees nested objects recursively
         deep = deep["a"] if isinstance(deep, dict) else deep[1]

@@ -1,7 +1,7 @@
-"""Hits that end inside a block of a hybrid model, under vLLM's own scheduler.
+"""Hits that end inside a block of a hybrid model, with vLLM's own scheduler.
 
-vLLM keeps the state at the last hash of a prompt, inside of a block. Every state and all KV that a
-step begins with is checked, and every slot of host memory as far as its key says.
+vLLM keeps the state at the last hash of a prompt, inside a block. Every state and all KV with which
+a step begins are checked, and every slot of host memory as far as its key covers it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def engine_of(*groups: CacheGroup, **arguments: Any) -> PlayedEngine:
 
 
 def hit_tokens(engine: PlayedEngine, prompt: list[int]) -> int:
-    """Forget what the engine has; return how much of a prompt it loads from host memory."""
+    """Drop the engine's cache; return how much of a prompt it loads from host memory."""
     forget(engine).serve("again", prompt)
     return int(engine.totals["hit_tokens"])
 
 
 def tails_in(engine: PlayedEngine) -> int:
-    """Return how many blocks of attention host memory has that are not full."""
+    """Return how many attention blocks in host memory are not full."""
     found = [engine.known[key] for key in engine.offload.manager.readable_slots()]
     attention = [(names, engine.groups[group_id]) for names, group_id in found]
     return sum(len(n) < g.block_tokens for n, g in attention if not g.holds_state)
@@ -99,7 +99,7 @@ def test_a_tail_in_the_first_block_is_a_hit(async_scheduling):
 @both_ways
 @pytest.mark.parametrize("where", ["host memory", "GPU cache"])
 def test_what_is_computed_after_a_hit_inside_a_block_ends_with_the_block(where):
-    """Where a backend keeps the last state within a prefill, vLLM would run past that end."""
+    """If a backend keeps the last state within a prefill, vLLM would run past that end."""
     first, second = [1] * 14, [1] * 12 + [0, 1] * 8
     engine = store(engine_of(checkpoints=1, blocks=60), first)
     if where == "host memory":
@@ -111,7 +111,7 @@ def test_what_is_computed_after_a_hit_inside_a_block_ends_with_the_block(where):
 
 
 def test_a_tail_is_not_named_by_the_step_that_overwrites_its_state():
-    """In 0.31 the step after a prompt would name it where a state within the prompt is kept."""
+    """In 0.31 the step after a prompt would name it if a state within the prompt is kept."""
     engine = engine_of(checkpoints=1, async_scheduling=True)
     engine.add("a", PROMPT[:10])
     engine.run_ahead(6)
@@ -128,7 +128,7 @@ def test_few_tokens_of_a_block_are_not_worth_a_tail(monkeypatch):
 @both_ways
 @pytest.mark.parametrize("head", [ATTENTION, HEAD], ids=["any group's", "known"])
 def test_a_draft_head_has_its_proof(head):
-    """A hash more is needed: the KV of a draft head depends on the next token."""
+    """One more hash is needed, because a draft head's KV depends on the next token."""
     engine = HeadEngine((head, STATES), match_tokens=2, max_model_len=60)
     engine.model.strict = False
     store(engine, PROMPT)
@@ -194,7 +194,7 @@ def test_a_request_that_ends_where_its_state_is_leaves_its_tail(async_scheduling
 
 
 def test_a_tail_needs_the_states_of_all_groups():
-    """Else the next request would continue from a state that was never kept."""
+    """Otherwise the next request would continue from a state that was never kept."""
     engine = engine_of(*KINDS["two of each"], blocks=60)
     register = engine.connector.register_finished_partial_tail
 
@@ -286,7 +286,7 @@ def test_routers_know_tails_by_their_hashes():
 
 
 def test_routers_take_no_tail_for_the_block_whose_slot_it_got():
-    """They are compared with host memory after every step."""
+    """Routers are compared with host memory after every step."""
     engine = engine_of(events=True, slots=8)
     for number in range(8):
         engine.serve(f"{number}", [*map(int, f"{number:04b}"), *PROMPT[:15]], 1)
@@ -305,7 +305,7 @@ def test_a_tail_comes_back_from_a_disk(tmp_path: Path):
 
 
 def test_a_shorter_request_does_not_wait_for_a_tail_that_is_read(tmp_path: Path):
-    """It shares the whole blocks of the read, and has no hash where that ends."""
+    """It shares the whole blocks of the read, and has no hash where the read ends."""
     disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
     engine = store(engine_of(plugin={"disk": disk}), PROMPT)
     engine.offload.manager.reset()

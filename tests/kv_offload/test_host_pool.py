@@ -1,6 +1,6 @@
-"""Whatever an engine does, the next one would find only what is whole and of the weights it has.
+"""Whatever an engine does, the next one finds only whole blocks, computed with its own weights.
 
-vLLM's scheduler and both halves of the connector are real (`PlayedEngine`). After each part of a
+vLLM's scheduler and both sides of the connector are real (`PlayedEngine`). After each part of a
 step, and each copy of a rank, the directory is read as the next engine would read it.
 """
 
@@ -38,7 +38,7 @@ ARENAS: dict[str, np.ndarray] = {}
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine waits for the seat of another one, which does not end."""
+    """Engines do not wait for the seat of another, which does not end."""
     monkeypatch.setattr(pool, "LOCK_SECONDS", 0.0)
 
 
@@ -50,7 +50,7 @@ class PooledEngine(PlayedEngine):
         given: dict[Any, list[Any]] = {}
 
         def gather(value: Any) -> list[Any]:
-            """Return what the ranks gave that were built before, and this one."""
+            """Return the values of the ranks built so far, including this one."""
             kind = isinstance(value, bool) or isinstance(value[1], HostMemory), type(value)
             given.setdefault(kind, []).append(value)
             return given[kind]
@@ -81,14 +81,14 @@ class PooledEngine(PlayedEngine):
         self.seen += len(slots)
 
     def adopt(self, before: PooledEngine) -> None:
-        """Give the arenas the bytes that an engine had which was killed."""
+        """Give the arenas the bytes of an engine that was killed."""
         for own, others in zip(self.ranks, before.ranks, strict=True):
             own.copies.arena[:] = others.copies.arena
         self.known.update(before.known)
 
 
 class PooledEngineOfMergedRanks(PooledEngine):
-    """Its ranks have one place in vLLM's handshake, as those of prefill context parallelism do."""
+    """Its ranks share one entry in vLLM's handshake, as in prefill context parallelism."""
 
     @property
     def model_executor(self) -> PlayedExecutor:
@@ -99,7 +99,7 @@ class PooledEngineOfMergedRanks(PooledEngine):
 
 
 def act(engine: PooledEngine, chance: random.Random, number: int) -> None:
-    """Do something of what an engine does, its ranks or its users."""
+    """Perform a random action of an engine, its ranks or its users."""
     choice = chance.random()
     if choice < 0.12:
         prefix = chance.choice(PREFIXES)
@@ -126,7 +126,7 @@ def act(engine: PooledEngine, chance: random.Random, number: int) -> None:
 def test_at_each_moment_the_directory_is_true(
     memory_folder: Path, seed: int, num_ranks: int, asynchronous: bool
 ) -> None:
-    """New weights come in the middle: what is computed from then on is nowhere to be found."""
+    """New weights arrive in the middle; blocks computed afterwards must not be found."""
     chance = random.Random(100 * seed + 10 * num_ranks + asynchronous)
     engine = PooledEngine(
         memory_folder, slots=12, blocks=30, ranks=num_ranks, async_scheduling=asynchronous
@@ -152,7 +152,7 @@ def test_at_each_moment_the_directory_is_true(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_next_engine_loads_what_was_left(memory_folder: Path, num_ranks: int) -> None:
-    """The copy of the folder is what `kill -9` leaves: nobody has its locks."""
+    """The copy of the folder is what `kill -9` leaves: its locks are free."""
     first = PooledEngine(memory_folder / "first", slots=30, ranks=num_ranks)
     for number, prefix in enumerate(PREFIXES[:3]):
         first.serve(f"r{number}", prefix)
@@ -214,7 +214,7 @@ def test_what_was_adopted_is_announced_and_with_its_tokens_once_it_is_loaded(mem
 
 
 def meet(*engines: PooledEngine) -> None:
-    """Have engines find each other, and map what the others have."""
+    """Make engines find each other, and map each other's arenas."""
     for engine in engines:
         engine.offload.manager.peers.directories.refresh()
         for _ in range(4):
@@ -277,7 +277,7 @@ def test_those_that_share_what_is_loaded_from_a_peer_are_looked_up_in_no_block(
 def test_engines_that_load_from_each_other_answer_right(
     memory_folder: Path, seed: int, asynchronous: bool
 ) -> None:
-    """Whatever they evict meanwhile; copies fail at random, and one is reset and read no more."""
+    """Whatever they evict meanwhile; copies fail at random, and one is reset and no longer read."""
     chance = random.Random(seed)
     more = {"max_share_per_salt": 0.9} if seed % 2 else {}
     engines = pooled(

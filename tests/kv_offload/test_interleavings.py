@@ -1,13 +1,12 @@
-"""Random interleavings of all that happens to an engine, with faults at every site.
+"""Random interleavings of everything that happens to an engine, with faults at every point.
 
-vLLM's scheduler, its engine core's pauses, resets and sleep, and both halves of the plugin are
-real; the model and the copies are played (`PlayedEngine`), the ranks too. After every action
-each readable slot holds what its key stands for, pins and blocks add up, and a forward has read
-right KV. At the end everything comes to rest, and all answers are those of right KV; only where a
-test has made good impossible may a request end with an error, and then without a wrong token.
+vLLM's scheduler, its engine core's pauses, resets and sleep, and both sides of the plugin are real;
+the model, the copies and the ranks are played (`PlayedEngine`). After every action, each readable
+slot holds what its key stands for, pins and blocks add up, and forwards have read right KV. At the
+end everything comes to rest, and all answers are right. Only where a test has made recovery
+impossible may a request end with an error, and even then without a wrong token.
 
-`INTERLEAVINGS_SECONDS` says for how long, over all variants; Hypothesis prints how to repeat what
-it found.
+`INTERLEAVINGS_SECONDS` is the time for all variants; Hypothesis prints how to reproduce a failure.
 """
 
 from __future__ import annotations
@@ -70,13 +69,13 @@ GROUPS = (
 )
 
 HITS_INSIDE = [(FULL, STATE)]
-"""Those whose hits may end inside of blocks."""
+"""Variants whose hits may end inside blocks."""
 
 TEXTS = [
     [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1],
     [0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1],
 ]
-"""Prompts are beginnings of these, so many share a prefix."""
+"""Prompts are prefixes of these, so many share a prefix."""
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 IMPATIENCE = {
@@ -88,15 +87,15 @@ IMPATIENCE = {
     "directory.PATIENCE_SECONDS": 0.003,
     "disk.SET_ASIDE_SHARE": 3,
 }
-"""A step takes microseconds here, and a disk that hangs is to outlast the engine's patience. Of a
-small disk some slots are set aside, too."""
+"""Steps take microseconds here, and a disk that hangs must do so for longer than the engine waits.
+Some slots of the small disk can be set aside."""
 
 TIER_FAULTS = ("submit", "error", "mismatch")
 COPIES = ("submit", "before_compute", "load_now", "copy")
 HAPPENED: Counter[str] = Counter()
 """How often each fault and each action has happened, over all examples of a run."""
 NEEDED = ("answered", "blocks loaded", "failed load", "told routers", "unpackable", "sessions")
-"""What a variant proves nothing without; on a slow machine it goes on for as long."""
+"""Events without which a variant proves nothing; a slow machine runs until they have happened."""
 MOST_EXTRA_SEEDS = 40
 
 HINTS: tuple[dict[str, Any], ...] = (
@@ -112,11 +111,11 @@ UPSET = st.tuples(st.sampled_from(UPSETS), st.booleans(), st.booleans())
 
 @dataclass(frozen=True)
 class Case:
-    """At which stage copies are, and what happens then.
+    """The stage of copies, and an event at that stage.
 
     At `stage` 0 they are planned, at 1 they run, at 2 they have ended on one rank or on all, at 3
-    their report is under way, at 4 the engine has taken it in. Left to chance, hardly any event
-    meets the stages after 1.
+    their report is in flight, at 4 the engine has processed it. At random, hardly any event happens
+    at the stages after 1.
     """
 
     stage: int
@@ -175,9 +174,9 @@ ENGINES = st.fixed_dictionaries(
 
 
 class StallingClock:
-    """Stands for `time.monotonic`, in seconds: it goes on when it is read, and sometimes by much.
+    """Replaces `time.monotonic`, in seconds: it advances when read, and sometimes by a lot.
 
-    So a machine that stands still at a bad moment does so again when the example is repeated.
+    So a machine's stall at a bad moment is repeated with the example.
     """
 
     TICK_SECONDS = 20e-6
@@ -328,7 +327,7 @@ class Interleavings(RuleBasedStateMachine):
         parts=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=2, max_size=4),
     )
     def stream(self, text: list[int], parts: list[tuple[int, int]]) -> None:
-        """Begin a session. Two could keep the blocks that the other one needs, for ever."""
+        """Begin a session. Two could keep each other's blocks for ever."""
         if not self.live_sessions:
             name = f"s{len(self.sessions)}"
             sampled = ((text[:tokens], max_tokens) for tokens, max_tokens in parts)
@@ -345,7 +344,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(8, 20), min_size=1, max_size=3), text=st.sampled_from(TEXTS))
     def ask_again(self, tokens: list[int], text: list[int]) -> None:
-        """Forget what the GPU has, and ask for prefixes that host memory may have."""
+        """Drop the GPU's cache, and request prefixes that host memory may have."""
         self.forget()
         for count in tokens:
             self.add(text, count, [], 3)
@@ -353,13 +352,13 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS), tokens=st.lists(st.integers(8, 20), min_size=1, max_size=3))
     def ask_tier(self, text: list[int], tokens: list[int]) -> None:
-        """Forget what host memory has too, and ask for prefixes that the tier may have."""
+        """Drop host memory too, and request prefixes that the tier may have."""
         self.engine.offload.manager.reset()
         self.ask_again(tokens, text)
 
     @rule(text=st.sampled_from(TEXTS), synchronous=st.booleans())
     def serve(self, text: list[int], synchronous: bool) -> None:
-        """Answer until host memory has a text, then ask for it with another kind of load."""
+        """Serve a text until host memory has it, then request it with another kind of load."""
         self.add(text, len(text), [], 1)
         self.run(8)
         set_synchronous_loads(self.engine.offload, synchronous)
@@ -367,7 +366,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(TEXTS), case=CASES)
     def meet_load(self, text: list[int], case: Case) -> None:
-        """Upset asynchronous loads. One of the requests may wait for the load of the other."""
+        """Upset asynchronous loads. One of the requests may wait for the other's load."""
         self._plan_load(text, case, synchronous=False)
         self._meet(case)
 
@@ -401,7 +400,7 @@ class Interleavings(RuleBasedStateMachine):
         self.engine.schedule()
 
     def _plan(self, case: Case) -> None:
-        """Have the engine's own cache forget what host memory may have; others may run."""
+        """Drop from the engine's own cache what host memory may have; another request may run."""
         engine = self.engine
         self.armed.clear()
         for rank in engine.ranks:
@@ -416,10 +415,10 @@ class Interleavings(RuleBasedStateMachine):
             engine.step()
 
     def _meet(self, case: Case) -> None:
-        """Bring the copies of a step that is planned to a stage, and upset them there."""
+        """Bring the copies of a planned step to a stage, and upset them there."""
         engine, copies = self.engine, self.engine.ranks[case.rank % self.ranks].copies
         if case.stage >= 1:
-            copies.faults["copy"] = int(case.fails and case.stage >= 2)  # if it runs at once
+            copies.faults["copy"] = int(case.fails and case.stage >= 2)  # in case it runs at once
             engine.execute()
         if case.stage >= 2:
             for job in list(copies.submitted):
@@ -471,7 +470,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99))
     def add_again(self, which: int) -> None:
-        """Use the name of a request again that has ended, as a client may."""
+        """Reuse the name of a request that has ended, as a client may."""
         engine = self.engine
         engine.finish_steps()
         names = [name for name in self.requests if name not in engine.scheduler.requests]
@@ -487,11 +486,11 @@ class Interleavings(RuleBasedStateMachine):
         """Pause, reset, sleep or change weights, as users and trainers do."""
         cannot_reset = self._cannot_reset()
         if cannot_reset and how in ("weights", "trainer"):
-            return  # the engine's own cache would go on serving the old ones'
+            return  # the engine's own cache would continue to serve the old ones'
         try:
             self._upset(how, keep, clear)
         except RuntimeError as error:
-            # vLLM raises: copies that do not end keep their blocks.
+            # vLLM raises, because copies that do not end keep their blocks.
             if not cannot_reset or isinstance(error, InjectedError):
                 raise
             how = f"failed {how}"
@@ -507,7 +506,7 @@ class Interleavings(RuleBasedStateMachine):
         elif how == "reset":
             cannot_reset = self._cannot_reset()
             done = core.reset_prefix_cache(keep, clear)
-            # Nothing but requests that run may keep a reset from succeeding.
+            # Only running requests may keep a reset from succeeding.
             assert done or (scheduler.running and not keep) or cannot_reset
         elif how == "sleep":
             self._abort_all(not keep)
@@ -533,7 +532,7 @@ class Interleavings(RuleBasedStateMachine):
             self.aborted |= {r for r, request in self.requests.items() if not request.is_finished()}
 
     def _cannot_reset(self) -> bool:
-        """Copies that do not end keep their blocks, and so do sessions, so that vLLM raises."""
+        """Expect vLLM to raise, because copies that do not end, and sessions, keep their blocks."""
         broken = self.armed["offload_worker.submit_stores"] or self.armed["offload_worker.poll"]
         return bool(broken or self.live_sessions) or any(
             rank.copies.stuck for rank in self.engine.ranks
@@ -607,7 +606,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(stuck=st.booleans(), fails=st.booleans())
     def upset_directory(self, stuck: bool, fails: bool) -> None:
-        """Have a store not say what it has, or not be there."""
+        """Make a store not answer what it has, or be gone."""
         for tier in self.engine.offload.tiers.tiers.values():
             directory = getattr(tier, "_directory", None)
             if directory is None:
@@ -630,7 +629,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 1), stuck=st.booleans())
     def hang(self, rank: int, stuck: bool) -> None:
-        """Copies of a rank do not end while a drain waits for them, or do so again."""
+        """Make copies of a rank not end while a drain waits for them, or end again."""
         self.engine.ranks[rank % self.ranks].copies.stuck = stuck
 
     @rule(slots=st.integers(1, 64))
@@ -641,14 +640,14 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(slots=st.sampled_from((0, 2, 1000)))
     def narrow(self, slots: int) -> None:
-        """Have so many slots of stores be on their way at most."""
+        """Limit the slots of stores in flight."""
         armed, self.armed = self.armed, Counter()
         narrow(self.engine, slots)
         self.armed = armed
 
     @rule(computes=st.booleans())
     def prefer(self, computes: bool) -> None:
-        """Have hits computed or loaded, as the times that were measured could."""
+        """Make hits be computed or loaded, as measured times could."""
         teach(self.engine, 1e3 if computes else 1e12)
 
     @rule(rank=st.integers(0, 1), site=st.sampled_from(COPIES), times=st.integers(1, 2))
@@ -680,7 +679,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert token in engine.model.sampled[request_id, position], request_id
 
     def wake_tiers(self) -> None:
-        """Run until nothing is left to write: a pause of a tier could end at any moment."""
+        """Run until nothing is left to write, by ending all pauses of tiers."""
         tiers = self.engine.offload.tiers.tiers.values()
         pauses = [pause for tier in tiers for pause in (tier._reads, tier._writes)]
         for _ in range(20):
@@ -691,7 +690,7 @@ class Interleavings(RuleBasedStateMachine):
                 return
 
     def teardown(self) -> None:
-        with self.cleanup:  # also where something fails: other tests run in this process
+        with self.cleanup:  # also after a failure, because other tests run in this process
             if hasattr(self, "engine"):
                 self.come_to_rest()
 
@@ -707,7 +706,7 @@ class Interleavings(RuleBasedStateMachine):
                 tier.faults.clear()
         self.upset_directory(False, False)
         self.armed.clear()
-        self.narrow(1000)  # else what waits is stored slot by slot
+        self.narrow(1000)  # otherwise waiting blocks are stored slot by slot
         engine.core.resume_scheduler()
         engine.finish_steps()
         engine.abort(*self.live_sessions)
@@ -752,7 +751,7 @@ def _variants() -> list[type[Interleavings]]:
 
 @pytest.fixture
 def silent() -> Iterator[None]:
-    """Pytest would keep every record, with its traceback."""
+    """Keep logging quiet: pytest would keep every record, with its traceback."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""A router's KV hints: which actions are followed, and that nonsense changes nothing."""
+"""A router's KV hints: which actions are followed; malformed ones change nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def envelope(*actions: Any) -> dict[str, Any]:
 
 
 DYNAMO = {"execute_at": "request_completion", "include_current_request": True}
-"""What Dynamo's example policy adds to each payload, beside the hashes of the session's blocks."""
+"""What Dynamo's example policy adds to each payload, next to the session's block hashes."""
 
 
 @pytest.mark.parametrize(

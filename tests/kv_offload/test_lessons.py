@@ -1,4 +1,4 @@
-"""What `docs/design/lessons.md` tells, as far as no device and no engine is needed."""
+"""The lessons of `docs/design/lessons.md` that need no device and no engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held_view(arena: HostArena) -> NDArray[np.uint8]:
 
 
 def bare_view(arena: HostArena) -> NDArray[np.uint8]:
-    """Return the same bytes by their address alone, as a deleter that holds nothing would."""
+    """Return the same bytes by address alone, like a deleter that holds nothing."""
     memory = (ctypes.c_uint8 * arena.nbytes).from_address(arena.address)
     return np.ctypeslib.as_array(memory).reshape(arena.num_slots, arena.slot_bytes)
 

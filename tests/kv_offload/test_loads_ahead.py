@@ -1,9 +1,9 @@
-"""Loads that are copied while a step that was launched before them has not been computed.
+"""Loads that are copied while a step that was launched earlier has not been computed.
 
-The argument that this is safe stands in `kv_offload.engines.vllm.model.ordering`. `Lagging`
-computes each step as late as a device may and copies such loads at once, so a load into a block
-that a launched step touches gives wrong KV. Each rule of vLLM that the argument rests on is taken
-out once, and then the test fails.
+`kv_offload.engines.vllm.model.ordering` argues why this is safe. `Lagging` computes each step as
+late as a device may and copies such loads at once, so a load into a block that a launched step uses
+gives wrong KV. Each rule of vLLM on which the argument rests is removed once, and then the test
+fails.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def busy(engine: PlayedEngine, steps: int) -> None:
 
 
 def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int], set[int]]:
-    """End a request with a step of it in flight; others load into its blocks as soon as they can.
+    """End a request with one of its steps in flight; others load into its blocks at once.
 
-    Returns those of its blocks that were loaded, and those that were ahead of a launched step.
+    Return those of its blocks that were loaded, and those loaded ahead of a launched step.
     """
     store(engine, PROMPT)
     store(engine, PROMPT[4:], "second")
     owner = engine.add("owner", OTHER, max_tokens=20)
-    busy(engine, 7)  # at 8 a block is full, and a reset waits for the step that its store follows
+    busy(engine, 7)  # at 8 a block is full, and a reset waits for the step after which it is stored
     engine.schedule_all()
     engine.execute()
     owned = set(tables(engine, owner)[0])
@@ -106,7 +106,7 @@ def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(synchronous, how)
 def test_if_blocks_were_freed_at_once_a_launched_step_would_spoil_the_load(
     monkeypatch, synchronous
 ):
-    """The control: vLLM does not keep back what steps in flight use."""
+    """The control: vLLM does not hold back blocks that steps in flight use."""
     engine = make(synchronous_loads=synchronous)
 
     def end() -> None:
@@ -135,7 +135,7 @@ def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(monkeypatch):
 
 
 def leave_behind(engine: PlayedEngine) -> None:
-    """Decode through many windows, whose blocks others load into: few are free otherwise."""
+    """Decode through many windows, into whose blocks others load: few are free otherwise."""
     texts = [random.Random(seed).choices([0, 1], k=21) for seed in range(6)]
     for index, text in enumerate(texts):
         store(engine, text, f"stored {index}")
@@ -177,7 +177,7 @@ def test_if_windows_moved_on_with_the_plan_a_launched_step_would_read_what_is_lo
 
 
 def ask_beside_decodes(engine: PlayedEngine) -> None:
-    """Ask for a prompt that is in host memory, while another request decodes."""
+    """Request a prompt that is in host memory, while another request decodes."""
     store(engine, PROMPT)
     engine.add("decodes", OTHER, max_tokens=12)
     busy(engine, 4)

@@ -1,4 +1,4 @@
-"""Names and help of the metrics, and the figures that are counted under them."""
+"""Names and help texts of the metrics, and the figures counted under them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several MTP modules under vLLM's own scheduler: what their windows keep, and how hits end."""
+"""Several MTP modules with vLLM's own scheduler: what their windows keep, and how hits end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.played_engine import PlayedEngine
 
 MODULES = 4
 WINDOW = CacheGroup(1, 4, 5)
-"""A query reads one block of it, and vLLM keeps the tokens of one more for the modules."""
+"""A query reads one block of it, and vLLM keeps one block more of tokens for the modules."""
 LONG = [*PROMPT, *OTHER]
 
 

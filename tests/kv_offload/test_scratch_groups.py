@@ -1,8 +1,8 @@
-"""Groups of which a hit needs nothing, under vLLM's own scheduler.
+"""Groups of which a hit needs nothing, with vLLM's own scheduler.
 
-A ring has the tokens that are still to be compressed, and must have them when a step begins. So
-does a window of tokens that a latent will cover; vLLM gives its blocks to other requests, too. A
-window that is replayed is empty before the first token that its request has computed itself.
+A ring has the tokens not yet compressed, and must have them when a step begins. So does a window of
+tokens that a latent will cover, but vLLM gives its blocks to other requests, too. A window that is
+replayed is empty before the first token that its request has computed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[tuple[CacheGroup, ...], int]] = {
     ),
     "states": ((FULL, RING, CacheGroup(2, 4, 9), CacheGroup(3, 4, holds_state=True)), 58),
 }
-"""Groups, and how many blocks are too few for some requests."""
+"""Groups, and a number of blocks that is too small for some requests."""
 
 
 @both_ways
@@ -104,7 +104,7 @@ def test_tokens_of_complete_latents_are_neither_stored_nor_loaded():
 
 @both_ways
 def test_a_window_is_replayed_after_a_hit():
-    """vLLM computes the last window of a hit again, since no load brings it."""
+    """vLLM recomputes the last window of a hit, since no load brings it."""
     engine = store(PlayedEngine((FULL, REPLAY)), PROMPT)
     engine.add("b", [*PROMPT, *OTHER])
     while "b" not in engine.model.requests:
@@ -117,7 +117,7 @@ def test_a_window_is_replayed_after_a_hit():
 @both_ways
 @pytest.mark.parametrize("groups", [(FULL, RING), (FULL, REPLAY)], ids=["ring", "replay"])
 def test_a_hit_ends_before_the_last_block_of_a_prompt_that_fills_it(groups):
-    """Its last token alone could not be computed again: scratch lacks the tokens before it."""
+    """Its last token alone could not be recomputed: scratch lacks the tokens before it."""
     engine = store(PlayedEngine(groups), PROMPT)
     engine.serve("all of it", PROMPT[:20])
     assert engine.totals["hit_tokens"] == 16

@@ -1,8 +1,8 @@
-"""Sessions whose prompt grows, as vLLM's streaming input has them: one request of several parts.
+"""Sessions whose prompt grows, as in vLLM's streaming input: one request of several parts.
 
-A session keeps its blocks between two parts, and is not looked up again for a later one unless the
-model has states, or rings and drafts. Of an answer it keeps what was computed, which the last token
-mostly is not.
+A session keeps its blocks between two parts, and a later part is not looked up unless the model has
+states, or rings and drafts. The session keeps the computed part of an answer, usually all but the
+last token.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STATES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arguments", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("last", [0, 1])
 def test_states_are_those_of_what_a_session_keeps(arguments, last):
-    """Drafts and steps under way write states and rings after the token that ends an answer."""
+    """Drafts and steps in flight write states and rings after the token that ends an answer."""
     engine = PlayedEngine(**{"groups": (ATTENTION, STATE_OF_8), "blocks": 60, **arguments})
     for number in range(1, 7):
         parts = PROMPT[:13], [1, 0] * 7, [number % 2], [0, 1, 1]
@@ -85,7 +85,7 @@ def test_states_are_those_of_what_a_session_keeps(arguments, last):
 
 @both_ways
 def test_a_session_is_loaded_while_nothing_else_runs():
-    """Runner V1 does not look at who was preempted in a step without tokens, as before a load."""
+    """Runner V1 does not notice preemptions in a step without tokens, as before a load."""
     engine = store(PlayedEngine((FULL, STATE), blocks=60), PROMPT)
     engine.stream("session", (PROMPT[:5], 1), (PROMPT[5:], 3))
     engine.run()
@@ -95,7 +95,7 @@ def test_a_session_is_loaded_while_nothing_else_runs():
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, RING)], ids=["window", "ring"])
 def test_a_session_keeps_its_blocks_where_nothing_in_them_is_lost(groups):
-    """Without drafts, a step under way writes nothing into a ring that is still needed."""
+    """Without drafts, a step in flight does not overwrite needed parts of a ring."""
     engine = PlayedEngine(groups, blocks=60, async_scheduling=True)
     engine.stream("session", (PROMPT[:5], 1), (PROMPT[5:], 8))
     while engine.scheduler.has_requests():
@@ -106,7 +106,7 @@ def test_a_session_keeps_its_blocks_where_nothing_in_them_is_lost(groups):
 
 @pytest.mark.parametrize("ends", ["while it waits", "after its last part"])
 def test_a_session_has_given_its_blocks_back_until_it_is_scheduled_or_ends(ends):
-    """The next of its name is another one."""
+    """The next session of its name is a different one."""
     engine = PlayedEngine((FULL, STATE), blocks=60)
     session = engine.stream("session", (PROMPT[:5], 1), (PROMPT[5:], 8))
     restarted = engine.connector.restarted_sessions
@@ -141,7 +141,7 @@ def test_a_session_waits_to_be_looked_up_while_nothing_else_runs(monkeypatch):
 @both_ways
 @pytest.mark.parametrize("blocks", [18, 19])
 def test_a_session_without_blocks_does_not_hold_up_a_loaded_prompt(monkeypatch, blocks):
-    """vLLM goes on with requests that have blocks, up to the first without room.
+    """vLLM goes through requests that have blocks, up to the first without room.
 
     Another connector may have loaded the prompt, for which the plugin makes no room.
     """
@@ -162,7 +162,7 @@ def test_a_session_without_blocks_does_not_hold_up_a_loaded_prompt(monkeypatch, 
 
 
 def test_a_session_that_was_preempted_is_loaded_with_its_new_part():
-    """Runner V1 gets the whole prompt of a request, unless it continues after a preemption."""
+    """Runner V1 gets the whole prompt of a request, unless it resumes after a preemption."""
     engine = PlayedEngine((FULL, STATE), blocks=60)
     parts = (PROMPT[:5], 6), (PROMPT, 2)
     engine.stream("stored", *parts)
@@ -180,7 +180,7 @@ def test_a_session_that_was_preempted_is_loaded_with_its_new_part():
 @both_kinds
 @pytest.mark.parametrize("number", range(1, 8))
 def test_nobody_gets_the_kv_of_what_came_in_place_of_a_dropped_token(number, drafts):
-    """The token may fill a block, which may be known by it; and drafts may be behind it."""
+    """The token may fill a block, which may be named by it; and drafts may follow it."""
     engine = PlayedEngine(drafts=drafts, blocks=60)
     prompt = [1, 0, 1, 1, 0]
     (dropped,) = engine.serve("answer", prompt, number) and engine.answers["answer"][-1:]

@@ -1,8 +1,8 @@
-"""States under vLLM's own scheduler while drafts are accepted and rejected, and ranks split blocks.
+"""States with vLLM's own scheduler while drafts are accepted and rejected, and ranks split blocks.
 
-The model keeps states where vLLM's runners do: with drafts one after each of them, in blocks of
-their own, and moves the one at a block's end there once it is known which drafts stay. Every state
-that a step begins with is checked, and every state in host memory.
+The model keeps states where vLLM's runners do. With drafts it keeps one after each of them, in
+separate blocks, and moves the one at a block's end there once it is known which drafts are
+accepted. Every state with which a step begins is checked, and every state in host memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_drafts_of_a_head(head, checkpoints):
 
 
 def test_a_state_waits_for_no_proof_of_a_head_that_may_be_any_groups():
-    """A prompt has one state, so there is none after it that could prove it."""
+    """A prompt has one state, so no later state can prove it."""
     engine = HeadEngine((FULL, STATE))
     store(engine, PROMPT).serve("again", PROMPT)
     assert states_in(engine) == 1
@@ -93,7 +93,7 @@ def test_states_in_other_places(async_scheduling, arguments):
 
 
 def test_blocks_for_drafts_that_a_prompt_passes_hold_no_state():
-    """In 0.31 they would get names where a state within the prompt is kept."""
+    """In 0.31 they would get names if a state within the prompt is kept."""
     engine = PlayedEngine((FULL, STATE), drafts=2, checkpoints=1)
     engine.add("a", OTHER[:10], max_tokens=1)
     engine.serve("b", PROMPT[:20])

@@ -1,8 +1,8 @@
-"""Blocks that vLLM names before they are computed, and that then nobody computes.
+"""Blocks that vLLM names before they are computed, and that are then never computed.
 
-Such a block is freed with its name where a request is preempted in the step that scheduled it, and
-where an error cuts a step short and the user of an engine in his own process goes on. A diffusion
-model may read a canvas whose KV it never writes.
+Such a block is freed with its name if a request is preempted in the step that scheduled it, or if
+an error cuts a step short and the user of an in-process engine continues. A diffusion model may
+read a canvas whose KV it never writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 LONG = [*PROMPT, *OTHER][:36]
 FULL_CACHE = [((FULL,), 11), ((FULL, WINDOW), 18), ((FULL, STATE), 15)]
-"""Cache groups, and with how many blocks the third step finds no free one."""
+"""Cache groups, and the number of blocks with which the third step finds none free."""
 
 
 def preempt_what_the_step_has_scheduled(
@@ -69,7 +69,7 @@ def test_a_block_that_a_preempted_request_never_computed_is_not_served(
 
 @pytest.mark.parametrize(("groups", "blocks"), FULL_CACHE[:2], ids=["full", "window"])
 def test_without_the_mend_vllm_serves_what_lay_there_before(monkeypatch, groups, blocks):
-    """The control. With states the request's next look-up ends before these blocks."""
+    """The control. With states the request's next lookup ends before these blocks."""
     monkeypatch.setattr(
         "kv_offload.engines.vllm.patches.vllm_workarounds._hashed_uncomputed", lambda *_: iter(())
     )
@@ -78,7 +78,7 @@ def test_without_the_mend_vllm_serves_what_lay_there_before(monkeypatch, groups,
 
 
 def cut_a_step_short(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have an error end the step that computes `PROMPT`; its user aborts the request."""
+    """End the step that computes `PROMPT` with an error; the user then aborts the request."""
     engine.model.may_lose_kv = True
     engine.add("cut short", PROMPT)
     engine.schedule()
@@ -91,7 +91,7 @@ def cut_a_step_short(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> N
 
 @both_ways
 def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_compute(monkeypatch):
-    """vLLM serves these blocks to the next request; it ends before a token of it is given out."""
+    """vLLM serves these blocks to the next request, which ends before it returns a token."""
     engine = PlayedEngine()
     cut_a_step_short(engine, monkeypatch)
     engine.serve("next", PROMPT)
@@ -106,7 +106,7 @@ def test_after_a_step_that_was_cut_short_nobody_is_served_what_it_did_not_comput
 
 @both_ways
 def test_what_a_step_that_was_cut_short_left_behind_is_forgotten_before_somebody_asks(monkeypatch):
-    """The aborted request is gone when the next step tells of it; its blocks still have names."""
+    """The aborted request is gone when the next step reports it; its blocks still have names."""
     engine = PlayedEngine()
     cut_a_step_short(engine, monkeypatch)
     engine.step()
@@ -128,7 +128,7 @@ def test_where_the_engine_was_reset_after_a_step_that_was_cut_short_nobody_ends(
 
 
 def test_a_step_that_was_cut_short_while_others_run_ends_these(monkeypatch):
-    """What they computed in that step is missing, and of what they had before nobody can tell."""
+    """Their results of that step are missing, and nothing shows what they had before."""
     engine = PlayedEngine()
     engine.add("runs", OTHER, max_tokens=20)
     engine.step(3, copies=True)
@@ -147,7 +147,7 @@ CANVAS = 8
 
 
 class PlayedDiffusion(PlayedModel):
-    """Says what a canvas is in the one step that reads it, and writes no KV of it."""
+    """Returns a canvas in the one step that reads it, and writes no KV of it."""
 
     def forward_request(self, request_id: str, computed: int, output: Any, draft: Draft) -> Tokens:
         tokens = self.requests[request_id].tokens
@@ -163,7 +163,7 @@ class PlayedDiffusion(PlayedModel):
 
 class DiffusionEngine(PlayedEngine):
     def check_answer(self, request_id: str) -> None:
-        """Another model answers."""
+        """Do nothing: another model answers."""
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_canvas_that_is_only_read():
 
 @pytest.mark.usefixtures("diffusion")
 def test_with_asynchronous_scheduling_vllm_names_what_was_only_read(monkeypatch):
-    """The control. Once it holds no more, diffusion models can be served without the setting."""
+    """The control. If it no longer holds, diffusion models can be served without the setting."""
     monkeypatch.setattr(
         "kv_offload.engines.vllm.start.support._engine_problems", lambda *_: iter(())
     )

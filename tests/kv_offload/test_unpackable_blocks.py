@@ -1,4 +1,4 @@
-"""Blocks that do not fit packed slots: their slots hold garbage, and nobody may hear of them."""
+"""Blocks that do not fit packed slots: their slots hold garbage and must never be announced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 def serve_again(engine: PlayedEngine) -> None:
-    """Serve `PROMPT` from host memory, as far as that has it, to the end; check the answer."""
+    """Serve `PROMPT`, as far as possible from host memory, to the end; check the answer."""
     assert engine.reset()
     engine.totals.clear()
     engine.serve("again", PROMPT)
@@ -50,7 +50,7 @@ def test_a_block_that_some_rank_refuses_is_served_by_none(synchronous_loads, ref
 @both_ways
 @pytest.mark.parametrize("budget", [64, 4], ids=["at once", "block by block"])
 def test_a_block_that_was_refused_is_tried_again_once_host_memory_is_emptied(budget):
-    """What follows in its prompt is stored; `budget` is how many tokens a step computes."""
+    """The rest of its prompt is stored; `budget` is the number of tokens that a step computes."""
     engine = PlayedEngine(max_num_batched_tokens=budget)
     copies = engine.ranks[0].copies
     copies.unpackable = range(40)
@@ -107,10 +107,10 @@ def test_rows_that_ranks_refuse_add_up_and_are_heard_of_again_in_vain():
 
 
 def test_where_too_many_blocks_are_refused_stores_are_paused(monkeypatch, caplog):
-    """It is said once, what is there is served, and who resumes them has it tried anew."""
+    """This is logged once, stored blocks are served, and resuming stores tries it again."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 8)
     engine = PlayedEngine(max_num_batched_tokens=64)
-    # The first engine of a process hands the plugin's log to vLLM's.
+    # The first engine of a process connects the plugin's log to vLLM's.
     monkeypatch.setattr(logging.getLogger("kv_offload"), "propagate", True)
     engine.serve("a", PROMPT, 1)
     copies = engine.ranks[0].copies
@@ -147,7 +147,7 @@ def test_few_refused_blocks_pause_nothing(monkeypatch, refused):
 
 
 def make_refusing(monkeypatch: pytest.MonkeyPatch) -> PlayedEngine:
-    """Return an engine that paused stores, since none of its blocks fitted; from now on all do."""
+    """Return an engine that paused stores because none of its blocks fitted; from now on all do."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 5)
     engine = PlayedEngine(max_num_batched_tokens=64)
     copies = engine.ranks[0].copies
@@ -159,7 +159,7 @@ def make_refusing(monkeypatch: pytest.MonkeyPatch) -> PlayedEngine:
 
 
 def give_weights(engine: PlayedEngine) -> None:
-    """Have the model given weights as a trainer does, and the prefix cache reset."""
+    """Give the model weights as a trainer does, and reset the prefix cache."""
     engine.core.collective_rpc("update_weights")
     assert engine.reset()
 
@@ -198,7 +198,7 @@ def test_new_weights_do_not_inherit_what_was_counted(monkeypatch):
 
 @both_ways
 def test_a_pause_between_new_weights_and_the_reset_ends_with_the_reset(monkeypatch):
-    """Until the reset the engine's own cache serves blocks of the old weights."""
+    """Until the reset, the engine's own cache serves blocks of the old weights."""
     engine = make_refusing(monkeypatch)
     engine.change_weights = lambda: None  # type: ignore[method-assign]
     engine.core.collective_rpc("update_weights")
@@ -246,7 +246,7 @@ def test_new_weights_do_not_end_a_pause_of_an_operator(monkeypatch, when):
 
 @both_ways
 def test_many_good_blocks_do_not_put_a_pause_off(monkeypatch):
-    """The share is of the recent blocks: here of some twenty, though two hundred were stored."""
+    """The share is of recent blocks: here about twenty, although two hundred were stored."""
     monkeypatch.setattr(refusals, "TRIED_BLOCKS", 10)
     monkeypatch.setattr(refusals, "RECENT_BLOCKS", 20)
     monkeypatch.setattr(refusals, "MAX_SHARE", 0.2)
