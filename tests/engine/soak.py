@@ -2,9 +2,8 @@
 
 usage: python -m tests.engine.soak MODELS_FOLDER SECONDS SEED ARGUMENTS_AS_JSON
 
-`test_soak.py` calls `soak` on the CPU engine; `tests/gpu/test_soak.py` runs this module on a GPU,
-in a process of its own. A seed replays the same
-decisions, though not the same timing.
+`test_soak.py` calls `soak` on the CPU engine; `tests/gpu/test_soak.py` runs this module on a GPU in
+a separate process. A seed replays the same decisions, though not the same timing.
 """
 
 from __future__ import annotations

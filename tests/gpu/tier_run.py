@@ -1,13 +1,12 @@
-"""Run by `test_tiers.py` in processes of their own: engines on a GPU with a tier.
+"""Run by `test_tiers.py` in separate processes: engines on a GPU with a tier.
 
 usage: python -m tests.gpu.tier_run write MODELS_FOLDER PLUGIN_AS_JSON READY
        python -m tests.gpu.tier_run serve MODELS_FOLDER PLUGIN_AS_JSON
        python -m tests.gpu.tier_run join MODELS_FOLDER PLUGIN_AS_JSON
 
-`write` answers the prompts of `engine_run`, and once the tier has all of them it names in the file
-READY how many blocks that are, and waits to be killed. `serve` answers them with what the tier has,
-and `join` with what another engine of its host pool has; both print what was seen as one line of
-JSON.
+`write` answers the prompts of `engine_run`. Once the tier has all of them, it writes the number of
+their blocks to the file READY, and waits to be killed. `serve` answers the prompts from the tier,
+and `join` from another engine of its host pool; both print the result as one line of JSON.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class RestlessError(AssertionError):
 class PlayedEngine:
     """An engine core in pieces: `schedule`, `execute` and `process` are called by the test.
 
-    `execute` runs the oldest scheduled step on all ranks, `process` hands the oldest executed one
-    back to the scheduler. With asynchronous scheduling two steps may be under way.
+    `execute` runs the oldest scheduled step on all ranks, `process` passes the oldest executed one
+    back to the scheduler. With asynchronous scheduling two steps may be in flight.
     """
 
     beside = False
