@@ -31,7 +31,7 @@ LEAVES = frozenset(
 """Modules at the top of `kv_offload`, which every room may import; `""` is the package itself."""
 
 ALLOWED = {
-    "cache": LEAVES,
+    "cache": LEAVES | {"kv_swap"},
     "scheduler": LEAVES | {"cache", "simulation", "tiers"},
     "tiers": LEAVES | {"cache", "scheduler"},
     "simulation": LEAVES | {"cache"},

@@ -38,6 +38,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from kv_swap.locks import lock
 from numpy.typing import NDArray
 
 from kv_offload.cache.key_index import (
@@ -49,7 +50,6 @@ from kv_offload.cache.key_index import (
     Names,
     same_words,
 )
-from kv_offload.cache.seats import lock
 from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
 
 DIRECTORY = "directory"

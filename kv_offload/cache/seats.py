@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import time
 from pathlib import Path
+
+from kv_swap.locks import lock
 
 SEAT = re.compile(r"seat-(\d+)")
 
@@ -39,20 +39,3 @@ def lock_file(path: Path, *, creates: bool = True) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def lock(fd: int, timeout_seconds: float = 0.0) -> bool:
-    """Lock an open file until it is closed, or this process ends; False if another process has it.
-
-    Blocks until the timeout: an engine that is ending closes its files after its ranks have ended.
-    """
-    until = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.02)
-        else:
-            return True

@@ -11,13 +11,14 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from kv_swap.locks import lock
+
 from kv_offload.cache.disk_index.contents import (
     DamagedIndexError,
     DiskContents,
     read_contents,
     write_new,
 )
-from kv_offload.cache.seats import lock
 from kv_offload.errors import ConfigError
 
 LOCK_SECONDS = 1.0

@@ -15,10 +15,10 @@ import mmap
 import os
 import struct
 import time
-import weakref
 from pathlib import Path
 
 from kv_swap.errors import PinnedMemoryError
+from kv_swap.locks import keep_from_children
 from kv_swap.memory.mapping import (
     MADV_POPULATE_READ,
     MADV_POPULATE_WRITE,
@@ -69,21 +69,6 @@ def _control(fd: int, command: int, kind: int, start: int, length: int) -> tuple
     return _FLOCK.unpack(fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)))
 
 
-_MAPPINGS: weakref.WeakSet[ReadMapping] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    """Close what a forked child has of these mappings: descriptors, but not the memory itself.
-
-    They would keep the memory of a removed arena, and the lock, as long as the child lives.
-    """
-    for mapping in _MAPPINGS:
-        mapping._held.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
 class Readers:
     """The processes that read arenas of a folder, whose removed arenas still have their memory."""
 
@@ -128,15 +113,16 @@ class ReadMapping(Mapping):
         with contextlib.ExitStack() as stack:
             folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
             stack.callback(os.close, folder)
+            keep_from_children(folder)
             _control(folder, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, os.getpid(), 1)
             self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
             stack.callback(os.close, self._fd)
+            keep_from_children(self._fd)
             size = os.fstat(self._fd).st_size
             if size < whole_pages(nbytes):
                 raise PinnedMemoryError(f"it has {size} bytes, and {nbytes} are wanted")
             super().__init__(nbytes, fd=self._fd, address=address)
             self._held = stack.pop_all()
-        _MAPPINGS.add(self)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Fault the pages of a range in; releases the GIL.

@@ -24,6 +24,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from kv_swap.errors import TierError, explain
+from kv_swap.locks import lock
 from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.record import FORMAT, PAGE_BYTES
 from kv_swap.tiers.region import FIRST_REGION_BYTES, FileDescription, read_region
@@ -174,19 +175,11 @@ def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
     """Lock the file until its descriptor is closed, at the latest when the process ends."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise TierError(f"{path} is not a regular file; name a file in a folder of a disk")
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() < deadline:
-                time.sleep(_RETRY_SECONDS)
-                continue
-            raise TierError(
-                f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` "
-                f"names its process: end that, or name another file"
-            ) from error
-        return
+    if not lock(fd, timeout_seconds):
+        raise TierError(
+            f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` "
+            f"names its process: end that, or name another file"
+        )
 
 
 def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescription, str]:
