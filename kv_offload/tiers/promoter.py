@@ -109,7 +109,7 @@ class Promoter:
             if wait.is_ahead and not is_ahead:
                 wait.is_ahead = False
                 wait.asked &= now - wait.looked < KNOWN_SECONDS  # else the answer has expired
-            is_reading = self._is_reading(wait)
+            is_reading = self._is_reading(tracked, wait, start_tokens)
             self._begin_patience(wait, now)
             if wait.is_stale:
                 tracked.hit = None  # it lacks the blocks that have arrived
@@ -152,11 +152,14 @@ class Promoter:
             twice = MAX_WAIT_SECONDS if computed is None else 2 * computed
             wait.until = now + min(MAX_WAIT_SECONDS, max(MIN_WAIT_SECONDS, twice))
 
-    def _is_reading(self, wait: Wait) -> bool:
-        """Return whether the read for a request is running; drop it when it has ended."""
-        read = wait.read
-        if read is None or not all(transfer.has_ended for transfer in read.transfers):
-            return read is not None
+    def _is_reading(self, tracked: TrackedRequest, wait: Wait, start_tokens: int) -> bool:
+        """Return whether the read for a request runs and is needed; forget it if not."""
+        read, hashes = wait.read, tracked.request.block_hashes
+        if read is None or not self._search.exceeds_engine(hashes, start_tokens, read.end_tokens):
+            wait.read = None
+            return False
+        if not all(transfer.has_ended for transfer in read.transfers):
+            return True
         if any(one.failed_rows and not self._tiers[one.tier].is_shared for one in read.transfers):
             wait.asked = False  # a shared tier may have the blocks that this one has lost
         wait.read, wait.is_stale = None, True

@@ -27,7 +27,7 @@ class Search:
     """
 
     def __init__(self, core: Core, tiers: Mapping[str, Tier], reads: Reads) -> None:
-        self._prefixes, self._host = core.prefixes, core.manager
+        self._prefixes, self._host, self._pool = core.prefixes, core.manager, core.engine.pool
         self._subscribers, self._slot_bytes = core.subscribers, core.slots.slot_bytes
         self._lookups, self._costs = core.lookups, core.costs
         self._tiers, self._reads = tiers, reads
@@ -70,6 +70,19 @@ class Search:
         parts = [(first, transfer) for first, transfer in read.parts if first < read_end]
         return Read(start, read_end, end, min(read.host_tokens, read_end), parts)
 
+    def exceeds_engine(self, hashes: Sequence[bytes], start: int, end: int) -> bool:
+        """Return whether a prefix up to `end` is longer than the engine's own hit.
+
+        That has whole blocks up to `start`. It goes on to `end` if the engine has the states there.
+        """
+        prefixes = self._prefixes
+        if not (prefixes.tail_tokens and start == prefixes.align(end) < end):
+            return end > start
+        states = [group for group in prefixes.stored_groups if group.holds_state]
+        (key,) = prefixes.tail_keys(hashes, states[0], end)
+        ids = [group.group_id for group in states]
+        return not self._pool.get_cached_block(prefixes.hash_of(states[0], key), ids)
+
     def _has_more(
         self, hashes: Sequence[bytes], end: int, limit: int, tiers: Sequence[Tier]
     ) -> bool:
@@ -89,6 +102,8 @@ class Search:
         prefixes, hashes, start = self._prefixes, request.block_hashes, known.end_tokens
         readable = partial(self._readable, tiers)
         end, full = prefixes.longest_hits(hashes, readable, start, limit)
+        if not self.exceeds_engine(hashes, known.start_tokens, end):
+            return None
         keys = prefixes.needed_keys(hashes, start, end) if end > start else []
         host_slots = self._host.find(keys)
         absent = self._host.lacks(keys)

@@ -321,6 +321,22 @@ def test_a_shorter_request_does_not_wait_for_a_tail_that_is_read(tmp_path: Path)
     engine.connector.shutdown()
 
 
+def test_a_tail_that_the_engine_has_itself_is_not_waited_for(tmp_path: Path):
+    """vLLM asks what follows the whole blocks of its own hit, and uses the longer one."""
+    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
+    engine = engine_of(plugin={"disk": disk})
+    engine.serve("stored", PROMPT, 1)
+    engine.offload.manager.reset()
+    (tier,) = engine.ranks[0].tiers
+    tier.stuck = True
+    request = engine.add("again", PROMPT)
+    engine.step()
+    assert request.num_computed_tokens == len(PROMPT)
+    tier.stuck = False
+    engine.rest()
+    engine.connector.shutdown()
+
+
 @pytest.mark.parametrize(
     ("groups", "arguments"),
     [

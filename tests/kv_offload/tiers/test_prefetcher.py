@@ -14,6 +14,7 @@ from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
 from kv_offload.tiers.directory import PATIENCE_SECONDS
 from kv_offload.tiers.remote import KNOWN_SECONDS, RecentKeys, RemoteTier
 from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
+from tests.support.played_cases import FULL, STATE
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.engine
@@ -174,6 +175,18 @@ def test_what_the_engine_has_itself_and_what_is_not_wanted_is_not_read(make):
     engine.add("not wanted", PROMPTS[2], 1, extra_args={"kv_transfer_params": params})
     engine.step(6, copies=True)
     assert engine.read == 0
+
+
+def test_what_the_engine_has_itself_is_not_waited_for(make):
+    """How much it has of a hybrid model's prompts is hard to tell ahead, so they are read."""
+    engine = has_itself(make(blocks=80, groups=(FULL, STATE)))
+    engine.tier.stuck = True
+    engine.add("in the GPU's cache", PROMPTS[1], 1)
+    engine.step(6, copies=True)
+    assert engine.totals["prefetched_slots"] > 0
+    engine.abort("busy")
+    engine.step(4, copies=True)
+    assert "in the GPU's cache" in engine.answers
 
 
 def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make):
