@@ -6,15 +6,19 @@ import argparse
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from kv_offload.config import DEFAULT, EXTRA_CONFIG, FILE_KEY, SCHEMA, ResolvedConfig, trace_config
-from kv_offload.config.checks import check_sizes
+from kv_offload.config.checks import check_disk, check_recording, check_sizes
 from kv_offload.config.schema import as_yaml
 from kv_offload.config.sizes import format_size
 from kv_offload.engines.vllm import CONNECTOR
+from kv_offload.errors import KVOffloadError, Problems
 from kv_offload.tools.arguments import add_file
 from kv_offload.tools.output import Report
+from kv_offload.worker.pool import check_pool_folder
+from kv_offload.worker.remote import check_usable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check a configuration, print every effective value with its source, and\n"
         "print the argument that gives it to vLLM. The exit status is 2 if the file is\n"
-        "wrong, else 0."
+        "wrong, else 0; a folder that no engine could use here is a warning."
     )
     parser.epilog = f"keys:\n{keys}"
     parser.add_argument(
@@ -43,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> Report:
     traced = trace_config({}, file=arguments.file)
     check_sizes(traced)
-    for warning in traced.warnings:
+    warnings = [*traced.warnings, *_check_folders(traced)]
+    for warning in warnings:
         print(f"kv-offload: warning: {warning}", file=sys.stderr)
     argument = _vllm_argument(traced)
     data = {
@@ -56,10 +61,31 @@ def _run(arguments: argparse.Namespace) -> Report:
             }
             for name, given in traced.given.items()
         },
-        "warnings": traced.warnings,
+        "warnings": warnings,
         "argument": json.loads(argument),
     }
     return Report(data, argument if arguments.argument else _describe(traced, argument))
+
+
+def _check_folders(traced: ResolvedConfig) -> tuple[str, ...]:
+    """Return why no engine could use the folders here; the file may be for another machine."""
+    config, problems = traced.config, Problems()
+    with problems:
+        check_disk(traced)
+    with problems:
+        if config.remote is not None:
+            check_usable(config.remote)
+    with problems:
+        if config.host_pool is not None:
+            check_pool_folder(config.host_pool_path)
+    with problems:
+        if config.record_trace is not None:
+            check_recording(Path(config.record_trace))
+    try:
+        problems.raise_all()
+    except KVOffloadError as error:
+        return error.args
+    return ()
 
 
 def _effective(traced: ResolvedConfig, name: str) -> Any:

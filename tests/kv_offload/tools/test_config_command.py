@@ -63,6 +63,23 @@ def test_a_variable_that_is_not_read_is_a_warning(command, monkeypatch):
     assert output.err.count("\n") == 1
 
 
+def test_folders_that_no_engine_could_use_here_are_warnings(tmp_path, command):
+    """The file may be meant for another machine."""
+    missing = tmp_path / "missing"
+    (tmp_path / "kv.yaml").write_text(
+        f"cpu_bytes: 2MiB\nhost_pool: chat\nhost_pool_path: {missing}\n"
+        f"disk: {{path: {missing}/kv, bytes: 2MiB}}\n"
+        f"remote: {{kind: folder, path: {missing}, bytes: 2MiB}}\n"
+        f"record_trace: {missing}/trace.jsonl\n"
+    )
+    output = command("config", "kv.yaml")
+    assert output.status == 0
+    warned = [line.split(": ")[2] for line in output.err.splitlines()]
+    assert warned == ["disk.path", "remote.path", "host_pool_path", "record_trace"]
+    missing.mkdir()
+    assert "disk.path" not in command("config", "kv.yaml").err
+
+
 def test_the_documented_run_is_real(tmp_path, command, monkeypatch):
     machine = HostMemory(64 << 30, "/proc/meminfo")
     monkeypatch.setattr("kv_offload.config.trace.read_host_memory", lambda: machine)
