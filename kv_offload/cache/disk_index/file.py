@@ -36,7 +36,7 @@ def lock_index(path: Path) -> int:
     Raises `ConfigError` if another engine holds the lock.
     """
     file = lock_file(path)
-    descriptor = os.open(file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if lock(descriptor, LOCK_SECONDS):
         return descriptor
     os.close(descriptor)

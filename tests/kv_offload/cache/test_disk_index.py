@@ -476,7 +476,7 @@ def test_a_folder_or_file_of_another_user_is_refused():
             mine.put(keys(1), slots(1))
         assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
         for file in path.parent.iterdir():
-            file.chmod(0o644)
+            file.chmod(0o666)
         for mode in (0o700, 0o755):
             path.parent.chmod(mode)
             os.seteuid(65534)
