@@ -1,7 +1,7 @@
 """Actions that a front end runs in the engine core, through vLLM's own `collective_rpc`.
 
-The method name is one that no worker has; `patches.weights.watch_call` intercepts it. Every
-data-parallel replica that the front end serves gets the call.
+No worker has a method with the action's name: `patches.weights.watch_call` intercepts the call.
+Every data-parallel replica of the front end receives it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The connector class that vLLM builds, in the scheduler's process and in each rank's."""
+"""The connector class, which vLLM builds in the scheduler's process and in each rank's."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# A MultiConnector looks up a member's stats by this name, even if the member was configured by the
-# path of this module.
+# A MultiConnector looks up a member's stats by the registered name, even if the member was
+# configured by the path of this module.
 register()
 
 
 class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     """Keeps computed KV blocks in host memory and loads them for later requests.
 
-    Raises `ConfigError`, `CapacityError` or `UnsupportedError` at start; after that, no error in it
-    ends the engine.
+    Raises `ConfigError`, `CapacityError` or `UnsupportedError` at start. Later errors do not end
+    the engine.
     """
 
     _cache_hit_source = host_hit_source()
@@ -43,7 +43,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         engine = Engine(vllm_config, kv_cache_config)
         self._is_member = bool(engine.enclosing)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
-        # One of the two stays None; vLLM calls each hook only on the half that it belongs to.
+        # One of the two stays None: vLLM calls each hook only on its own half.
         self.offload_scheduler = None  # type: ignore[assignment]
         self.offload_worker = None  # type: ignore[assignment]
         if role == KVConnectorRole.SCHEDULER:
@@ -63,7 +63,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         counted = scheduler.take_stats(errors)
         if counted is not None and counted.data.get("hit_tokens"):
             self._first_hits.loaded()
-        # Poll the local rank, because there may be no further step to report its figures.
+        # Poll the local rank: there might be no further step to report its figures.
         rank = self._local_rank()
         moved = None if rank is None else rank.take_stats()
         if counted is None or moved is None:
@@ -80,8 +80,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the KV cache order that is fastest to copy, if vLLM supports it for this model.
 
-        None for a member: a MultiConnector refuses to start if two members ask for different
-        orders.
+        None for a member: a MultiConnector fails to start if its members request different orders.
         """
         return None if is_asked_of_member() else wanted_layout(vllm_config)
 

@@ -1,7 +1,7 @@
 """Routes on vLLM's API server for operators: empty host memory, pause and resume stores.
 
-vLLM loads this endpoint plugin only if `VLLM_PLUGINS` names it. It protects paths below `/v1` with
-`--api-key`; without a key these routes refuse all calls.
+vLLM loads this endpoint plugin only if `VLLM_PLUGINS` names it. The server's `--api-key` protects
+paths below `/v1`; without a key these routes refuse all calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX = "/v1/kv-offload"
 
 
 class ControlRoutes:
-    """The interface that vLLM expects of an endpoint plugin."""
+    """vLLM's interface of an endpoint plugin."""
 
     name = "kv_offload_control"
     required_tasks = None
@@ -35,7 +35,7 @@ class ControlRoutes:
             app.add_api_route(f"{PREFIX}/{path}", route, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Store the engine for the routes, but only if calls to them need a key."""
+        """Give the routes the engine, but only if calling them requires a key."""
         has_key = any(args.api_key or [os.environ.get("VLLM_API_KEY")])
         state.kv_offload_engine = engine_client if has_key else None
 
@@ -52,7 +52,7 @@ def _engine(request: Request) -> Any:
 
 
 async def empty(request: Request) -> dict[str, str]:
-    """Empty host memory, and the engine's own cache unless requests use it."""
+    """Empty host memory, and also the engine's own cache unless requests use it."""
     whole = await _engine(request).reset_prefix_cache(reset_connector=True)
     return {"host_memory": "empty", "engine_cache": "empty" if whole else "in use"}
 

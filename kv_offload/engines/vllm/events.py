@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MEDIA = {"": "CPU", "disk": "STORAGE"}
-"""vLLM's own names, by tier; routers may mistake an unknown name for the GPU."""
+"""vLLM's names by tier. Routers may mistake an unknown name for the GPU."""
 
 Description: TypeAlias = tuple[int | None, str | None, tuple[Any, ...] | None]
-"""Id and name of the LoRA adapter, and the other extra keys in the block's hash."""
+"""The LoRA adapter's id and name, and the block hash's other extra keys."""
 
 NOTHING: Description = (None, None, None)
 
@@ -35,10 +35,7 @@ def events_are_on(vllm_config: VllmConfig) -> bool:
 def describe_blocks(
     request: Request, first_token: int, end_token: int, block_tokens: int
 ) -> list[Description] | None:
-    """Return by block what its hash covers beyond the tokens; None if nothing.
-
-    See `Describe`.
-    """
+    """Return, per block, what its hash covers besides tokens; None if nothing. See `Describe`."""
     lora = request.lora_request
     embeds = getattr(request, "prompt_embeds", None)
     if lora is None and not request.mm_features and not request.cache_salt and embeds is None:
@@ -58,7 +55,7 @@ class EventMaker:
     """Turns announcements into vLLM's events."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
-        # By cache group: the fields that all events of its layers share.
+        # Event fields that describe the layers, by cache group.
         self._kinds = [_kind_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
 
     def make(self, announcements: Iterable[Announcement]) -> list[KVCacheEvent]:
@@ -77,7 +74,7 @@ class EventMaker:
             block_hashes=_external(blocks.hashes),
             parent_block_hash=None if parent is None else _external([parent])[0],
             token_ids=blocks.tokens,
-            # vLLM's own events for blocks without tokens have 0, and routers rely on that.
+            # 0 for blocks without tokens, as in vLLM's own events: routers rely on that.
             block_size=group.block_tokens if blocks.tokens else 0,
             lora_id=lora_id,
             lora_name=lora_name,
@@ -109,7 +106,7 @@ def _kind_of(spec: Any) -> dict[str, Any]:
 
 
 def _external(hashes: Sequence[bytes]) -> list[Any]:
-    """Return hashes as vLLM publishes them: bytes, or integers if its environment says so."""
+    """Return hashes as vLLM publishes them: as bytes, or as integers if its environment says so."""
     convert = kv_cache_utils.maybe_convert_block_hash
     return [convert(block_hash) for block_hash in hashes]
 

@@ -1,4 +1,4 @@
-"""Finds objects that nothing refers to: vLLM's callers of the plugin, our connector in vLLM."""
+"""Finds objects that vLLM does not pass: the plugin's callers, and our connector in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_offload.messages import OffloadWorkerMetadata
 
 
 def callers(name: str = "self") -> Iterator[Any]:
-    """Yield the local variable `name` of the caller and of its callers, innermost first."""
+    """Yield the local variable `name` of each frame on the call stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_locals.get(name)
@@ -19,7 +19,7 @@ def callers(name: str = "self") -> Iterator[Any]:
 
 
 def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[Any]:
-    """Yield our connectors with this half: the engine's own, or a MultiConnector's members."""
+    """Yield our connectors with this half: `connector` itself, or members of a MultiConnector."""
     if getattr(connector, half, None) is not None:
         yield connector
     for member in getattr(connector, "_connectors", ()):
@@ -27,13 +27,13 @@ def connectors_in(connector: Any, half: str = "offload_scheduler") -> Iterator[A
 
 
 def connector_of(core: Any) -> Any | None:
-    """Return our connector in vLLM's engine core; None without it, or during its construction."""
+    """Return our connector in vLLM's engine core; None if there is none, or none yet."""
     scheduler = getattr(core, "scheduler", None)
     return None if scheduler is None else next(connectors_in(scheduler.get_kv_connector()), None)
 
 
 class EngineState:
-    """Tells whether the engine was asked to pause or end, also while it is being built.
+    """Says whether the engine was asked to pause or end, even while it is being built.
 
     Must be created while the engine's scheduler, and its core if that is a process, are on the call
     stack.
@@ -44,7 +44,7 @@ class EngineState:
         self._parts = tuple(found.values())
 
     def is_to_rest(self) -> bool:
-        """Return whether the engine pauses or ends."""
+        """Return whether the engine was asked to pause or end."""
         return self._has("pause_state") or self.is_ending()
 
     def is_ending(self) -> bool:
@@ -56,9 +56,9 @@ class EngineState:
 
 
 def find_waker() -> Callable[[], None] | None:
-    """Return a function that wakes up the waiting core of the engine that is being built.
+    """Return a thread-safe function that wakes up the core of the engine that is being built.
 
-    It is thread safe. None if the core is not a process of its own: then its caller steps it.
+    None if the core does not run in a separate process: then its user calls each step.
     """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
@@ -76,7 +76,7 @@ def find_waker() -> Callable[[], None] | None:
 
 
 def _is_of_core(caller: Any) -> bool:
-    """Return whether this is vLLM's scheduler, which has no such state yet, or its engine core."""
+    """Return whether this is vLLM's engine core, or its scheduler, whose state is not set yet."""
     from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.engine.core import EngineCore
 
@@ -103,9 +103,9 @@ def _call_worker(_worker: Any, method: str, *args: Any) -> Any:
 def connectors_with_reports(
     connector: Any, report: Any
 ) -> Iterator[tuple[Any, OffloadWorkerMetadata | None]]:
-    """Yield our connectors in vLLM's scheduler, each with its ranks' report from a step's output.
+    """Yield our connectors in vLLM's scheduler, each with its ranks' report for a step.
 
-    A MultiConnector's report is a list with one entry per member.
+    A MultiConnector's report has one entry per member.
     """
     if getattr(connector, "offload_scheduler", None) is not None:
         yield connector, report if isinstance(report, OffloadWorkerMetadata) else None

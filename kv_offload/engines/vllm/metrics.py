@@ -1,4 +1,4 @@
-"""The plugin's figures in vLLM's form, for its log line and for `/metrics`."""
+"""Converts the plugin's figures for vLLM's log line and for `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_offload.metrics import KINDS, METRICS, PREFIX, Metric, OffloadStats
 
 
 class ConnectorStats(OffloadStats, KVConnectorStats):
-    """Counters of one half; vLLM adds up the figures of ranks and of steps."""
+    """Figures of one half of the connector; vLLM adds them up over ranks and steps."""
 
     @classmethod
     def of(cls, stats: OffloadStats | None) -> ConnectorStats | None:
@@ -55,7 +55,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, per_engine)
-        # Create each metric per engine now, so that it reads 0 before its first event.
+        # Create every metric of every engine now, so that it reads 0 before its first event.
         self._metrics = {
             metric.name: {
                 engine: family.labels(*labelvalues) for engine, labelvalues in per_engine.items()
@@ -79,7 +79,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 def _register(metric: Metric, metric_types: Any, labels: Any) -> Any:
     """Return the metric family, in vLLM's class for its kind."""
     kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
-    # With several API servers, each gets the figures of different steps: the latest gauge counts.
+    # With several API servers, each receives the figures of other steps: the latest gauge counts.
     more: dict[str, dict[str, Any]] = {
         "gauge": {"multiprocess_mode": "mostrecent"},
         "histogram": {"buckets": metric.buckets},

@@ -13,7 +13,7 @@ from kv_offload.errors import UnsupportedError
 PREFIX = "kv-offload: "
 """Prefix of all our log lines, errors included (`kv_offload.errors`)."""
 VLLM_LOG = logging.getLogger("vllm.kv_offload")
-"""Only children of the logger `vllm` have a handler."""
+"""Has a handler, as only children of the logger `vllm` do."""
 
 
 class _Forward(logging.Handler):
@@ -33,9 +33,8 @@ def register() -> None:
     """Register `KVOffloadConnector` with vLLM; a second call does nothing.
 
     Also forwards our log to vLLM's, and installs the patches that every process needs. vLLM calls
-    this even in engines that do not use the plugin. So if vLLM is unsupported and lacks something
-    needed here, that is only logged, and the engine continues; our connector is then an unknown
-    name to it.
+    this even in engines that do not use the plugin. So if an unsupported vLLM lacks something
+    needed here, this only logs it: the engine continues and does not know our connector's name.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -61,5 +60,5 @@ def _show_log() -> None:
         if not any(isinstance(handler, _Forward) for handler in source.handlers):
             source.addHandler(_Forward())
             source.setLevel(logging.INFO)
-            # vLLM's logger may propagate to the root logger too: each line would appear twice.
+            # vLLM's logger may also propagate to the root logger; each line would appear twice.
             source.propagate = False

@@ -12,8 +12,7 @@ def publish_stats(core: Any) -> None:
     """Send the plugin's figures to the front end of a vLLM engine core, between two steps.
 
     vLLM asks connectors for figures only at the end of a step. An engine in its user's process has
-    no front end; its next step sends them. An error is only logged, because the caller's own work
-    is done.
+    no front end; its next step sends them. Errors are only logged: the caller's own work is done.
     """
     outputs = getattr(core, "output_queue", None)
     if outputs is None:
@@ -30,7 +29,7 @@ def publish_stats(core: Any) -> None:
 
 
 def _stats_of(connector: Any) -> Any:
-    """Return our figures in the form of the engine's connector, which may enclose ours."""
+    """Return our figures as those of the engine's connector, which may enclose ours."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
     from kv_offload.engines.vllm.metrics import ConnectorStats

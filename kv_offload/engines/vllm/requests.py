@@ -1,4 +1,4 @@
-"""Changes to requests in vLLM's scheduler for which there is no hook."""
+"""Changes requests in vLLM's scheduler in ways for which there is no hook."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ logger = logging.getLogger(__name__)
 
 
 def waiting_for_loads(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return those requests that wait for a load, or for their turn after it."""
+    """Return the requests that wait for a load, or for their turn after it."""
     return _in_state(engine_scheduler, request_ids, "WAITING_FOR_REMOTE_KVS")
 
 
 def waiting_for_room(engine_scheduler: Any, request_ids: set[str]) -> set[str]:
-    """Return those loaded requests that have had their turn and found too few free blocks."""
+    """Return the loaded requests whose turn came and that found too few free blocks."""
     return _in_state(engine_scheduler, request_ids, "WAITING", "PREEMPTED")
 
 
@@ -25,10 +25,10 @@ def _in_state(engine_scheduler: Any, request_ids: set[str], *states: str) -> set
 
 
 def keep_at(request: Any, shared_tokens: int) -> None:
-    """Make vLLM cache the windows and states at the end of a prefix that a request shares.
+    """Make vLLM cache the windows and states at the end of a request's shared prefix.
 
-    vLLM does so itself if its own cache has the rest of the prefix. Otherwise it caches them only
-    at the end of a prompt, unless it is asked for more.
+    vLLM does this itself if its own cache has the rest of the prefix. Otherwise it caches them only
+    at the end of a prompt.
     """
     request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared_tokens)
 
@@ -36,7 +36,7 @@ def keep_at(request: Any, shared_tokens: int) -> None:
 def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Make vLLM free requests once their loads have ended, and schedule them without loads.
 
-    vLLM treats `failed_recving_kv_req_ids` without computed tokens this way (0.31 to 0.33).
+    vLLM 0.31 to 0.33 does this with `failed_recving_kv_req_ids` that have no computed tokens.
     """
     for request_id in request_ids:
         _forget_load(engine_scheduler, request_id)
@@ -46,8 +46,8 @@ def recompute(engine_scheduler: Any, request_ids: set[str]) -> None:
 def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
     """Discard vLLM's record of a request's loaded tokens; return the request.
 
-    A request whose load is given up stays in `_inflight_prefills`, for which vLLM keeps blocks
-    free. It would then need its blocks twice to be admitted.
+    Without this, a request whose load is given up would stay in `_inflight_prefills`, for which
+    vLLM keeps blocks free, and would need its blocks twice to be admitted.
     """
     request = engine_scheduler.requests[request_id]
     request.num_computed_tokens = 0
@@ -58,9 +58,9 @@ def _forget_load(engine_scheduler: Any, request_id: str) -> Any:
 def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
     """Make requests whose loads have ended wait without blocks, as if nothing had been loaded.
 
-    vLLM looks them up again when it is their turn. No step reads or writes these blocks. For
-    requests that vLLM still considers loading, `recompute` must be called first; vLLM then frees
-    their blocks a second time, which is harmless.
+    vLLM looks them up again when it is their turn. No step reads or writes the freed blocks. Call
+    `recompute` first for requests that vLLM still considers loading; vLLM then frees their blocks a
+    second time, which is harmless.
     """
     for request_id in request_ids:
         request = _forget_load(engine_scheduler, request_id)
@@ -69,11 +69,11 @@ def give_blocks_back(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def queue_without_blocks(engine_scheduler: Any, request_ids: set[str]) -> None:
-    """Move waiting requests whose blocks were freed behind those that hold some.
+    """Move waiting requests whose blocks were freed to the queue for requests without blocks.
 
-    Requests that hold blocks have a separate queue, which vLLM serves first and in which it stops
-    at a request that finds no room. A request without blocks at its head would hold up requests
-    that free blocks, such as sessions whose prompts grow.
+    vLLM first serves the queue of requests that hold blocks, and stops there at the first one that
+    finds no room. A request without blocks at its head would hold up requests that free blocks,
+    such as sessions whose prompts grow.
     """
     holding = engine_scheduler.kv_holding_waiting
     moved = [request for request in holding if request.request_id in request_ids]
@@ -83,12 +83,11 @@ def queue_without_blocks(engine_scheduler: Any, request_ids: set[str]) -> None:
 
 
 def make_room(engine_scheduler: Any, stranded: set[str]) -> None:
-    """Make loaded requests give back their blocks if they keep each other from running.
+    """Make loaded requests give up their blocks if they keep each other from running.
 
-    vLLM loads for many requests at a time. It reserves the blocks that they need to run, but too
-    few for windows. The first loaded request that vLLM has tried to run keeps its blocks, since it
-    is tried again first, unless it is the only one. Otherwise all of them could load and give back
-    forever.
+    vLLM loads for many requests at a time and reserves the blocks that they need to run, but too
+    few for windows. Of several requests, the first one that vLLM has tried to run keeps its blocks,
+    since vLLM tries it again first. Otherwise all of them could load and give up blocks forever.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -113,8 +112,8 @@ def make_room(engine_scheduler: Any, stranded: set[str]) -> None:
 def report_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: bool) -> list[Any]:
     """Report failed loads to vLLM before it learns that they have ended.
 
-    vLLM recomputes these requests, or ends them with an error. Returns the requests that this call
-    ended.
+    vLLM recomputes these requests with `recomputes`; otherwise this ends them with an error and
+    returns them.
     """
     failed = waiting_for_loads(engine_scheduler, request_ids)
     if recomputes:
@@ -124,14 +123,14 @@ def report_failed(engine_scheduler: Any, request_ids: set[str], *, recomputes: b
 
 
 def report_loaded(engine_scheduler: Any) -> None:
-    """Make vLLM ask its connector which loads have ended, outside of a step's output."""
+    """Make vLLM ask its connector which loads have ended, without a step's output."""
     from vllm.v1.outputs import KVConnectorOutput
 
     engine_scheduler._update_from_kv_xfer_finished(KVConnectorOutput())
 
 
 def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
-    """End requests with an error; return those that had not ended yet."""
+    """End requests with an error; return those that were still alive."""
     from vllm.v1.request import RequestStatus
 
     ended: list[Any] = engine_scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR)
@@ -141,7 +140,7 @@ def end_with_error(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
 def end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
     """End requests that may have computed with missing KV; return those that were still alive.
 
-    Also clears the keys of all GPU blocks: other requests could hit blocks computed with that KV.
+    Also clears the hashes of all GPU blocks: others could hit blocks computed with that KV.
     """
     num_blocks = engine_scheduler.kv_cache_config.num_blocks
     engine_scheduler.kv_cache_manager.evict_blocks(set(range(num_blocks)))
@@ -149,7 +148,7 @@ def end_lost(engine_scheduler: Any, request_ids: set[str]) -> list[Any]:
 
 
 def add_ends(outputs: Any, ended: Sequence[Any]) -> None:
-    """Add the end of these requests to vLLM's outputs of a step."""
+    """Report the end of these requests in vLLM's outputs of a step."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     for request in ended:

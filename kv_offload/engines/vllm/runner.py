@@ -1,4 +1,4 @@
-"""Parts of vLLM that a rank uses: the model runner that calls it, and the forward context."""
+"""A rank's access to vLLM: the model runner that calls it, and the forward context."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def find_runner() -> Any | None:
-    """Return the innermost model runner on the call stack; vLLM passes it to no connector.
+    """Return the innermost model runner on the call stack; vLLM does not pass it to connectors.
 
-    While the connector is built there is no runner, but vLLM's worker, which has the same method.
+    While the connector is being built, this is vLLM's worker, which has the same method.
     """
     return next((caller for caller in callers() if hasattr(caller, "execute_model")), None)
 
@@ -60,7 +60,7 @@ class VLLMRank:
         return KVCaches(layout, [*kv_caches.values()], layer_regions(kv_caches, layout))
 
     def describe_pages(self, kv_caches: Mapping[str, Any]) -> str:
-        """Return a digest of where each value of a block is in a slot; see `model.layout`."""
+        """Return a digest of where a slot holds each value of a block; see `model.layout`."""
         return describe_pages(
             self._vllm_config, self._kv_cache_config, kv_caches, packs=self._packs
         )
@@ -68,8 +68,8 @@ class VLLMRank:
     def find_output_copy_stream(self) -> Any | None:
         """Return the stream on which the model runner copies sampled tokens to the host, if any.
 
-        Runner V2 always has it. Runner V1 creates it at first use; this creates it if the runner
-        will use it.
+        Runner V2 always has one. Runner V1 creates it at first use; if it will be used, this
+        creates it earlier.
         """
         for runner in callers():
             stream = getattr(runner, "output_copy_stream", None)
@@ -81,9 +81,9 @@ class VLLMRank:
         return None
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Make the model count calls of its `load_weights`; return a getter of the count, from 0.
+        """Count the model's later calls of `load_weights`; return a getter of the count.
 
-        Trainers in the engine's process call that method without the engine core seeing it.
+        Trainers in the engine's process call that method without the engine core noticing.
         """
         loads = 0
 
@@ -105,8 +105,8 @@ class VLLMRank:
     def forward_with_layer_calls(self) -> tuple[object, Hashable] | None:
         """Return the next forward pass if its attention layers call `wait_for_layer_load`.
 
-        Called when the connector's metadata is bound. At that point runner V1 has set the forward
-        context, and so has runner V2 unless it replays a full graph. None for a full graph, for
+        Called when the connector's metadata is bound. By then the runner has set the forward
+        context, except runner V2 when it replays a full graph. None for a full graph, for
         micro-batches (several threads, each with its own context), and for steps without attention.
         """
         context: Any = self.forward_context()
@@ -121,8 +121,7 @@ class VLLMRank:
 def before_each_step(call: Callable[..., None]) -> None:
     """Make the model runner call `call`, with the same arguments, before each `execute_model`.
 
-    The connector's own first hook comes a few milliseconds later, and the link would idle until
-    then.
+    The connector's first hook runs a few milliseconds later; the link would be idle until then.
     """
     runner = find_runner()
     if runner is not None:

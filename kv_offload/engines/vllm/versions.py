@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST, NEWEST = (0, 31), (0, 33)
-"""Minor versions whose connector interface this plugin was written and tested for."""
+"""Minor versions for whose connector interface this plugin was written and tested."""
 
 
 def check_version(version: str) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def check_version(version: str) -> tuple[int, int]:
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """Return a version with a dot, as in `0.33`."""
+    """Return a version as text, such as `0.33`."""
     return ".".join(map(str, version))
 
 
@@ -58,7 +58,7 @@ def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
 
 
 def host_hit_source() -> Any:
-    """Return the engine's label for hits in host memory; None in vLLM 0.31, which has none."""
+    """Return vLLM's label for hits in host memory; None in vLLM 0.31, which has no labels."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -69,7 +69,7 @@ def host_hit_source() -> Any:
 def role_accepts_embeddings(vllm_config: Any, transfer_config: Any) -> bool:
     """Return whether vLLM accepts embeddings in place of images because of `kv_role`.
 
-    It turns `enable_mm_embeds` on without telling whether the user had.
+    It then turns on `enable_mm_embeds` and does not record whether the user had set it.
     """
     inputs = vllm_config.model_config.multimodal_config
     encoders = vllm_config.ec_transfer_config

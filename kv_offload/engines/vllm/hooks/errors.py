@@ -1,4 +1,4 @@
-"""Errors in the plugin's own hooks: the engine continues without the plugin, and logs it once."""
+"""Handles errors in hooks: the engine continues without the plugin, and each error is counted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class HookErrors:
-    """Counts the exceptions of hooks; logs the first of each hook with its traceback."""
+    """Counts exceptions in hooks; logs the first one of each hook with its traceback."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._new = 0
 
     def caught(self, hook: str) -> None:
-        """Count the exception that is being handled, and log it if it is the hook's first."""
+        """Count the current exception, and log it if it is the hook's first."""
         self._new += 1
         if hook not in self._seen:
             self._seen.add(hook)
@@ -40,8 +40,8 @@ class HookErrors:
 def survives(instead: Callable[..., Any]) -> Callable[[Hook], Hook]:
     """Decorate a connector's hook: if it raises, return `instead(self, *arguments)`.
 
-    `instead` must ensure that no request waits for a report that never comes, and that no KV is
-    read that was not loaded.
+    `instead` must ensure that no request waits for a report that never arrives or reads KV that was
+    not loaded.
     """
 
     def decorate(hook: Hook) -> Hook:

@@ -47,39 +47,39 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
     _passed_over: Request | None = None
-    """The request that vLLM has just not looked up, since it waits."""
+    """The waiting request whose lookup vLLM has just skipped."""
     loaded: frozenset[str] = frozenset()
     """Requests whose asynchronous loads have ended, not yet reported to vLLM."""
 
     def _start_scheduler(self, engine: Engine) -> None:
         """Prepare this half, which `bind_gpu_block_pool` builds."""
         self._multi_connectors = engine.multi_connectors  # around this one, innermost first
-        # The only rank may be in this process.
+        # If there is only one rank, it may be in this process.
         self._only_rank = engine.vllm_config.parallel_config.world_size == 1
         self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
         self._events = EventMaker(engine.kv_cache_config)
         self._traced, self._first_hits = engine.traced, FirstHits()
         self.restarted_sessions: set[str] = set()
-        """Sessions that gave their blocks back and were not scheduled since."""
+        """Sessions that gave up their blocks and have not been scheduled since."""
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a dropped store is only a later miss."""
+        """False: a dropped store only causes a later miss."""
         return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
-        """Apply the ranks' capacities, asking the ranks for them if `metadata` is incomplete.
+        """Apply the ranks' capacities; ask the ranks for them if `metadata` is incomplete.
 
-        A MultiConnector passes on another member's metadata. With prefill context parallelism vLLM
-        passes on only some, because several ranks share one place in `metadata`. Called at start,
-        and in vLLM 0.33 also whenever the engine core wakes up.
+        A MultiConnector passes another member's metadata. With prefill context parallelism, vLLM
+        passes only part of it, because several ranks share a key of `metadata`. vLLM calls this at
+        start; vLLM 0.33 also calls it whenever the engine core wakes up.
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         world_size = self._vllm_config.parallel_config.world_size
         if self._is_member or 0 < len(capacities) < world_size:
             capacities = ask_capacities()
         if capacities:
-            # The smallest rank's capacity counts. Only ranks know the size of packed slots.
+            # The smallest capacity of any rank. Only ranks know the size of packed slots.
             num_slots = min(self._num_slots, *(rank.num_slots for rank in capacities))
             slot_bytes = min(self._slot_bytes, max(rank.slot_bytes for rank in capacities))
             if (num_slots, slot_bytes) != (self._num_slots, self._slot_bytes):
@@ -93,7 +93,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Build the scheduler's half; the block sizes are final now."""
         self._pool = gpu_block_pool
-        if self._engine_state is None:  # otherwise a rebuild, because ranks hold fewer slots
+        if self._engine_state is None:  # else this is a rebuild: ranks hold fewer slots
             self._engine_state, self._wake = EngineState(), find_waker()
         self.offload_scheduler = self._make_scheduler(
             gpu_block_pool,
@@ -106,25 +106,25 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @survives(lambda self, request: False)
     def waits(self, request: Request) -> bool:
-        """Return whether a waiting request goes on waiting, whatever vLLM's own cache has of it."""
+        """Return whether a request keeps waiting no matter what vLLM's own cache has of it."""
         if self._multi_connectors:
             return False  # another member may bring its tokens
         waits = self.offload_scheduler.still_waits(request.request_id)
         self._passed_over = request if waits else None
         return waits
 
-    @survives(lambda self, request: None)  # the request is looked up later as usual
+    @survives(lambda self, request: None)  # vLLM still looks the request up later
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
         if self._is_member and params.get("do_remote_prefill"):
-            return  # another member loads its tokens: do not read lower tiers ahead for it
+            return  # another member loads its tokens, so do not prefetch from lower tiers
         self.offload_scheduler.arrived(request)
 
     @survives(lambda self, request, _: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. A rank in this process first reports new weights.
+        """See `OffloadScheduler.match`. First applies the weight loads of a rank in this process.
 
         Inside a MultiConnector, the first member that has tokens loads them.
         """
@@ -158,24 +158,24 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self.offload_scheduler.plan_step(scheduler_output)
 
     def _restart_sessions(self, scheduler_output: SchedulerOutput) -> None:
-        """Have the runner forget where the states of a session were when it is scheduled again.
+        """Make the runner discard the old state positions of sessions that are scheduled again.
 
-        Runner V1 forgets it only of requests that a step with tokens names as preempted.
+        Runner V1 discards them only for requests that a step with tokens lists as preempted.
         """
         new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         scheduler_output.preempted_req_ids |= self.restarted_sessions & new
         self.restarted_sessions -= new
 
     def loads(self, request_id: str) -> bool:
-        """Return whether this member loads, or was to load, a request's tokens."""
+        """Return whether this member is loading, or was chosen to load, a request's tokens."""
         loading = self.offload_scheduler.in_flight.loading
         return request_id in loading or is_chosen(self, self._multi_connectors, request_id)
 
     def apply_rank_reports(self, report: OffloadWorkerMetadata | None) -> None:
         """Apply a step's report, then the current report of a rank in this process.
 
-        A step's report dates from the launch of the step. With asynchronous scheduling it reports
-        the end of a copy one or two steps late.
+        A step's report dates from the launch of the step, so asynchronous scheduling delays the end
+        of a copy by one or two steps.
         """
         if report is not None:
             self._apply_report(report)
@@ -185,12 +185,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def _apply_report(self, report: OffloadWorkerMetadata) -> None:
         self.offload_scheduler.apply_report(report)
 
-    @survives(lambda self, report: None)  # a report that was not applied is repeated
+    @survives(lambda self, report: None)  # the rank repeats a report that was not applied
     def apply_drain_report(self, report: OffloadWorkerMetadata) -> None:
         """Apply a rank's report between two steps."""
         self._apply_report(report)
 
-    @survives(lambda self: None)  # its next report includes it
+    @survives(lambda self: None)  # the rank's next report includes this one
     def _poll_local_rank(self) -> None:
         rank = self._local_rank()
         if rank is not None and self.offload_scheduler.in_flight.awaits_ranks:
@@ -198,9 +198,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             self.offload_scheduler.apply_report(rank.ended())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Name the requests whose loads have ended on all ranks; the ranks name none to vLLM.
+        """Tell vLLM which requests' loads have ended on all ranks; the ranks themselves name none.
 
-        The ranks' reports have been applied before (`patches.update_from_output`).
+        `patches.update_from_output` has already applied the ranks' reports.
         """
         loaded, self.loaded = self.loaded, frozenset()
         if loaded:
@@ -216,7 +216,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
-        """Store the blocks inside of which a request ends; called before its end."""
+        """Store the partly filled blocks at a request's end; vLLM calls this before the end."""
         self.offload_scheduler.tail_finished(request, partial_tail_offloads, block_ids)
         return False
 
@@ -231,7 +231,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let the engine free the blocks at once: blocks that are being stored are pinned."""
+        """Let the engine free the blocks at once: the sources of running stores are pinned."""
         self.restarted_sessions.discard(request.request_id)
         self.offload_scheduler.finished(request, block_ids)
         self._first_hits.ended()
@@ -241,8 +241,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping until the last store is reported, and once at the start.
 
-        An engine that is ending is not kept: vLLM would kill it after 5 s, and host memory ends
-        with it.
+        An engine that is shutting down is not kept stepping: vLLM would kill it after 5 s, and its
+        host memory is lost in any case.
         """
         if self._engine_state is not None and self._engine_state.is_ending():
             return False
@@ -250,7 +250,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     @survives(lambda self: False)
     def has_pending_block_frees(self) -> bool:
-        """Let the engine wait for a store rather than preempt a request."""
+        """Make the engine wait for a store instead of preempting a request."""
         return self.offload_scheduler.in_flight.holds_idle_blocks
 
     @survives(lambda self: False)  # host memory may not have been emptied
@@ -266,9 +266,9 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         return self._events.make(announced) if announced else []
 
     def _local_rank(self) -> OffloadWorker | None:
-        """Return the engine's only rank if it is in this process, but None inside a MultiConnector.
+        """Return the engine's only rank if it is in this process.
 
-        A MultiConnector adds up its members' reports.
+        None inside a MultiConnector, which adds up its members' reports.
         """
         if not self._only_rank or not kv_transfer.has_kv_transfer_group():
             return None

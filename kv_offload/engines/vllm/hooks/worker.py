@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def changes_blocks(scheduler_output: SchedulerOutput) -> bool:
     """Return whether the runner zeroes or copies KV blocks for this step before its forward pass.
 
-    Copies of states between the blocks of a running request do not count.
+    Copying states between the blocks of a running request does not count.
     """
     return bool(scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies)
 
@@ -48,18 +48,18 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def _start_worker(self, engine: Engine) -> None:
         """Build this half."""
-        # The vLLM worker for which it is built, if one was found.
+        # The vLLM worker that is building it, if one was found.
         worker = find_runner()
         self._vllm_worker = None if worker is None else weakref.ref(worker)
         self.offload_worker = build_worker(engine)
 
     @property
     def engine_is_gone(self) -> bool:
-        """Return whether this half belongs to a former engine that vLLM did not shut down."""
+        """Return whether this half is left from an earlier engine that vLLM did not shut down."""
         return self._vllm_worker is not None and self._vllm_worker() is None
 
     def _belongs_to_other_worker(self) -> bool:
-        """Return whether this half was built for another worker than that on the call stack."""
+        """Return whether this half was built for a worker other than the one on the call stack."""
         if self._vllm_worker is None:
             return False
         worker = self._vllm_worker()
@@ -67,7 +67,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.offload_worker.transfer is not None or self._belongs_to_other_worker():
-            # vLLM has one connector per process, and gives it to each engine there.
+            # vLLM has one connector per process, and all engines in the process get it.
             raise UnsupportedError(
                 "another engine in this process, or the remains of one that failed to start, has "
                 "host memory, and the blocks of two engines would be confused: end the other one "
@@ -86,17 +86,17 @@ class WorkerHooks(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> WorkerCapacity | None:
         """Report to the scheduler how many slots this rank holds, and how many are ready.
 
-        None inside a MultiConnector: it passes one member's metadata to all members, most of which
-        fail on it.
+        None inside a MultiConnector, which passes one member's metadata to all members: most of
+        them would fail on it.
         """
         return None if self._is_member else self.offload_worker.capacity()
 
-    @survives(lambda self, *_, **__: None)  # the later hooks start the remaining copies
+    @survives(lambda self, *_, **__: None)  # later hooks start the remaining copies
     def begin_step(self, scheduler_output: SchedulerOutput, *_: Any, **__: Any) -> None:
-        """Submit this step's copies before its preparation, unless that zeroes or copies KV blocks.
+        """Submit copies before the runner prepares the step, unless it zeroes or copies KV blocks.
 
-        Inside a MultiConnector the metadata is the outer connector's, so copies start in later
-        hooks.
+        Inside a MultiConnector, the metadata here is the outer connector's, so copies start in
+        later hooks.
         """
         metadata = scheduler_output.kv_connector_metadata
         if not isinstance(metadata, OffloadMetadata):
@@ -107,7 +107,7 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self, metadata: None)  # queued stores stay queued
     def handle_preemptions(self, kv_connector_metadata: OffloadMetadata) -> None:
-        """Submit the last step's stores if necessary: this is the first hook of every step.
+        """Submit the last step's stores if they are still queued: each step begins with this hook.
 
         Runner V1 zeroes and copies blocks after this hook, runner V2 before it. Neither touches the
         pinned sources of a store.
@@ -116,24 +116,24 @@ class WorkerHooks(KVConnectorBase_V1):
 
     @survives(lambda self, metadata: self.offload_worker.rescue(metadata))
     def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
-        """Make the forward pass wait for its loads. vLLM calls this after zeroing, just before it.
+        """Make the forward pass wait for its loads. vLLM calls this just before it, after zeroing.
 
-        `start_load_kv` comes too late: vLLM calls it after the forward pass was launched, unless
-        the step has synchronous loads.
+        `start_load_kv` would be too late: unless a step has synchronous loads, vLLM calls it after
+        launching the forward pass.
         """
         super().bind_connector_metadata(connector_metadata)
         self.offload_worker.start_kv_transfers(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing: the loads of this step are already running."""
+        """Do nothing: this step's loads are already running."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Make compute wait for this layer's regions, while a load of this step is arriving."""
+        """While a load of this step is running, make compute wait for this layer's regions."""
         on_layer = self.offload_worker.on_layer
         if on_layer is not None:
             self._call_on_layer(on_layer, layer_name)
 
-    @survives(lambda self, on_layer, layer_name: None)  # the layer counts as not called
+    @survives(lambda self, on_layer, layer_name: None)  # as if the layer had made no call
     def _call_on_layer(self, on_layer: Callable[[str], None], layer_name: str) -> None:
         on_layer(layer_name)
 
@@ -144,19 +144,19 @@ class WorkerHooks(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Do nothing: blocks are stored whole, over all layers."""
+        """Do nothing: a block is stored with all its layers at once."""
 
     @survives(lambda self: None)  # `get_finished` queues them
     def wait_for_save(self) -> None:
-        """Queue this step's stores without waiting for them: their sources are pinned."""
+        """Queue this step's stores without waiting: their sources are pinned."""
         self.offload_worker.prepare_store_kv(self._get_connector_metadata())
 
     @survives(lambda self, _: self._end_step_anyhow())
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         """Queue this step's stores unless `wait_for_save` has done so, and poll for ended jobs.
 
-        With a draft model, vLLM calls `wait_for_save` later, after the drafts; after an error in
-        between, the stores would be lost. The scheduler's half names requests to vLLM.
+        With a draft model, vLLM calls `wait_for_save` only after the drafts, and an error in
+        between would lose the stores. Returns no requests: the scheduler's half reports them.
         """
         if self.has_connector_metadata():
             self.offload_worker.prepare_store_kv(self._get_connector_metadata())
@@ -164,7 +164,7 @@ class WorkerHooks(KVConnectorBase_V1):
         return None, None
 
     def _end_step_anyhow(self) -> tuple[None, None]:
-        """Discard everything of this step; ended jobs are reported in the next one."""
+        """Discard this step's work; the next step reports the jobs that ended."""
         if self.has_connector_metadata():
             self.offload_worker.end_step_anyhow(self._get_connector_metadata())
         return None, None

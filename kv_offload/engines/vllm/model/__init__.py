@@ -1,1 +1,1 @@
-"""A model's KV cache for the plugin: tensors, cache groups, unsupported kinds."""
+"""Describes a model's KV cache to the plugin: tensors, cache groups and identity."""

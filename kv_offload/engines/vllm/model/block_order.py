@@ -1,7 +1,7 @@
 """The KV cache order that the connector asks vLLM for: all layers of a block together.
 
-Each block is then one copy instead of one per layer. vLLM adopts the order if every attention
-backend supports it, and logs it if one does not. `VLLM_KV_CACHE_LAYOUT` takes precedence.
+A block then needs one copy instead of one per layer. vLLM adopts the order if every attention
+backend supports it, and logs otherwise. `VLLM_KV_CACHE_LAYOUT` takes precedence.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 BLOCKS_OUTERMOST = "BLNHC"
-"""Block, layer, token, head, content: a page stays contiguous, so loads can arrive layer by
-layer."""
+"""Block, layer, token, head, content. Pages stay contiguous, so loads can arrive by layer."""
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Attention backends whose kernels read any order."""
 
 
 MOST_HEAD_SIZE = 128
-"""FlashAttention 4 uses a different block size for heads of 256."""
+"""FlashAttention 4 uses other block sizes for heads of 256."""
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
     """Return the name of a layout, or None to leave the choice to vLLM.
 
     In orders other than its own, vLLM refuses blocks that an attention kernel splits, and models
-    whose pages differ. So this asks for one only if neither can happen: blocks that both backends
-    take whole, and a single kind of attention.
+    whose pages differ. So this requires blocks that no kernel splits, and one kind of attention.
     """
     from vllm.platforms import current_platform
 
@@ -37,7 +35,7 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     capability = current_platform.get_device_capability()
     backend = vllm_config.attention_config.backend
     if backend is None:
-        # vLLM chooses FlashInfer on Blackwell and later, which does not support this order.
+        # On Blackwell and later vLLM chooses FlashInfer, which does not support this order.
         known = capability is not None and capability.major < 10
     else:
         known = backend.name in BACKENDS
@@ -61,12 +59,12 @@ def _is_plain(vllm_config: VllmConfig) -> bool:
 
 
 def _is_taken_whole(block_tokens: int, model: Any) -> bool:
-    """Return whether `BACKENDS` take such blocks whole; some kernels for long heads do not."""
+    """Return whether kernels of `BACKENDS` do not split blocks; some for large heads do."""
     return block_tokens % 16 == 0 and model.get_head_size() <= MOST_HEAD_SIZE
 
 
 def _mixes_attention(text_config: Any) -> bool:
-    """Return whether layers may differ in their kind of attention or their page size."""
+    """Return whether layers may differ in kind of attention or page size."""
     kinds = getattr(text_config, "layer_types", None)
     names = ("sliding_window_pattern", "attention_chunk_size", "attn_type_list", "block_configs")
     return len(set(kinds or ())) > 1 or any(getattr(text_config, name, None) for name in names)

@@ -19,24 +19,24 @@ WINDOW_SPECS = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
 CHUNK_SPEC = "ChunkedLocalAttentionSpec"
 STATE_SPEC = "MambaSpec"
 SPECS = FULL_SPECS | WINDOW_SPECS | {CHUNK_SPEC, STATE_SPEC}
-"""Names of vLLM's KV-cache specs whose blocks are never written again once the pool has their hash.
+"""Names of vLLM's KV-cache specs whose blocks are not written again once the pool has their hash.
 
-Subclasses with other rules have their own names and are refused, except those whose blocks vLLM
-never gives to another request (`is_scratch`). `docs/design/cache_groups.md` has a line for each."""
+Subclasses with other rules have other names and are refused, unless vLLM never gives their blocks
+to another request (`is_scratch`). `docs/design/cache_groups.md` has a line for each."""
 
 COMPRESSOR_STATES = ".compressor.state_cache"
-"""How DeepSeek V4 ends the names of layers that keep tokens until a latent covers them."""
+"""Suffix of the names of DeepSeek V4's layers that keep tokens until a latent covers them."""
 
 OVERLAPPING_WINDOW_TOKENS = 8
-"""The window of such a layer if a latent covers 4 tokens: it is also made from the 4 before these.
+"""Window of such a layer if a latent covers 4 tokens: the 4 before them also go into it.
 
-vLLM 0.31 to 0.33 has one other kind, with a window of the 128 tokens that a latent covers."""
+vLLM 0.31 to 0.33 has one other kind, whose window is the 128 tokens that a latent covers."""
 
 
 def is_scratch(spec: Any) -> bool:
     """Return whether vLLM never serves a block of such a layer to another request.
 
-    A hit in vLLM's own cache leaves these blocks empty, too, and is correct.
+    vLLM's own hits leave these blocks empty, too.
     """
     return not spec.prefix_cacheable
 
@@ -49,7 +49,7 @@ def scratch_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
 
 
 def has_draft_head(vllm_config: VllmConfig) -> bool:
-    """Return whether a draft head that reads the model's states shares its cache groups."""
+    """Return whether a draft head reads the model's hidden states and shares its cache groups."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.use_eagle()
 
@@ -57,8 +57,8 @@ def has_draft_head(vllm_config: VllmConfig) -> bool:
 def drops_last_block(vllm_config: VllmConfig) -> bool:
     """Return whether a hit drops its last matching block, because a draft head reads it.
 
-    Not with `disable_eagle_block_drop`: then vLLM keeps no window after the end of a hit, and the
-    user accepts that the head drafts with KV that may depend on another token.
+    False with `disable_eagle_block_drop`: vLLM then keeps no window after the end of a hit, and the
+    user accepts drafts from KV that may depend on another token.
     """
     return has_draft_head(vllm_config) and vllm_config.speculative_config.use_eagle_block_drop()
 
@@ -66,7 +66,7 @@ def drops_last_block(vllm_config: VllmConfig) -> bool:
 def engine_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of an engine's model, as configured for storing and serving."""
+    """Return the cache groups of an engine's model."""
     return cache_groups(
         kv_cache_config,
         vllm_config.parallel_config.decode_context_parallel_size,
@@ -82,13 +82,13 @@ def cache_groups(
     drops_last_block: bool = False,
     lookahead_tokens: int = 0,
 ) -> tuple[CacheGroup, ...]:
-    """Return the groups of a supported model in the order in which block tables list them.
+    """Return the groups of a supported model in the order of its block tables.
 
-    With decode context parallelism a block holds the tokens of all its ranks' blocks; with prefill
-    context parallelism alone, every rank holds them all. If vLLM drops a block for a draft head
-    without telling which groups hold its layers, all groups count as such, as in vLLM. The KV of
-    drafts depends on `lookahead_tokens` after a token: MTP modules rewrite all but one of the last
-    ones, and vLLM gives these blocks their hash later.
+    With decode context parallelism, a block has the tokens of all ranks' blocks; with only prefill
+    context parallelism, every rank has all tokens. If vLLM drops a block for a draft head but marks
+    no group as the head's, all groups count as the head's, as in vLLM. The KV of drafts depends on
+    the `lookahead_tokens` after a token: MTP modules rewrite all but one of a step's last
+    `lookahead_tokens`, so vLLM hashes their blocks in a later step.
     """
     specs = layer_specs(kv_cache_config)
     retention_tokens = kv_cache_config.prefix_cache_retention_interval
@@ -105,11 +105,11 @@ def cache_groups(
         block_tokens = planned.kv_cache_spec.block_size * ranks
         unnamed_tokens = max(0, lookahead_tokens - 1)
         may_be_of_head = of_head[group_id] or not any(of_head)
-        # Draft heads have no states, and vLLM drops no states for them.
+        # Draft heads have no states, so vLLM drops none for them.
         if drops_last_block and may_be_of_head and not {"holds_state", "is_scratch"} & rule.keys():
             rule["sees_next_token"] = True
         groups.append(CacheGroup(group_id, block_tokens, **rule, unnamed_tokens=unnamed_tokens))
-    # With states, a hit of vLLM's own may end within a block.
+    # With states, vLLM's own hits may end within a block.
     if not any(group.holds_state for group in groups):
         hit_tokens = math.lcm(*(group.block_tokens for group in groups))
         for planned, group in zip(kv_cache_config.kv_cache_groups, groups, strict=True):
@@ -126,11 +126,11 @@ def cache_groups(
 
 
 def _keeps_open_latents(layers: Sequence[tuple[str, Any]], hit_tokens: int) -> bool:
-    """Return whether layers keep only tokens of latents that are not complete yet.
+    """Return whether layers keep only tokens of incomplete latents.
 
-    A latent is made from the tokens that it covers, when the last of them is computed. Hits end at
-    multiples of `hit_tokens`. If each of these completes a latent, no query after a hit reads what
-    such a layer keeps of the tokens before.
+    A latent is made when the last of the tokens that it covers is computed. Hits end at multiples
+    of `hit_tokens`. If a latent is complete at each of them, no query after a hit reads the tokens
+    that such a layer keeps from before it.
     """
     return bool(layers) and all(
         name.endswith(COMPRESSOR_STATES)
@@ -143,17 +143,17 @@ def _keeps_open_latents(layers: Sequence[tuple[str, Any]], hit_tokens: int) -> b
 
 
 def _specs_of_other_stages(group: KVCacheGroupSpec) -> list[Any]:
-    """Return the specs of a group of which this pipeline stage has no layer."""
+    """Return the specs of a group that has no layer in this pipeline stage."""
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return list(per_layer.values()) if per_layer else [group.kv_cache_spec]
 
 
 def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
-    """Return the rule of `CacheGroup` under which every layer of a group finds what it reads.
+    """Return the arguments of `CacheGroup` with which each of a group's layers finds what it reads.
 
-    Layers of different rules, or chunks of different sizes, keep all blocks. The largest window
-    covers the others. For a window, vLLM also gives a hit the blocks of `extra_retained_tokens`
-    before it, and caches them under their hashes afterwards, so they must be loaded.
+    Layers with different rules, or with chunks of different sizes, need all blocks. The largest
+    window covers the others. vLLM also gives a hit the blocks of `extra_retained_tokens` before a
+    window, and then caches them under their hashes, so they must be loaded too.
     """
     kinds = {type(spec).__name__ for spec in specs}
     if kinds <= WINDOW_SPECS:
@@ -170,9 +170,9 @@ def _reading_rule(specs: Sequence[Any]) -> dict[str, Any]:
 def ranks_with_equal_bytes(parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return how many tensor-parallel ranks hold the same KV bytes: all of them, or 1.
 
-    `kv_cache_config` is that of a pipeline stage. With decode context parallelism each rank has
-    different tokens. Ranks compute latents from the same inputs, and a spec tells over how many
-    ranks it is split, if it knows. Scratch layers, which are not stored, may differ.
+    `kv_cache_config` is that of a pipeline stage. With decode context parallelism, each rank has
+    different tokens. All ranks compute the same latents from the same inputs, unless the spec says
+    that it is split over ranks. Scratch layers are not stored, so they may differ.
     """
     scratch = scratch_layers(kv_cache_config)
     specs = [spec for name, spec in layer_specs(kv_cache_config).items() if name not in scratch]

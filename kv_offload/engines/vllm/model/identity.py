@@ -1,9 +1,9 @@
 """Identifies the model: its weights, its configuration, and how both are used.
 
-Weights of a repository are identified by its commit, weights in a folder by the names, sizes and
-times of its files, because reading them twice would take too long. A file that is replaced by one
-of the same size and time goes unnoticed. Weights that a loader fetches from elsewhere are
-identified by their address.
+Weights from a repository are identified by its commit, weights in a folder by the names, sizes and
+times of the files, because reading them twice would take too long. Replacing a file with another of
+the same size and time goes unnoticed. Weights that a loader fetches from elsewhere are identified
+by their address.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 
 IRRELEVANT_PREFIXES = ("tokenizer", "generation_config", "README", "LICENSE", "__pycache__", ".")
-"""Prefixes of the names of files and folders that do not affect the KV of given tokens."""
+"""Name prefixes of files and folders that do not affect the KV of given tokens."""
 
 TENSORIZED = ("tensorizer_uri", "tensorizer_dir")
-"""Options of the loader `tensorizer`: its file of weights, or the folder that contains it."""
+"""Options of the loader `tensorizer`: the file of weights, or the folder that contains it."""
 
 
 def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, str]:
-    """Return by name everything in the model that determines the KV of given tokens and images.
+    """Return, by name, everything in the model that determines the KV of given tokens and images.
 
-    `download_dir` is the cache folder for repositories; None is the usual one.
+    `download_dir` is the cache folder for repositories; None is the default one.
     """
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
@@ -39,15 +39,16 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
         "revision": str(model.revision or "main"),
         "code_revision": str(model.code_revision),
         "commit": str(_find_commit(str(model.model), model.revision, download_dir)),
-        # Weights streamed from an object store. Its small files are fetched at every start.
+        # The address of weights streamed from an object store; its small files are fetched at every
+        # start.
         "weights": model.model_weights or _describe_folder(Path(model.model)),
         "architecture": str(model.architecture),
         "config": digest(config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        # The way weights are quantized while they are loaded.
+        # How weights are quantized during loading.
         "quantization_config": digest(model.quantization_config),
-        "max_model_len": str(model.max_model_len),  # selects the factors of some position codes
+        "max_model_len": str(model.max_model_len),  # selects the factors of some position encodings
         "implementation": str(model.model_impl),
         "classes": digest(model.model_class_overrides),
         "inputs": "text" if inputs is None else _describe_inputs(inputs),
@@ -57,15 +58,15 @@ def describe_model(model: ModelConfig, download_dir: str | None) -> dict[str, st
 def _find_commit(model: str, revision: str | None, download_dir: str | None) -> str | None:
     """Return the commit that was loaded from a repository; None for a folder, or if unknown.
 
-    vLLM 0.32 and 0.33 resolve it first, and keep it in the revision. Otherwise the cache records
-    which commit was loaded last; transformers 5 does not note it in the configuration.
+    vLLM 0.32 and 0.33 keep the resolved commit in the revision. Otherwise the cache records the
+    commit that was loaded last; transformers 5 does not record it in the configuration.
     """
     from huggingface_hub import constants
 
     resolved: str | None = getattr(revision, "resolved", None)
     if resolved:
         return resolved
-    repository = model.partition(":")[0]  # The name of a GGUF file may follow
+    repository = model.partition(":")[0]  # the name of a GGUF file may follow
     name = "--".join(["models", *repository.split("/")])
     folder = Path(download_dir or constants.HF_HUB_CACHE, name)
     try:
@@ -75,15 +76,15 @@ def _find_commit(model: str, revision: str | None, download_dir: str | None) -> 
 
 
 def _describe_inputs(inputs: MultiModalConfig) -> str:
-    """Describe how an image is processed: the key covers only the hash of its data."""
-    # Videos that are pruned in different ways have the same tokens at first.
+    """Describe how images and videos are processed: a key covers only the hash of their data."""
+    # Videos that are pruned differently begin with the same tokens.
     pruning = [inputs.video_pruning_rate, inputs.video_pruning_method]
     kwargs = [inputs.mm_processor_kwargs, inputs.media_io_kwargs]
     return digest([inputs.compute_hash(), *kwargs, *pruning])
 
 
 def describe_loading(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return by name how weights are loaded or made up, and from where."""
+    """Return, by name, how and from where weights are loaded, or how dummy weights are made."""
     load_format = str(vllm_config.load_config.load_format)
     dummy = {"seed": str(vllm_config.model_config.seed)} if load_format == "dummy" else {}
     options = vllm_config.load_config.model_loader_extra_config or {}
@@ -91,10 +92,10 @@ def describe_loading(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _describe_loader(options: Mapping[str, Any]) -> str:
-    """Describe the options of a loader, and any local files that Tensorizer reads."""
+    """Describe a loader's options, and any local files that Tensorizer reads."""
     tensorizer = options.get("tensorizer_config") or options
     paths = [Path(path) for name in TENSORIZED if (path := tensorizer.get(name))]
-    # Each rank of a sharded model inserts its number into the name.
+    # Each rank of a sharded model inserts its rank number into the name.
     paths = [path.parent if "%" in path.name else path for path in paths]
     return digest([{**options}, *map(_describe_folder, paths)])
 

@@ -1,4 +1,4 @@
-"""Turns the KV tensors that the engine registers into the regions that `kv_swap` copies."""
+"""Describes the engine's registered KV tensors as regions for `kv_swap` to copy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, frozenset[int]]:
-    """Return for each registered layer the regions of the layout that it reads.
+    """Return, for each registered layer, the regions of the layout that it reads.
 
-    `layout` describes these tensors. A layer that reads the cache of another layer has its regions.
-    A layer that is not stored has none.
+    `layout` describes these tensors. A layer that reads another layer's cache has that layer's
+    regions; a layer that is not stored has none.
     """
     found: dict[str, set[int]] = {}
     for index, region in enumerate(layout.regions):
@@ -41,9 +41,9 @@ def layer_regions(kv_caches: Mapping[str, Any], layout: KVLayout) -> dict[str, f
 def describe_kv_caches(
     kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, *, packs: bool = False
 ) -> KVLayout:
-    """Return the layout of the registered tensors, one per layer, without scratch.
+    """Return the layout of the registered tensors, one per layer, without scratch layers.
 
-    With `packs`, slots hold everything packed that can be packed.
+    With `packs`, slots hold packed data wherever it can be packed.
 
     Raises `UnsupportedError`, with the layer and its shape, if the tensors could not be copied
     exactly.
@@ -80,9 +80,9 @@ def _unknown(name: str, cache: Any) -> LayoutError:
 
 
 def block_dim(name: str, shape: tuple[int, ...], num_blocks: int) -> int:
-    """Find the dimension that a block id indexes: the first, or the second after one for K and V.
+    """Return the dimension that a block id indexes: the first, or the second if K and V are first.
 
-    Backends whose kernels use smaller blocks than the manager multiply its size.
+    Backends whose kernels use smaller blocks than the manager multiply the dimension's size.
     """
     for dim in (0, 1):
         if num_blocks > 2 and dim < len(shape) and shape[dim] and shape[dim] % num_blocks == 0:
@@ -109,11 +109,11 @@ def _packings(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> d
 
 
 def _packing(name: str, cache: torch.Tensor, num_blocks: int, block_tokens: int) -> Packing | None:
-    """Return how the channels of a layer repeat in its page; None if no token begins a group.
+    """Return how a layer's channels repeat in its page; None if tokens do not align with groups.
 
     The values of a channel, in one head of K or V, are similar across tokens, so they are packed
-    together. The token dimension is recognised by its size. The head dimension may have the same
-    size, and comes before it. A wrong guess costs space, not correctness.
+    together. The token dimension is the last one of the right size: a head dimension of the same
+    size comes before it. A wrong guess costs space, not correctness.
     """
     block = block_dim(name, tuple(cache.shape), num_blocks)
     tokens = block_tokens * num_blocks // cache.shape[block]
@@ -147,9 +147,9 @@ def describe_pages(
     *,
     packs: bool = False,
 ) -> str:
-    """Return a digest of where each value of a block is in a slot, on the rank that registered it.
+    """Return a digest of where a slot holds each value of a block on this rank.
 
-    That depends on the attention backend that vLLM chose for the rank and on what is packed, not on
+    This depends on the attention backend that vLLM chose for the rank and on packing, but not on
     the number of blocks.
     """
     layout = describe_kv_caches(kv_caches, kv_cache_config, packs=packs)
@@ -171,7 +171,7 @@ def describe_pages(
 
 
 def _page_dims(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield size and stride of each dimension within a block; stride 0 if it leads outside."""
+    """Yield size and stride of each dimension within a block; stride 0 if it exceeds a block's."""
     dim = block_dim(name, tuple(tensor.shape), num_blocks)
     kernel_blocks = tensor.shape[dim] // num_blocks
     block_stride = kernel_blocks * tensor.stride(dim)

@@ -1,11 +1,10 @@
-"""The meaning of a block's key and bytes: another process's blocks are used only if it is equal.
+"""Describes what a block's key and bytes mean. Processes share blocks only if the meaning is equal.
 
 A key is vLLM's hash of the tokens, of images and salts, and of the LoRA adapter's name (in vLLM
 0.32 and later also its path). Everything else that determines the bytes is described here.
 
-An adapter's files are not read. So no other process uses blocks of an engine with LoRA
-(`start.tiers`), and an adapter that is replaced under its name needs a reset of the prefix
-cache.
+An adapter's files are not read. So an engine with LoRA shares no blocks with other processes
+(`start.tiers`), and replacing an adapter under its name requires a reset of the prefix cache.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FORMAT = 1
-"""Changes with the format of a slot's contents, or of its name."""
+"""Changes with the format of a slot's contents or name."""
 
 PARALLEL = (
     "tensor_parallel_size",
@@ -32,20 +31,20 @@ PARALLEL = (
     "decode_context_parallel_size",
     "cp_kv_cache_interleave_size",
 )
-"""Settings that determine which part of a block a rank has."""
+"""Settings that determine which part of a block a rank holds."""
 
 CPU_FLAGS = ("flags", "Features")
-"""Names of a line of /proc/cpuinfo, on x86 and on Arm."""
+"""Keys in /proc/cpuinfo, on x86 and on Arm."""
 
 DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
-"""Methods without a draft model: the KV is that of the model alone."""
+"""Methods that have no draft model and therefore no KV of one."""
 
 
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """Return by name everything that must be equal for another process's block to be usable here.
+    """Return, by name, everything that must be equal for another process's block to be usable here.
 
-    If each process draws its own hash seed, no description equals that of another process.
-    `layout.describe_pages` covers what only a rank knows.
+    If each process draws its own hash seed, no two processes' descriptions are equal.
+    `layout.describe_pages` adds what only a rank knows.
     """
     import vllm
 
@@ -79,7 +78,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
 
 
 def _describe_device() -> str:
-    """Return the device's name. On a CPU, attention packs pages for the available instructions."""
+    """Return the device's name, and a CPU's instructions: they determine how pages are packed."""
     from vllm.platforms import current_platform
 
     name = f"{current_platform.device_name}, {current_platform.get_device_name()}"
@@ -90,7 +89,7 @@ def _describe_device() -> str:
 
 
 def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
-    """Return None if a key means the same in another process, else the reason and the remedy."""
+    """Return None if keys mean the same in all processes, else the reason and the remedy."""
     if _hash_seed(vllm_config) is not None:
         return None
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

@@ -1,6 +1,6 @@
-"""The complete list of vLLM patches. The modules contain the wrappers.
+"""The complete list of vLLM patches; the modules contain the wrappers.
 
-`docs/design/patches.md` explains why each is needed and what is lost without it.
+`docs/design/patches.md` says why each is needed and what is lost without it.
 """
 
 from __future__ import annotations

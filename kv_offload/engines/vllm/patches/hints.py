@@ -1,4 +1,4 @@
-"""Refuses requests with invalid `kv_transfer_params` where vLLM checks its other parameters."""
+"""Refuses requests with invalid `kv_transfer_params` where vLLM validates other parameters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def check_hints(
 ) -> Any:
     """Run around `InputProcessor.process_inputs`, which handles every request.
 
-    A server answers vLLM's own errors with status 400, to that request alone; any other error would
-    be status 500.
+    Raises vLLM's own error, which a server answers with status 400; any other would give 500.
     """
     from vllm.exceptions import VLLMValidationError
 

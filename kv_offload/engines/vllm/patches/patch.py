@@ -1,7 +1,7 @@
 """Wraps methods of vLLM.
 
-A wrapper calls the method that it found, so it works with wrappers of other plugins. Each also
-works when applied twice: another plugin may hide ours in a wrapper without `functools.wraps`.
+A wrapper calls the method that it found, so it works with other plugins' wrappers. It also works
+when applied twice: another plugin's wrapper may hide ours if it does not use `functools.wraps`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Method = Callable[..., Any]
 Version = tuple[int, int]
 
 MARK = "_kv_offload_patch"
-"""Attribute of our wrappers that names the target. `functools.wraps` copies it to others'
-wrappers."""
+"""Attribute of a wrapper with its target. `functools.wraps` copies it to wrappers around ours."""
 
 _unlogged: list[str] = []
 
@@ -44,23 +43,22 @@ class Patch:
     target: str
     """`module:Class.method`, or `object.method` for an object that a rank finds."""
     around: Method
-    """Runs in place of the method, with the method that was found and its arguments."""
+    """Called instead of the method, with the original method and the call's arguments."""
     where: Literal["process", "front end", "scheduler", "rank"] = "scheduler"
-    """Wrapped in every process, where an engine with our connector is configured, where a scheduler
-    is built, or on one object of a rank."""
+    """Patched in every process, where an engine with our connector is configured, where a scheduler
+    is built, or on a single object in a rank's process."""
     needed: Callable[[Setup], bool] | None = None
-    """Returns whether an engine needs the patch; None if all engines do."""
+    """Says whether an engine needs the patch; None if all engines do."""
 
     @property
     def method(self) -> str:
-        """The name of the method."""
+        """The method's name."""
         return self.target.rpartition(".")[2]
 
     def wrap(self, found: Method, *state: Any) -> Method:
         """Return a wrapper of `found`; `around` gets `state` as its first arguments."""
 
-        # vLLM converts the arguments of some calls by the method's signature, which `wraps`
-        # preserves.
+        # `wraps` keeps the signature, by which vLLM converts the arguments of some calls.
         @functools.wraps(found)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return self.around(*state, found, *args, **kwargs)
@@ -74,32 +72,35 @@ class Patch:
         _unlogged.append(self.target.rpartition(":")[2])
 
     def install_on_class(self) -> None:
-        """Wrap the method of its class once. In other processes vLLM may lack the method."""
+        """Wrap the method in its class, once.
+
+        A `process` patch skips a vLLM without the method: the plugin may not be in use here.
+        """
         module, _, path = self.target.partition(":")
         owner = getattr(importlib.import_module(module), path.partition(".")[0], None)
         if self.where == "process" and not hasattr(owner, self.method):
-            return  # the plugin may not be in use here
+            return
         found = getattr(owner, self.method)
         if getattr(found, MARK, None) != self.target:
             self.install(owner, found)
 
 
 def add_listener(patch: Patch, owner: Any, listener: Callable[..., None]) -> None:
-    """Make a method of this one object call `listener` first, with the same arguments."""
+    """Make a method of this object alone call `listener` first, with the same arguments."""
     found = vars(owner).get(patch.method) or _method_of_class(owner, patch.method)
     patch.install(owner, found, listener)
 
 
 def log_new() -> None:
-    """Log, at debug level, the patches that this process got since the last call."""
+    """Log, at debug level, the patches installed in this process since the last call."""
     if _unlogged:
         logger.debug("kv-offload: patches of vLLM in this process: %s", ", ".join(_unlogged))
         _unlogged.clear()
 
 
 def _method_of_class(owner: Any, name: str) -> Method:
-    """Return a function that calls the method of the object's class at the time of the call."""
-    found = weakref.ref(owner)  # a cycle would keep its KV tensors alive until the next collection
+    """Return a function that looks the method up in the object's class at each call."""
+    found = weakref.ref(owner)  # a cycle would keep KV tensors alive until garbage is collected
 
     @functools.wraps(getattr(type(owner), name))
     def method(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Ends all copies before vLLM resets its prefix cache; the blocks that they hold would prevent it.
+"""Ends all copies before vLLM resets its prefix cache: blocks held by copies would prevent it.
 
-A reset also invalidates a disk's contents for a restart. The caller gets `True` only once that is
+A reset also invalidates the disk's contents for a restart, and returns `True` only once that is
 certain: a process can be killed at any moment, and a trainer that changes weights relies on the
 answer.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""Time limit for the index of a disk, and after that for the ranks' files."""
+"""Time limit for invalidating the disk's index, and then again for the ranks' files."""
 
 
 def reset_after_drain(
@@ -40,10 +40,10 @@ def reset_after_drain(
     if connector is None:
         return original(self, reset_running_requests, *args, **kwargs)
     offload = connector.offload_scheduler
-    # A rank's own report may come after the reset, and must not empty what is stored since then.
+    # A rank's own report may arrive after the reset and must not drop blocks stored since.
     for weight_loads in call_ranks(self, "weight_loads"):
         offload.resets.weights_were_loaded(weight_loads)
-    # Running requests can make the reset fail. Then requests that wait for loads keep waiting.
+    # Running requests can make the reset fail, so requests that wait for loads then keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
     drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):
@@ -64,14 +64,13 @@ def settle(core: Any, offload: OffloadScheduler) -> bool:
 
 
 def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
-    """Make all ranks end the copies of our connector, and release the blocks that they hold.
+    """Make all ranks end our connector's copies, and release the blocks that these hold.
 
-    With `requeue`, aborted requests are freed, and a request that waits for its load, or for room
-    to run after it, gives its blocks back; vLLM looks it up again when it is its turn.
+    With `requeue`, aborted requests are freed, and requests that wait for their load, or for room
+    to run after it, give up their blocks; vLLM looks them up again when it is their turn.
 
-    The ranks are called directly, because a step would also run live requests, and its outputs
-    would have no receiver. A rank has executed all steps that were launched before, so it knows
-    their jobs.
+    The ranks are called directly: a step would also run live requests, and its outputs would be
+    lost. Each rank has executed all steps launched so far, so it knows their jobs.
     """
     engine_scheduler, offload = core.scheduler, connector.offload_scheduler
     in_flight = offload.in_flight
@@ -85,10 +84,10 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
     if offload.give_up_stores():
         logger.error("kv-offload: gave up stores that did not end; their prefixes are not kept")
     if requeue:
-        # Also requests whose loads have not ended on all ranks: one may have failed on a rank where
-        # it has ended.
+        # Include requests whose loads have not ended on all ranks: a load may already have failed
+        # on one rank.
         requests.recompute(engine_scheduler, waiting)
-        # `loaded` includes requests whose loads have failed. vLLM frees aborted requests.
+        # `loaded` includes failed loads. vLLM frees aborted requests.
         connector.loaded |= offload.take_effects(between_steps=True).loaded
         requests.report_loaded(engine_scheduler)
         requests.give_blocks_back(engine_scheduler, waiting - in_flight.loading | loaded)
@@ -96,12 +95,12 @@ def drain(core: Any, connector: Any, *, requeue: bool = True) -> None:
 
 @contextlib.contextmanager
 def blocks_freed_at_once(core: Any) -> Iterator[None]:
-    """Make vLLM's scheduler free at once all blocks that it holds back for steps in flight.
+    """Make vLLM's scheduler free at once the blocks that it holds back for steps in flight.
 
-    Those steps may still write a block, and a load into it might not wait for them. A reset of
-    running requests raises while blocks are held back. The ranks have executed all launched steps,
-    so fencing makes their loads wait for these. Other connectors may not do so; inside a
-    MultiConnector nothing changes.
+    A reset of running requests raises while blocks are held back. Steps in flight may still write
+    such a block, so each rank makes later loads wait for them (`fence_loads`); the ranks have
+    already executed all launched steps. Does nothing inside a MultiConnector: loads of other
+    connectors may not wait.
     """
     engine_scheduler = core.scheduler
     alone = getattr(engine_scheduler.get_kv_connector(), "offload_scheduler", None) is not None

@@ -1,8 +1,8 @@
 """Applies the ranks' reports before vLLM processes the tokens of their step.
 
-vLLM handles a failed synchronous load incorrectly: with asynchronous scheduling it rewinds a
-running request's computed tokens without its placeholders, and asserts or computes a token in the
-wrong place (0.31 to 0.33). So requests that computed with missing KV are ended here.
+vLLM 0.31 to 0.33 mishandles a failed synchronous load: with asynchronous scheduling it rewinds a
+running request's computed tokens but not its placeholders, and then fails an assertion or computes
+a token at the wrong position. So requests that computed with missing KV are ended here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def apply_reports_first(
 ) -> Any:
     """Run around `Scheduler.update_from_output`.
 
-    All requests of the step end if an error hides which of them computed with wrong KV.
+    If an error hides which requests computed with wrong KV, all requests of the step are ended.
     """
     stranded: set[str] = set()
     try:
@@ -39,7 +39,7 @@ def apply_reports_first(
     if ended:
         requests.add_ends(outputs, ended)
     for connector in connectors_in(self.connector):
-        if connector.loaded:  # no rank had anything to report, so vLLM did not ask
+        if connector.loaded:  # vLLM did not ask, because no rank had anything to report
             requests.report_loaded(self)
     if stranded:  # rare
         requests.make_room(self, stranded)
@@ -49,7 +49,7 @@ def apply_reports_first(
 def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> list[Any]:
     """Apply the ranks' reports; return the requests that ended with an error.
 
-    Adds to `stranded` the loaded requests that keep each other from running.
+    Adds to `stranded` the loaded requests that block each other from running.
     """
     ended: list[Any] = []
     reports = getattr(reported, "kv_connector_worker_meta", None)
@@ -62,7 +62,7 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
         connector.apply_rank_reports(report)
         effects = offload.take_effects()
         stranded |= effects.stranded
-        # Only loads that have not failed, in case an error follows.
+        # Leave failed loads for later, in case an error occurs before they are handled.
         connector.loaded |= effects.loaded - effects.failed
         if effects.tainted is not None:
             ended += requests.end_lost(engine_scheduler, effects.tainted)
@@ -74,10 +74,10 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
 
 
 def _drop_false_names(engine_scheduler: Any, connector: Any, reported: Any) -> None:
-    """Hide from vLLM that other connectors received requests that ours loads or loaded.
+    """Drop other connectors' reports of having received requests that our connector loads.
 
-    Mooncake's connector in 0.31 reports this when there is nothing to fetch. vLLM would run the
-    request before our load has ended, or free its blocks, or end with an error.
+    In 0.31, Mooncake's connector reports this when it has nothing to fetch. vLLM would then run the
+    request before our load has ended, free its blocks, or end with an error.
     """
     received = reported.finished_recving & engine_scheduler.requests.keys()
     reported.finished_recving = {name for name in received if not connector.loads(name)}

@@ -1,4 +1,4 @@
-"""Workarounds for vLLM's bugs with its own prefix cache, or with any connector."""
+"""Workarounds for bugs of vLLM in its own prefix cache or with any connector."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def clear_uncomputed_hashes(
 ) -> Any:
     """Run around `Scheduler._preempt_request` and clear the hashes of blocks that no step computes.
 
-    vLLM hashes the full blocks of a step's tokens when it allocates them. With priorities it may
-    preempt a request that it has given tokens in the same step, and frees these blocks with their
-    hashes. The next lookup of that prefix would hit their old contents, and the plugin would keep
-    these in host memory, where they outlive a reset. Blocks of steps under way count as computed.
+    vLLM hashes the full blocks of a step when it allocates them. With priority scheduling, it may
+    then preempt the request in the same step, which frees these blocks with their hashes. The next
+    lookup of that prefix would hit the blocks' old contents, and the plugin would store these in
+    host memory, where they outlive a reset. Blocks of steps in flight count as computed.
     """
     uncomputed = set(_hashed_uncomputed(self.kv_cache_manager, request))
     if uncomputed:
@@ -27,7 +27,7 @@ def clear_uncomputed_hashes(
 
 
 def _hashed_uncomputed(kv_cache_manager: Any, request: Any) -> Iterator[int]:
-    """Yield a request's blocks that have a hash and tokens that no step computes."""
+    """Yield a request's blocks that have a hash although no step computes their tokens."""
     blocks = kv_cache_manager.block_pool.blocks
     tables = kv_cache_manager.get_block_ids(request.request_id)
     managers = kv_cache_manager.coordinator.single_type_managers
@@ -42,15 +42,15 @@ def continue_session(
 ) -> Any:
     """Run around `Scheduler._update_request_as_session` and continue from what was computed.
 
-    A session continues from its computed tokens, and drops the last token of an answer. In 0.31 a
-    block that the token filled keeps its hash, by which other requests then hit the KV of the token
-    that replaced it. In 0.31 and 0.32 drafts that were accepted after the end of an answer count as
-    computed. Drafts of the next token of the answer would be scheduled with the new part.
+    A session drops an answer's last token and continues from its computed tokens. In 0.31, a block
+    that this token filled keeps its hash, by which other requests then hit the KV of the token that
+    replaced it. In 0.31 and 0.32, drafts accepted after the end of an answer count as computed.
+    Pending drafts of the answer's next token would be scheduled with the new part.
 
-    The state after the last token that stays may be lost: a step under way at the end of the answer
-    has overwritten it, or it is behind that of a draft, where no runner looks for it. With drafts,
-    that step also overwrites in a ring what is not compressed yet. So a session of a model with
-    states, or with rings and drafts, gives its blocks back and is looked up again, as after a
+    The state after the last token kept may be lost: a step in flight at the end of the answer has
+    overwritten it, or it is stored after a draft's state, where no runner looks. With drafts,
+    that step also overwrites tokens in a ring that are not compressed yet. So a session of a model
+    with states, or with rings and drafts, gives up its blocks and is looked up again, as after a
     preemption. It does not count as preempted: after a load, runner V1 would keep the prompt
     without the new part.
     """
@@ -58,7 +58,7 @@ def continue_session(
     del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
     result = original(self, session, *args, **kwargs)
     session.num_preemptions = 0
-    session.spec_token_ids, session.is_prefill_chunk = [], True  # while that is so, it gets no more
+    session.spec_token_ids, session.is_prefill_chunk = [], True  # a prefill chunk gets no drafts
     overwrites_rings = self.num_spec_tokens and scratch_layers(self.kv_cache_config)
     if (self.has_mamba_layers or overwrites_rings) and (
         connectors := [*connectors_in(self.connector)]
@@ -74,11 +74,11 @@ def continue_session(
 def name_written_states(
     original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run around `MambaManager._cache_partial_tail_block`; only states that are written have names.
+    """Run around `MambaManager._cache_partial_tail_block`, so that only written states have hashes.
 
-    In 0.31, where the backend keeps a state within a prefill by itself, vLLM names two more. One is
-    the state at the end of a prompt, in the step after it, which overwrites it (asynchronous
-    scheduling). The other is whatever is in the blocks that a request has for its drafts, once a
+    In 0.31, with a backend that keeps a state within a prefill by itself, vLLM hashes two others.
+    One is the state at the end of a prompt, during the next step, which overwrites it (asynchronous
+    scheduling). The other is any content of the blocks reserved for a request's drafts, after a
     later chunk of the prompt has passed them.
     """
     computed = request.num_computed_tokens
@@ -87,7 +87,7 @@ def name_written_states(
         table = self.req_to_blocks[request.request_id]
         passed = table[computed // self.block_size : checkpoint[1]]
         self.block_pool.evict_blocks({block.block_id for block in passed})
-    # After a preemption the answer so far is computed like a prompt.
+    # After a preemption, the answer so far is computed like a prompt.
     if computed >= max(request.num_prompt_tokens, request.num_tokens - 1):
         return None
     return original(self, request, *args, **kwargs)
@@ -103,10 +103,10 @@ def stop_at_block_end(
 ) -> int:
     """Run around `Scheduler._mamba_block_aligned_split`; a chunk that begins in a block ends there.
 
-    After a hit that ended inside a block vLLM lets the last chunk of a prompt run past the end of
-    that block if the backend keeps the state at the prompt's last hash by itself. Nothing keeps the
-    state at the end of the block, but vLLM names the block that has the state at the beginning of
-    the chunk. The next hit would continue from that one.
+    After a hit that ends inside a block, vLLM lets a prompt's last chunk run past the end of that
+    block if the backend keeps the state at the prompt's last hash by itself. The state at the end
+    of the block is then lost, but vLLM hashes the block, which has the state at the beginning of
+    the chunk. The next hit would continue from that state.
     """
     known = num_new_local_computed_tokens, num_external_computed_tokens
     count = original(self, request, num_new_tokens, *known)

@@ -1,7 +1,7 @@
-"""Empties host memory at a call that may change weights; keeps it over a sleep if configured.
+"""Empties host memory on calls that may change weights; keeps it over a sleep if configured.
 
-vLLM resets the connector in the same way for several reasons: sleep of level 1 and 2, a pause for a
-weight update, a user's reset. So the engine core's own methods are wrapped, which know the reason.
+vLLM resets the connector in the same way for a sleep of level 1 or 2, a pause for a weight update,
+and a user's reset. Only the engine core's own methods know the reason, so these are wrapped.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ KEEPS_WEIGHTS = frozenset(
         "update_max_model_len",
     }
 )
-"""Methods that vLLM's front ends call on the workers and that change no weights.
+"""Methods that vLLM's front ends call on workers and that change no weights.
 
-`checkpoint_prepare` and `checkpoint_restore` concern state that ranks share with each other. Front
+`checkpoint_prepare` and `checkpoint_restore` handle state that ranks share with each other. Front
 ends do not use `collective_rpc` for LoRA adapters, sleep, profiles, health or sharded states."""
 
 
@@ -59,7 +59,7 @@ def watch_call(
             was_settled = offload.tiers.is_settled
             if offload.resets.weights_change():
                 logger.info("kv-offload: host memory emptied: %r may change weights", method)
-            if was_settled:  # else a trainer would wait for a dead disk with each tensor
+            if was_settled:  # otherwise a trainer would wait for a dead disk at every tensor
                 settle(self, offload)
         publish_stats(self)
     return original(self, method, *args, **kwargs)
@@ -72,7 +72,7 @@ def keep_on_sleep(
     offload = getattr(connector_of(self), "offload_scheduler", None)
     if level != 1 or offload is None or not offload.config.keep_on_sleep:
         return original(self, level, *args, **kwargs)
-    # If requests must end first, the engine core resets later, in a callback that it adds.
+    # If requests must end first, the engine core adds a callback, which resets later.
     callbacks = self._idle_state_callbacks
     before = len(callbacks)
     result = _call_kept(offload, original, self, level, *args, **kwargs)
@@ -84,6 +84,6 @@ def keep_on_sleep(
 def _call_kept(
     offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `call`, which sleeps; host memory survives the resets that happen meanwhile."""
+    """Run `call`, which puts the engine to sleep; host memory survives its resets."""
     with offload.resets.kept_over_resets():
         return call(*args, **kwargs)

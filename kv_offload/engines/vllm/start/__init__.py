@@ -1,1 +1,1 @@
-"""The start of an engine: checks of the settings, construction of each half, logs."""
+"""Starts an engine: checks the settings, builds each half of the connector, logs the setup."""

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     SchedulerMaker = Callable[
         [BlockPool, int, int, Callable[[], bool], Callable[[], None] | None], OffloadScheduler
     ]
-    """Takes the block pool, the number and size of slots, and two callables of `EngineFacts`."""
+    """Called with the block pool, the slots' number and size, `is_to_rest` and `wake`."""
 
 
 class Engine:
-    """vLLM's configuration, read and checked while a connector is built.
+    """vLLM's configuration, read and checked while a connector is being built.
 
     Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
     """
@@ -63,11 +63,10 @@ class Engine:
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
-    """Patch vLLM for the scheduler's half; return its slots, their size in bytes, and its factory.
+    """Patch vLLM for the scheduler's half; return the number of slots, their bytes, and a factory.
 
-    Ranks that cannot share memory, and pipeline stages with larger blocks, hold fewer slots. With
-    packed KV only ranks know the size of a slot: until they report, the number of slots is an upper
-    bound.
+    The number is an upper bound until the ranks report: ranks that cannot share memory, and
+    pipeline stages with larger blocks, hold fewer slots, and only ranks know a packed slot's size.
     """
     config, enclosing = engine.traced.config, engine.enclosing
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)
@@ -75,13 +74,12 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
         support.check_keep_on_sleep()
     install_for_scheduler(Setup(engine.version, config))
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
-    # Inside a MultiConnector, and where fresh blocks are zeroed, loads start just before a forward
-    # pass.
+    # Inside a MultiConnector, or if vLLM zeroes new blocks, loads start just before a forward pass.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
     world_size = engine.vllm_config.parallel_config.world_size
     block_bytes = bytes_per_block(engine.kv_cache_config)
 
-    # A single recorder, even if the scheduler's half is built again because ranks hold fewer slots.
+    # Made only once: the scheduler's half is built again if ranks hold fewer slots.
     file = tiers.recording_file(config, engine.vllm_config)
     recorder = None if file is None else TraceRecorder(file, config.record_trace_bytes)
 
@@ -124,7 +122,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
 
 
 def build_worker(engine: Engine) -> OffloadWorker:
-    """Build a rank's half. No rank takes memory before all ranks have checked how much there is."""
+    """Build a rank's half. No rank allocates memory before all have checked how much is free."""
     parallel, seat = engine.vllm_config.parallel_config, None
     if engine.pool is not None:
         seat = engine.pool.take_seat(parallel.rank, ranks.gather_over_ranks)

@@ -1,7 +1,7 @@
 """Checks vLLM's arguments before an engine starts, and logs why the plugin is not in use.
 
-vLLM does not record that the argument was given empty, or that a key was given twice. Imports vLLM
-only where this connector is loaded: most engines that start without the plugin do not want it.
+The command line itself is read, because vLLM does not record an empty argument or a duplicate key.
+Imports vLLM only where this connector is loaded: most engines without the plugin do not want it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 ARGUMENT = "--kv-transfer-config"
 SUPERVISOR = "--data-parallel-multi-port-external-lb"
-"""Starts one server per replica on this host, each with the same command line."""
+"""Option that starts one server per replica on this host, each with the same command line."""
 LOCAL_SIZE = ("--data-parallel-size-local", "-dpl")
 RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-"""Lists, separated by commas, further variables that vLLM passes to the actors of Ray."""
+"""Comma-separated list of additional variables that vLLM passes to Ray actors."""
 NOTHING = ("", "None")
-"""Values of the argument that vLLM treats as absent, as a shell may leave it."""
+"""Values of the argument, for example from an unset shell variable, that vLLM treats as absent."""
 
 
 def check_settings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,35 +63,32 @@ def _log_not_in_use() -> None:
             ARGUMENT,
         )
     else:
-        # vLLM's own file of arguments (`--config`) may have an empty one.
+        # It may be empty in vLLM's own file of arguments (`--config`).
         logger.info("kv-offload: not in use: %s is not given, or is empty", ARGUMENT)
 
 
 def name_file_to_ray(environ: MutableMapping[str, str]) -> None:
-    """Make engines and ranks started by Ray read the file that the environment names here."""
+    """Make engines and ranks started by Ray read the file named in this process's environment."""
     names = [name for name in environ.get(RAY_VARIABLES, "").split(",") if name.strip()]
     if FILE_VARIABLE in environ and FILE_VARIABLE not in names:
         environ[RAY_VARIABLES] = ",".join([*names, FILE_VARIABLE])
 
 
 def check_keys(argv: Sequence[str]) -> None:
-    """Raise `ConfigError` for a duplicate key in the argument's JSON.
-
-    Python's JSON silently keeps the last one.
-    """
+    """Raise `ConfigError` for a duplicate key in the argument's JSON; Python keeps the last one."""
     for text in _values(argv):
         try:
             json.loads(text or "", object_pairs_hook=_without_duplicates)
         except ConfigError:
             raise
-        except ValueError:  # vLLM reports the mistake, or accepts another form
+        except ValueError:  # vLLM reports the mistake, or accepts other syntax
             continue
 
 
 def supervised_replicas(argv: Sequence[str]) -> int:
-    """Return for how many replicas of this host a supervisor starts a server each; 1 without one.
+    """Return how many replicas' servers a supervisor starts on this host; 1 without a supervisor.
 
-    Such a server gets a warning that there is one replica only.
+    The supervisor gives each of these servers `data_parallel_size_local` 1.
     """
     if SUPERVISOR not in (word.replace("_", "-") for word in argv):
         return 1
@@ -100,9 +97,9 @@ def supervised_replicas(argv: Sequence[str]) -> int:
 
 
 def _values(argv: Sequence[str], *names: str) -> list[str | None]:
-    """Return each value of an argument: the next word, if there is one, or the text after `=`.
+    """Return each value of `ARGUMENT` or, if given, of `names`; None if the value is missing.
 
-    The argument is `ARGUMENT`, or one of `names`. vLLM accepts names with `_` too.
+    A value is the text after `=` or the next word. vLLM accepts names with `_` too.
     """
     values = []
     for word, following in zip(argv, [*argv[1:], None], strict=True):
@@ -125,10 +122,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def end_stale_connector() -> None:
-    """Shut down the connector that a former engine left; does nothing while that engine exists.
+    """Shut down the connector of an earlier engine, unless that engine still exists.
 
     vLLM has one connector per process, and keeps that of an engine that failed to start. The next
-    engine would get it, with the settings, the KV cache and the host memory of the failed one.
+    engine would get it with the failed engine's settings, KV cache and host memory.
     """
     if "kv_offload.engines.vllm.connector" not in sys.modules:
         return

@@ -1,8 +1,8 @@
 """Refuses invalid settings before the engine loads its weights.
 
 vLLM builds connectors after loading the weights, which takes minutes for a large model. These
-checks run in the process that reads the user's arguments. The connector repeats them all, because
-not every engine starts from arguments.
+checks run in the process that reads the user's arguments. The connector repeats all of them,
+because not every engine starts from arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(arguments: EngineArgs) -> None:
-    """Refuse the argument that makes vLLM replace the plugin. Raises `ConfigError`."""
+    """Raise `ConfigError` for the argument that makes vLLM replace the plugin."""
     size = arguments.kv_offloading_size
     if size is not None and members.asks_for_us(arguments.kv_transfer_config):
         raise ConfigError(
@@ -41,9 +41,7 @@ def check_arguments(arguments: EngineArgs) -> None:
 def check_settings(vllm_config: VllmConfig) -> None:
     """Refuse settings that cannot work with any model, unless the engine runs on another host.
 
-    One error reports all problems.
-
-    Raises `ConfigError`, `CapacityError` or `UnsupportedError`.
+    Raises one `ConfigError`, `CapacityError` or `UnsupportedError` that reports all problems.
     """
     parallel = vllm_config.parallel_config
     elsewhere = parallel.use_ray or parallel.data_parallel_backend == "ray"
@@ -69,7 +67,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
             tiers.check_tiers(config, own)
         with problems:
             file = tiers.recording_file(config, own)
-            # On another rank's node the scheduler is on another host.
+            # The scheduler records; on other ranks' nodes it runs on another host.
             if file is not None and not parallel.node_rank_within_dp:
                 check_recording(file)
         with problems:

@@ -1,4 +1,4 @@
-"""Log lines at start: the configuration, its side effects, the pool; and missing first hits."""
+"""Logs the configuration, its side effects and the pool at start, and later a lack of hits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_LETTERS = 180
-"""Maximum length of a log line, without `kv-offload: `."""
+"""Maximum length of a log line in characters, without `kv-offload: `."""
 
 FIRST_REQUESTS = 1000
-"""Number of ended requests without any hit after which a warning is logged."""
+"""Number of requests that end without any hit before a warning is logged."""
 
 
 def log_warnings(
     traced: ResolvedConfig, vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> None:
-    """Warn of the user's settings that are ignored, or that affect more than the plugin."""
+    """Warn about the user's settings that are ignored or that affect more than the plugin."""
     warnings = [*traced.warnings, *members.unread(vllm_config, enclosing)]
     engine_config = members.engine_transfer(vllm_config, enclosing)
     if role_accepts_embeddings(vllm_config, engine_config):
@@ -44,7 +44,7 @@ def log_warnings(
 
 
 def log_configuration(traced: ResolvedConfig, *, hidden_replicas: bool) -> None:
-    """Log the given configuration in one line, and the whole configuration at debug level."""
+    """Log the user's settings in one line, and the whole configuration at debug level."""
     logger.info("kv-offload: %s", textwrap.shorten(traced.describe_given(), LINE_LETTERS))
     logger.debug("kv-offload: %s", traced.describe())
     if hidden_replicas:
@@ -57,9 +57,7 @@ def log_pool(
     kv_cache_config: KVCacheConfig,
     num_slots: int,
 ) -> None:
-    """Log the pool's share of host memory, and its tokens relative to the engine's own cache.
-
-    Warns if it holds fewer.
+    """Log the pool's share of host memory and its tokens; warn if the engine's own cache has more.
 
     Tokens are counted as in vLLM's line `KV cache size`: for requests of the model's full length.
     """
@@ -81,10 +79,10 @@ def log_pool(
 
 
 class FirstHits:
-    """Logs once if none of the first requests had a hit, with a link to the reasons."""
+    """Logs once if none of the first requests had a hit, with a link to possible reasons."""
 
     def __init__(self) -> None:
-        self._requests: int | None = 0  # None once there was a hit, or the warning
+        self._requests: int | None = 0  # None after a hit or the warning
 
     def ended(self) -> None:
         """Count a request that ended."""

@@ -1,7 +1,7 @@
 """Reads the MultiConnectors around the connector, and the settings for all their members.
 
-vLLM gives a member only its own part of the configuration. But the engine reads the outermost
-configuration.
+vLLM gives each member only its own part of the configuration, but the engine reads the outermost
+one.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OTHERS_OPTIONS = frozenset({"eviction_policy"})
-"""Options of ours that another connector also has: vLLM's `OffloadingConnector`."""
+"""Options of ours that vLLM's `OffloadingConnector` has too."""
 
 
 def enclosing_connectors() -> tuple[MultiConnector, ...]:
     """Return the MultiConnectors around the connector, innermost first.
 
-    Finds them on the call stack, so it must be called while the connector is built.
+    Must be called while the connector is being built, since it finds them on the call stack.
     """
     return tuple(caller for caller in callers() if isinstance(caller, MultiConnector))
 
 
 def is_asked_of_member() -> bool:
-    """Return whether a MultiConnector is asking its members' classes, before any is built."""
+    """Return whether a MultiConnector is asking its members' classes, before it builds them."""
     return any(isinstance(cls, type) and issubclass(cls, MultiConnector) for cls in callers("cls"))
 
 
 def served_by_peer_connector(
     connector: Any, enclosing: Sequence[MultiConnector], request_id: str
 ) -> bool:
-    """Return whether a member that is asked before this connector loads tokens of a request.
+    """Return whether a member that is asked before this connector loads a request's tokens.
 
-    Called while the MultiConnectors ask this connector. The member may have answered in an earlier
-    step only.
+    Called while the MultiConnectors ask this connector. The other member may have answered in an
+    earlier step.
     """
     places = _places(connector, enclosing, request_id)
     return any(chosen is not None and chosen < own for own, chosen in places)
 
 
 def is_chosen(connector: Any, enclosing: Sequence[MultiConnector], request_id: str) -> bool:
-    """Return whether this connector is the member that loads a request's tokens, if any does."""
+    """Return whether this connector is the member chosen to load a request's tokens."""
     return all(chosen == own for own, chosen in _places(connector, enclosing, request_id))
 
 
 def _places(
     connector: Any, enclosing: Sequence[MultiConnector], request_id: str
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield per MultiConnector the indices of our member and of the one that loads."""
+    """Yield, per MultiConnector, the index of our member, and of the one that loads or None."""
     for outer in enclosing:
         yield outer._connectors.index(connector), outer._requests_to_connector.get(request_id)
         connector = outer
@@ -66,12 +66,12 @@ def _places(
 def engine_transfer(
     vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]
 ) -> KVTransferConfig:
-    """Return the transfer configuration that the engine reads: that of the outermost connector."""
+    """Return the transfer configuration that the engine reads: the outermost connector's."""
     return enclosing[-1] if enclosing else vllm_config.kv_transfer_config
 
 
 def asks_for_us(transfer: KVTransferConfig | dict[str, Any] | None) -> bool:
-    """Return whether a transfer configuration has our connector, alone or in a MultiConnector."""
+    """Return whether a configuration contains our connector, alone or in a MultiConnector."""
     return any(own_parts(transfer))
 
 
@@ -80,7 +80,7 @@ def own_parts(
 ) -> Iterator[tuple[KVTransferConfig, ...]]:
     """Yield each configuration of our connector, followed by the enclosing ones, innermost first.
 
-    `transfer` may be a dictionary, as in arguments, which vLLM turns into a configuration.
+    In arguments, `transfer` may be a dictionary, which vLLM turns into a configuration.
     """
     if transfer is None:
         return
@@ -94,7 +94,7 @@ def own_parts(
 
 
 def problems(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> Iterator[str]:
-    """Yield reasons why no engine with these members can be served."""
+    """Yield the reasons why an engine with these members cannot be served."""
     for name, where in _misplaced(vllm_config, enclosing).items():
         if name not in OTHERS_OPTIONS:
             yield where
@@ -113,7 +113,7 @@ def unread(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> It
 
 
 def _misplaced(vllm_config: VllmConfig, enclosing: Sequence[KVTransferConfig]) -> dict[str, str]:
-    """Return our options next to `connectors`, unless the member has the same value."""
+    """Return our options next to `connectors`, except those with the member's own value."""
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
     return {
         name: f"{name}: {show(value)} is next to connectors in the {EXTRA_CONFIG} of the "

@@ -1,9 +1,9 @@
-"""Facts that ranks exchange with the scheduler at start; the number of replicas on this host.
+"""Exchanges facts between ranks and the scheduler at start, and counts replicas on this host.
 
 A replica's configuration may not say how many replicas there are. vLLM makes each replica of a
-dense model a separate engine. With external load balancing, and if a user starts the replicas
-(`VLLM_DP_SIZE`), every process claims to have one. So the front end records the number; otherwise
-it is inferred from the address at which replicas meet.
+dense model a separate engine. With external load balancing, or if a user starts the replicas
+(`VLLM_DP_SIZE`), every process reports only one. So the front end records the number; without that
+record, it is inferred from the address at which replicas meet.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NOTED = "_kv_offload_local_replicas"
-"""Attribute of a `ParallelConfig`: number of replicas that its front end starts on this host."""
+"""Attribute of a `ParallelConfig`: the number of replicas that its front end starts here."""
 
 _REPLICA_ID = re.compile(r"_dp[0-9]+$")
-"""The suffix that vLLM appends to the engine id of each replica."""
+"""Suffix that vLLM appends to each replica's engine id."""
 
 
 def ask_capacities() -> list[WorkerCapacity]:
-    """Return the capacity of every rank, once its KV cache is registered. Blocks.
+    """Return the capacity of every rank once its KV cache is registered. Blocks.
 
     Raises `UnsupportedError` unless the engine core is on the call stack.
     """
@@ -56,8 +56,8 @@ def tensor_parallel_ranks() -> SharingRanks:
 def gather_over_ranks(value: Any) -> list[Any]:
     """Return the value of each rank of this replica; only `value` if vLLM has formed no groups.
 
-    All ranks of the replica must call it; it blocks. Avoids vLLM's group of all ranks, which for a
-    mixture of experts includes those of other replicas.
+    Blocks until all ranks of the replica have called it. Avoids vLLM's group of all ranks, which
+    includes other replicas' ranks in a mixture of experts.
     """
     import torch
     from vllm.distributed import parallel_state
@@ -85,7 +85,7 @@ class LocalReplicas:
 
     count: int
     hidden: bool = False
-    """True if there may be more that cannot be seen from here."""
+    """True if there may be more replicas that cannot be seen from here."""
 
 
 def note_local_replicas(vllm_config: VllmConfig, supervised: int = 1) -> None:
@@ -99,7 +99,7 @@ def count_local_replicas(
 ) -> LocalReplicas:
     """Return how many replicas of this engine run on this host, as far as visible.
 
-    All processes of a replica get the same answer. Other engines on the host are not counted.
+    All processes of a replica get the same answer. Other engines do not count.
     """
     parallel = vllm_config.parallel_config
     noted = int(getattr(parallel, _NOTED, 1))
@@ -116,7 +116,7 @@ def count_local_replicas(
 
 
 def _is_this_host(address: str) -> bool:
-    """Return whether only processes of this host can meet at an address."""
+    """Return whether only processes on this host can meet at an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks that the engine, model and settings are supported; others are refused at start."""
+"""Refuses engines, models and settings at start that are not supported."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ CACHE_DTYPES = {
     *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
     *("octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit"),
 }
-"""Cache types whose pages contain everything that is needed to read them back.
+"""Cache types whose pages contain everything needed to read them back.
 
-With one scale per tensor, the scales belong to the layer and never change. Scales per token, head
-or group of values are in the page; the first forward pass sets them to 1, and nothing can be loaded
+With one scale per tensor, scales belong to the layer and never change. Scales per token, head or
+group of values are in the page; the first forward pass sets them to 1, and nothing can be loaded
 before it, because only forward passes fill host memory. Rotations, signs and codebooks are
-constants in vLLM's source. Types that other plugins register with vLLM may keep such data
-elsewhere."""
+constants in vLLM's source. Types that other plugins register may keep such data elsewhere."""
 
 REFUSED_SPECS = {
     "CrossAttentionSpec": "encoder-decoder models have no prefix that another request shares",
@@ -43,12 +42,12 @@ REFUSED_SPECS = {
     ),
     "SinkFullAttentionSpec": "this vLLM cannot plan a prefix cache for it",
 }
-"""Why layers with these specs are not supported; the needs of a hit are unknown for any others."""
+"""Reasons for refusing specs. Unknown specs are refused, too, since a hit's needs are unknown."""
 
 ROLES = frozenset({"kv_both", "kv_producer"})
-"""Values of `kv_role` with which vLLM calls all hooks that the plugin uses to store and load.
+"""Values of `kv_role` for which vLLM calls all hooks that the plugin needs to store and load.
 
-vLLM calls them with `kv_consumer` too, but that means that the KV comes from elsewhere."""
+It also does for `kv_consumer`, but with that role the KV comes from elsewhere."""
 
 
 def check_supported(
@@ -59,8 +58,8 @@ def check_supported(
 ) -> None:
     """Raise one `UnsupportedError` that lists all problems.
 
-    Without `kv_cache_config`, which is unknown before the engine loads its weights, only problems
-    that do not depend on the model.
+    Without `kv_cache_config`, which is unknown before the engine loads its weights, reports only
+    problems that do not depend on the model's KV cache.
     """
     problems = [
         *_engine_problems(vllm_config, version),
@@ -88,7 +87,7 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
         )
     stages = parallel.pipeline_parallel_size
     pools = vllm_config.model_config.runner_type == "pooling"
-    # Each stage reports in runner V2, only the last in runner V1.
+    # With runner V2 every stage reports, with runner V1 only the last one.
     if pools and stages > 1 and not vllm_config.use_v2_model_runner:
         yield (
             f"pipeline_parallel_size is {stages} with a pooling model, whose first request ends "
@@ -156,7 +155,7 @@ def _state_problems(vllm_config: VllmConfig, states: Sequence[Any]) -> Iterator[
         yield (
             f"mamba_cache_mode is {mode!r}, in which no block of states becomes final: use 'align'"
         )
-    # vLLM ends chunks of a prompt by block_size, and then hashes states that it has not computed.
+    # vLLM ends a prompt's chunks at multiples of block_size, and would hash uncomputed states.
     block_tokens = vllm_config.cache_config.block_size
     for tokens in sorted({spec.block_size for spec in states} - {block_tokens}):
         yield (
@@ -173,10 +172,7 @@ def _state_problems(vllm_config: VllmConfig, states: Sequence[Any]) -> Iterator[
 
 
 def _draft_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield the problems of drafts.
-
-    The KV of a draft's layers only affects how many drafts are accepted, never a token.
-    """
+    """Yield the problems of drafts. Their layers' KV affects only how many drafts are accepted."""
     ahead = vllm_config.num_prefill_lookahead_tokens
     groups = engine_groups(vllm_config, kv_cache_config)
     for tokens in sorted({g.block_tokens for g in groups if g.sees_next_token}):
@@ -191,7 +187,7 @@ def _draft_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def check_keep_on_sleep() -> None:
     """Raise `UnsupportedError` if a change of weights could go unnoticed.
 
-    Must be called while the engine core, which it finds on the call stack, builds its scheduler.
+    Must be called while the engine core builds its scheduler: it is found on the call stack.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 

@@ -1,4 +1,4 @@
-"""The host pool, the disk and the remote store of an engine: what is refused, and their parts."""
+"""Checks and builds an engine's host pool, disk and remote store."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 PROCESS = "process"
-"""Key in a description whose value no other process has."""
+"""Key of a description's value that no other process has."""
 
 
 def check_tiers(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Raise one error for a disk, store or pool that is unusable, or whose keys no other knows."""
+    """Raise one error for all tiers that are unusable, or whose contents others could not use."""
     problems = Problems()
     if config.disk is not None:
         with problems:
@@ -58,7 +58,7 @@ def check_tiers(config: OffloadConfig, vllm_config: VllmConfig) -> None:
 def find_tiers(
     config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> tuple[Disk | None, Remote | None, Pool | None]:
-    """Return this replica's disk, whose folder is created, its remote store and its host pool.
+    """Return this replica's disk, remote store and host pool; creates the disk's folder.
 
     Raises `ConfigError` as `check_tiers` and `make_folder` do.
     """
@@ -84,11 +84,10 @@ def check_contents(
     keep_on_reset: bool,
     remedy: str = "",
 ) -> None:
-    """Raise `ConfigError` if another process could not know what keys or bytes of blocks mean.
+    """Raise `ConfigError` if another process could misread the tier's blocks, or never find them.
 
-    `key` is the tier's section of the configuration, and `keep_on_reset` the value of that key in
-    it. `remedy` is an alternative to offer. Blocks that are `private`, or of an engine with LoRA,
-    are for no other process.
+    `key` is the tier's section of the configuration, `keep_on_reset` its value there, and `remedy`
+    an alternative to offer. `private` blocks, and those of an engine with LoRA, are not shared.
     """
     has_lora = vllm_config.lora_config is not None
     is_shared = not private and not has_lora
@@ -106,9 +105,9 @@ def check_contents(
 def describe_contents(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, private: bool = False
 ) -> dict[str, str]:
-    """Return by name everything that must be equal for another process's block to be usable here.
+    """Return, by name, everything that must be equal for another process's block to be usable here.
 
-    With `private` or LoRA, no other process's description is equal.
+    With `private` or LoRA, no other process has an equal description.
     """
     contents = namespace.describe(vllm_config, kv_cache_config)
     if private or vllm_config.lora_config is not None:
@@ -122,7 +121,7 @@ def make_folder(config: DiskConfig, vllm_config: VllmConfig) -> Path:
     path = Path(config.path)
     folder = replica_folder(path, replica_index(vllm_config))
     try:
-        # KV reveals the prompts of users, so no other user may enter.
+        # KV reveals users' prompts, so no other user of the host may enter.
         path.mkdir(0o700, exist_ok=True)
         folder.mkdir(0o700, exist_ok=True)
     except OSError as error:
@@ -132,14 +131,14 @@ def make_folder(config: DiskConfig, vllm_config: VllmConfig) -> Path:
 
 def replica_index(vllm_config: VllmConfig) -> int:
     """Return the index of this data-parallel replica; each replica has a separate folder."""
-    # Replicas of a dense model do not see each other; they differ only in this index.
+    # Replicas of a dense model do not see each other and differ only in this index.
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def recording_file(config: OffloadConfig, vllm_config: VllmConfig) -> Path | None:
     """Return the file to which this replica records its requests; None without `record_trace`.
 
-    Replicas after the first append `.replica-1` and so on.
+    The second replica's file ends in `.replica-1`, and so on.
     """
     if config.record_trace is None:
         return None
