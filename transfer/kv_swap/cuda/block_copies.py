@@ -1,8 +1,8 @@
 """Cuts blocks into copies for the copy engine, and groups copies into pieces.
 
-A block consists of runs, which are contiguous both in the KV cache and in the slot. CUDA looks up
-the registration in which a host range begins, and refuses a range that ends in another one. So a
-copy never crosses the border of a registered piece of the arena.
+A block consists of runs, which are contiguous in both the KV cache and the slot. CUDA refuses a
+host range that begins in one registration and ends in another, so no copy crosses the border of a
+registered piece of the arena.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MOST_COPY_BYTES = 4 << 20
 LEAST_RUN_BYTES = 1 << 20
 """Minimum average bytes of a run.
 
-A copy costs the step's thread 2 to 3 us, because CUDA looks up the registration of its host
-address: with shorter runs, 1 GiB would take more than 4 ms of that thread (H200, 28 Nov 2026)."""
+A copy takes 2 to 3 us of the step's thread, because CUDA looks up the registration of its host
+address. With shorter runs, 1 GiB would take more than 4 ms (H200, 28 Nov 2026)."""
 
 
 def runs_of(regions: Sequence[Region]) -> list[Region]:
-    """Return the runs of raw regions, in slot order: regions that continue each other are one."""
+    """Return the runs of raw regions in slot order; adjacent regions are merged."""
     runs: list[Region] = []
     for region in sorted(regions, key=lambda region: region.slot_offset_bytes):
         last = runs[-1] if runs else None
@@ -48,7 +48,7 @@ def runs_of(regions: Sequence[Region]) -> list[Region]:
 
 
 def suits_copy_engine(layout: KVLayout) -> bool:
-    """Return whether blocks of this layout suit the copy engine: few, long copies."""
+    """Return whether blocks of this layout suit the copy engine: they need few, long copies."""
     if layout.num_tiles:
         return False  # only kernels pack
     return layout.block_bytes >= len(runs_of(layout.regions)) * LEAST_RUN_BYTES
@@ -82,7 +82,7 @@ class Copies:
 
 
 class BlockCutter:
-    """Cuts (block, slot) pairs into copies of raw `regions`. Holds only numbers."""
+    """Cuts (block, slot) pairs into copies of raw `regions`. Keeps no memory alive."""
 
     def __init__(self, regions: Sequence[Region], arena: HostArena) -> None:
         self._arena_address = arena.address
@@ -116,7 +116,7 @@ def _array(values: Any) -> NDArray[np.int64]:
 
 
 def _cut_run(run: Region) -> list[Region]:
-    """Cut a run into copies of about equal size."""
+    """Cut a run into copies of roughly equal size."""
     count = -(-run.page_bytes // MOST_COPY_BYTES)
     bounds = [run.page_bytes * index // count // 16 * 16 for index in range(count)]
     return [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _HOST_REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
-"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for all contexts, seen by kernels."""
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: pinned in all contexts, visible to kernels."""
 
 _HOST_REGISTER_READ_ONLY = 0x8
 _READ_ONLY_SUPPORTED = 113
@@ -36,8 +36,8 @@ KERNEL_CACHE_REMEDY = (
 def import_cupy() -> Any:
     """Return the module `cupy`.
 
-    Raises `DeviceError` with the package to install if it is missing, or the variable to set if
-    CuPy cannot create its folder.
+    Raises `DeviceError` with the package to install, or with the variable to set if CuPy cannot
+    create its folder.
     """
     try:
         import cupy
@@ -57,8 +57,8 @@ def import_cupy() -> Any:
 def make_kernel_cache() -> None:
     """Create the folder for compiled kernels, as CuPy would. Raises `DeviceError`.
 
-    An existing folder may be read-only if it has all kernels. With `CUPY_CACHE_IN_MEMORY=1`, CuPy
-    13 needs no folder; CuPy 14 does, and reports that itself.
+    An existing folder can be read-only if it contains all kernels. With `CUPY_CACHE_IN_MEMORY=1`,
+    CuPy 13 needs no folder; CuPy 14 does, and reports that itself.
     """
     if os.environ.get("CUPY_CACHE_IN_MEMORY") == "1":
         return
@@ -73,7 +73,7 @@ def make_kernel_cache() -> None:
 
 
 def device_index(device: torch.device) -> int:
-    """Return the index of a CUDA device; that of the current device if it has none."""
+    """Return the index of a CUDA device, or of the current device if `device` has no index."""
     import torch
 
     if device.type != "cuda":
@@ -90,9 +90,9 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 class CudaRegistrar:
-    """Registers host memory so that kernels of `device` reach it through its host address.
+    """Registers host memory so that kernels on `device` can use its host addresses.
 
-    Raises `DeviceError` without CuPy, `PinnedMemoryError` if the device cannot use host pointers.
+    Raises `DeviceError` without CuPy, `PinnedMemoryError` if the device cannot use host addresses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +112,8 @@ class CudaRegistrar:
     def for_reading(self) -> CudaRegistrar:
         """Return a registrar for memory that the device only reads.
 
-        On devices that cannot lock memory that is only read, the process must be able to write it.
+        If the device does not support read-only registration, the process must be able to write
+        the memory.
         """
         found = copy(self)
         if self._cupy.cuda.runtime.deviceGetAttribute(_READ_ONLY_SUPPORTED, self._index):
@@ -122,17 +123,17 @@ class CudaRegistrar:
 
     @property
     def pci_bus_id(self) -> str:
-        """Address of the device on the PCI bus, such as `0000:1A:00.0`."""
+        """The device's PCI address, such as `0000:1A:00.0`."""
         return str(self._cupy.cuda.runtime.deviceGetPCIBusId(self._index))
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock `nbytes` bytes at `address`. Blocks, with the GIL released."""
+        """Page-lock `nbytes` bytes at `address`. Blocks and releases the GIL."""
         with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
             runtime = self._cupy.cuda.runtime
             runtime.hostRegister(address, nbytes, self._flags)
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. No copy may be running, which the arena's owner ensures."""
+        """Undo `register`. The arena's owner ensures that no copy is running."""
         with self._cupy.cuda.Device(self._index), _allowed_beside_captures():
             self._cupy.cuda.runtime.hostUnregister(address)
 
@@ -141,8 +142,8 @@ class CudaRegistrar:
 def _allowed_beside_captures() -> Iterator[None]:
     """Keep calls on this thread from invalidating a CUDA graph capture on another thread.
 
-    Torch captures in mode `global`, in which a call on any thread that might synchronise ends the
-    capture. A thread in relaxed mode is exempt. Raises `RuntimeError` from CUDA.
+    Torch captures in mode `global`, in which a call on any thread ends the capture if it might
+    synchronise. Threads in relaxed mode are exempt. Raises `RuntimeError` from CUDA.
     """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     _exchange_capture_mode(mode)

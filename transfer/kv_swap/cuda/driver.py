@@ -1,9 +1,8 @@
 """Driver calls that gated copies need and CuPy does not expose.
 
 Each call queues work on a stream, given by its handle, and returns: copies of page-locked memory do
-not block the host while the stream's queue has room. Calls keep the GIL. They take microseconds,
-and a thread that released the GIL in each call might wait milliseconds to get it back while another
-thread computes.
+not block the host while the stream's queue has room. Calls take microseconds and keep the GIL: a
+thread that released it could wait milliseconds to get it back while another thread computes.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from kv_swap.errors import DeviceError
 
 _SRC_ACCESS_ORDER_STREAM = 1
 _BATCH_VERSION, _VALUE_VERSION, _COPY_VERSION = 12080, 11070, 4000
-"""CUDA versions whose signatures are used here. CUDA 13 changed the batch copy; drivers keep the
-older signature."""
+"""CUDA versions whose signatures are used here. CUDA 13 changed the batch copy's signature, but
+drivers still have the older one."""
 
 
 class _Location(ctypes.Structure):
@@ -59,8 +58,8 @@ class Driver:
         self._copy_batch: Any = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, *batch_types)
         if self._write is None or self._copy is None:
             raise DeviceError("the NVIDIA driver has no stream memory operations: update it")
-        # Shared by all batches and only read, except for the index of a failed copy, which is read
-        # at once. ctypes passes these prepared values faster than plain numbers.
+        # All batches share these values and only read them, except for the index of a failed copy,
+        # which is read right after the call. ctypes passes them faster than plain numbers.
         self._attributes = _Attributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         of_all = ctypes.c_void_p(ctypes.addressof(self._attributes))
@@ -71,7 +70,7 @@ class Driver:
 
     @property
     def has_batches(self) -> bool:
-        """True if the driver takes many copies in one call: 12.8 and newer."""
+        """True if the driver accepts many copies in one call: 12.8 and later."""
         return self._copy_batch is not None
 
     def write_one(self, stream: int, address: int) -> None:
@@ -87,13 +86,16 @@ class Driver:
     def copy_batch(
         self, destinations: int, sources: int, sizes: int, count: int, stream: int
     ) -> None:
-        """Queue `count` copies: addresses of three arrays of 64-bit words, read in this call."""
+        """Queue `count` copies, from the addresses of three arrays of 64-bit words.
+
+        The call has read the arrays when it returns.
+        """
         if code := self._copy_batch(destinations, sources, sizes, count, *self._shared, stream):
             which = f" (copy {self._failed.value} of {count})"
             raise self._error("cuMemcpyBatchAsync", code, which)
 
     def _function(self, name: str, version: int, *types: Any) -> Any:
-        """Return a function with the signature of a CUDA version; None if the driver lacks it."""
+        """Return a function with a CUDA version's signature; None if the driver lacks it."""
         found, status = ctypes.c_void_p(), ctypes.c_int()
         code = self._find(
             name.encode(),

@@ -1,11 +1,11 @@
 """KV caches on a CUDA device.
 
-Each direction has a lane with a separate stream. Loads that compute waits for have a third lane,
-where they wait only for each other; the swap kernels copy these. On the other two lanes, the copy
-engine copies blocks that consist of few long runs, in pieces with a gate after each
-(`choose_copies`), and kernels copy all other blocks.
+Each direction has a lane with a separate stream. Loads that compute waits for have a third lane, so
+they wait only for each other; the swap kernels copy them. On the other two lanes, blocks that
+consist of few long runs are copied by the copy engine, in pieces with a gate after each
+(`choose_copies`), and all other blocks by kernels.
 
-The engine itself holds only addresses and numbers; resources that copies use are in its state
+The engine itself holds only addresses and numbers. Its state owns the resources that copies use
 (`state.py`).
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.0001
 
 _UNPACKED_BYTES = 64 << 20
-"""Bytes of blocks that `load_now` takes out of their slots at a time; at least one block."""
+"""Bytes that `load_now` unpacks at a time; at least one block."""
 
 
 class CudaSwapEngine(SwapEngine):
@@ -42,9 +42,9 @@ class CudaSwapEngine(SwapEngine):
 
     `keep_alive` are the tensors behind `layout`. The compute stream is the current stream of
     `device` at each call. `copies_with` selects the copy path; by default the layout and a
-    self-test do. `seconds` of a completion are device time, from the moment when the compute stream
-    reached the point of submission or, for a load that does not wait for it, when earlier loads
-    ended. Time in which the rest of a job waited for a poll is not counted.
+    self-test do. `seconds` of a completion is device time. It begins when the compute stream
+    reaches the point of submission or, for a load that does not wait for it, when earlier loads
+    have ended. It excludes the time in which the rest of a job waits for a poll.
 
     The constructor tests the copy engine or compiles the kernels, allocates everything and
     synchronises, so call it before any CUDA graph capture. Raises `LayoutError` if a slot of the
@@ -95,7 +95,7 @@ class CudaSwapEngine(SwapEngine):
         return self._state.copies_with
 
     def submit(self, job: SwapJob) -> None:
-        """Queue the job. Raises `JobError`; a failure of CUDA becomes the job's completion."""
+        """Queue the job. Raises `JobError`; the job's completion reports a failure of CUDA."""
         self.check_job(job)
         if self._capturing():
             raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
@@ -104,12 +104,12 @@ class CudaSwapEngine(SwapEngine):
         self._undelivered += 1
 
     def await_loads(self) -> None:
-        """See `SwapEngine`. The host waits for what does not fit into the stream's queue."""
+        """See `SwapEngine`. The host waits while loads do not fit into the stream's queue."""
         if (lane := self._state.lanes.get("before_compute")) is not None:
             lane.await_all()
 
     def load_now(self, pairs: NDArray[np.int32]) -> None:
-        """See `SwapEngine`. One `cudaMemcpyAsync` per page, which shares no resources with jobs."""
+        """See `SwapEngine`. Uses one `cudaMemcpyAsync` per page and no resources of jobs."""
         job = SwapJob(-1, Direction.LOAD, pairs)
         self.check_pairs(job)
         lane = self._state.lanes.get("before_compute")
@@ -121,7 +121,7 @@ class CudaSwapEngine(SwapEngine):
             )
         compute = self._cuda.current_stream(self._device)
         try:
-            # Slices of the failed job must not write after the forward has begun.
+            # Slices of the failed job must not write once the forward has begun.
             lane.drop_unqueued()
             lane.stream.stream.synchronize()
             self._load_pages(arena, pairs, compute)
@@ -131,7 +131,7 @@ class CudaSwapEngine(SwapEngine):
             ) from error
 
     def _load_pages(self, arena: HostArena, pairs: NDArray[np.int32], stream: Any) -> None:
-        """Take a few blocks at a time out of their slots and copy their pages; blocks the host.
+        """Unpack a few blocks at a time on the host and copy their pages. Blocks.
 
         Raises `RuntimeError` from CUDA, `ValueError` for a slot without packed KV.
         """
@@ -158,7 +158,7 @@ class CudaSwapEngine(SwapEngine):
             stream.synchronize()  # the copies read `pages`
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """See `SwapEngine`. May queue the write of a table; also raises `CopyError` from CUDA."""
+        """See `SwapEngine`. May queue the write of a table. Also raises `CopyError` from CUDA."""
         self.check_waves(waves)
         lane = self._state.lanes.get("before_compute")
         if lane is None or self._capturing():
@@ -170,7 +170,7 @@ class CudaSwapEngine(SwapEngine):
         self._num_waves = len(waves)
 
     def await_wave(self, wave: int) -> None:
-        """See `SwapEngine`. The host waits for what does not fit into the stream's queue."""
+        """See `SwapEngine`. The host waits while waves do not fit into the stream's queue."""
         if (lane := self._state.lanes.get("before_compute")) is not None:
             lane.await_wave(wave)
 
@@ -211,11 +211,11 @@ class CudaSwapEngine(SwapEngine):
             raise CopyError(
                 f"zeroing {len(blocks)} blocks of {self.layout.block_bytes} bytes failed: {error}"
             ) from error
-        finally:  # part of the zeroing may be queued, and must not run after a load
+        finally:  # part of the zeroing may be queued, and must run before later loads
             self.fence_loads()
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """See `SwapEngine`. Completions can still be polled. After a timeout, `poll` lets go."""
+        """See `SwapEngine`. `poll` still works, and frees the resources after a timeout."""
         self._closed = True
         self.wait(timeout_seconds)
 
@@ -229,11 +229,14 @@ class CudaSwapEngine(SwapEngine):
         try:
             return bool(self._cuda.is_current_stream_capturing())
         except RuntimeError:
-            # The CUDA context is lost. The lanes get the same error and report it with their jobs.
+            # The CUDA context is lost. The lanes get the same error and report it in completions.
             return False
 
     def _advance(self) -> bool:
-        """Advance the lanes, except in a capture, which a query would end. True if all are idle."""
+        """Advance the lanes and return whether all are idle.
+
+        Does not advance during a graph capture, which querying an event would end.
+        """
         lanes = self._state.lanes.values()
         if lanes and not self._capturing():
             for lane in lanes:

@@ -1,8 +1,8 @@
 """Self-test at startup: gates let small copies through on this machine.
 
-64 MiB are copied in pieces with gates, and meanwhile several small copies run in a row on another
-stream; a single one may take another path and never wait. The device measures all times, so a busy
-host spoils at most a turn. The test correctly fails if the process has only one connection for
+While 64 MiB are copied in pieces with gates, several small copies run in a row on another stream; a
+single one might take another path and never wait. The device measures all times, so a busy host can
+only invalidate single turns. The test correctly fails if the process has only one connection for
 copies (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
 """
 
@@ -36,10 +36,10 @@ MOST_PIECES = 3.0
 """The small copies must complete within the time of this many pieces."""
 
 TURNS, MOST_TURNS = 3, 12
-"""Number of valid turns needed, and the maximum number of turns to get them."""
+"""Number of valid turns needed, and maximum number of turns run to get them."""
 
 TRIES = 3
-"""Attempts at the whole test, because other processes may use the copy engine, too."""
+"""Attempts at the whole test: other processes may be using the copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Turn:
 
     @property
     def counts(self) -> bool:
-        """True if the small copies were queued early enough that they would wait without gates."""
+        """True if the small copies were queued so early that without gates they would wait."""
         return self.small_began < self.ended * (1 - (MOST_PIECES + 1) / PIECES)
 
     @property
     def pieces_waited(self) -> float:
-        """Time until the small copies had completed, in units of one piece."""
+        """Time until the small copies completed, in units of one piece's time."""
         return (self.small_ended - self.small_began) / (self.ended / PIECES)
 
 
@@ -75,7 +75,7 @@ class GateReport:
 
 
 def judge(turns: dict[Direction, Sequence[Turn]]) -> GateReport:
-    """Judge both directions by the medians of their valid turns."""
+    """Judge each direction by the median of its valid turns."""
     waits = {}
     for direction, tried in turns.items():
         counting = [turn for turn in tried if turn.counts]
@@ -122,8 +122,8 @@ def _test(index: int) -> GateReport:
 def check_gates(device: torch.device) -> GateReport:
     """Return whether a device's copy engine yields at gates; tested once per process.
 
-    Blocks for some tens of milliseconds; temporarily takes 8 MiB on the device and 8 MiB of
-    page-locked memory.
+    Blocks for tens of milliseconds; temporarily takes 8 MiB on the device and 8 MiB of page-locked
+    memory.
     """
     return _test(device_index(device))
 

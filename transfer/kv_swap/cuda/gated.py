@@ -1,10 +1,10 @@
 """The gated path: the copy engine copies in pieces, with a gate after each.
 
 A copy engine serves a stream until the stream's queue is empty, so the copy of sampled tokens would
-wait for everything that is queued: milliseconds. A gate is a 32-bit value that the stream writes
-after each piece of 8 MiB. It makes the engine yield, so a small copy on another stream waits only
-for one piece, 0.1 ms. The link stays full, and no SM is used. NVIDIA does not document this
-behaviour, so `gate_test.py` proves it at every start.
+wait milliseconds for everything in the queue. A gate is a 32-bit value that the stream writes after
+each piece of 8 MiB. It makes the engine yield, so a small copy on another stream waits for only one
+piece, 0.1 ms. The link stays full, and no SM is used. NVIDIA does not document this behaviour, so
+`gate_test.py` verifies it at every start.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
 PIECE_BYTES = 8 << 20
-"""Bytes between two gates. 4 MiB cost 4 % of the rate; with 16 MiB a small copy waits 0.3 ms
-instead of 0.1 ms (H200, driver 580, 28 Nov 2026)."""
+"""Bytes between two gates. With 4 MiB, the rate is 4 % lower; with 16 MiB, a small copy waits 0.3
+ms instead of 0.1 ms (H200, driver 580, 28 Nov 2026)."""
 
 SLICE_PIECES = 8
 """Pieces in a slice, which ends with an event."""
@@ -44,8 +44,8 @@ PIECES_PER_SECOND = 8000
 
 MOST_CALLS = 768
 """Maximum calls (copies and gates) queued at a time. A stream's queue holds about 1,000, or 512
-batches with a gate each; after that CUDA makes the caller wait. 384 batches keep the link full for
-60 ms."""
+batches with a gate each; when it is full, CUDA blocks the caller. 384 batches keep the link full
+for 60 ms."""
 
 CUT_BYTES = 256 << 20
 """Bytes whose copies are listed together."""
@@ -61,7 +61,7 @@ class Gates:
         self._device: Any = cuda.Device
         self._current_device: Any = cuda.runtime.getDevice
         with cuda.Device(self._index):
-            # CUDA's own memory, outside the pools, so that a caller's sleep does not discard it.
+            # Allocated by CUDA, outside the pools, whose memory a caller discards to sleep.
             self._word = cuda.Memory(4)
 
     def copy(self, copies: Copies, stream: int) -> None:
@@ -70,7 +70,7 @@ class Gates:
             self._one_by_one(copies, stream)(0, len(copies))
 
     def queue(self, copies: Copies, pieces: Sequence[tuple[int, int]], stream: int) -> None:
-        """Queue pieces of `copies`. Raises `RuntimeError`; some may then be queued."""
+        """Queue pieces of `copies`. Raises `RuntimeError`; some pieces may then be queued."""
         if self._current_device() != self._index:
             with self._device(self._index):
                 self.queue(copies, pieces, stream)
@@ -82,7 +82,7 @@ class Gates:
             write(stream, word)
 
     def calls_of(self, cutter: BlockCutter) -> int:
-        """Return the maximum number of calls for a piece of a cutter's copies and its gate."""
+        """Return the maximum number of calls for one piece of a cutter's copies and its gate."""
         return 2 if self._driver.has_batches else 1 + max(1, PIECE_BYTES // cutter.least_copy_bytes)
 
     def _queue_piece(self, copies: Copies, stream: int) -> Callable[[int, int], None]:
@@ -134,7 +134,7 @@ class GatedPath(CopyPath):
         return len(part[1][1])
 
     def allowance(self, seconds: float) -> int:
-        """Return just enough to keep the link busy, because queuing 1 GiB takes milliseconds."""
+        """Return just enough to keep the link busy: queuing 1 GiB would take milliseconds."""
         pieces = max(FIRST_PIECES, math.ceil(seconds * PIECES_PER_SECOND))
         return min(pieces, self.max_in_flight)
 

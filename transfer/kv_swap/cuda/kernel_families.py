@@ -1,4 +1,4 @@
-"""The families of swap kernels, their launch parameters, and the choice for a device."""
+"""Families of swap kernels: their launch parameters, and which family suits a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LaunchShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelFamily:
-    """One source file of csrc with the functions `swap_store` and `swap_load`, and their launches.
+    """A source file in csrc with the functions `swap_store` and `swap_load`, and their launches.
 
     It runs on devices of at least `min_capability` with `shared_bytes` of shared memory per CTA,
     static and dynamic. `options` are passed to the compiler. A family that `packs` moves the packed
@@ -63,14 +63,14 @@ _TILE_BYTES = {Direction.STORE: 14 << 10, Direction.LOAD: 16 << 10}
 """Two CTAs of one warp each drive a ring of stages, and drain at most `_DRAINS` stages at once.
 
 Stores move 52.6 GB/s with pages of 64 KiB or more, and no other ring moved more. They slow an
-8192-cubed product by 1.07. Four CTAs slow it by 1.18, the vector kernel by 1.91.
+8192-cubed matrix product by a factor of 1.07; four CTAs by 1.18, the vector kernel by 1.91.
 
 Loads move 51.0 GB/s alone, and 49.0 next to products like those of decodes; with one drain 45.8.
-Next to stores, 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.091, and
-more slow it by more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
+Next to stores, 5 stages move 30 GB/s, 8 move 38 and 13 move 42. 8 slow a reduction by 1.091; more
+than 8 slow it more than the copy engine does. (H200, PCIe Gen5 x16, driver 580, 21 Nov 2026.)"""
 
 _BULK_STATIC_BYTES = 12416
-"""Shared memory of eight stages, as reported by NVRTC for `swap_bulk.cu` on sm_90 to sm_120."""
+"""Shared memory of eight stages that NVRTC reports for `swap_bulk.cu` on sm_90 to sm_120."""
 
 
 def _bulk(name: str, load_stages: int) -> KernelFamily:
@@ -113,8 +113,8 @@ _PACKED_BUFFERS = 3
 """Two CTAs, each with two groups of 8 warps that pack or unpack. A group that packs has two more
 warps, to fill and to drain.
 
-Stores move 66 GB/s of KV and loads 65, where `BULK` moves 52 and 51: each fills the link as far as
-`BULK` does. With only 8 warps per group, stores moved 43. An 8192-cubed product is slowed by 1.093
+Stores move 66 GB/s of KV and loads 65, where `BULK` moves 52 and 51; both use the link as fully as
+`BULK` does. With only 8 warps per group, stores moved 43. They slow an 8192-cubed product by 1.093
 and 1.074 (`BULK`: 1.076 and 1.074), products like those of decodes by 1.018 and 1.047 (1.009 and
 1.037). Next to the latter, stores with two stages move 44 GB/s instead of 55, and loads with three
 stages 53 instead of 61; alone they are as fast. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""
@@ -130,7 +130,7 @@ def _packed_shape(direction: Direction) -> LaunchShape:
 
 
 _PACKED_STATIC_BYTES = 40448
-"""Shared memory, as reported by NVRTC for `swap_packed.cu` on sm_90 to sm_120."""
+"""Shared memory that NVRTC reports for `swap_packed.cu` on sm_90 to sm_120."""
 
 PACKED = KernelFamily(
     "packed",
@@ -148,7 +148,7 @@ PACKED = KernelFamily(
     packs=True,
     shared_bytes=max(_packed_shape(way).shared_bytes for way in Direction) + _PACKED_STATIC_BYTES,
 )
-"""Bulk copies through shared memory, where they are packed. `BULK` copies raw parts."""
+"""Bulk copies through shared memory, where data is packed. `BULK` copies raw parts."""
 
 FAMILIES = (BULK, BULK_SMALL, VECTOR)
 """Families that copy raw bytes, fastest first."""
@@ -170,15 +170,14 @@ def choose_family(device: torch.device) -> KernelFamily | None:
 
 
 def can_pack(capability: tuple[int, int]) -> bool:
-    """Return whether GPUs of a compute capability can pack. 12.x has too little shared memory."""
+    """Return whether GPUs of a compute capability can pack; 12.x has too little shared memory."""
     return capability >= PACKED.min_capability and capability[0] != 12
 
 
 def families_of(layout: KVLayout, raw: KernelFamily | None) -> list[KernelFamily]:
-    """Return the families that together move the blocks of a layout; `raw` copies raw parts.
+    """Return the families that together copy a layout's blocks; `raw` copies the raw parts.
 
-    Raises `DeviceError` if `raw` is None, or if the layout is packed and `raw` is not the family of
-    devices that can pack.
+    Raises `DeviceError` if `raw` is None, or if the layout is packed and `raw` is not `BULK`.
     """
     if raw is None:
         major, minor = VECTOR.min_capability

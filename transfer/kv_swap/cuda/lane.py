@@ -2,9 +2,9 @@
 
 The paths are the swap kernels (`swap.py`) and the copy engine (`gated.py`).
 
-Until the event of a slice completes, its copies read the source pages and the path's data for the
-slice, and write the destination pages. The owners of the blocks and slots leave both alone until
-the job's completion. Slices of one lane run in order, those of two lanes concurrently.
+Until a slice's event completes, its copies read the source pages and the path's data for the slice,
+and write the destination pages. The owners of the blocks and slots leave both alone until the job
+completes. Slices of one lane run in order, slices of different lanes concurrently.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ WaveRange = range
 """Consecutive waves that are copied together."""
 
 Refusals = Callable[[], Sequence[int]]
-"""Returns the rows of a job's pairs that a slice refused; called once, after the slice."""
+"""Returns the rows of a job's pairs that a slice refused; called once, after the slice ends."""
 
 Slice = tuple[WaveRange | None, Any]
-"""Part of a job: its waves (`None` for whole slots), and pairs or copies, as the path needs."""
+"""Part of a job: its waves (`None` for whole slots), and the pairs or copies for the path."""
 
 LEAST_WAVE_BYTES = 512 << 10
 """Minimum bytes of a slot for each additional part of a load in waves.
 
-With loads of a single prompt of 2,048, 8,192 and 32,768 tokens (0.25, 1 and 4 GiB), time to first
-token was 9.5, 26.6 and 97.6 ms with five launches, 11.9, 28.9 and 97.7 with two, 12.2, 30.1 and
-102.9 with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
+When loading a single prompt of 2,048, 8,192 or 32,768 tokens (0.25, 1 or 4 GiB), time to first
+token was 9.5, 26.6 or 97.6 ms with five launches; 11.9, 28.9 or 97.7 with two; 12.2, 30.1 or 102.9
+with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
 
 _ROOM_SECONDS = 30.0
-"""Seconds that a load that compute waits for may wait for room in its stream's queue."""
+"""Maximum seconds that a load before compute waits for room in its stream's queue."""
 
 _ROOM_POLL_SECONDS = 0.0001
 
@@ -51,8 +51,7 @@ _ROOM_POLL_SECONDS = 0.0001
 def join_waves(wave_bytes: Sequence[int]) -> list[WaveRange]:
     """Return the ranges of waves to copy together: with small slots, the first waves are joined.
 
-    More parts would cost more time than they hide. `wave_bytes` has the bytes of a slot in each
-    wave.
+    More parts would cost more time than they hide. `wave_bytes` has a slot's bytes in each wave.
     """
     parts = 1 + sum(wave_bytes) // LEAST_WAVE_BYTES
     joined = max(1, len(wave_bytes) + 1 - parts)
@@ -63,8 +62,8 @@ class CopyPath(ABC):
     """Queues the copies of one direction, between one layout and one arena.
 
     A lane cuts a job with `slices`, passes the slices to `queue` in order, and records an event
-    after each. The sizes of the slices in flight add up to at most `max_in_flight`, unless there is
-    only one. `call` names the failed operation in errors.
+    after each. The sizes of the slices in flight add up to at most `max_in_flight`, except if there
+    is only one slice. `call` names the failed operation in errors.
     """
 
     call: str
@@ -93,22 +92,22 @@ class CopyPath(ABC):
     def queue(self, part: Slice, stream: Stream) -> Refusals | None:
         """Queue a slice on `stream`. Neither blocks nor allocates on the device.
 
-        Returns a function that reads the refused rows, if there can be any. The data it reads stay
-        unchanged until `max_in_flight` more slices are queued. Raises `RuntimeError` from CUDA;
-        part of the slice may then be queued.
+        Returns a function that reads the refused rows, if rows can be refused; the data it reads
+        stays unchanged until `max_in_flight` more slices are queued. Raises `RuntimeError` from
+        CUDA; part of the slice may then be queued.
         """
 
     def warm_up(self, stream: Stream) -> None:  # noqa: B027 - not every path needs it
-        """Make CUDA load everything that `queue` needs, so that no step has to wait for it."""
+        """Make CUDA load everything that `queue` needs, so that no step waits for it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A running job: `in_flight` slices are queued, `following` is next, `rest` are after it.
+    """A running job: `in_flight` slices are queued, `following` is next, then come the `rest`.
 
-    Before the job `began`, its stream must wait for `events`. The slices in flight `started` at one
-    of these events; `seconds` is the time for which it had slices in flight earlier. The job owns
-    all its events until it has ended.
+    Before the job has begun (`began`), its stream must wait for `events`. `started` is the one of
+    these after which the slices in flight run; `seconds` is the time in which earlier ones were in
+    flight. The job owns all its events until it has ended.
     """
 
     job_id: int
@@ -130,11 +129,11 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        # Even after an error, the job holds its blocks and slots until its last slice has ended.
+        # Even after an error, the job needs its blocks and slots until its last slice has ended.
         return not self.to_queue and self.in_flight == 0
 
     def has_queued(self, wave: int) -> bool:
-        """Return whether a wave and all earlier ones are queued; always True for a failed job."""
+        """Return whether a wave and all earlier ones are queued; True for a failed job."""
         if not self.to_queue:
             return True
         assert self.following is not None
@@ -143,7 +142,7 @@ class _Running:
 
 
 class Pace:
-    """Estimates the length of an engine's steps. Each step polls at its start and at its end."""
+    """Estimates how long an engine's steps take. Each step polls at its start and its end."""
 
     def __init__(self) -> None:
         self._intervals = (0.0, 0.0)
@@ -163,8 +162,7 @@ class Pace:
 class Lane:
     """Runs the jobs of one direction on one stream over one path, in order.
 
-    One thread calls all methods. Only `await_all` and `await_wave` block, while slices are not
-    queued yet.
+    One thread calls all methods. Only `await_all` and `await_wave` block, until slices are queued.
     """
 
     def __init__(
@@ -174,20 +172,20 @@ class Lane:
         self.stream = stream
         self._direction = direction
         self._jobs: deque[_Running] = deque()
-        # Jobs that may have slices to queue, and the events that a new job comes after.
+        # Jobs that may have slices to queue, and the events after which new jobs run.
         self._unqueued: deque[_Running] = deque()
         self._fences: dict[int, Event] = {}
-        # Events of jobs that failed before they began: the next one to begin waits for them, too.
+        # Events of jobs that failed before they began: the next job to begin waits for them, too.
         self._handed_on: list[Event] = []
         self._slices: deque[tuple[Event, _Running, Refusals | None, int]] = deque()
-        # The total size of these. Queuing delays the step, so queue only enough to keep the device
-        # busy until the next poll, and twice as much whenever that was too little.
+        # The total size of these slices. Queuing delays the step, so the allowance is just enough
+        # to keep the device busy until the next poll, and doubles whenever it was too small.
         self._in_flight = 0
         self._allowed = path.allowance(0.0)
         self._pace = pace
         # If the last submitted job comes in waves: the event after the last slice of each range of
-        # waves, by its first wave. Events of ended waves may have been reused; waiting for them is
-        # harmless.
+        # waves, by the range's first wave. Events of ended waves may have been reused; waiting for
+        # them is harmless.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
@@ -197,14 +195,15 @@ class Lane:
         return not self._jobs
 
     def submit(self, job: SwapJob, nbytes: int) -> None:
-        """Order the job after work already queued on the compute stream, if it is `after_compute`.
+        """Order the job and queue slices as the allowance permits.
 
-        Also order it after the last `wait_for_compute`. Then queue slices as the allowance permits.
+        The job runs after the last `wait_for_compute` and, if it is `after_compute`, after all work
+        already queued on the compute stream.
         """
         events, started, failure = [*self._fences.values()], None, None
         try:
             if job.after_compute:
-                # First, so that the device works on it while the slice is cut.
+                # Queued first, so that the device works on it while the slice is cut.
                 marks = self.stream.mark()
                 started = marks[0]
                 events += marks
@@ -224,15 +223,15 @@ class Lane:
         self._queue(self._allowance())
 
     def wait_for_compute(self) -> None:
-        """Order jobs submitted later after the work that is queued on the compute stream now."""
+        """Order jobs submitted later after the work already queued on the compute stream."""
         stream = self.stream.compute_stream()
         self._fences[stream] = self.stream.mark_compute(self._fences.get(stream))
 
     def await_all(self) -> None:
         """Make work queued later on the compute stream wait for all slices of all jobs.
 
-        The host waits if they do not all fit into the stream's queue. Raises `CopyError` if the
-        last submitted job has failed or cannot be waited for.
+        The host waits while they do not all fit into the stream's queue. Raises `CopyError` if the
+        last submitted job has failed, or if compute cannot wait for it.
         """
         if self._jobs:
             self._queue_until(lambda: not self._jobs[-1].to_queue)
@@ -256,7 +255,7 @@ class Lane:
                 return
 
     def _queue_until(self, queued: Callable[[], bool]) -> None:
-        """Queue slices as earlier ones end, while the device has a full queue of copies."""
+        """Queue slices as earlier ones end, which keeps the device's queue full."""
         deadline = time.monotonic() + _ROOM_SECONDS
         self._queue(self.path.max_in_flight)
         while not queued():
@@ -270,12 +269,12 @@ class Lane:
             self._queue(self.path.max_in_flight)
 
     def drop_unqueued(self) -> None:
-        """Fail the jobs that have slices left to queue, without queuing them."""
+        """Fail the jobs that still have slices to queue, without queuing them."""
         for running in self._unqueued:
             self._fail(running, self.path.call, RuntimeError("its load was made good"))
 
     def _raise_failure(self) -> None:
-        # The last submitted job is the last one here, unless it has ended successfully.
+        # The last submitted job is last in `_jobs`, unless it has ended successfully.
         if self._jobs and (error := self._jobs[-1].error) is not None:
             raise error
 
@@ -317,7 +316,7 @@ class Lane:
         return max(self._allowed, self.path.allowance(self._pace.seconds))
 
     def _collect(self) -> None:
-        """Remove the slices that have ended, which happens in order."""
+        """Remove the slices that have ended; slices end in order."""
         try:
             while self._slices and self._slices[0][0].query():
                 event, running, refusals, size = self._slices.popleft()
@@ -326,12 +325,12 @@ class Lane:
                 if refusals is not None:
                     running.refused_rows.extend(refusals())
                 if not running.in_flight and running.started is not None:
-                    # The job has ended, or its stream is empty until more of it is queued.
+                    # The job has ended, or its stream is idle until more of it is queued.
                     running.seconds += running.started.elapsed_time(event) / 1000
                     running.started = None
                 self.stream.recycle(event)
         except RuntimeError as error:
-            # Querying an event fails only if the CUDA context is lost; then no copy is running.
+            # Querying an event fails only if the CUDA context is lost, and then no copy is running.
             lost = "; the CUDA context is lost, end this process and restart the engine"
             self._slices.clear()
             self._in_flight = 0
@@ -357,7 +356,7 @@ class Lane:
         try:
             event = self.stream.take()
         except RuntimeError as error:
-            # Without an event the end of the slice would be unknown, so it must not be queued.
+            # Without an event, the slice's end could not be seen, so the slice must not be queued.
             self._fail(running, "making an event", error)
             return
         try:
@@ -367,8 +366,8 @@ class Lane:
                 self.stream.wait_stream(running.events)
                 running.began = True
             if running.started is None:
-                # It does not wait for compute, or continues: it starts once earlier slices have
-                # ended.
+                # The job does not wait for compute, or is continued: its slices start once earlier
+                # ones have ended.
                 running.started = self.stream.record()
                 running.events.append(running.started)
         except RuntimeError as error:
@@ -380,7 +379,7 @@ class Lane:
             running.following = next(running.rest, None)
         except Exception as error:  # noqa: BLE001 - any error fails only this job
             self._fail(running, self.path.call, error)
-        # Also after a failed slice, part of which may be running.
+        # Recorded even if the slice failed: part of it may be running.
         try:
             self.stream.record(event)
         except RuntimeError as error:

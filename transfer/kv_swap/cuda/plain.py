@@ -1,6 +1,6 @@
-"""Copies and zeroing without our kernels: to repeat a failed load, and to clear its blocks.
+"""Copies and zeroes without our kernels, to repeat a failed load or to clear its blocks.
 
-A failed load may leave partial blocks with NaNs.
+A failed load may leave NaNs in its blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def copy_each(copies: Iterable[tuple[int, int, int]], device: torch.device, stream: Stream) -> None:
-    """Queue copies, each of a destination, a source and bytes, with `cudaMemcpyAsync`.
+    """Queue copies, each a destination, a source and a number of bytes, with `cudaMemcpyAsync`.
 
-    Needs CuPy, but no particular driver. Raises `RuntimeError` from CUDA; some may then have been
+    Needs CuPy, but no particular driver. Raises `RuntimeError` from CUDA; some copies may then be
     queued.
     """
     cuda: Any = import_cupy().cuda
@@ -40,7 +40,7 @@ _WORD_BYTES = 8
 
 
 def pages_of(region: Region, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """Return the pages of a region, int64 of shape `(num_blocks, words)`; keeps no memory alive."""
+    """Return a region's pages, int64 of shape `(num_blocks, words)`. Keeps no memory alive."""
     import torch
 
     memory = SimpleNamespace(
@@ -69,14 +69,14 @@ class BlockZeroer:
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self._device = device
         self._pages = [pages_of(region, layout.num_blocks, device) for region in layout.regions]
-        # CUDA loads a kernel at its first use, which may wait for all running work, so do it now.
+        # CUDA loads a kernel at its first use and may then wait for all running work: do it now.
         send([0], device).index_fill_(0, send([0], device), 0)
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Queue the zeroing of every page of `blocks` on the current stream, one launch per region.
 
-        Torch allocates 8 bytes per block for the list on the device. Raises `RuntimeError` if there
-        is no memory, or from CUDA; some pages may then be zeroed.
+        Torch allocates 8 bytes per block on the device for the list. Raises `RuntimeError` from
+        CUDA, or if memory is short; some pages may then be zeroed.
         """
         listed = send(blocks, self._device)
         for pages in self._pages:

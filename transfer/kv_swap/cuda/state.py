@@ -1,4 +1,4 @@
-"""Resources used by a CUDA engine's copies; freed only once all its streams are idle."""
+"""Resources of a CUDA engine's copies, which are freed only once all its streams are idle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Held):
-    """Resources of copies in flight. Asynchronous loads advance first, because requests wait."""
+    """Resources of copies in flight. Asynchronous loads advance first: requests wait for them."""
 
     copies_with: CopiesWith = "kernels"
     pace: Pace = field(default_factory=Pace)
@@ -37,13 +37,13 @@ class State(Held):
 
 
 _LEAKED: list[State] = []
-"""States whose copies may still run, or that belong to a parent process; never freed."""
+"""States whose copies may still be running, or that belong to a parent process; never freed."""
 
 
 def choose_copies(layout: KVLayout, device: torch.device) -> CopiesWith:
-    """Return the copy path for a layout: the copy engine if blocks are few long copies.
+    """Return the copy path for a layout: the copy engine if a block is a few long copies.
 
-    Logs it if the copy engine suits the layout but does not yield at gates.
+    Logs if the copy engine would suit the layout but does not yield at gates.
     """
     if not suits_copy_engine(layout):
         return "kernels"
@@ -65,7 +65,7 @@ def make_state(
     output_copy_stream: torch.cuda.Stream | None,
     copies_with: CopiesWith | None,
 ) -> State:
-    """Allocate the resources of copies, and compile the kernels, which one lane always uses.
+    """Allocate the resources of copies, and compile the kernels, which one lane always needs.
 
     If `copies_with` is None, `choose_copies` decides. Synchronises. Raises `DeviceError`.
     """
@@ -83,13 +83,14 @@ def make_state(
         *,
         before_compute: bool = False,
     ) -> Lane:
-        # Compute waits for these loads, so SMs are free, and kernels start earlier.
+        # Loads before compute use kernels: these start earlier, and SMs are free while compute
+        # waits.
         if state.copies_with == "gates" and not before_compute:
             path: CopyPath = GatedPath(direction, layout, arena, device)
         else:
             waves = tables if before_compute else ()
             path = KernelPath(direction, kernels, layout.block_bytes, registrar, waves)
-        # As many events for jobs as for slices: each job has one event and at least one slice.
+        # As many events for jobs as for slices, because each job has one event and a slice or more.
         stream = CopyStream(device, 2 * path.max_in_flight, output_copy_stream)
         path.warm_up(stream.stream)
         stream.stream.synchronize()
@@ -104,7 +105,7 @@ def make_state(
 
 
 def release(state: State) -> None:
-    """Wait for the streams, then drop everything that copies used, including unqueued slices.
+    """Wait for the streams, then drop everything that copies use, including unqueued slices.
 
     Runs once, on any thread. Does nothing in a forked child, which cannot call CUDA.
     """

@@ -1,4 +1,4 @@
-"""Copy streams: the events that a copy waits for, and those that show when it has ended."""
+"""Copy streams, with the events that a copy waits for and those that show its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CopyStream:
     """A stream for the copies of one direction on `device`.
 
     `num_events` events are created here and reused; recording one again does not affect a wait that
-    was queued on its earlier recording. More are created only while more are in use.
+    was queued earlier. More are created only while more are in use.
 
     A copy begins only after these calls, so they take the shortest path: plain handles, through
     CuPy. Events are queried through torch, because CuPy's query of an incomplete event leaves an
@@ -41,7 +41,7 @@ class CopyStream:
         others = {self.compute_stream()}
         if output_copy_stream is not None:
             others.add(output_copy_stream.cuda_stream)
-        # torch hands out 32 streams in turn, also to the inference engine.
+        # torch hands out its 32 streams in rotation, and the inference engine may use them too.
         self.stream: Stream = torch.cuda.Stream(device)
         while self.stream.cuda_stream in others:
             self.stream = torch.cuda.Stream(device)
@@ -49,23 +49,23 @@ class CopyStream:
         self._events = [self._new_event() for _ in range(num_events)]
 
     def compute_stream(self) -> int:
-        """Return the handle of the current stream, which may differ in the next step."""
+        """Return the handle of the current stream, which can change with every step."""
         handle: int = self._current_stream(self._index)
         return handle
 
     def mark_compute(self, event: Event | None = None) -> Event:
         """Return an event that completes after all work queued on the compute stream so far.
 
-        Records `event`, one from `take`, if given.
+        Records `event` if given, which must be from `take`.
         """
         event = self.take() if event is None else event
         self._record_on(self.compute_stream(), event)
         return event
 
     def mark(self) -> list[Event]:
-        """Return events for all work queued so far, that of the compute stream first.
+        """Return events for all work queued so far on the compute and the output-copy stream.
 
-        The second is for the output-copy stream, so that a store does not delay its step's tokens.
+        Waiting for the second, too, keeps a store from delaying its step's tokens.
         """
         marks = [self.mark_compute()]
         if self._output_copy_stream is not None:
@@ -96,22 +96,23 @@ class CopyStream:
     def record(self, event: Event | None = None) -> Event:
         """Return an event that completes after all copies queued so far.
 
-        Records `event`, one from `take`, if given; then it fails only if the CUDA context is lost.
+        Records `event` if given, which must be from `take`; then it fails only if the CUDA context
+        is lost.
         """
         event = self.take() if event is None else event
         self._record(event.cuda_event, self._handle)
         return event
 
     def take(self) -> Event:
-        """Return an unused event, to be given back with `recycle`. Fails if CUDA has no memory."""
+        """Return an unused event, to be returned with `recycle`. Fails if CUDA is out of memory."""
         return self._events.pop() if self._events else self._new_event()
 
     def recycle(self, *events: Event) -> None:
-        """Take events back. The caller must not use them any more."""
+        """Take events back. The caller must not use them afterwards."""
         self._events.extend(events)
 
     def _new_event(self) -> Event:
         event: Event = self._make_event(enable_timing=True)
-        # torch allocates a CUDA event when it first records it.
+        # torch creates the CUDA event when it is first recorded.
         event.record(self.stream)
         return event

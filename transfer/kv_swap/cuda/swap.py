@@ -1,9 +1,9 @@
 """Compiles the swap kernels of csrc, binds them to a layout and an arena, and launches them.
 
-A slice of a job is one launch, with its pairs as a list in page-locked memory. If regions are
-packed, it is two: one moves the packed tiles, the other the raw parts, if any.
+A slice of a job is one launch, with its pairs as a list in page-locked memory. With packed regions
+it is two: one moves the packed tiles, the other the raw parts, if there are any.
 
-No CUDA toolkit is needed: CuPy compiles with NVRTC for the device and keeps the result on disk.
+No CUDA toolkit is needed: CuPy compiles with NVRTC for the device and caches the result on disk.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ LIST_BYTES = STATUS_OFFSET_BYTES + MAX_PAIRS
 """Bytes of a list of pairs with its statuses."""
 
 SLICE_BYTES = 256 << 20
-"""Maximum bytes per launch: 5 ms on PCIe Gen5 x16, the longest that other work waits for the SMs of
-a store. The link idles for microseconds at every launch: slices of 16 MiB would cost 1 % of it."""
+"""Maximum bytes per launch: 5 ms on PCIe Gen5 x16, the longest time that other work waits for a
+store's SMs. The link idles for microseconds at every launch: slices of 16 MiB would cost 1 %."""
 
 RING_ENTRIES = 128
-"""Maximum launches queued: after about 1,000 operations on a stream, CUDA blocks the caller."""
+"""Maximum launches queued: with about 1,000 operations on a stream, CUDA blocks the caller."""
 
 
 def write_list(target: NDArray[np.uint8], pairs: NDArray[np.int32]) -> None:
-    """Write the list of a launch into `target`, which no kernel may read.
+    """Write the list of a launch into `target`, which no kernel may be reading.
 
     A list is a header, whose first int32 is the number of pairs, followed by the pairs.
     """
-    # Copied as bytes, because NumPy's assignments take three times as long for few rows.
+    # Copied as bytes: with few rows, NumPy's assignments take three times as long.
     listed, pairs_bytes = target.data, pairs.tobytes()
     listed[LIST_HEADER_BYTES : LIST_HEADER_BYTES + len(pairs_bytes)] = pairs_bytes
     listed[:4] = len(pairs).to_bytes(4, "little")
 
 
 def source_directory() -> Path:
-    """Return the folder of device code: in the package if installed, else in the checkout."""
+    """Return the folder of device code, in the installed package or in the checkout."""
     package = Path(__file__).parents[1]
     installed = package / "csrc"
     return installed if installed.exists() else package.parent.parent / "csrc"
@@ -72,7 +72,7 @@ def source_directory() -> Path:
 def compile_options(family: KernelFamily) -> tuple[str, ...]:
     """Return the options for NVRTC.
 
-    They contain a digest of the headers, because CuPy's cache does not look into included files.
+    They contain a digest of the headers, because CuPy's cache ignores included files.
     """
     include = source_directory() / "include"
     digest = hashlib.sha256()
@@ -88,7 +88,7 @@ def compile_options(family: KernelFamily) -> tuple[str, ...]:
 
 
 class _Arguments(ctypes.Structure):
-    """Arguments of both functions of a family, in order; the last two only for packing ones."""
+    """Arguments of both functions of a family, in order; only packing families use the last two."""
 
     _fields_ = (
         ("list_address", ctypes.c_uint64),
@@ -105,7 +105,7 @@ class _Arguments(ctypes.Structure):
 class _Launcher:
     """One function, the device table for whole slots, and the arguments laid out for CUDA.
 
-    CUDA itself allocates tables, outside the pools of torch and CuPy, so they survive a caller that
+    CUDA allocates tables outside the pools of torch and CuPy, so they survive when a caller
     discards its pool's memory to sleep.
     """
 
@@ -149,8 +149,8 @@ class _Launcher:
 class SwapKernel:
     """The two kernels of a family, bound to one layout and one arena.
 
-    Keeps the arena alive, but not the KV tensors. Takes about a second if CuPy has not compiled the
-    kernels before, and synchronises the device. Raises `DeviceError`.
+    Keeps the arena alive, but not the KV tensors. Synchronises the device, and takes about a second
+    if CuPy has not cached the kernels. Raises `DeviceError`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class SwapKernel:
                     self._launchers[direction] = _Launcher(
                         cuda, function, table, columns, shape, arguments
                     )
-                # A copy from pageable memory may return before the data have reached the device.
+                # A copy from pageable memory may return before the data reaches the device.
                 cuda.runtime.deviceSynchronize()
         except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
             remedy = f"; {KERNEL_CACHE_REMEDY}" if isinstance(error, OSError) else ""
@@ -199,9 +199,9 @@ class SwapKernel:
     ) -> None:
         """Queue a copy of the pairs listed at `list_address` (page-locked memory) on `stream`.
 
-        Copies whole slots, or only `tiles`, which must have been cut for this direction. List and
-        tiles must stay unchanged until the kernel has ended. Does not block and allocates nothing.
-        Raises `RuntimeError`.
+        Copies whole slots, or only `tiles`, which must be cut for this direction. The list and the
+        tiles must not change until the kernel has ended. Neither blocks nor allocates. Raises
+        `RuntimeError`.
         """
         launcher = self._launchers[direction]
         tiles = tiles or launcher.whole
@@ -220,10 +220,10 @@ class SwapKernel:
 class KernelPath(CopyPath):
     """Launches swap kernels for every slice; in waves if it has tables for them.
 
-    `kernels` together move a layout's blocks of `block_bytes`; each has its own table of
+    `kernels` together move a layout's blocks of `block_bytes`; each has its own table in
     `wave_tables`. Until a slice has ended, its kernels read its list in the ring and the tables of
-    tiles, and a packing kernel writes the statuses after the list. Nothing else writes there until
-    then; the statuses are read before the entry of the ring is reused.
+    tiles, and a packing kernel writes the statuses after the list. Nothing else writes there
+    meanwhile; the statuses are read before the ring's entry is reused.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class KernelPath(CopyPath):
             yield waves, (first, pairs[first : first + step])
 
     def queue(self, part: Slice, stream: Stream) -> Refusals | None:
-        """Write the list and launch. Raises `RuntimeError`; one of two launches may be queued."""
+        """Write the list and launch. Raises `RuntimeError`; the first launch may then be queued."""
         waves, (first, pairs) = part
         entry = self._next_entry
         self._next_entry = (entry + 1) % len(self._ring)
@@ -288,7 +288,7 @@ class KernelPath(CopyPath):
         return rows
 
     def warm_up(self, stream: Stream) -> None:
-        """Launch an empty list, and synchronise before anything is queued."""
+        """Launch an empty list, and synchronise, before anything is queued."""
         write_list(self._ring[0], np.empty((0, 2), np.int32))
         for kernel in self._kernels:
             kernel.launch(self._direction, self._ring_address, stream)

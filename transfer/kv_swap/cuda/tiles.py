@@ -1,4 +1,4 @@
-"""Cuts whole slots, or the waves of a load, into the tiles that a launch copies for every pair."""
+"""Cuts slots, or the waves of a load, into tiles, all of which a launch copies for every pair."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def cut_tiles(
     """Cut waves of regions into tiles of shape `(num_tiles, n, 4)`, n <= `segments_per_tile`.
 
     A row describes a segment: its address in block 0, the block stride, the offset in the slot, and
-    its bytes, with those of its tile in the upper half. Tiles with fewer than n segments are padded
-    with segments of 0 bytes. Also returns the first tile of each wave, followed by the number of
-    tiles.
+    its bytes, with its tile's bytes in the upper half. Tiles with fewer than n segments are padded
+    with segments of 0 bytes. Also returns the index of each wave's first tile, followed by the
+    number of tiles.
     """
     tiles: list[list[tuple[int, int, int, int]]] = []
     firsts = [0]
@@ -78,7 +78,7 @@ def cut_tiles(
 def cut_packed_tiles(
     layout: KVLayout, waves: Sequence[Sequence[int]]
 ) -> tuple[NDArray[np.uint64], list[int]]:
-    """Return the packed tiles of waves of regions, given by their indices, like `cut_tiles`.
+    """Return, like `cut_tiles`, the packed tiles of waves of regions, given by their indices.
 
     The shape is `(num_tiles, 1, 4)`. A row is an address in block 0, the block stride, the offset
     in the slot, and the index in `columns_table` with the number of columns in the upper half.
@@ -115,7 +115,7 @@ def cut_waves(
     family: KernelFamily,
     direction: Direction,
 ) -> tuple[NDArray[np.uint64], list[int]]:
-    """Cut the tiles that a family of kernels moves for waves of regions, given by indices."""
+    """Cut the tiles that a kernel family moves for waves of regions, given by their indices."""
     ordered = [sorted(wave) for wave in waves]
     if family.packs:
         return cut_packed_tiles(layout, ordered)
@@ -127,8 +127,8 @@ def cut_waves(
 class WaveTable:
     """The tiles of a load in waves, grouped by wave: a table on the device, written once.
 
-    A kernel of `family` will read it. All memory is allocated in the constructor, before any step;
-    CUDA itself allocates the device memory, outside the pools.
+    A kernel of `family` reads it. The constructor allocates all memory, before any step; CUDA
+    allocates the device memory outside the pools.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class WaveTable:
             self._memory = cuda.Memory(nbytes)
         self._written = HostArena(1, nbytes, register=registrar)
         self.wave_bytes: list[int] = []
-        """Bytes of a block in each wave, including those that other kernels move."""
+        """Bytes of a block in each wave, including bytes that other kernels move."""
         self._firsts: list[int] = []
         self._segments_per_tile = 0
 
     def write(self, waves: Sequence[Sequence[int]], stream: Stream) -> None:
         """Queue the write on `stream`, the stream of the waves.
 
-        Call it only once, because the copy reads the page-locked source whenever it runs. Raises
+        Call it only once: the queued copy may read the page-locked source at any later time. Raises
         `RuntimeError` from CUDA.
         """
         table, self._firsts = cut_waves(self.layout, waves, self._family, Direction.LOAD)
@@ -179,11 +179,11 @@ class WaveTable:
 
 
 def _most_rows(layout: KVLayout, family: KernelFamily) -> int:
-    """Return the maximum number of rows of a table for any division of the regions into waves."""
+    """Return the maximum number of table rows for any division of the regions into waves."""
     if family.packs:
         return layout.num_tiles
-    # A region that is cut alone has the maximum number of tiles that it can need in any wave. A
-    # tile of many segments holds all of them whole, except the first and the last.
+    # A region that is cut alone has as many tiles as it can need in any wave. A tile of many
+    # segments holds all of them whole, except the first and the last.
     shape = family.shapes[Direction.LOAD]
     pages = [part.page_bytes for region in layout.regions if (part := region.raw_part)]
     num_tiles = sum(-(-page_bytes // shape.tile_bytes) for page_bytes in pages)
