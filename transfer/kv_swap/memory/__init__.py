@@ -1,4 +1,4 @@
 """Host memory for slots: mapping, page-locking, NUMA placement, sharing between processes.
 
-Nothing here imports `kv_swap.cuda` or `kv_swap.host`.
+Does not import `kv_swap.cuda` or `kv_swap.host`.
 """

@@ -23,16 +23,17 @@ from kv_swap.memory.windows import Windows
 class HostArena:
     """Zeroed memory for `num_slots` slots of `slot_bytes`, rounded up to whole system pages.
 
-    The memory is private, or `shared`, which must have exactly the bytes of all slots; each process
+    The memory is private or `shared`, which must have exactly the bytes of all slots; each process
     registers its own mapping of it. Pages come from `numa_node` while it has free ones.
 
     With `register`, every byte is page-locked. With `background` as well, the constructor returns
     once the first pieces are locked, and threads lock the rest, pausing while `room` has too little
     memory; `ready_slots` shows their progress.
 
-    With `num_windows`, arenas of so many other processes can be mapped after it (`windows`).
+    Arenas of up to `num_windows` other processes can be mapped after it (`windows`).
 
-    Raises `PinnedMemoryError` if the memory cannot be mapped or page-locked; nothing stays behind.
+    Raises `PinnedMemoryError`, without leaving anything behind, if the memory cannot be mapped or
+    page-locked.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class HostArena:
 
     @property
     def address(self) -> int:
-        """Address of slot 0; slot `s` is `s * slot_bytes` further on. Keeps nothing alive.
+        """Address of slot 0; slot `s` is `s * slot_bytes` later. Keeps nothing alive.
 
         A copy by the copy engine must not cross a multiple of `piece_bytes`, counted from slot 0.
         """
@@ -93,13 +94,13 @@ class HostArena:
 
     @property
     def ready_slots(self) -> int:
-        """Number of ready slots, from 0 on; any thread may read it. Grows unless locking fails."""
+        """Number of ready slots, from 0; any thread may read it. Grows unless locking fails."""
         if self._registration is None:
             return self.num_slots
         return min(self.num_slots, self._registration.ready_bytes // self.slot_bytes)
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
-        """Block until locking has ended (not paused); return whether all slots are ready."""
+        """Block until locking has ended, not just paused; return whether all slots are ready."""
         if self._registration is not None:
             self._registration.wait(timeout_seconds)
         return self.ready_slots == self.num_slots
@@ -116,7 +117,7 @@ class HostArena:
 
 
 class _Owner:
-    """Owns one mapping. Arrays made from `__array_interface__` hold this object as their base."""
+    """Owns one mapping. It is the base of arrays made from its `__array_interface__`."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class _Owner:
             "data": (self.address, False),
         }
         self.release = weakref.finalize(self, _release, mapping, registration, windows, os.getpid())
-        # At interpreter exit, views and copies may still be alive; the system reclaims the memory.
+        # At interpreter exit, views and copies may still be in use; the system frees the memory.
         self.release.atexit = False
 
 

@@ -1,9 +1,9 @@
-"""Arenas in files of a memory filesystem, which outlive their process for its successor to map.
+"""Arenas in files of a memory filesystem: they outlive their process, and its successor maps them.
 
 FOLDER/rank-0.KIND.TOKEN     all slots of a rank, from the first byte on
 
 `KIND` identifies everything that determines the layout of the bytes, and `TOKEN` is random for each
-new file. So a name identifies an arena for good: anyone who has recorded it finds that arena or
+new file. So a name identifies one arena forever: a process that recorded it finds that arena or
 none.
 
 A file is locked as long as a process has it open *or mapped*: the lock belongs to the open file,
@@ -31,7 +31,7 @@ from kv_swap.memory.shared import SharedMemory
 def make_private_folder(path: Path) -> None:
     """Create a folder that only this user may enter, or check that an existing one is private.
 
-    Raises `PinnedMemoryError` for links, and for a folder that another user could have written.
+    Raises `PinnedMemoryError` for a link, or for a folder that another user could have written to.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -51,10 +51,10 @@ def make_private_folder(path: Path) -> None:
 
 
 def find_arenas(folder: Path) -> dict[str, int]:
-    """Return the arenas of a folder by name, with the bytes of memory that each has taken."""
+    """Return the bytes of memory that each arena in a folder takes, by name."""
     arenas = {}
     for path in sorted(folder.glob("rank-*.*.*")):
-        with contextlib.suppress(FileNotFoundError):  # an engine that starts removes others' arenas
+        with contextlib.suppress(FileNotFoundError):  # a starting engine removes other arenas
             found = path.lstat()
             if stat.S_ISREG(found.st_mode):
                 arenas[path.name] = found.st_blocks * 512
@@ -68,11 +68,11 @@ def rank_of(name: str) -> int:
 
 
 class ArenaFiles:
-    """The arenas of one rank in its engine's folder, which no other engine uses now.
+    """One rank's arenas in its engine's folder, which no other engine is using.
 
-    With `reserve`, all memory is allocated when a file is created, because the kernel kills a
-    process that touches memory that the filesystem no longer has; `room`, if given, must have it.
-    Without it, memory is allocated as it is page-locked, where a shortage is only an error.
+    With `reserve`, creating a file allocates all memory, which `room`, if given, must have: the
+    kernel kills a process that touches memory that the filesystem no longer has. Otherwise memory
+    is allocated when it is page-locked, where a shortage is only an error.
     """
 
     def __init__(
@@ -84,9 +84,8 @@ class ArenaFiles:
     def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
         """Open the arena that a predecessor left, or create one; remove this rank's other arenas.
 
-        Returns its name, under which `num_peers` processes may attach. Where memory is lacking,
-        waits for processes that still read removed arenas. Raises `PinnedMemoryError` if there is
-        too little.
+        Returns its name, with which `num_peers` processes may attach. If memory is short, waits for
+        processes that still read removed arenas. Raises `PinnedMemoryError` if there is too little.
         """
         opened: tuple[str, int] | None = None
         for name in self._own():
@@ -103,7 +102,7 @@ class ArenaFiles:
             os.ftruncate(fd, whole_pages(nbytes))
             self._take_memory(fd, nbytes)
             if num_peers:
-                fcntl.flock(fd, fcntl.LOCK_SH)  # shared, because the peers lock it too
+                fcntl.flock(fd, fcntl.LOCK_SH)  # shared, because peers also lock it
         except OSError as error:
             os.close(fd)
             if is_new:
@@ -116,7 +115,7 @@ class ArenaFiles:
         return name, SharedMemory(fd, nbytes)
 
     def attach(self, name: str, nbytes: int) -> SharedMemory:
-        """Open the arena that another rank has created. Raises `PinnedMemoryError`."""
+        """Open an arena that another rank has created. Raises `PinnedMemoryError`."""
         fd = self._open(name, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -130,7 +129,7 @@ class ArenaFiles:
         return [name for name in find_arenas(self.folder) if rank_of(name) == self._rank]
 
     def _remove_others(self, kept: str) -> None:
-        """Remove all but one of this rank's arenas; a process that maps one keeps its memory."""
+        """Remove all but one of this rank's arenas; processes that map one keep its memory."""
         for name in self._own():
             if name != kept:
                 (self.folder / name).unlink(missing_ok=True)
@@ -152,7 +151,7 @@ class ArenaFiles:
         return None
 
     def _take_memory(self, fd: int, nbytes: int) -> None:
-        """Check that there is the memory that the file still needs, and reserve it."""
+        """Check that the memory that the file still needs is available, and reserve it."""
         missing = whole_pages(nbytes) - os.fstat(fd).st_blocks * 512
         readers, waits = Readers(self.folder), True
         while lack := self._describe_lack(fd, missing):
@@ -163,7 +162,7 @@ class ArenaFiles:
             os.posix_fallocate(fd, 0, whole_pages(nbytes))
 
     def _describe_lack(self, fd: int, missing: int) -> str:
-        """Describe a lack of memory for `missing` bytes; empty if there is none."""
+        """Describe a shortage of memory for `missing` bytes; empty if there is enough."""
         room = os.fstatvfs(fd)
         left = room.f_bavail * room.f_frsize
         if missing > left:

@@ -21,7 +21,7 @@ from kv_swap.memory.numa import prefer_node
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
-"""From linux/mman.h, Linux 5.14 and newer; Python's mmap does not name them."""
+"""From linux/mman.h, Linux 5.14 and later; Python's mmap lacks them."""
 
 PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -41,12 +41,12 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def whole_pages(nbytes: int) -> int:
-    """Round up to whole pages of the system."""
+    """Round up to whole system pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def describe_limits() -> str:
-    """Describe the limits on locked memory and on total memory, and the available memory."""
+    """Describe the limits on locked and on total memory, and the available memory."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     parts = [
         f"ulimit -l is {'unlimited' if locked == resource.RLIM_INFINITY else f'{locked} bytes'}"
@@ -62,9 +62,9 @@ def describe_limits() -> str:
 
 
 def map_memory(nbytes: int, protection: int, fd: int | None, address: int = 0) -> int:
-    """Map a file from its start, or anonymous memory, and return its address. Raises `OSError`.
+    """Map a file from its start, or anonymous memory, and return the address. Raises `OSError`.
 
-    An `address` must be reserved; it is replaced.
+    If given, `address` must be reserved; the new mapping replaces the reservation.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
     flags |= 0 if protection else _MAP_NORESERVE
@@ -79,7 +79,7 @@ def map_memory(nbytes: int, protection: int, fd: int | None, address: int = 0) -
 
 
 def reserve_addresses(nbytes: int) -> int:
-    """Return the first of reserved addresses, at which a huge page may begin. They take no memory.
+    """Reserve addresses, which takes no memory; return the first, where a huge page can begin.
 
     Raises `OSError` if the process has too few.
     """
@@ -91,7 +91,7 @@ def reserve_addresses(nbytes: int) -> int:
 
 
 def release_addresses(address: int, nbytes: int) -> None:
-    """Unmap a range of whole pages, at which nothing is registered."""
+    """Unmap a range of whole pages, none of them registered."""
     if nbytes:
         _libc.munmap(address, nbytes)
 
@@ -99,10 +99,10 @@ def release_addresses(address: int, nbytes: int) -> None:
 class Mapping:
     """At least `nbytes` of zeroed memory, rounded up to whole system pages.
 
-    It is private and anonymous, or shared with the other mappings of `fd`, at any address or at a
-    reserved one. Pages exist only once they are populated or touched; they come from `numa_node` if
-    the system allows it. It stays mapped until `close`. Raises `PinnedMemoryError` if the mapping
-    cannot be created.
+    The memory is private and anonymous, or shared with other mappings of `fd`, at any address or at
+    a reserved one. Pages exist only once they are populated or touched; they come from `numa_node`
+    if the system allows it. It stays mapped until `close`. Raises `PinnedMemoryError` if the
+    mapping cannot be created.
     """
 
     _protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -124,14 +124,14 @@ class Mapping:
                 f"cannot map {self.nbytes} bytes of host memory: {error}; {describe_limits()}; "
                 f"use a smaller pool or free memory"
             ) from error
-        # Children must not inherit it, because the kernel copies page-locked memory at fork.
+        # Children must not inherit the memory: the kernel copies page-locked pages at fork.
         is_private = self._advise(mmap.MADV_DONTFORK)
         # A core dump would be as large as the pool, and reveal users' prompts.
         if not (self._advise(mmap.MADV_DONTDUMP) and is_private):
             logger.warning(
                 "the system refuses to keep host memory out of core dumps and forked processes"
             )
-        # With huge pages there are fewer pages to lock. Kernels without them refuse this advice.
+        # Huge pages leave fewer pages to lock. Kernels without them refuse this advice.
         self._advise(mmap.MADV_HUGEPAGE)
         self._node = numa_node
         if numa_node is not None and not prefer_node(self.address, self.nbytes, numa_node):
@@ -146,7 +146,7 @@ class Mapping:
         of 32 MiB, 5 ms next to calls of 2 MiB, and 0.03 ms next to touches. All three allocated 0.5
         GiB/s (22 Nov 2026).
 
-        A touch of shared memory that is not available would kill the process. So shared memory is
+        Touching shared memory that is not available would kill the process. So shared memory is
         populated with system calls, which raise `OSError`, and do nothing before Linux 5.14.
         """
         if not self.shared:
@@ -165,9 +165,9 @@ class Mapping:
                     raise OSError(code, os.strerror(code))
 
     def missing_bytes(self, offset: int, nbytes: int) -> int:
-        """Return the bytes that a range still takes; shared memory may have pages of others.
+        """Return the bytes that a range still needs; other processes may have allocated some.
 
-        Pages that were swapped out take memory again.
+        Pages that were swapped out need memory again.
         """
         if not self.shared:
             return nbytes
@@ -176,7 +176,7 @@ class Mapping:
         return nbytes - int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
 
     def discard(self, offset: int) -> None:
-        """Return the pages at and after `offset` to the system, unless others may use them."""
+        """Return the pages from `offset` to the system, unless other processes may use them."""
         if not self.shared:
             self._advise(mmap.MADV_DONTNEED, offset)
 
@@ -190,18 +190,18 @@ class Mapping:
         return f"from {'where its creator placed it' if self.shared else 'any NUMA node'}"
 
     def close(self) -> None:
-        """Unmap the memory. Nothing may be registered, and no access may follow."""
+        """Unmap the memory, which must not be registered or accessed afterwards."""
         release_addresses(self.address, self.nbytes)
 
 
 class PinnedRegistrar(Protocol):
-    """Page-locks memory for a device. Several threads call it, one at a time per arena.
+    """Page-locks memory for a device. Several threads call it, but only one at a time per arena.
 
     `register` and `unregister` raise `RuntimeError` if they fail.
     """
 
     writes: bool
-    """True if it only locks memory that the process may write."""
+    """True if it can only lock memory that the process may write to."""
 
     def for_reading(self) -> PinnedRegistrar:
         """Return a registrar for memory that the device only reads."""
@@ -214,7 +214,7 @@ class PinnedRegistrar(Protocol):
 
 
 class Pieces:
-    """The registrations of one mapping, which this object owns. For one thread at a time."""
+    """The registrations of one mapping, which this object owns. Not thread-safe."""
 
     def __init__(self, mapping: Mapping, registrar: PinnedRegistrar, piece_bytes: int) -> None:
         self.count = -(-mapping.nbytes // piece_bytes)
@@ -231,7 +231,7 @@ class Pieces:
         return start, min(start + self._piece_bytes, self._mapping.nbytes)
 
     def lock(self, piece: int) -> None:
-        """Register a piece. Passes on the registrar's errors."""
+        """Register a piece. Raises the registrar's errors."""
         start, end = self.range(piece)
         self._registrar.register(self._mapping.address + start, end - start)
         self._registered.add(piece)
@@ -254,8 +254,8 @@ class Pieces:
     def close(self) -> bool:
         """Unregister everything and unmap.
 
-        If something cannot be unregistered, the device might still write it: the memory stays
-        mapped for good, and False is returned.
+        If a piece cannot be unregistered, the device might still write to it: the memory stays
+        mapped forever, and False is returned.
         """
         done = self._unregister(sorted(self._registered))
         if done:
@@ -263,7 +263,7 @@ class Pieces:
         return done
 
     def _unregister(self, pieces: list[int]) -> bool:
-        """Undo the registration of pieces; return False if that fails for any."""
+        """Unregister pieces; return False if that fails for any of them."""
         done = True
         for piece in pieces:
             address = self._mapping.address + self.range(piece)[0]

@@ -10,7 +10,7 @@ _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
 """Number of the system call, from Linux's syscall tables; glibc has no wrapper for it."""
 
 _MPOL_PREFERRED = 1
-"""From linux/mempolicy.h: take memory from one node while it has some, then from others."""
+"""From linux/mempolicy.h: take memory from one node while it has any, then from others."""
 
 _MASK_BITS = 1024
 """Nodes in a mask; Linux allows at most 1,024 (CONFIG_NODES_SHIFT)."""
@@ -32,7 +32,7 @@ def device_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
     """Make untouched pages come from `node` while it has free ones.
 
-    `address` must be the start of a page. Returns False if the system refuses, as in containers.
+    `address` must be page-aligned. Returns False if the system refuses, as in containers.
     """
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:

@@ -1,8 +1,8 @@
-"""Arenas of other processes, mapped to be read; who removes one can find out who reads it.
+"""Maps arenas of other processes for reading. A process that removes an arena can find its readers.
 
 A removed arena keeps its memory as long as a process has it mapped. So a process that maps an arena
-locks a byte of the arena's folder, the one with the number of the process, until it has unmapped
-it. The kernel ends the lock with the process.
+locks one byte of the arena's folder, at the offset of its process number, until it has unmapped the
+arena. The kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kv_swap.memory.mapping import (
 logger = logging.getLogger(__name__)
 
 LET_GO_SECONDS = 120.0
-"""How long a start that lacks memory waits for processes that read removed arenas. They let go in
-some seconds, but unlock page-locked memory piece by piece."""
+"""Seconds that a start waits for readers of removed arenas if memory is short. They let go within
+seconds, but unlock page-locked memory piece by piece."""
 
 _WAIT_SECONDS = 0.1
 
@@ -41,7 +41,7 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 
 def find_readers(folder: Path) -> list[int]:
-    """Return the processes that read arenas of a folder, by their numbers in their containers."""
+    """Return the numbers, in their containers, of the processes that read a folder's arenas."""
     found: list[int] = []
     parts = [(0, 0)]  # start and length, to the end if that is 0
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
@@ -54,7 +54,7 @@ def find_readers(folder: Path) -> list[int]:
                 continue
             if locked_bytes == 1:  # other programs may lock more
                 found.append(locked)
-            # The answer may be any of the locks.
+            # The kernel reports any one of the locks.
             if locked > start:
                 parts.append((start, locked - start))
             after, end = locked + locked_bytes, start + length
@@ -70,7 +70,7 @@ def _control(fd: int, command: int, kind: int, start: int, length: int) -> tuple
 
 
 class Readers:
-    """The processes that read arenas of a folder, whose removed arenas still have their memory."""
+    """The processes that read arenas of a folder, and may keep the memory of removed ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -78,9 +78,9 @@ class Readers:
         self._until: float | None = None
 
     def wait(self, lack: str) -> bool:
-        """Wait a moment for them to let go; False if there are none, or if it takes too long.
+        """Wait a moment for readers to let go; False if there are none, or if it takes too long.
 
-        `lack` says for the log what is lacking. Raises `OSError`.
+        `lack` describes the shortage for the log. Raises `OSError`.
         """
         self._readers = find_readers(self._folder)
         if self._until is None:
@@ -88,11 +88,11 @@ class Readers:
                 return False
             self._until = time.monotonic() + LET_GO_SECONDS
             logger.warning("%s%s; waiting up to %.0f s", lack, self.describe(), LET_GO_SECONDS)
-        time.sleep(_WAIT_SECONDS)  # the lock of a process that ends may end before its memory
+        time.sleep(_WAIT_SECONDS)  # a process that ends may release its lock before its memory
         return bool(self._readers) and time.monotonic() < self._until
 
     def describe(self) -> str:
-        """Describe who may have removed arenas mapped, to be added to a sentence on the lack."""
+        """Describe, to complete a message, which processes may have removed arenas mapped."""
         if not self._readers:
             return ""
         return f"; processes {self._readers} read arenas of {self._folder}, also removed ones"
@@ -101,8 +101,8 @@ class Readers:
 class ReadMapping(Mapping):
     """The first `nbytes` of an arena in a file that another process writes, at reserved addresses.
 
-    With `writable`, the kernel would let this process write. Raises `OSError`, and
-    `PinnedMemoryError` also if the file is shorter.
+    With `writable`, the mapping allows writes. Raises `OSError`, and `PinnedMemoryError` also if
+    the file is shorter.
     """
 
     def __init__(self, address: int, nbytes: int, path: Path, *, writable: bool) -> None:
@@ -125,10 +125,10 @@ class ReadMapping(Mapping):
             self._held = stack.pop_all()
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Fault the pages of a range in; releases the GIL.
+        """Fault in the pages of a range; releases the GIL.
 
-        Raises `OSError` if the file lacks some, which an access would allocate. Pages that were
-        swapped out are not lacking. Kernels before Linux 5.14 leave it to the first access.
+        Raises `OSError` if pages are not allocated in the file: an access would allocate them.
+        Swapped-out pages count as allocated. Before Linux 5.14, the first access faults pages in.
         """
         end, allocated = offset + nbytes, os.lseek(self._fd, offset, os.SEEK_HOLE)
         if allocated < end:
@@ -138,7 +138,7 @@ class ReadMapping(Mapping):
         self._fault_in(offset, nbytes, self._advice)
 
     def describe(self) -> str:
-        """Describe whose pages they are, for the log."""
+        """Describe where the pages come from, for the log."""
         return "of another process"
 
     def close(self) -> None:

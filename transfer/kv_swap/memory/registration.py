@@ -2,14 +2,13 @@
 
 Each thread takes the next few pieces, allocates their pages, which takes most of the time, and
 registers them one by one. Threads hold the mapping through this object, but not its users. The last
-thread or `release`, whichever comes later, unregisters and unmaps. So no thread touches memory that
-is gone, and `release` waits for no thread.
+thread or `release`, whichever is later, unregisters and unmaps. So no thread touches unmapped
+memory, and `release` waits for no thread.
 
-Allocating pages of shared memory holds the lock on the process's memory map; registering also holds
-the driver's lock, so the launches of an engine's step wait until a registration has ended.
-Therefore both are kept short. One thread at a time registers, and then leaves the driver alone for
-`REST` times as long as the registration took, because a starting engine makes hundreds of driver
-calls per second.
+Allocating shared pages holds the lock on the process's memory map; registering also holds the
+driver's lock, so the launches of an engine's step wait for it. Therefore both are kept short. One
+thread at a time registers, and then leaves the driver alone for `REST` times as long as that took:
+a starting engine makes hundreds of driver calls per second.
 """
 
 from __future__ import annotations
@@ -41,23 +40,22 @@ BATCH_BYTES = 256 << 20
 """Bytes of the pieces that a thread takes at a time. It checks free memory before each batch."""
 
 NUM_THREADS = 4
-"""On the host of an H200, one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
+"""On an H200's host, one thread locked 5 GiB/s, two 9, four 12 and eight 10."""
 
 REST = 7.0
-"""On the host of an H200, an inference engine with a pool of 50 GiB started 0.3 s later than one
-without; with a rest of 3 and pieces of 256 MiB, 1.0 s later. The pool took 9 to 13 s instead of 5
-to 7."""
+"""On an H200's host, an engine with a pool of 50 GiB started 0.3 s later than one without; with a
+rest of 3 and pieces of 256 MiB, 1.0 s later. The pool took 9 to 13 s instead of 5 to 7."""
 
 POPULATE_BYTES = 32 << 20
 """Bytes that a thread allocates before it checks whether to stop: some milliseconds, or 0.2 s in a
 virtual machine that has not used its memory recently."""
 
 CAREFUL_BYTES = 16 << 30
-"""With less than this above the headroom, a thread checks before every `POPULATE_BYTES`, not only
+"""With less than this above the headroom, a thread checks before every `POPULATE_BYTES`, not just
 before a batch: 8 ranks may be allocating 8 GiB in batches. A check takes 0.3 ms (2 cores)."""
 
 RETRY_SECONDS = 5.0
-"""Seconds between two checks of a thread that found too little memory."""
+"""Seconds between two checks by a thread that found too little memory."""
 
 PROGRESS_SECONDS = 10.0
 """Seconds between two progress lines in the log."""
@@ -67,7 +65,7 @@ _EXIT_SECONDS = 10.0
 
 
 def choose_piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece: whole pages, and whole slots if they fit, at least one."""
+    """Return the bytes of a piece: whole pages and, within `LARGEST_PIECE_BYTES`, whole slots."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
     if unit > LARGEST_PIECE_BYTES:
         unit = mmap.PAGESIZE
@@ -79,15 +77,14 @@ class MemoryRoom:
     """The memory available on this host, and the headroom that a growing pool leaves free.
 
     `read` returns the bytes that this process could take now, and the source of that figure.
-    Several threads call it concurrently. An error that it raises counts as a failure to lock
-    memory.
+    Several threads call it concurrently. If it raises, memory could not be locked.
     """
 
     read: Callable[[], tuple[int, str]]
     headroom_bytes: int
 
     def spare_bytes(self, nbytes: int) -> tuple[int, str]:
-        """Return the bytes left above the headroom after taking `nbytes`, and the figures."""
+        """Return the bytes left above the headroom after taking `nbytes`, and figures as text."""
         available_bytes, source = self.read()
         figures = (
             f"{available_bytes} bytes are available ({source}), {nbytes} are wanted next, and "
@@ -113,13 +110,11 @@ class Registration:
         self._started = self._last_line = time.monotonic()
         self._background = False
         self._driver_turn = threading.Lock()
-        # Guards everything below. Its lock is reentrant, since `release` may run as a finaliser
-        # anywhere.
+        # Guards everything below. Its lock is reentrant: `release` can run as a finaliser anywhere.
         self._changed = threading.Condition()
         self._next_piece = 0
         self._failures: dict[int, Exception] = {}
-        # Bytes of claimed batches that still lack pages, by first piece. No reading of memory shows
-        # them.
+        # Bytes of claimed batches without pages yet, by first piece: they still count as free.
         self._missing: dict[int, int] = {}
         self._short = False
         self._running_threads = 0
@@ -135,8 +130,8 @@ class Registration:
     def start(self, *, background: bool) -> None:
         """Register everything here, or with `background` one batch here and the rest on threads.
 
-        Raises `PinnedMemoryError` if it fails on this thread. Other threads log their failures;
-        memory registered before a failure stays usable.
+        Raises `PinnedMemoryError` if that fails on this thread. Other threads log failures; memory
+        registered before a failure stays usable.
         """
         while (batch := self._claim()) is not None:
             self._register(batch)
@@ -155,7 +150,7 @@ class Registration:
             return self._changed.wait_for(lambda: not self._running_threads, timeout_seconds)
 
     def release(self) -> None:
-        """Stop, unregister and unmap, on the last running thread. The memory must not be in use."""
+        """Stop, unregister and unmap on the last running thread. The memory must not be in use."""
         with self._changed:
             self._stopping = self._released = True
             self._changed.notify_all()  # threads that wait for room
@@ -166,7 +161,7 @@ class Registration:
     def _start_threads(self) -> None:
         left = -(-(self._pieces.count - self._next_piece) // self._pieces_of_batch)
         count = min(NUM_THREADS, left, len(os.sched_getaffinity(0)))
-        # A thread that is in the driver when the interpreter exits could crash.
+        # A thread inside the driver could crash when the interpreter exits.
         atexit.register(self._stop)
         with self._changed:  # no thread may claim a batch or end before all are counted
             for _ in range(count):
@@ -203,7 +198,7 @@ class Registration:
         )
 
     def _claim(self) -> range | None:
-        """Return the pieces of the next batch; None if there is none to begin."""
+        """Return the pieces of the next batch; None if no batch should begin."""
         with self._changed:
             first = self._next_piece
             if self._is_over() or first == self._pieces.count:
@@ -255,8 +250,8 @@ class Registration:
         """Block until a batch's pages after `offset` leave the headroom free; return spare bytes.
 
         Earlier batches come first, so that slots become ready in order. Existing pages need no
-        room: if processes share the memory, the slowest must not wait for pages that the fastest
-        has already allocated for both. A negative result means that the thread should end.
+        room: a process must not wait for shared pages that a faster one has already allocated. A
+        negative result means that the thread should end.
         """
         if self._room is None or not self._background:
             return sys.maxsize
@@ -287,7 +282,7 @@ class Registration:
                     self._mapping.nbytes,
                     figures,
                 )
-            with self._changed:  # wait for a change, or for a while
+            with self._changed:  # until something changes, or until the next check
                 deadline = time.monotonic() + RETRY_SECONDS
                 while not self._is_over() and min(self._missing) == lowest:
                     if not self._changed.wait(deadline - time.monotonic()):

@@ -1,10 +1,10 @@
-"""Memory mapped by several processes of one host that need the same bytes.
+"""Memory mapped by several processes on one host that need the same bytes.
 
-It is a memfd, which disappears when the last process that has it ends, in whatever way. Other
-processes of the same user open it through the entry of its creator's handle in `/proc`.
+It is a memfd, which disappears once the last process that has it has ended in any way. Other
+processes of the same user open it through the `/proc` entry of its creator's handle.
 
 Memory model. Host memory is coherent between processes, and with a device that has completed its
-copy: a process that learns about a store's completion through any message sees its bytes.
+copy: a process that learns of a store's completion through any message sees its bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kv_swap.memory.numa import prefer_node
 
 
 class SharedMemory:
-    """A handle on shared memory of `nbytes`, for `HostArena(shared=...)`; a context manager.
+    """A handle on `nbytes` of shared memory, for `HostArena(shared=...)`; a context manager.
 
-    An arena needs the handle only during construction. The creator keeps its handle open until all
-    peers have attached.
+    An arena needs the handle only during construction. The creator must keep its handle open until
+    all peers have attached.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -40,12 +40,12 @@ class SharedMemory:
         mapped_bytes = whole_pages(nbytes)
         fd = os.memfd_create("kv-swap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Linux promises shared memory of any size, and kills a process when it runs out. But it
-            # refuses a private mapping that could never be filled, so try one.
+            # Linux grants shared memory of any size, and kills a process when memory runs out. But
+            # it refuses a private mapping that could never be filled, so try one.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mmap.mmap(-1, mapped_bytes, flags=flags).close()
             os.ftruncate(fd, mapped_bytes)
-            # A file that shrinks would kill every process that has mapped it.
+            # If the file shrank, every process that maps it would be killed.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
@@ -57,7 +57,7 @@ class SharedMemory:
 
     @property
     def name(self) -> str:
-        """What other processes need to attach, while this handle is open in its creator."""
+        """The name with which others attach, valid while this handle is open in its creator."""
         found = os.fstat(self._fd)
         return f"/proc/{os.getpid()}/fd/{self._fd} {found.st_dev}:{found.st_ino}"
 
@@ -70,7 +70,7 @@ class SharedMemory:
         path, _, file = name.rpartition(" ")
         try:
             found = os.stat(path)
-            if f"{found.st_dev}:{found.st_ino}" != file:  # the same number in another container
+            if f"{found.st_dev}:{found.st_ino}" != file:  # the same path in another container
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -92,7 +92,7 @@ class SharedMemory:
         return self._fd
 
     def prefer_node(self, node: int, part: int, num_parts: int) -> bool:
-        """Place one of `num_parts` equal parts on a NUMA node while that has free memory.
+        """Place one of `num_parts` equal parts on a NUMA node while it has free memory.
 
         Only affects pages that no process has touched. Returns False if the system refuses.
         """
@@ -100,7 +100,7 @@ class SharedMemory:
         first, end = (pages * bound // num_parts * mmap.PAGESIZE for bound in (part, part + 1))
         if first == end:
             return True
-        # The policy belongs to the range of the file, not to the mapping through which it was set.
+        # The policy applies to the file's range, not just to the mapping through which it is set.
         with mmap.mmap(self._fd, end - first, flags=mmap.MAP_SHARED, offset=first) as memory:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             return prefer_node(address, end - first, node)

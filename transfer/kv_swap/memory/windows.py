@@ -1,12 +1,12 @@
-"""Windows: addresses after an arena where arenas of other processes are mapped, to be read.
+"""Windows: address ranges after an arena where other processes' arenas are mapped for reading.
 
-All windows have the same length, at least that of the arena. So slot `s` of window `w` is
+All windows have the same length, at least the arena's. So slot `s` of window `w` is
 `(w + 1) * window_slots + s` slots after slot 0 of the arena, and a copy needs only this number to
 read it. Windows begin where a piece of page-locked memory may begin.
 
-A thread maps files, and page-locks and unlocks them piece by piece. It leaves the driver alone for
-`REST` times as long as each locking took, because launches wait for the call. Meanwhile it faults
-in the pages of the next piece.
+A thread maps files, and page-locks and unlocks them piece by piece. After locking a piece, it
+leaves the driver alone for `REST` times as long as that took, because launches wait for the call.
+Meanwhile it faults in the pages of the next piece.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from kv_swap.memory.registration import REST, choose_piece_bytes
 logger = logging.getLogger(__name__)
 
 UNLOCK_REST = 1.0
-"""Replaces `REST` while memory is unlocked: its owner is gone, and who comes next may need it."""
+"""Replaces `REST` for unlocking: the memory's owner is gone, and its successor may need it."""
 
 MAX_RESERVED_BYTES = 32 << 40
-"""A process has 128 TiB of addresses, and CUDA reserves some for all memory that it could map."""
+"""A process has 128 TiB of addresses, some of which CUDA reserves for all mappable memory."""
 
 _EXIT_SECONDS = 10.0
-"""Maximum seconds to wait at process exit for a call of the driver."""
+"""Maximum seconds to wait at process exit for a driver call."""
 
 
 def window_slots(num_slots: int, slot_bytes: int) -> int:
-    """Return the length in slots of the windows of an arena."""
+    """Return the length of an arena's windows in slots."""
     unit = math.lcm(choose_piece_bytes(slot_bytes), slot_bytes) // slot_bytes
     return -(-num_slots // unit) * unit
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A file, or a part of it, in a window."""
+    """A file, or the first part of it, in a window."""
 
     path: str
     num_slots: int
@@ -66,14 +66,15 @@ class _Peer:
     is_populated: bool = False
     """True if the pages of `next_piece` are faulted in."""
     is_done: bool = False
-    """True if nothing more of it will be mapped or locked."""
+    """True if no more of it will be mapped or locked."""
 
 
 class Windows:
     """At most `count` windows; fewer, or none, if the process has too few addresses.
 
-    `arena_address` is for the arena. `ready_slots` has the number of slots, from 0 on, that copies
-    may read, by window. Owned by the arena, whose copies have ended when `release` is called.
+    The arena itself is mapped at `arena_address`. `ready_slots` has, by window, the number of
+    slots, from slot 0, that copies may read. The arena owns this object and calls `release` once
+    its copies have ended.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Windows:
         self._piece_bytes = choose_piece_bytes(slot_bytes)
         self._register = None if register is None else register.for_reading()
         self._window_bytes = self.window_slots * slot_bytes
-        # Slots are numbered in int32, and the last number is no slot's.
+        # Slot numbers are int32, and the largest number is not used for a slot.
         most = min((2**31 - 1) // self.window_slots, MAX_RESERVED_BYTES // self._window_bytes) - 1
         wanted, count = count, min(count, most)
         self.arena_address = 0
@@ -103,11 +104,11 @@ class Windows:
                 wanted,
             )
         self._unused = self.arena_address + whole_pages(num_slots * slot_bytes)
-        # Only the thread uses these three. The memory of stuck windows could not be unmapped.
+        # Only the thread uses these three. Windows are stuck if they could not be unmapped.
         self._mapped: dict[int, _Peer] = {}
         self._stuck: set[int] = set()
         self._rests_until = 0.0
-        # Guards what follows. Its lock is reentrant, because `release` may run as a finaliser.
+        # Guards everything below. Its lock is reentrant: `release` can run as a finaliser.
         self._changed = threading.Condition()
         self._wanted: dict[int, _Peer] = {}
         self._thread: threading.Thread | None = None
@@ -120,8 +121,9 @@ class Windows:
     def attach(self, window: int, path: str, num_slots: int) -> None:
         """Map the first `num_slots` slots of the arena in a file, in the background.
 
-        Replaces another file as `detach` does. The owner must have allocated these slots: no page
-        is. The file must not become shorter. Errors are logged; slots before them become ready.
+        First detaches another file. The owner must have allocated these slots, because this
+        allocates no pages. The file must not shrink. Errors are logged; the slots before an error
+        become ready.
         """
         with self._changed:
             wanted = self._wanted.get(window)
@@ -133,14 +135,14 @@ class Windows:
                     self._start()
 
     def detach(self, window: int) -> None:
-        """Unmap a window in the background. No copy may read it any more."""
+        """Unmap a window in the background. No copy may still read it."""
         with self._changed:
             self.ready_slots[window] = 0
             self._wanted.pop(window, None)
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Unmap everything, on the thread if something was ever mapped."""
+        """Unmap everything, on the thread if it was ever started."""
         with self._changed:
             self._released = True
             self._wanted.clear()
@@ -150,7 +152,7 @@ class Windows:
                 self._release_addresses()
 
     def _start(self) -> None:
-        # A thread that is in the driver when the interpreter exits could crash.
+        # A thread inside the driver could crash when the interpreter exits.
         atexit.register(self._stop)
         self._thread = threading.Thread(target=self._work, name="kv-swap-window", daemon=True)
         self._thread.start()
@@ -181,7 +183,7 @@ class Windows:
         atexit.unregister(self._stop)
 
     def _wait(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:
-        """Block until there is something to do, and return it; None at the end of the thread."""
+        """Block until there is something to do, and return it; None if the thread should end."""
         with self._changed:
             while not self._stopping:
                 if (found := self._next()) is not None:
@@ -197,7 +199,7 @@ class Windows:
             return None
 
     def _next(self) -> tuple[Callable[[int, _Peer], None], int, _Peer] | None:
-        """Return what to do next: first to free memory, which its owner may have removed."""
+        """Return the next action. Unmapping comes first: the owner may have removed its arena."""
         for window, peer in self._mapped.items():
             if self._wanted.get(window) is not peer and window not in self._stuck:
                 return self._unmap_more, window, peer
@@ -283,7 +285,7 @@ class Windows:
 def readable(
     slots: NDArray[np.signedinteger], ready_slots: int, windows: Windows | None
 ) -> NDArray[np.bool_]:
-    """Return which numbers are ready slots of an arena or of its windows."""
+    """Return a mask of the numbers that are ready slots of an arena or its windows."""
     if windows is None or not len(windows):
         return (slots >= 0) & (slots < ready_slots)
     limits = np.array([ready_slots, *windows.ready_slots])
