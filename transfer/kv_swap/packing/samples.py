@@ -1,4 +1,4 @@
-"""Counts escapes in the headers of some packed tiles, to show how close KV is to not fitting."""
+"""Counts escapes in the headers of sampled tiles, to show how close KV is to not fitting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from kv_swap.packing.slots import place_tiles
 SAMPLED_TILES = 251
 """One in this many tiles is sampled: 0.8 us for a slot of 128 tiles in jobs of 64 and of 512, with
 cold caches (two busy cores, November 2026). All tiles took 2.0 to 2.6 us, and any job at least 30
-us with NumPy. The number is prime, so that every tile of a slot gets its turn, however many there
-are."""
+us with NumPy. The number is prime, so that every tile of a slot is sampled at some point."""
 
 _FIELDS = dict(HEADER.fields or {})
 _KIND = MAIN_BYTES + _FIELDS["kind"][1]
@@ -24,7 +23,7 @@ _ESCAPES = MAIN_BYTES + _FIELDS["escapes"][1]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counts of a sample: `raw_tiles` of its `tiles` are raw, the others have `escapes` in all."""
+    """Counts of a sample: `raw_tiles` of its `tiles` are raw; the others have `escapes` in all."""
 
     tiles: int
     escapes: int

@@ -26,7 +26,7 @@ Pages = Mapping[int, NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class PlacedTile:
-    """A tile of a region: its offset in the page, and its packed place in a slot."""
+    """A tile of a region: its offset in the page, and that of the packed tile in a slot."""
 
     region: int
     page_offset_bytes: int
@@ -35,7 +35,7 @@ class PlacedTile:
 
 
 def place_tiles(layout: KVLayout, regions: Iterable[int]) -> Iterator[PlacedTile]:
-    """Yield the tiles of some regions of a layout, given by indices; raw regions have none."""
+    """Yield the tiles of a layout's regions with these indices; raw regions have none."""
     for index in regions:
         region = layout.regions[index]
         for tile in range(region.num_tiles):
@@ -56,9 +56,9 @@ class SlotPacker:
         self.layout = layout
 
     def pack(self, pages: Pages, slots: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Pack `pages`, of all regions, into `slots`, zeros of shape `(n, slot_bytes)`.
+        """Pack `pages` of all regions into `slots`, zeros of shape `(n, slot_bytes)`.
 
-        Returns a mask of shape `(n,)` of blocks that do not fit; their slots hold garbage.
+        Returns a mask, of shape `(n,)`, of the blocks that do not fit; their slots hold garbage.
         """
         for page, slot in self._raw_parts(pages, slots):
             slot[:] = page
@@ -110,7 +110,7 @@ class SlotPacker:
     def _raw_parts(
         self, pages: Pages, slots: NDArray[np.uint8]
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the raw parts, as views of the pages and of the slots."""
+        """Yield the raw parts, each as a view of the pages and one of the slots."""
         for index, page in pages.items():
             raw = self.layout.regions[index].raw_part
             if raw is not None:
@@ -124,7 +124,7 @@ class SlotPacker:
 
 
 def _by_columns(tiles: list[PlacedTile]) -> Iterator[tuple[TileColumns, list[int]]]:
-    """Group tiles by their columns; yield the columns and the indices of the tiles."""
+    """Group tiles by columns; yield the columns and the indices of their tiles."""
     found: dict[int, list[int]] = {}
     for index, tile in enumerate(tiles):
         found.setdefault(id(tile.columns), []).append(index)

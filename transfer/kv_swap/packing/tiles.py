@@ -45,7 +45,7 @@ def pack_tiles(
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Pack `(n, TILE_BYTES)` into `(n, PACKED_TILE_BYTES)`; also return which tiles fit, `(n,)`.
 
-    The result for a tile that does not fit is undefined; store it with `make_raw`.
+    The result for a tile that does not fit is undefined: write such a tile with `make_raw`.
     """
     packed = np.zeros((len(tiles), PACKED_TILE_BYTES), np.uint8)
     fits = np.empty(len(tiles), np.bool_)
@@ -115,7 +115,7 @@ def _bases(exponents: NDArray[np.uint8], columns: TileColumns) -> NDArray[np.uin
 def _encode(
     exponents: NDArray[np.uint8], bases: NDArray[np.uint8], columns: TileColumns
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return codes, a byte each, `(n, TILE_GROUPS, GROUP_VALUES)`; which groups escape, `(n,
+    """Return codes, one byte each, `(n, TILE_GROUPS, GROUP_VALUES)`; which groups escape, `(n,
     TILE_GROUPS)`; and which runs of 32 groups have an exponent 0, `(n, TILE_GROUPS // 32)`.
     """
     # An exponent below the base wraps around to 16 or more, since no base is above 240.
@@ -124,7 +124,7 @@ def _encode(
     if not exponents.all():
         zero = exponents == 0
         zeros = zero.reshape(len(exponents), TILE_GROUPS // 32, -1).any(axis=2)
-        # Next to an exponent 0, no other exponent has the code 0.
+        # In a run with an exponent 0, no other exponent has code 0.
         codes[np.repeat(zeros, 32, axis=1)[:, :, None] & (codes == 0)] = 0xFF
         codes[zero] = 0
     groups = codes.view(np.uint64)[:, :, 0]
@@ -136,7 +136,7 @@ def _encode(
 def make_raw(
     tile: NDArray[np.uint8], packed: NDArray[np.uint8], entry: NDArray[np.uint8], index: int
 ) -> None:
-    """Write a tile that does not fit into its place and into the pool entry of this index."""
+    """Write a tile that does not fit packed: part to its place, part to pool entry `index`."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["kind"] = MAGIC, FORMAT_VERSION, KIND_RAW
     header["zeros_or_entry"] = index
@@ -149,7 +149,7 @@ def make_raw(
 def read_headers(packed: NDArray[np.uint8]) -> NDArray[np.void]:
     """Return the headers of `(n, PACKED_TILE_BYTES)`, shape `(n,)` of dtype `HEADER`.
 
-    Raises `ValueError` unless all are tiles of this format version.
+    Raises `ValueError` unless all tiles have this format version.
     """
     headers = np.ascontiguousarray(packed[:, MAIN_BYTES:_BASES]).view(HEADER)[:, 0]
     kinds = (headers["kind"] == KIND_PACKED) | (headers["kind"] == KIND_RAW)
