@@ -1,15 +1,15 @@
 """Tiers below host memory: copy slots of the arena to them and back, asynchronously.
 
-engine.py     a tier: jobs, completions, what may be relied upon
-disk.py       the engine for a file on a disk
+engine.py     the interface of a tier: jobs, completions, guarantees
+disk.py       the tier in a file on a disk
 file.py       opens that file: its lock, its space, direct I/O
-region.py     what that file says of itself, and its format
+region.py     the file's description of itself, and its format
 record.py     a slot in that file, and its format
-transfers.py  records between the file and the arena, on one thread
-remote/       the engine for a store that many engines share
-workers.py    the threads: jobs in, completions out; what moves rows on them
-probe.py      what a disk gives without an engine
+transfers.py  moves records between the file and the arena, on one thread
+remote/       the tier in a store that many engines share
+workers.py    the threads: jobs in, completions out; the movers that run on them
+probe.py      measures a disk without an engine
 
-This package does not know which block is in which slot. A slot is found by its number, an object of
-a store by its name, and both are verified by name.
+This package does not know which block is in which slot. A slot is found by its number, an object in
+a store by its name; both are verified by name.
 """

@@ -1,7 +1,7 @@
 """A tier in a file on a disk: records in the format of `record.py`, moved by `workers.py`.
 
-Records are not flushed. A record that was not written completely, for whatever reason, is a
-mismatch when it is read.
+Records are not flushed. A record that was not written completely, for any reason, is a mismatch
+when it is read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class DiskTier(TierEngine):
 
     `path` is the file. `arena` is a view of a `HostArena`, uint8 of shape `(slots, slot_bytes)`,
     which keeps the memory alive. `description` contains everything that determines the meaning of a
-    slot's bytes. The file takes all its space at once, and is locked as long as a thread may use
-    it.
+    slot's bytes. The file takes all its space at once, and is locked while a thread can use it.
 
-    `file_id` is random, drawn when the file was begun. `continued` is True if an existing file is
+    `file_id` is random, drawn when the file was started. `continued` is True if an existing file is
     reused; if not, `reason` says why. `direct` is True if the disk reads and writes the arena
-    directly; if slots are not a multiple of 512 bytes, or the filesystem refuses, the kernel
-    copies.
+    directly; if slots are not a multiple of 512 bytes, or the filesystem refuses, the kernel copies
+    through its page cache.
 
     Raises `TierError` if the file is unavailable: no folder, no permission, no space, a read-only
     filesystem, something else with that name, or another engine that uses it.
@@ -60,9 +59,9 @@ class DiskTier(TierEngine):
         super().__init__(num_slots, arena.shape, movers, chunk_slots(arena.shape[1]), release)
 
     def revoke(self, timeout_seconds: float) -> str:
-        """See `TierEngine`. The file gets another id on the disk; its id in memory stays the same.
+        """See `TierEngine`. The file gets another id on disk; the id in memory stays the same.
 
-        After a timeout the write continues, and the next call waits for it.
+        After a timeout, the write continues, and the next call waits for it.
         """
         if self._closed:
             return f"{self._path} is closed"
@@ -91,11 +90,11 @@ class _Revocation:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the revocation has ended with an error."""
+        """Return whether the revocation ended with an error."""
         return not self._thread.is_alive() and bool(self._problem)
 
     def wait(self, timeout_seconds: float) -> str:
-        """Wait for the end; return "" on success, else the error, also if it has not ended."""
+        """Wait for the end; return "" on success, else the error or that it has not ended."""
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             return f"{self._path} could not be written within {timeout_seconds:g} s"

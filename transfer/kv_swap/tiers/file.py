@@ -32,13 +32,13 @@ from kv_swap.tiers.region import FIRST_REGION_BYTES, FileDescription, read_regio
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 5.0
-"""Seconds that the removal of a file waits for another process that is removing it."""
+"""Seconds that removing a file waits for another process that is removing it."""
 
 _RETRY_SECONDS = 0.02
 
 _SPACE_SECONDS = 5.0
-"""Seconds that a file waits for space. When an engine divides its space differently, its files are
-opened at about the same time, and one may need the space that another one frees."""
+"""Seconds that a file waits for space. If an engine divides its space differently, its files are
+opened at about the same time, and one may need space that another one frees."""
 
 
 class _NoSpaceError(TierError):
@@ -49,8 +49,8 @@ class _NoSpaceError(TierError):
 class OpenFile:
     """A file for an arena that is open, locked, and has all its space reserved.
 
-    `arena` is uint8 of shape `(slots, slot_bytes)`. `reason` says why the file was started over; it
-    is empty if the file is reused.
+    `arena` is uint8 of shape `(slots, slot_bytes)`. `reason` says why the file was started over,
+    and is empty if it is reused.
     """
 
     fd: int
@@ -66,8 +66,8 @@ def open_file(
 ) -> OpenFile:
     """Open a file for the slots of an arena; create it if it does not exist.
 
-    The caller owns the descriptor. Raises `TierError`; then a newly created file is removed, and an
-    existing one is unchanged, or removed if space ran out while it was started over.
+    The caller owns the descriptor. On `TierError`, a newly created file is removed, and an existing
+    one is unchanged, or removed if space ran out while it was started over.
     """
     slot_bytes = arena.shape[1]
     if num_slots < 1:
@@ -110,11 +110,11 @@ def _open_locked(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
-        os.close(fd)  # `remove_file` has unlinked it meanwhile
+        os.close(fd)  # `remove_file` has just unlinked it
 
 
 def _make_private(fd: int, path: Path) -> None:
-    """Make a file private to this user; raise `TierError` for a file of another user."""
+    """Make a file private to this user; raise `TierError` for another user's file."""
     found, user = os.fstat(fd), os.geteuid()
     if found.st_uid != user:
         raise TierError(
@@ -128,10 +128,10 @@ def _make_private(fd: int, path: Path) -> None:
 
 
 def revoke(fd: int, content: FileDescription) -> None:
-    """Give an open file another id on the disk, so that its next user trusts no record in it.
+    """Give an open file another id on disk, so that its next user trusts no record in it.
 
     Blocks until that is durable. Raises `OSError`. A partly written region counts as damaged, so
-    its file is started over, which has the same effect.
+    the file is started over, which has the same effect.
     """
     region = structs.replace(content, file_id=secrets.token_hex(16)).encode()
     page = HostArena(1, FIRST_REGION_BYTES, register=None).view()[0]  # for direct I/O
@@ -144,8 +144,8 @@ def revoke(fd: int, content: FileDescription) -> None:
 def remove_file(path: Path) -> int:
     """Remove an unused file of a tier, and return the number of bytes that this frees.
 
-    They are free on return, even if another process has removed the file at the same time. Raises
-    `TierError` for a file that no tier created, that is in use, or that may not be removed.
+    The space is free on return, even if another process removes the file at the same time. Raises
+    `TierError` for a file that no tier created, that is in use, or that this user must not remove.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -158,11 +158,11 @@ def remove_file(path: Path) -> int:
         found = os.fstat(fd)
         if found.st_nlink == 0:
             return 0
-        if found.st_size:  # else its process was killed while removing or starting it
+        if found.st_size:  # else a process was killed while removing or starting it
             read_region(fd, path)
         # A filesystem may free the space of an unlinked file later.
         os.ftruncate(fd, 0)
-        if not path.is_symlink():  # the user may have put a link to another disk there
+        if not path.is_symlink():  # the user may have linked to another disk
             path.unlink()
     except OSError as error:
         raise TierError(f"cannot remove {path}: {explain(error)}") from error
@@ -172,7 +172,7 @@ def remove_file(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
-    """Lock the file until its descriptor is closed, at the latest when the process ends."""
+    """Lock the file until its descriptor is closed or the process ends."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise TierError(f"{path} is not a regular file; name a file in a folder of a disk")
     if not lock(fd, timeout_seconds):
@@ -183,7 +183,7 @@ def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
 
 
 def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescription, str]:
-    """Reuse a locked file or start it over; return its description, and the reason."""
+    """Reuse a locked file or start it over; return its description, and why it was started over."""
     found: FileDescription | str = "there is no file yet"
     if os.fstat(fd).st_size:
         found = read_region(fd, path)
@@ -209,7 +209,7 @@ def _prepare(fd: int, path: Path, wanted: FileDescription) -> tuple[FileDescript
 
 
 def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
-    """Start the file over as wanted, without records. If a later step fails, the file is empty."""
+    """Start the file over as wanted, without records. A failure in a later step leaves it empty."""
     region = wanted.encode()
     deadline = time.monotonic() + _SPACE_SECONDS
     while True:
@@ -224,8 +224,7 @@ def _begin(fd: int, path: Path, wanted: FileDescription) -> None:
 
 
 def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> None:
-    # Checked first, because a failing call would fill the filesystem for a moment, and so that
-    # existing contents stay.
+    # Check first: a failing call would briefly fill the filesystem, and lose existing contents.
     missing_bytes = wanted.nbytes - os.fstat(fd).st_blocks * 512
     system = os.fstatvfs(fd)
     free_bytes = system.f_bavail * system.f_frsize
@@ -238,7 +237,7 @@ def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> N
     try:
         os.ftruncate(fd, min(os.fstat(fd).st_size, wanted.nbytes))
         os.pwrite(fd, region, 0)
-        # So that the file can be recognised as a tier's, whenever the machine stops.
+        # From now on the file can be recognised as a tier's, even if the machine stops.
         os.fsync(fd)
         _reserve(fd, path, wanted)
     except BaseException:
@@ -247,7 +246,7 @@ def _begin_now(fd: int, path: Path, wanted: FileDescription, region: bytes) -> N
 
 
 def _reserve(fd: int, path: Path, content: FileDescription) -> None:
-    """Reserve all space of the file now, so that it cannot run out later."""
+    """Reserve all the file's space now, so that it cannot run out later."""
     try:
         os.posix_fallocate(fd, 0, content.nbytes)
     except OSError as error:
@@ -259,15 +258,15 @@ def _reserve(fd: int, path: Path, content: FileDescription) -> None:
 
 
 def _turn_direct(fd: int, content: FileDescription, arena: NDArray[np.uint8]) -> bool:
-    """Use direct I/O if file and arena allow it, tested with a record after the last slot."""
+    """Use direct I/O if file and arena allow it; tries it with a record after the last slot."""
     page = HostArena(1, PAGE_BYTES, register=None).view()[0].data
-    # Slot 0 is page-aligned, all others are aligned like slot 1.
+    # Slot 0 is page-aligned; all other slots are aligned like slot 1.
     record = [page, arena[min(1, len(arena) - 1)].data, page[: content.records.pad_bytes]]
     return turn_direct(fd, record, content.offset(content.num_slots))
 
 
 def turn_direct(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-    """Use direct I/O on a descriptor if these buffers can be written that way; return whether so.
+    """Use direct I/O on a descriptor if it can write these buffers; return whether it does.
 
     Raises `OSError` if they cannot be written at all.
     """

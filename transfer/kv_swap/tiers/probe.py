@@ -1,4 +1,4 @@
-"""Measures a disk without a tier: as many threads as a tier has write and read blocks."""
+"""Measures a disk without a tier, writing and reading blocks with a tier's number of threads."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class DiskRates:
 
 
 def measure(path: Path, nbytes: int, block_bytes: int) -> DiskRates:
-    """Write and read about `nbytes` in a folder, in blocks of the size of the planned slots.
+    """Write and read about `nbytes` in a folder, in blocks of the planned slots' size.
 
-    Temporarily takes that space in an unnamed file, which leaves nothing on the disk. Direct I/O is
-    used if blocks and filesystem allow it. Raises `TierError` if the folder, the space or the disk
-    does not allow it.
+    Temporarily takes that space in an unnamed file, which leaves nothing on the disk. Uses direct
+    I/O if blocks and filesystem allow it. Raises `TierError` if the folder or the disk cannot be
+    used or has too little space.
     """
     num_blocks = max(1, nbytes // block_bytes)
     file_bytes = num_blocks * block_bytes
@@ -63,7 +63,7 @@ def measure(path: Path, nbytes: int, block_bytes: int) -> DiskRates:
 
 
 def _move(fd: int, direction: TierDirection, num_blocks: int, memory: NDArray[np.uint8]) -> None:
-    """Write or read all blocks, one call each, with as many threads as a tier has.
+    """Write or read all blocks, one call each, with a tier's number of threads.
 
     `memory` is uint8 of shape `(n, block_bytes)`; block b is at row `b % n`. Raises `OSError`.
     """
@@ -92,7 +92,7 @@ def find_filesystem(path: Path) -> str:
     best, kind = -1, "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        # Spaces and similar characters are written as octal numbers.
+        # Spaces and similar characters are escaped as octal numbers.
         mount = Path(before.split()[4].encode().decode("unicode_escape"))
         if path.resolve().is_relative_to(mount) and len(mount.parts) >= best:
             best, kind = len(mount.parts), after.split()[0]

@@ -14,10 +14,10 @@ that the next record begins at a multiple of 4,096. Numbers are little-endian:
     56 + n          zeros
      4,080     16   XXH3-128 of the 4,080 bytes before
 
-The data are served under a name only if all of this matches. So the following are misses, and never
-another block's bytes: a partly written record, a record left from before the file was started over,
-one copied from another file, and one with a flipped bit. A slot that was never written is all
-zeros. The checksums involve no secret: anyone who can write the file can forge a record.
+The data is served under a name only if all of this matches. So the following are misses, and never
+another block's bytes: a partly written record, a record from before the file was started over, one
+copied from another file, and one with a flipped bit. A slot that was never written is all zeros.
+The checksums involve no secret: anyone who can write to the file can forge a record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SUMMED_BYTES = PAGE_BYTES - _SUM_BYTES
 
 def checksum(data: Any) -> bytes:
     """Return the 16-byte XXH3-128 of contiguous bytes; releases the GIL unless they are few."""
-    # Up to xxhash 3, the one-call function holds the GIL.
+    # In xxhash 3 and earlier, the one-call function holds the GIL.
     state = xxhash.xxh3_128()
     state.update(data)
     return state.digest()
@@ -66,7 +66,7 @@ class RecordFormat:
         return PAGE_BYTES + self.slot_bytes + self.pad_bytes
 
     def header(self, name: bytes, data: Any) -> bytes:
-        """Return the header page for `slot_bytes` contiguous bytes, unchanged until written."""
+        """Return the header page for `data`: `slot_bytes` contiguous bytes, fixed until written."""
         fields = _FIELDS.pack(
             _MAGIC, FORMAT, len(name), self.slot_bytes, self.file_id, checksum(data)
         )

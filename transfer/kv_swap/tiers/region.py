@@ -1,7 +1,7 @@
 """The first region of a tier's file, which describes the file.
 
-It has 64 KiB. One record per slot follows (`record.py`), plus an extra record used to test direct
-I/O. Numbers are little-endian:
+It has 64 KiB. One record per slot follows (`record.py`), plus one for testing direct I/O. Numbers
+are little-endian:
 
     offset  bytes
          0      8   magic, the letters KVTIERS and a zero
@@ -36,7 +36,7 @@ _LARGEST_FILE_BYTES = 1 << 62
 class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The description in a file's header.
 
-    `file_id` is 32 hexadecimal digits, random each time a file is started. The user provides
+    `file_id` is 32 hexadecimal digits, drawn whenever a file is started. The caller provides
     `description`: everything that determines the meaning of a slot's bytes.
     """
 
@@ -48,7 +48,7 @@ class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def records(self) -> RecordFormat:
-        """The format of its records."""
+        """The format of the file's records."""
         return RecordFormat(bytes.fromhex(self.file_id), self.slot_bytes)
 
     @property
@@ -57,11 +57,11 @@ class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.offset(self.num_slots + 1)
 
     def offset(self, slot: int) -> int:
-        """Return the offset of a slot's record; `num_slots` gives the record for tests."""
+        """Return the offset of a slot's record; slot `num_slots` is the record for tests."""
         return FIRST_REGION_BYTES + slot * self.records.record_bytes
 
     def encode(self) -> bytes:
-        """Return the first region's bytes. Raises `TierError` if the description is too long."""
+        """Return the first region as bytes. Raises `TierError` if the description is too long."""
         text = json.dumps(msgspec.structs.asdict(self)).encode()  # any path, UTF-8 or not
         if _FIELDS.size + len(text) > FIRST_REGION_BYTES:
             raise TierError(
@@ -85,7 +85,7 @@ class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_region(fd: int, path: Path) -> FileDescription | str:
-    """Return the description of a file, or the reason why it must be started over.
+    """Return a file's description, or the reason why the file must be started over.
 
     Raises `TierError` if it cannot be read, or if no tier created it.
     """
@@ -118,7 +118,7 @@ def _parse(text: bytes) -> FileDescription | str:
 
 
 def fitting_slots(nbytes: int, slot_bytes: int) -> int:
-    """Return how many slots fit a file of at most `nbytes`; 0 or less if none fits."""
+    """Return how many slots fit in a file of at most `nbytes`; 0 or less if none fits."""
     records = RecordFormat(bytes(16), slot_bytes)
     return (nbytes - FIRST_REGION_BYTES) // records.record_bytes - 1
 
@@ -126,8 +126,8 @@ def fitting_slots(nbytes: int, slot_bytes: int) -> int:
 def read_description(path: Path) -> FileDescription:
     """Return the description of a tier's file, even while an engine uses it.
 
-    Raises `TierError` if it cannot be read, no tier created it, it is damaged, or has another
-    format.
+    Raises `TierError` if it cannot be read, is damaged, has another format, or if no tier created
+    it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

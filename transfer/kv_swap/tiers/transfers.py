@@ -1,7 +1,7 @@
 """Moves records between a file and the arena: some rows of a job, on one thread.
 
-The kernel copies directly between the file and the slots of the arena. Only header pages are in
-separate memory of the thread.
+The kernel copies directly between the file and the arena's slots. Only header pages are in the
+thread's own memory.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kv_swap.tiers.record import PAGE_BYTES
 from kv_swap.tiers.workers import Mover, MoveResult, Row
 
 NUM_THREADS = {TierDirection.PROMOTE: 4, TierDirection.DEMOTE: 3}
-"""Requests may wait for promotions, but not for demotions. With three writers, one can compute a
-checksum while two write: slots of 2 MiB reached 0.93 of the rate of plain writes, with two writers
+"""Requests wait for promotions, but not for demotions. With three writers, one can compute a
+checksum while two write: slots of 2 MiB reached 0.93 of the rate of plain writes; with two writers,
 0.84 (two cores, a virtual disk that takes 4.2 GB/s)."""
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of slots that a thread takes from a job at a time. Adjacent records are one call."""
+"""Bytes of slots that a thread takes from a job at a time. Adjacent records need one call."""
 
 RETRY_SECONDS = 5.0
-"""Seconds for which records are tried one by one after a call for all of them failed. If each takes
-half a minute to fail, as on some disks, the thread must not try them all."""
+"""Seconds for which records are tried one by one after a call for all of them failed. If each one
+takes half a minute to fail, as on some disks, the thread must not try all."""
 
 _MAX_BUFFERS = 1024
-"""Maximum buffers per call: IOV_MAX of Linux. A record has at most three."""
+"""Maximum buffers per call: Linux's IOV_MAX. A record has at most three."""
 
 Buffers = list[memoryview]
 
@@ -41,13 +41,13 @@ def chunk_slots(slot_bytes: int) -> int:
 
 
 class Transfers(Mover):
-    """The transfers of one thread; it owns memory for the headers of a chunk."""
+    """Transfers on one thread, which owns memory for the headers of a chunk."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
         self._records = file.content.records
-        # Direct I/O needs whole pages. Forked children must not share them: they could get the data
-        # read for this process.
+        # Direct I/O needs whole pages. A forked child must not share them: it could get data that
+        # is read for this process.
         num_headers = chunk_slots(file.content.slot_bytes)
         pages = HostArena(num_headers + 1, PAGE_BYTES, register=None).view()
         self._headers = [page.data for page in pages[:num_headers]]
@@ -57,7 +57,7 @@ class Transfers(Mover):
         """See `Mover`. Adjacent records are moved in one call.
 
         A demotion reads its arena slots twice, for the checksum and for the file; they must not
-        change in between. A promotion has the bytes in its arena slots before it verifies them.
+        change in between. A promotion writes its arena slots before it verifies the bytes.
         """
         outcome = MoveResult()
         for neighbours in _split(rows):
@@ -75,17 +75,16 @@ class Transfers(Mover):
         error = self._error(direction, rest[0], cause)
         until = time.monotonic() + RETRY_SECONDS
         for row in rest:
-            # A failed call does not say at which record. One by one, each record gets its own
-            # result.
+            # A failed call does not say which record failed, so try them one by one.
             if len(rest) > 1 and cause is not None and time.monotonic() < until:
                 self._move(direction, [row], outcome)
             else:
                 outcome.fail(row, error)
 
     def _call(self, direction: TierDirection, rows: Sequence[Row]) -> tuple[int, OSError | None]:
-        """Read or write adjacent records; return the bytes moved, and the error if not all were.
+        """Read or write adjacent records; return the bytes moved, and the error if some were not.
 
-        The error is None at the end of the file.
+        At the end of the file, the error is None.
         """
         demotes = direction is TierDirection.DEMOTE
         buffers = self._buffers(rows)
@@ -109,12 +108,12 @@ class Transfers(Mover):
             return moved_bytes, error
         finally:
             if not file.direct:
-                # Leave the page cache to others: these bytes are already in the arena.
+                # Free the page cache for others: these bytes are already in the arena.
                 os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         return moved_bytes, None
 
     def _buffers(self, rows: Sequence[Row]) -> Buffers:
-        """Return the header, slot and padding (which may be empty) of each row, in turn."""
+        """Return each row's header, slot and padding (which may be empty), in order."""
         buffers: Buffers = []
         for row, header in zip(rows, self._headers, strict=False):
             buffers += (header, self._file.arena[row.arena_slot].data, self._pad)

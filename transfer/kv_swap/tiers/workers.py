@@ -2,14 +2,14 @@
 
 Each direction has separate threads, so a promotion never waits for demotions. The caller's thread
 appends to a queue and takes from a deque; it never waits for a lock that is held while bytes are
-moved. A thread that takes a job cuts it into chunks, and the other threads take chunks of it, too.
+moved. A thread that takes a job cuts it into chunks, which all threads of the direction share.
 
 Threads hold the movers, with tier and arena, but not the engine. The last thread releases both. So
 while a call hangs, its memory stays mapped, its descriptor is not reused for another file, and the
 file stays locked: no other process writes where the call may still write.
 
-A call to a store that is gone takes seconds to fail. Jobs queued before that fail with it, without
-another attempt; later jobs are tried.
+A call to a store that is gone takes seconds to fail. Jobs queued before that fail without another
+attempt; later jobs are tried.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Row(NamedTuple):
 class MoveResult:
     """The result of some rows: those that failed, the number of mismatches, and the first error.
 
-    `unmoved` rows were already in the tier, so no bytes were moved. `rejection` is the error of
+    `unmoved` rows were already in the tier, so no bytes were moved. `rejection` is an error of
     single rows, which becomes the job's error only if all its rows failed. `gone` means that the
-    whole tier did not answer: jobs queued earlier then fail in the same way.
+    tier as a whole did not answer: jobs queued earlier then fail in the same way.
     """
 
     failed: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class MoveResult:
         self.error = self.error or error
 
     def add(self, other: MoveResult) -> None:
-        """Add the outcome of other rows of the same job."""
+        """Add the result of other rows of the same job."""
         self.failed += other.failed
         self.mismatches += other.mismatches
         self.unmoved += other.unmoved
@@ -75,7 +75,7 @@ class Mover(ABC):
 
     @abstractmethod
     def move(self, direction: TierDirection, rows: Sequence[Row]) -> MoveResult:
-        """Move at most a chunk of rows, which are in ascending order of tier slots."""
+        """Move at most a chunk of rows, in ascending order of tier slots."""
 
 
 @dataclass(slots=True)
@@ -92,18 +92,18 @@ class Task:
 
 @dataclass(slots=True)
 class TierLane:
-    """The jobs of one direction. `turn` guards all but `queue`; its holder may wait for a job."""
+    """The jobs of one direction. `turn` guards all but `queue`; its holder can wait for a job."""
 
     num_threads: int
     chunk_slots: int
-    # None ends the threads; a finaliser may put it into the queue at any moment.
+    # None ends the threads; a finaliser can queue it at any moment.
     queue: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
     turn: threading.Lock = field(default_factory=threading.Lock)
     task: Task | None = None
     chunks: deque[list[Row]] = field(default_factory=deque)
 
     def next(self) -> tuple[Task, list[Row]] | None:
-        """Block until there is a chunk and return it; None when the thread should end."""
+        """Block until there is a chunk, and return it; None if the thread should end."""
         with self.turn:
             if not self.chunks:
                 self.task = self.queue.get()
@@ -117,7 +117,7 @@ class TierLane:
             return self.task, self.chunks.popleft()
 
     def _cut(self, job: TierJob) -> list[list[Row]]:
-        """Cut a job so that all threads get a share, in the order of the slots in the file."""
+        """Cut a job so that all threads get a share, in the order of the tier's slots."""
         order = np.argsort(job.pairs[:, 1], kind="stable")
         pairs = job.pairs[order].tolist()
         rows = [
@@ -130,9 +130,9 @@ class TierLane:
 
 @dataclass(slots=True)
 class WorkerState:
-    """State of the threads. `ended` guards `running` and `gone`, and is notified of every job.
+    """The threads' state. `ended` guards `running` and `gone`, and is notified when a job ends.
 
-    `gone` holds the last time at which the tier did not answer, and the error.
+    `gone` is the last time at which the tier did not answer, and the error.
     """
 
     lanes: dict[TierDirection, TierLane]
@@ -168,7 +168,7 @@ def start(
 def stop(state: WorkerState) -> None:
     """Make the threads end, and drop jobs that have not begun.
 
-    Takes no lock, because it may run as a finaliser anywhere, even in a forked child, which has no
+    Takes no lock, because it can run as a finaliser anywhere, even in a forked child, which has no
     threads.
     """
     state.stopping = True
@@ -188,8 +188,8 @@ def _work(state: WorkerState, lane: TierLane, mover: Mover) -> None:
 
 
 def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> MoveResult:
-    # The errors are not raised, because a traceback would hold the arena as long as the job's user
-    # holds the error.
+    # The errors are not raised: a traceback would hold the arena as long as the job's user holds
+    # the error.
     if state.stopping:
         error = TierError("the tier was closed before this was moved")
     elif state.gone is not None and task.submitted < state.gone[0]:
@@ -204,7 +204,7 @@ def _run(state: WorkerState, mover: Mover, task: Task, rows: list[Row]) -> MoveR
 
 
 def _note(state: WorkerState, task: Task, outcome: MoveResult) -> None:
-    """Add the outcome of a chunk to its job, which is done after its last chunk."""
+    """Add a chunk's result to its job, which ends after its last chunk."""
     with state.ended:
         if outcome.gone and outcome.error is not None:
             state.gone = time.perf_counter(), outcome.error

@@ -16,11 +16,11 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.record import FORMAT
 
 Parts = Sequence[tuple[int, int]]
-"""Memory of one object, in order: address and bytes of each part."""
+"""Memory of one object: address and bytes of each part, in order."""
 
 
 def memory_of(parts: Parts) -> list[memoryview]:
-    """Return the memory of an object's parts, which the caller keeps mapped."""
+    """Return views of the memory of an object's parts, which the caller keeps mapped."""
     return [
         memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         for address, size in parts
@@ -44,17 +44,16 @@ class RemoteClient(ABC):
     """A connection to a store. Any thread may call any method; calls run concurrently.
 
     Calls block. They raise `TierError`, with the remedy, if the store as a whole is unavailable,
-    and reconnect automatically once it is back. Each call has its own time limit, which may be a
-    minute.
+    and reconnect automatically once it is back. Each call has a time limit of up to a minute.
     """
 
     threads = 2
-    """Number of threads in each direction. With two, one computes checksums while the other's bytes
-    are on the network; a store with high latency per object has more."""
+    """Number of threads per direction. With two, one computes checksums while the other transfers;
+    a store with high latency per object has more."""
 
     probes: int | None = None
-    """Best number of keys to look up at a time if each key is a separate request; None if one call
-    can look up any number of keys."""
+    """Best number of keys to look up at a time if each key is a separate request; None if one
+    request can look up any number of keys."""
 
     @abstractmethod
     def connect(self) -> None:
@@ -65,7 +64,7 @@ class RemoteClient(ABC):
 
     @abstractmethod
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its object exists; it may be gone a moment later."""
+        """Return, for each key, whether its object exists; it may be gone a moment later."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
@@ -78,7 +77,7 @@ class RemoteClient(ABC):
     def get(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
         """Read whole objects into memory, which holds garbage for each key that is not `DONE`.
 
-        After the call has returned, nothing writes to that memory, even after a failure.
+        After the call returns, nothing writes to that memory, even after a failure.
         """
 
     @abstractmethod
@@ -89,7 +88,7 @@ class RemoteClient(ABC):
     def close(self) -> None:
         """Wait for calls in other threads, then disconnect for good. Idempotent.
 
-        The memory that this process gave to the store is withdrawn.
+        Withdraws the memory that this process gave to the store.
         """
 
 
@@ -106,15 +105,15 @@ def namespace(description: Mapping[str, str], slot_bytes: int) -> str:
 def object_keys(file_id: str, names: Sequence[bytes]) -> list[str]:
     """Return the key of each block's object: 76 characters.
 
-    A name is shortened to a digest. Should two names share one, the second is a mismatch, because
-    the object has the whole name.
+    A name is shortened to a digest. If two names share one, the second is a mismatch, because the
+    object contains the full name.
     """
     prefix = f"{PREFIX}{file_id}/"
     return [prefix + xxhash.xxh3_128_hexdigest(name) for name in names]
 
 
 ASKED_ALONE = 16
-"""Up to this many keys are looked up one after the other in stores without wide-area latency."""
+"""In stores without wide-area latency, up to this many keys are looked up one after the other."""
 
 
 def in_parallel(

@@ -1,14 +1,14 @@
 """A client of a shared folder: NFS, Lustre, CephFS, or a local disk that several engines use.
 
     PATH/FILE_ID/ab/abcdef...          an object: header page and slot
-    PATH/FILE_ID/ab/.abcdef....TOKEN   one that is being written, renamed when it is whole
+    PATH/FILE_ID/ab/.abcdef....TOKEN   one that is being written, renamed when it is complete
 
-A killed process leaves its unfinished file, which a later sweep removes. A file that a power cut or
-a server has torn has a wrong size or checksum, and its reader removes it. A file that is removed
-while another process reads it stays readable there, or is stale, as on NFS; then it counts as
+A killed process leaves its unfinished file, which a later sweep removes. A file damaged by a power
+cut or a server has a wrong size or checksum, and its reader removes it. A file that is removed
+while another process reads it stays readable there, or becomes stale, as on NFS, and then counts as
 missing. Files with other names are left alone.
 
-Only paths are kept between calls, so a folder that is mounted again is used as before.
+Only paths are kept between calls, so a folder that is mounted again keeps working.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_pa
 from kv_swap.tiers.remote.sweep import Entry, Sweeper
 
 TOUCH_SECONDS = 600.0
-"""A read marks a file as used only if its mark is older: one server operation for many reads."""
+"""A read renews a file's mark only if the mark is older: one server operation for many reads."""
 
 UNFINISHED_SECONDS = 86_400.0
-"""An unfinished file this old belongs to a killed process. Clocks may differ by less."""
+"""An unfinished file this old belongs to a killed process. Clocks must differ by less."""
 
 ASKING_THREADS = 8
 """A network filesystem takes about 0.3 ms per lookup, so several run concurrently."""
 
 LOOKS_BETWEEN_PAUSES = 32
 PAUSE_SECONDS = 0.001
-"""A sweep checks files in a Python loop, and pauses because the engine's threads need the GIL."""
+"""Pause of a sweep, which checks files in a Python loop: the engine's threads need the GIL."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
@@ -53,8 +53,7 @@ Result = TypeVar("Result")
 class FolderClient(RemoteClient):
     """Objects are files below `path`, which must exist, and take at most `max_bytes` together.
 
-    Direct I/O is used if the folder supports it and pages are whole. Files are private to this
-    user.
+    Uses direct I/O if the folder supports it and pages are whole. Files are private to this user.
     """
 
     threads = 8
@@ -85,7 +84,7 @@ class FolderClient(RemoteClient):
         return [self._read(self._file(key), own) for key, own in zip(keys, parts, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `RemoteClient`. Raises only if none goes: one that stays must not keep the others."""
+        """See `RemoteClient`. Raises only if all removals fail: one must not stop the others."""
         errors = []
         for key in keys:
             try:
@@ -101,7 +100,7 @@ class FolderClient(RemoteClient):
         self._sweeper.close()
 
     def entries(self) -> Iterator[Entry]:
-        """See `Sweepable`. Unfinished files of killed processes are removed on the way."""
+        """See `Sweepable`. Also removes unfinished files of killed processes."""
         for looks, entry in enumerate(self._walk()):
             if self._closed:
                 return
@@ -176,7 +175,7 @@ class FolderClient(RemoteClient):
                 found = os.fstat(fd)
                 if found.st_size != nbytes or not _move(os.preadv, fd, parts):
                     return Fate.OTHER
-                # This includes marks in the future: this clock is late, or the writer's is early.
+                # Also renew marks in the future: this clock is slow, or the writer's fast.
                 if abs(time.time() - found.st_mtime) > TOUCH_SECONDS:
                     with contextlib.suppress(OSError):  # reads also work in a read-only folder
                         os.utime(file)
@@ -190,7 +189,7 @@ class FolderClient(RemoteClient):
             return TierError(f"cannot read in {self._path}: {explain(error)}")
 
     def _directly(self, call: Callable[[int], Result], parts: Parts) -> Result:
-        """Call with `O_DIRECT` if pages are whole, and with 0 if the folder refuses that."""
+        """Call with `O_DIRECT` if pages are whole and the folder supports it, otherwise with 0."""
         if self._is_direct and all(a % PAGE_BYTES == n % PAGE_BYTES == 0 for a, n in parts):
             try:
                 return call(os.O_DIRECT)
@@ -215,14 +214,14 @@ def _open_in_folder(file: Path, flags: int) -> int:
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
             return os.open(file, flags | os.O_CLOEXEC, 0o600)
-        # Not the top folder: if it is not mounted, the new one would be on another disk.
+        # Not the top folder: if it is not mounted, a new one would be on another disk.
         file.parent.parent.mkdir(0o700, exist_ok=True)
         file.parent.mkdir(0o700, exist_ok=True)
     return os.open(file, flags | os.O_CLOEXEC, 0o600)
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder whose names match. Raises `OSError`."""
+    """Return a folder's entries whose names match. Raises `OSError`."""
     with os.scandir(folder) as entries:
         return [entry for entry in entries if pattern.fullmatch(entry.name)]
 

@@ -1,11 +1,11 @@
 """A client of Mooncake Store over TCP: the wheel `mooncake-transfer-engine-non-cuda` 0.3.13.post1.
 
-The process may give memory, its segment, to the pool; others reach it at the address of this
+The process can give memory, its segment, to the pool; others reach it at the address of this
 machine's route to the master. After a restart of the master, Mooncake rejoins automatically within
 two seconds; all objects in memory are lost.
 
-A transfer that stalls is reported as failed after 60 s, but **continues**: its bytes may arrive in
-memory that holds another block by then. So after a call that took this long, the connection is
+A stalled transfer is reported as failed after 60 s, but **continues**: its bytes can arrive when
+the memory already holds another block. So after a call that took this long, the connection is
 closed, which ends its transfers, before the call returns.
 
 Memory is not registered. Over TCP, Mooncake needs registration only for memory that others address,
@@ -38,11 +38,11 @@ _SETTINGS = {
 """Settings that Mooncake reads only from the environment. Its default limits are 30 s each."""
 
 _PROBE_SECONDS = 2.0
-"""Timeout for checking that there is a master. Mooncake itself takes 4.3 s to find none, and its
-`setup` blocks all Python threads meanwhile."""
+"""Timeout for checking that a master is running. Mooncake itself takes 4.3 s to notice that none
+is, and its `setup` blocks all Python threads meanwhile."""
 
 _METADATA = "P2PHANDSHAKE"
-"""Peer-to-peer exchange of memory addresses; no server other than the master is needed."""
+"""Peer-to-peer exchange of memory addresses, which needs no server besides the master."""
 
 NOT_INSTALLED = (
     "Mooncake is not installed in this Python: pip install 'kv-offload[mooncake]', for Python 3.11 "
@@ -73,8 +73,7 @@ def connect(master: str, segment_bytes: int) -> Session:
     """Connect to a master and give it memory. Raises `TierError`."""
     store_class = _import()
     with contextlib.ExitStack() as undo:
-        # The port stays taken while the session lives: Mooncake identifies a process by host and
-        # port.
+        # Keep the port while the session lives: Mooncake identifies a process by host and port.
         port = undo.enter_context(socket.socket())
         port.bind((_own_address(master), 0))
         host, number = port.getsockname()
@@ -109,7 +108,7 @@ def _own_address(master: str) -> str:
 
 
 def _import() -> Any:
-    """Import Mooncake with limits that suit a cache, and without a line on stderr per key."""
+    """Import Mooncake with time limits for a cache, and without a line on stderr per key."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -135,10 +134,10 @@ def _silence(path: str) -> None:
 
 
 _AGAIN_SECONDS = 1.0
-"""Seconds between checks for the return of a master."""
+"""Seconds between checks whether the master is back."""
 
 _UNSETTLED_SECONDS = 50.0
-"""Shorter calls had no transfer that was abandoned, which takes 60 s."""
+"""Shorter calls abandoned no transfer: Mooncake abandons one after 60 s."""
 
 _TRANSFER_FAIL = -800
 _UNREACHABLE = {
@@ -198,7 +197,7 @@ class MooncakeClient(RemoteClient):
         return fates
 
     def _sizes(self, keys: Sequence[str]) -> dict[str, int]:
-        """Return the sizes of existing objects, because a read of a shorter one just fails."""
+        """Return the sizes of existing objects: reading a shorter one fails without a reason."""
         with self._call() as session:
             sizes = {key: int(session.store.get_size(key)) for key in keys}
         return {key: size for key, size in sizes.items() if size >= 0}
@@ -257,7 +256,7 @@ class MooncakeClient(RemoteClient):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Session]:
-        """Yield a session that is not ended during the block; connect if there is none."""
+        """Yield a session that stays open during the block; connect if there is none."""
         with self._changed:
             session = self._open()
             session.calls += 1
@@ -278,9 +277,8 @@ class MooncakeClient(RemoteClient):
     def _end(self, session: Session) -> None:
         """Close a session on one thread once no call uses it; return once it is closed.
 
-        Mooncake's `close` blocks all Python threads: for a second or two with a master that
-        answers, for 4 to 20 s with one that is gone or does not answer. So first wait until the
-        master answers.
+        Mooncake's `close` blocks all Python threads: for a second or two if the master answers, for
+        4 to 20 s if it is gone or does not answer. So first wait until it answers.
         """
         with self._changed:
             self._changed.wait_for(lambda: session.calls == 0)
@@ -298,7 +296,7 @@ class MooncakeClient(RemoteClient):
 
 
 def _rounds(keys: Sequence[str]) -> list[list[int]]:
-    """Split rows so that no key is in a call twice: Mooncake would move it only once."""
+    """Split rows so that no call has a key twice: Mooncake would move it only once."""
     if len(set(keys)) == len(keys):
         return [list(range(len(keys)))]
     rounds: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Measures a remote store: blocks are written, found, read back and removed."""
+"""Measures a remote store: writes, looks up, reads back and removes blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_swap.tiers.remote.client import RemoteClient, object_keys
 from kv_swap.tiers.remote.tier import RemoteTier
 
 TIMEOUT_SECONDS = 90.0
-"""More seconds than any call of a store takes."""
+"""Seconds; more than any call to a store takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,7 @@ def measure(
     """Store blocks under names unique to this call, read them back, and verify each.
 
     `asker`, which must be connected, looks the blocks up and removes them. Raises `TierError` if
-    the store cannot be reached, if it takes no block, or if a stored block is not found or is
-    returned changed.
+    the store cannot be reached or accepts no block, or if a stored block is missing or changed.
     """
     memory = HostArena(num_blocks, block_bytes, register=None).view()
     memory[:] = np.frombuffer(os.urandom(memory.nbytes), np.uint8).reshape(memory.shape)

@@ -2,10 +2,10 @@
 
 obstore uses `AWS_ACCESS_KEY_ID` and related variables, or the machine's role, and
 `AWS_ENDPOINT_URL`. A server's answer to a wrong credential repeats parts of it, so errors here
-contain only the code of the answer.
+contain only the answer's code.
 
 An object appears only once it has been written completely. If two engines write it concurrently,
-both write the same content. The age of an object counts from its writing: reads do not renew it.
+both write the same content. An object's age counts from its writing: reads do not renew it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kv_swap.tiers.remote.sweep import Entry, Sweeper
 
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 10
-"""Maximum seconds for a request and its answer, after which the request has failed."""
+"""Maximum seconds for a request and its answer; after that the request fails."""
 
 RETRIES = 2
 """Retries after an answer such as 503, all within `REQUEST_SECONDS`."""
@@ -53,9 +53,9 @@ def is_installed() -> bool:
 
 
 class S3Client(RemoteClient):
-    """Objects below a URL, `s3://BUCKET/PREFIX`. All of them together take at most `max_bytes`.
+    """Objects below a URL, `s3://BUCKET/PREFIX`, which take at most `max_bytes` together.
 
-    With 0 there is no limit: a rule of the bucket must remove objects.
+    0 means no limit: a rule of the bucket must remove objects.
     """
 
     threads = 16
@@ -150,7 +150,7 @@ class S3Client(RemoteClient):
         return Fate.DONE
 
     def _store(self) -> Any:
-        """Return obstore's client, which the first call creates."""
+        """Return obstore's client; the first call creates it."""
         with self._opening:
             if self._closed:
                 raise TierError(f"the client of {self._url} is closed")
@@ -163,7 +163,7 @@ class S3Client(RemoteClient):
                 self._opened = S3Store.from_url(
                     self._url,
                     client_options={
-                        # Options override the environment. A user who names such an endpoint wants
+                        # Options override the environment. A user who names an HTTP endpoint wants
                         # it, and a signature does not reveal the secret.
                         "allow_http": endpoint.startswith("http://"),
                         "timeout": timedelta(seconds=REQUEST_SECONDS),
@@ -193,7 +193,7 @@ class S3Client(RemoteClient):
                 else TierError
             )
             remedy = _REMEDIES.get(name, _REMEDIES["GenericError"])
-            # Not `from error`, because a log of the cause would contain the text.
+            # Not `from error`: a log of the cause would contain the server's text.
             raise kind(f"cannot {what} at {self._url}: {name}{answer}: {remedy}") from None
 
 

@@ -1,9 +1,9 @@
 """Keeps a shared store within its limit by removing the least recently used objects.
 
 Any process may sweep at any time, even while others read, write or sweep. A reader whose object is
-removed finds it missing. Two overlapping sweeps remove the same objects, those of the same age or
-older, so no more are removed than by one. A process sweeps whenever it has written a fixed part of
-the limit, so all engines together sweep as often as one engine that writes everything.
+removed finds it missing. Overlapping sweeps remove no more than a single one: both remove the
+objects of the same age or older. A process sweeps whenever it has written a fixed part of the
+limit, so all engines together sweep as often as one engine that writes everything.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kv_swap.errors import TierError
 logger = logging.getLogger(__name__)
 
 WRITTEN_PARTS = 64
-"""A process sweeps after it has written one part in this many of the limit. So a store may exceed
-its limit by one such part per writing process."""
+"""A process sweeps after writing one part in this many of the limit. So a store can exceed its
+limit by one such part per writing process."""
 
 LOW_PARTS = 16
-"""A sweep leaves one part in this many of the limit free; on a filesystem that is full although
-below the limit, it frees that part of the existing objects."""
+"""A sweep leaves one part in this many of the limit free; if the filesystem is full below the
+limit, it frees that part of the existing objects."""
 
 AGE_SECONDS = 16
 """Objects last used within the same interval of this many seconds count as equally old."""
 
 AHEAD_SECONDS = 86_400.0
-"""Clocks may differ by less than this. An object marked as used later than that counts as the
-oldest; otherwise it would stay in place of all other objects until then."""
+"""Clocks must differ by less than this. An object with a mark further in the future counts as the
+oldest; otherwise it would outlive all other objects until then."""
 
 
 REMOVED_AT_ONCE = 256
@@ -54,14 +54,14 @@ class Sweepable(Protocol):
         """Yield all objects of all engines, in any order. May take minutes. Raises `TierError`."""
 
     def remove(self, keys: list[str]) -> None:
-        """Remove those of the objects that exist. Raises `TierError`."""
+        """Remove the objects that exist. Raises `TierError`."""
 
 
 def sweep(store: Sweepable, limit_bytes: int, *, is_full: bool = False) -> int:
     """Remove the oldest objects of a store with more than `limit_bytes`; return the bytes removed.
 
     A store that `is_full` can hold no more than it does now, whatever its limit. Lists the store
-    once, and a second time to remove objects, so that memory does not grow with their number.
+    once to count and once to remove, so that memory does not grow with the number of objects.
     Raises `TierError`.
     """
     latest = time.time() + AHEAD_SECONDS
@@ -135,7 +135,7 @@ class Sweeper:
         return self._is_full or self._written >= max(1, self._limit_bytes // WRITTEN_PARTS)
 
     def close(self, timeout_seconds: float = 1.0) -> None:
-        """End the thread, unless it hangs in a call of the store."""
+        """End the thread, unless it hangs in a call to the store."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """A tier in a store shared by many engines.
 
-The value of an object is a record (`kv_swap/tiers/record.py`): header page and slot. The store
-reads and writes slots in the arena, and header pages in memory of the thread.
+An object's value is a record (`kv_swap/tiers/record.py`): header page and slot. The store reads and
+writes slots in the arena, and header pages in the thread's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FULL = TierError(
 
 
 class RemoteMover(Mover):
-    """The transfers of one thread; it owns memory for the headers of a chunk."""
+    """Transfers on one thread, which owns memory for the headers of a chunk."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class RemoteMover(Mover):
                 return self._put(rows, keys)
             return self._get(rows, keys)
         except TierError as error:
-            # A new error, without a traceback, which would hold the arena.
+            # A new error, because a traceback would hold the arena.
             again = TierError(str(error))
             return MoveResult([row.number for row in rows], error=again, gone=True)
 
     def _put(self, rows: Sequence[Row], keys: Sequence[str]) -> MoveResult:
-        """Write blocks that the store lacks. Reads arena slots twice: checksum, then network."""
+        """Write blocks that the store lacks. Reads arena slots twice, for checksum and network."""
         there = self._client.exist(keys)
         outcome = MoveResult(unmoved=sum(there))
         new = [index for index, is_there in enumerate(there) if not is_there]
@@ -86,8 +86,8 @@ class RemoteMover(Mover):
             elif fate is not Fate.DONE:
                 _reject(outcome, row, fate)
         if wrong:
-            # Otherwise it would be found repeatedly and never rewritten.
-            with contextlib.suppress(TierError):  # blocks that were read are valid in any case
+            # Otherwise they would be found repeatedly and never rewritten.
+            with contextlib.suppress(TierError):  # the blocks that were read are valid anyway
                 self._client.remove(wrong)
         return outcome
 
@@ -107,14 +107,14 @@ def _reject(outcome: MoveResult, row: Row, fate: Fate | TierError) -> None:
 
 
 NUM_SLOTS = 2**31 - 1
-"""Stands for the number of slots, which a store does not have; no job has as many rows."""
+"""Replaces the number of slots, which a store does not have; no job has as many rows."""
 
 CHUNK_BYTES = 16 << 20
 """Maximum bytes of slots in one call."""
 
 CHUNK_SLOTS = 64
-"""Maximum slots in one call: Mooncake queues 1,024 transfers to a peer, and refuses those that wait
-a second for a place. A slot takes two transfers, and each thread has one call."""
+"""Maximum slots in one call: Mooncake queues 1,024 transfers to a peer, and refuses transfers that
+wait a second for a place. A slot takes two transfers, and each thread has one call."""
 
 
 class RemoteTier(TierEngine):
@@ -127,8 +127,8 @@ class RemoteTier(TierEngine):
 
     It connects in the background. While the store cannot be reached, jobs fail, and each job
     submitted after a failure tries again. A row whose object does not exist fails without an error
-    and without a mismatch. If only some rows of a job fail, because the store is full or has lost
-    part of its memory, the job has no error.
+    or a mismatch. If only some rows of a job fail, because the store is full or has lost part of
+    its memory, the job has no error.
     """
 
     def __init__(
@@ -147,8 +147,7 @@ class RemoteTier(TierEngine):
             for way in TierDirection
         }
         super().__init__(NUM_SLOTS, arena.shape, movers, chunk_slots, client.close)
-        # Connect now, so that the process gives its memory to the pool even if it moves nothing
-        # yet.
+        # Connect now, so that the process gives its memory to the pool before it moves anything.
         threading.Thread(
             target=_try_to_connect, args=(client,), name="kv-swap-connect", daemon=True
         ).start()
