@@ -1,8 +1,8 @@
 """Copies blocks between a KV cache and host memory, asynchronously.
 
 Describe the cache (`TensorDescription`, `KVLayout`), create an engine (`create_engine`), submit
-jobs (`SwapJob`) and poll for completions, as in `transfer/example.py`. This package knows no
-inference engine. Its subpackages are `memory` (host memory for slots), `cuda` and `host` (one
+jobs (`SwapJob`) and poll for completions, as in `transfer/example.py`. The package does not depend
+on an inference engine. Its subpackages are `memory` (host memory for slots), `cuda` and `host` (one
 engine each), `packing` (the format of packed slots), and `tiers` (storage below host memory).
 """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 CopiesWith = Literal["host", "kernels", "gates"]
-"""Host threads, swap kernels on a GPU, or its copy engine with a gate after each piece."""
+"""Host threads, swap kernels on a GPU, or the GPU's copy engine with a gate after each piece."""
 
 
 class Direction(enum.Enum):
@@ -37,13 +37,13 @@ class Direction(enum.Enum):
 class SwapJob:
     """A job that copies whole blocks in one direction.
 
-    `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena,
-    or for loads in one of its windows.
-    The engine does not keep it after `submit`. The flags are for loads only. With `before_compute`,
-    the copies do not queue after other loads, and compute waits for them in
-    `SwapEngine.await_loads` or, with `in_waves`, wave by wave in `await_wave`. Without
-    `after_compute`, a load may start while compute that was queued earlier is still running; the
-    caller ensures that none of it touches the blocks.
+    `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena
+    (for loads, also in one of its windows). The engine does not keep it after `submit`.
+
+    The flags are for loads only. With `before_compute`, the copies do not queue after other loads,
+    and compute waits for them in `SwapEngine.await_loads` or, with `in_waves`, wave by wave in
+    `await_wave`. Without `after_compute`, a load can start while compute queued earlier is still
+    running; the caller ensures that none of it touches the blocks.
     """
 
     job_id: int
@@ -59,8 +59,8 @@ class Completion:
     """A job that has ended. `seconds` is the time from when its copies could start to their end.
 
     On the host, a load in waves counts only the time of its copies, because compute runs between
-    them. `nbytes` are the bytes of its blocks in the KV cache, packed or not. `refused_rows` are
-    the rows of a store's pairs whose blocks do not fit a packed slot: these slots hold garbage, the
+    them. `nbytes` is the size of its blocks in the KV cache, packed or not. `refused_rows` are the
+    rows of a store's pairs whose blocks do not fit a packed slot: their slots hold garbage, the
     others are valid. If `error` is set, the destination (slots of a store, blocks of a load) holds
     garbage.
     """
@@ -75,7 +75,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Held:
-    """Resources of copies that may still run. They must not be freed in a forked process."""
+    """Resources of copies that may still be running. Must not be freed in a forked process."""
 
     arena: HostArena | None
     keep_alive: Sequence[object]
@@ -97,14 +97,14 @@ class SwapEngine(ABC):
     Ordering. A job runs after everything that was queued on the compute stream when it was
     submitted; a store also runs after everything queued on the output-copy stream, if there is one.
     A load that is not `after_compute` runs after everything that was queued at the last
-    `fence_loads` or `zero_blocks`. Nothing else is ordered: the caller must not let one job write a
+    `fence_loads` or `zero_blocks`. There is no other order: the caller must not let one job write a
     block or slot while another job that uses it is in flight. Loads wait for at most one slice of a
     store.
 
     On a device `submit`, `poll`, `fence_loads` and `zero_blocks` neither block nor synchronise.
     One thread calls all methods.
 
-    If a load `before_compute` fails, `await_loads` and `await_wave` raise before the forward that
+    If a load `before_compute` fails, `await_loads` or `await_wave` raises before the forward that
     reads it is queued, and `load_now` repeats it.
     """
 
@@ -116,13 +116,13 @@ class SwapEngine(ABC):
         self._undelivered = 0
         self._num_waves = 0
         self._closed = False
-        # For `check_pairs`: row numbers, and for each block or slot the last row that named it.
+        # For `check_pairs`: row numbers, and the last row that named each block or slot.
         self._rows = np.arange(max(layout.num_blocks, num_slots), dtype=np.int32)
         self._row_of = np.empty_like(self._rows)
 
     @abstractmethod
     def submit(self, job: SwapJob) -> None:
-        """Start a job. Raises `JobError` and copies nothing if `check_job` refuses it."""
+        """Start a job. Raises `JobError`, and copies nothing, if `check_job` refuses it."""
 
     @property
     def copies_with(self) -> CopiesWith:
@@ -134,7 +134,7 @@ class SwapEngine(ABC):
         """Make compute that is queued later wait for all loads `before_compute` submitted so far.
 
         Applies to the current stream. Raises `CopyError` if the last submitted load has failed, or
-        if compute cannot be made to wait for it: compute may then continue only after `load_now`.
+        if compute cannot wait for it: compute must then not continue before `load_now`.
         """
 
     @abstractmethod
@@ -143,8 +143,8 @@ class SwapEngine(ABC):
 
         `pairs` are those of the load, int32 of shape `(n, 2)`. Uses plain copies on the current
         stream. Blocks the host until the bytes have arrived and nothing else copies to these
-        blocks. Ignore the completion of the repeated load. Raises `JobError` or `CopyError`; then
-        the blocks may hold anything.
+        blocks. Ignore the completion of the failed load. Raises `JobError` or `CopyError`; the
+        blocks may then hold anything.
         """
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
@@ -173,17 +173,17 @@ class SwapEngine(ABC):
 
     @abstractmethod
     def fence_loads(self) -> None:
-        """Order every load that is submitted later after all compute that is already queued.
+        """Order every load submitted later after all compute that is already queued.
 
-        This includes loads without `after_compute`. Raises `CopyError`; then nothing is ordered.
+        Includes loads without `after_compute`. Raises `CopyError`; then nothing is ordered.
         """
 
     @abstractmethod
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero every page of `blocks`, before later compute reads or later loads write them.
+        """Zero every page of `blocks` before later compute reads or later loads write them.
 
         No job that uses one of the blocks may be in flight. Raises `JobError` for a block out of
-        range and on a closed engine, `CopyError` if zeroing fails: then the blocks may hold
+        range or on a closed engine, `CopyError` if zeroing fails: the blocks may then hold
         anything.
         """
 
@@ -195,7 +195,7 @@ class SwapEngine(ABC):
         """
 
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        """Keep these objects alive instead, and return the old ones. No copy may be in flight."""
+        """Keep these objects alive instead, and return the old ones. Needs no copy in flight."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
         return held
 
@@ -210,7 +210,7 @@ class SwapEngine(ABC):
 
     @property
     def windows(self) -> Windows | None:
-        """The windows of the arena, whose slots loads may name, too; None once closed."""
+        """The arena's windows, whose slots loads may also name; None once closed."""
         return None if self._state.arena is None else self._state.arena.windows
 
     @property
@@ -220,7 +220,7 @@ class SwapEngine(ABC):
 
     @property
     def ready_slots(self) -> int:
-        """Number of slots from 0 on that jobs may use now. Grows as memory is page-locked."""
+        """Number of slots, from slot 0, that jobs may use now. Grows as memory is page-locked."""
         return self.num_slots
 
     def __enter__(self) -> Self:
@@ -230,7 +230,7 @@ class SwapEngine(ABC):
         self.close()
 
     def check_waves(self, waves: Sequence[Sequence[int]]) -> None:
-        """Raise `JobError` if waves are already set, or unless every region is in exactly one."""
+        """Raise `JobError` if waves are already set, or if a region is not in exactly one."""
         if self._num_waves:
             raise JobError("waves are set once")
         named = sorted(region for wave in waves for region in wave)
@@ -260,7 +260,7 @@ class SwapEngine(ABC):
             )
 
     def check_pairs(self, job: SwapJob) -> None:
-        """Raise `JobError` for pairs out of bounds, a destination named twice, or once closed."""
+        """Raise `JobError` if pairs are out of bounds or repeat a destination, or once closed."""
         pairs = job.pairs
         if self._closed:
             raise JobError(f"job {job.job_id} was submitted to an engine that is closed")
@@ -272,8 +272,8 @@ class SwapEngine(ABC):
         if job.direction is Direction.STORE and not job.after_compute:
             raise JobError(f"job {job.job_id}: a store reads what compute wrote, so it comes after")
         limits = (self.layout.num_blocks, self.ready_slots)
-        # Every copy waits for this, so it uses few NumPy calls, on indices of NumPy's own type. As
-        # unsigned numbers, negative ones are out of range as well.
+        # Every copy waits for this, so it makes few NumPy calls, with indices of NumPy's own type.
+        # Negative numbers, read as unsigned, are out of range as well.
         unsigned = pairs.view(np.uint32)
         written = 1 if job.direction is Direction.STORE else 0
         places = unsigned[:, written].astype(np.intp)
@@ -286,7 +286,7 @@ class SwapEngine(ABC):
             except IndexError:
                 if written or not self._readable(others).all():
                     raise
-            # Faster than sorting: a destination named twice keeps only the last row that named it.
+            # Faster than sorting: a repeated destination keeps only the last row that named it.
             row_of[places] = rows
             refused = row_of.take(places).tobytes() != rows.tobytes()
         except (IndexError, ValueError):  # out of range; more pairs than destinations

@@ -11,7 +11,7 @@ class TransferError(Exception):
 
 
 class LayoutError(TransferError, ValueError):
-    """A KV cache has a shape, stride or page size that the copy paths do not handle."""
+    """A KV cache has a shape, stride or page size that the copy paths do not support."""
 
 
 class JobError(TransferError, ValueError):
@@ -19,7 +19,7 @@ class JobError(TransferError, ValueError):
 
 
 class CopyError(TransferError, RuntimeError):
-    """A copy failed after it was started; its destination must be treated as garbage."""
+    """A copy failed after it had started; its destination holds garbage."""
 
 
 class DeviceError(TransferError, RuntimeError):
@@ -51,7 +51,7 @@ _REMEDIES = {
 
 
 def explain(error: OSError) -> str:
-    """Return the text of an error of a tier's file, with a remedy."""
+    """Return the text of an error on a tier's file, with a remedy."""
     text = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0, "").format(user=os.geteuid())
     return f"{text}; {remedy}" if remedy else text

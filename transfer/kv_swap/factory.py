@@ -22,7 +22,7 @@ EngineKind = Literal["host", "cuda"]
 
 
 def numa_node(kind: EngineKind, device: torch.device) -> int | None:
-    """Return the NUMA node next to `device`; None on the host, or on machines with one node."""
+    """Return the NUMA node closest to `device`; None on the host, or on machines with one node."""
     return None if kind == "host" else device_node(CudaRegistrar(device).pci_bus_id)
 
 
@@ -43,9 +43,8 @@ def create_engine(
     `keep_alive` are the KV tensors of `layout`, on `device`. `auto` means `cuda` for a CUDA device,
     else `host`. `cuda` page-locks the arena, mostly in the background (`SwapEngine.ready_slots`)
     and only while `room` has memory; its stores also wait for `output_copy_stream`. A `shared`
-    arena is the same memory in every process that passes a handle to it; the handle may be closed
-    afterwards. With `num_windows`, arenas of so many other processes can be read, too
-    (`SwapEngine.windows`).
+    arena is the same memory in every process that passes a handle to it; the handle can be closed
+    afterwards. Arenas of up to `num_windows` other processes can be read (`SwapEngine.windows`).
     """
     device = device or keep_alive[0].device
     if kind == "auto":
@@ -63,7 +62,7 @@ def create_engine(
         layout.slot_bytes,
         register=registrar,
         background=True,
-        # The processes that share it have spread it over the nodes of all devices.
+        # Processes that share an arena have already spread it over the nodes of all devices.
         numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
         shared=shared,
         room=room,

@@ -1,10 +1,10 @@
-"""Where a KV block's bytes are: regions (address, page, stride), and their places in a slot.
+"""Describes where a KV block's bytes are: regions (address, page, stride), and places in a slot.
 
-A block is all bytes that share one block id, over all regions. A slot holds those bytes
-contiguously, in the order of the regions. Packed regions come first and take less space, and a pool
-comes last (`packing/format.py`). Nothing here touches memory or a device.
+A block is all bytes with one block id, over all regions. A slot holds those bytes contiguously, in
+the order of the regions. Packed regions come first and take less space, and a pool comes last
+(`packing/format.py`). Nothing here touches memory or a device.
 
-Each tensor is cut into pieces, which are the runs of bytes of its block 0. Pieces that touch or
+Each tensor is cut into pieces, the contiguous runs of bytes in its block 0. Pieces that touch or
 overlap within one block stride become one region, so that bytes shared by cache groups are copied
 once. A layout in which two block ids share a byte is refused, because no copy of it could be exact.
 """
@@ -31,7 +31,7 @@ PAGE_ALIGNMENT_BYTES = 16
 """Bulk copies and 16-byte vector copies need addresses and sizes that are multiples of this."""
 
 _MAX_PIECES = 1 << 16
-"""Limit for one tensor: far more than any model has, and too few to slow down startup."""
+"""Maximum pieces of a tensor: far more than any model has, too few to slow down the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class TensorDescription:
     """One KV tensor as laid out by its engine.
 
     `address` is the address of element 0. Blocks are along `block_dim`, several per manager block
-    if the kernel's blocks are smaller. `page_bytes` is the size of one manager block of this
-    tensor, including padding and scales.
+    if the kernel's blocks are smaller. `page_bytes` is the size of one manager block in this
+    tensor, with padding and scales.
     """
 
     name: str
@@ -73,8 +73,7 @@ class TensorDescription:
 class Region:
     """A run of pages of `tensors`: the page of block `b` is at `address + b * block_stride_bytes`.
 
-    With `packing`, the whole tiles of a page are packed in the slot, followed by the raw remainder
-    of the page.
+    With `packing`, a slot holds a page's whole tiles packed, followed by the raw remainder.
     """
 
     address: int
@@ -96,7 +95,7 @@ class Region:
 
     @property
     def raw_part(self) -> Region | None:
-        """The part that is copied raw: the region, the rest after its tiles, or `None`."""
+        """The part that is copied raw: the region, the remainder after its tiles, or `None`."""
         if self.packing is None:
             return self
         tiles_bytes = self.num_tiles * TILE_BYTES
@@ -125,7 +124,7 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: the same as those of a block, unless a region is packed."""
+        """Bytes of a slot; equal to a block's, unless a region is packed."""
         if not self.num_tiles:
             return self.block_bytes
         packed = (r.page_bytes for r in self.regions if r.packing is not None)
@@ -138,21 +137,20 @@ class KVLayout:
 
     @property
     def pool_offset_bytes(self) -> int:
-        """Offset in a slot of the pool, for tiles that do not fit their place."""
+        """Offset in a slot of the pool, which takes the rest of tiles that do not fit packed."""
         return align(max(r.slot_offset_bytes + r.slot_page_bytes for r in self.regions))
 
     @property
     def pool_entries(self) -> int:
-        """Maximum number of raw tiles in a slot; a block with more of them does not fit."""
+        """Maximum number of raw tiles in a slot; a block with more does not fit."""
         return pool_entries(self.num_tiles)
 
     def packed(self, packings: Mapping[str, Packing]) -> KVLayout:
         """Return the layout with its bf16 regions packed; `packings` describes pages by tensor.
 
         A region is packed if `packings` has the same value for all its tensors and a page has at
-        least one tile. Its packed pages come first in a slot. The layout stays unchanged without
-        such a region, and if slots would not get smaller, since a pool takes more than one tile
-        saves.
+        least one tile. Packed pages come first in a slot. The layout is unchanged if there is no
+        such region, or if slots would not get smaller: a pool takes more than one tile saves.
         """
         regions = [replace(r, packing=_packing(r, packings)) for r in self.regions]
         offset = 0
@@ -169,9 +167,8 @@ class KVLayout:
     def from_tensors(cls, num_blocks: int, tensors: Iterable[TensorDescription]) -> KVLayout:
         """Derive the regions, in the order of the tensors, which the caller must keep alive.
 
-        Due to this order a slot does not depend on addresses, so a process that has the same
-        tensors elsewhere can read it. Raises `LayoutError` for a cache that cannot be copied
-        exactly.
+        This order makes slots independent of addresses, so that a process with the same tensors
+        elsewhere can read them. Raises `LayoutError` for a cache that cannot be copied exactly.
         """
         if num_blocks < 1:
             raise LayoutError(f"num_blocks is {num_blocks}, at least 1 is needed")
@@ -198,14 +195,14 @@ def _packing(region: Region, packings: Mapping[str, Packing]) -> Packing | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Contiguous bytes of block 0; those of block `b` are `b * stride` bytes further on."""
+    """Contiguous bytes of block 0; those of block `b` are `b * stride` bytes later."""
 
     names: frozenset[str]
     address: int
     nbytes: int
     stride: int
     whole: bool
-    """True if these are whole pages of all the tensors."""
+    """True if these are whole pages of all its tensors."""
 
     @property
     def end(self) -> int:
@@ -213,12 +210,12 @@ class _Piece:
 
 
 def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
-    """Yield the pieces of one tensor, which have `page_bytes` bytes together.
+    """Yield the pieces of one tensor, which have `page_bytes` bytes in total.
 
     A dimension whose stride exceeds the block stride (K before V, heads before blocks) yields one
     piece per index. So does a dimension inside the block stride whose gaps hold other tensors
-    (layers inside heads): then the span from the first to the last byte exceeds `page_bytes`. Gaps
-    within `page_bytes` belong to the tensor (padding, scales) and are copied with it.
+    (layers inside heads): the span from first to last byte then exceeds `page_bytes`. Gaps within
+    `page_bytes` belong to the tensor (padding, scales) and are copied with it.
     """
     name = tensor.name
     block_stride, dims = _inner_dims(num_blocks, tensor)
@@ -259,7 +256,7 @@ def _pieces(num_blocks: int, tensor: TensorDescription) -> Iterator[_Piece]:
 
 
 def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[tuple[int, int]]]:
-    """Return the stride of a manager block and the other (size, stride), largest stride first."""
+    """Return a manager block's stride, and (size, stride) of the others, largest stride first."""
     name, shape, strides = tensor.name, tensor.shape, tensor.strides_bytes
     if len(shape) != len(strides) or not 0 <= tensor.block_dim < len(shape):
         raise LayoutError(
@@ -289,9 +286,9 @@ def _inner_dims(num_blocks: int, tensor: TensorDescription) -> tuple[int, list[t
 def _merge(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
     """Join pieces that touch or overlap, as long as the union fits into one block stride.
 
-    Beyond that the union would reach into the next block; `_refuse_shared_bytes` refuses such
-    overlaps. Pages of equal size that only touch stay separate: they are layers, and a load in
-    waves may load one before another.
+    A larger union would reach into the next block; `_refuse_shared_bytes` refuses such overlaps.
+    Pages of equal size that only touch stay separate: they are layers, and a load in waves may load
+    one before another.
     """
     ordered = sorted(set(pieces), key=lambda piece: (piece.stride, piece.address))
     current = ordered[0]
@@ -317,9 +314,8 @@ def _refuse_shared_bytes(num_blocks: int, pieces: Sequence[_Piece]) -> None:
             if second.address >= first_end:
                 break
             if first.stride == second.stride:
-                # Block b of `second` overlaps block b + d of `first` for each d whose shift is
-                # between these two. There is one if a multiple of the stride is strictly between
-                # them.
+                # Block b of `second` overlaps block b + d of `first` if d strides are strictly
+                # between these two. So any multiple of the stride between them is an overlap.
                 low = second.address - first.end
                 high = second.end - first.address
                 shift = (low // first.stride + 1) * first.stride

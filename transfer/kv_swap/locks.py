@@ -1,7 +1,7 @@
-"""Locks of files that end with this process, also if a forked child lives on.
+"""File locks that end with this process, even if a forked child outlives it.
 
-A child has what its parent has open and mapped, and with that the parent's locks: the next engine
-would find its folder in use as long as the child lives, such as a process that loads data.
+A child inherits its parent's open files and mappings, and with them the parent's locks: while a
+child such as a data loader lives, the next engine would find its folder in use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kv_swap.memory.mapping import map_memory
 _RETRY_SECONDS = 0.02
 
 _OPEN: dict[int, tuple[int, int]] = {}
-"""Device and inode of a file by its descriptor, which may be closed or of another file by now."""
+"""Device and inode of each file, by descriptor, which may since be closed or reused."""
 
 
 def lock(fd: int, timeout_seconds: float = 0.0) -> bool:
-    """Lock an open file until it is closed, or this process ends; False if another process has it.
+    """Lock an open file until it is closed or this process ends; False if another process has it.
 
     Blocks until the timeout: an engine that is ending closes its files after its ranks have ended.
     Raises `OSError`.
@@ -41,7 +41,7 @@ def lock(fd: int, timeout_seconds: float = 0.0) -> bool:
 
 
 def keep_from_children(fd: int) -> None:
-    """Have forked children not keep an open file, nor what they inherit of its mappings."""
+    """Make forked children drop an open file and the mappings of it that they inherit."""
     if (file := _file_of(fd)) is not None:
         _OPEN[fd] = file
 
@@ -49,8 +49,8 @@ def keep_from_children(fd: int) -> None:
 def _let_go_in_child() -> None:
     """Replace descriptors by `/dev/null`, and mappings by zeros.
 
-    So their numbers and addresses are in use, and the child's copies of their owners may close
-    them. Python's `mmap` has descriptors of its own, which only the system knows.
+    This keeps their numbers and addresses in use, so the child's copies of the owners can close
+    them. Looks descriptors up in the system, because Python's `mmap` has its own copies.
     """
     kept = {file for fd, file in _OPEN.items() if _file_of(fd) == file}
     if not kept:

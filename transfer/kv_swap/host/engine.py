@@ -1,11 +1,11 @@
 """KV caches in host memory: copies on one worker thread.
 
-A forward on the CPU runs on the thread that calls `submit`, and has returned by then. The lock
+A forward on the CPU runs on the thread that calls `submit`, so it has returned by then. The lock
 under which a job is handed over makes the forward's writes visible to the worker; completions are
 returned under the same lock.
 
-The worker holds the arena and KV tensors, but not the engine. So it is safe to drop the engine
-during a copy: the worker finishes on live memory, releases it and ends.
+The worker holds the arena and KV tensors, but not the engine. So the engine can be dropped during a
+copy: the worker finishes on live memory, releases it and ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kv_swap.packing.slots import SlotPacker
 
 @dataclass(slots=True)
 class _Arrival:
-    """A load before compute: its remaining waves, and the seconds that its copies took so far."""
+    """A load before compute: its remaining waves, and the seconds its copies have taken so far."""
 
     waves: deque[Transfer]
     nbytes: int
@@ -64,7 +64,7 @@ class HostSwapEngine(SwapEngine):
         self._regions = range(len(layout.regions))
         self._waves: list[Sequence[int]] = []
         self._arrival: _Arrival | None = None
-        # The error of the last submitted load before compute, if it failed.
+        # The error of the last load before compute, if it failed.
         self._failure: TransferError | None = None
         self._thread = threading.Thread(
             target=work, args=(self._state,), name="kv-swap-copy", daemon=True
@@ -75,7 +75,7 @@ class HostSwapEngine(SwapEngine):
     def submit(self, job: SwapJob) -> None:
         """Queue the job for the worker, or copy it on this thread if compute must wait for it.
 
-        Of a load in waves, the first wave is copied now, each other one when it is awaited.
+        The first wave of a load in waves is copied now, each later one when it is awaited.
         """
         self.check_job(job)
         self._undelivered += 1
@@ -94,7 +94,7 @@ class HostSwapEngine(SwapEngine):
             state.condition.notify_all()
 
     def _transfer(self, job: SwapJob, regions: Sequence[int]) -> Transfer:
-        """Return the copies of some regions, given by indices: all, or those of a wave."""
+        """Return the copies of some regions, given by their indices: all of them, or a wave's."""
         layout = self.layout
         pairs = job.pairs.astype(np.int64)
         slots = layout.slot_bytes, self._arena_address
@@ -107,7 +107,7 @@ class HostSwapEngine(SwapEngine):
         return Transfer(job.job_id, job.direction, nbytes, time.perf_counter(), slices)
 
     def fence_loads(self) -> None:
-        """Do nothing, because compute has returned once it is queued."""
+        """Do nothing: compute on the host is synchronous."""
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:
         self.check_waves(waves)
@@ -115,7 +115,7 @@ class HostSwapEngine(SwapEngine):
         self._waves = [sorted(wave) for wave in waves]
 
     def await_loads(self) -> None:
-        """Copy the remaining waves; `submit` has copied everything else."""
+        """Copy the remaining waves; `submit` has already copied everything else."""
         self.await_wave(self._num_waves)
 
     def await_wave(self, wave: int) -> None:
@@ -130,7 +130,7 @@ class HostSwapEngine(SwapEngine):
         self.check_pairs(job)
         arrival, self._arrival, self._failure = self._arrival, None, None
         if arrival is not None:
-            # Its remaining waves are not copied; its job has ended.
+            # The job ends here, without its remaining waves.
             given_up = CopyError("a load in waves was given up for a load at once")
             self._end(arrival, Completion(arrival.waves[0].job_id, Direction.LOAD, 0, 0, given_up))
         error = run(self._transfer(job, self._regions)).error
@@ -156,7 +156,7 @@ class HostSwapEngine(SwapEngine):
                 self._end(arrival, done)
 
     def poll(self) -> list[Completion]:
-        """Return the jobs that have ended, in the order of their ends."""
+        """Return the jobs that have ended, in the order in which they ended."""
         if not self._undelivered:
             return []
         time.sleep(0)  # let the worker run: a spinning caller would keep the GIL for 5 ms at a time
@@ -166,7 +166,7 @@ class HostSwapEngine(SwapEngine):
         return completions
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Copy the remaining waves on this thread, and block until the worker is idle."""
+        """Copy the remaining waves on this thread, then block until the worker is idle."""
         self._copy_waves(self._num_waves)
         state = self._state
         with state.condition:

@@ -1,10 +1,10 @@
-"""The worker of the host engine: copies jobs as runs of bytes, slice by slice, on one thread.
+"""The host engine's worker: copies jobs as runs of bytes, slice by slice, on one thread.
 
-Blocks of a packed layout pass through whole slots in memory of the worker, a slice at a time.
+Blocks of a packed layout pass through whole slots in the worker's memory, a slice at a time.
 
-Linux's `process_vm_readv` takes a list of runs, also within its own process, so the GIL is released
-only once. With a call per run, the worker would wait for the GIL after each, up to 5 ms while the
-engine runs Python: loading 32 blocks would take 230 ms, of which 1 ms is copying.
+Linux's `process_vm_readv` takes a list of runs, even within the same process, so the GIL is
+released only once. With a call per run, the worker would wait for the GIL after each, up to 5 ms
+while the engine runs Python: loading 32 blocks would take 230 ms, of which 1 ms is copying.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CopyRun = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
 SLICE_BYTES = 4 << 20
-"""Bytes in a slice. A load waits for at most one slice of a store: 1 ms at 5 GB/s (a slow core)."""
+"""Bytes of a slice. A load waits for at most one slice of a store: 1 ms at 5 GB/s (a slow core)."""
 
 _MAX_RUNS = 1024
-"""Maximum runs per call: IOV_MAX of Linux."""
+"""Maximum runs per call: Linux's IOV_MAX."""
 
 _read_memory = ctypes.CDLL(None, use_errno=True).process_vm_readv
 _read_memory.restype = ctypes.c_ssize_t
@@ -46,7 +46,7 @@ _read_memory.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
 class Transfer:
     """A running job: its remaining slices, and its results so far.
 
-    Each item of `slices` copies one slice and yields the rows of the job's pairs that it refused.
+    Each step of `slices` copies one slice and yields the rows of the job's pairs that it refused.
     """
 
     job_id: int
@@ -59,9 +59,9 @@ class Transfer:
 
 @dataclass(slots=True)
 class WorkerState(Held):
-    """State of the worker. `condition` guards everything except the objects held.
+    """The worker's state. `condition` guards everything except the objects held.
 
-    Its lock is reentrant, because `stop` runs as a finaliser, possibly inside the lock.
+    Its lock is reentrant, because `stop` runs as a finaliser, possibly under the lock.
     """
 
     condition: threading.Condition = field(default_factory=threading.Condition)
@@ -74,7 +74,7 @@ class WorkerState(Held):
 def stop(state: WorkerState) -> None:
     """Make the worker end once it has copied everything submitted.
 
-    Does nothing in a forked child, which has no worker and a lock that may be taken for good.
+    Does nothing in a forked child, which has no worker, and whose copy of the lock may be taken.
     """
     if os.getpid() != state.process:
         return
@@ -95,7 +95,7 @@ def work(state: WorkerState) -> None:
         completion = _advance(transfer)
         if completion is not None:
             with state.condition:
-                # A transfer leaves its queue only here, so with empty queues nothing is running.
+                # A transfer leaves its queue only here: with empty queues, nothing is running.
                 queue.popleft()
                 state.done.append(completion)
                 state.condition.notify_all()
@@ -151,10 +151,10 @@ def cut_runs(
     direction: Direction,
     pairs: NDArray[np.int64],
 ) -> Iterator[CopyRun]:
-    """Yield (destination, source, bytes); pages adjacent on both sides are one run.
+    """Yield (destination, source, bytes); pages that are adjacent on both sides are one run.
 
-    A slot of the arena has `slot_bytes` bytes. Runs are cut at half of `SLICE_BYTES`, so that a
-    slice has at most one and a half times as many.
+    A slot of the arena has `slot_bytes` bytes. Runs have at most half of `SLICE_BYTES`, so a slice
+    has at most 1.5 times `SLICE_BYTES`.
     """
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     limit = SLICE_BYTES // 2
@@ -175,7 +175,7 @@ def cut_runs(
 
 
 def copy_runs(runs: Sequence[CopyRun]) -> None:
-    """Copy runs that do not overlap. Raises `OSError` for an address that is not mapped."""
+    """Copy non-overlapping runs. Raises `OSError` for an unmapped address."""
     for first in range(0, len(runs), _MAX_RUNS):
         _copy_batch(runs[first : first + _MAX_RUNS])
 
@@ -208,8 +208,8 @@ def copy_packed(
 ) -> Iterator[Sequence[int]]:
     """Copy some regions of `pairs`, a slice at a time; yield the rows that each slice refused.
 
-    A store copies all regions. Raises `OSError` for an address that is not mapped, `ValueError` for
-    a slot without tiles.
+    A store copies all regions. Raises `OSError` for an unmapped address, `ValueError` for a slot
+    without packed tiles.
     """
     layout = packer.layout
     chosen = {index: layout.regions[index] for index in regions}
@@ -246,7 +246,7 @@ def copy_packed(
 
 
 def _runs(rows: NDArray[np.uint8], addresses: NDArray[np.int64]) -> list[CopyRun]:
-    """Return runs that copy from addresses into the rows of an array."""
+    """Return the runs that copy from `addresses` into the rows of an array."""
     first, stride = rows.ctypes.data, rows.strides[0]
     nbytes = rows.shape[1]
     return [(first + i * stride, a, nbytes) for i, a in enumerate(addresses.tolist())]
