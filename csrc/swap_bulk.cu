@@ -1,4 +1,4 @@
-// Swap kernels with bulk copies through shared memory, for sm_90 and newer.
+// Swap kernels with bulk copies through shared memory, for sm_90 and later.
 //
 // A tile is up to 32 segments that are contiguous in the slot. The host side of a tile is one bulk
 // copy; the device side is one per segment, each issued by one lane. So pages smaller than a tile
@@ -30,12 +30,12 @@ struct LoadRing {
 };
 
 // The tiles of one CTA, in the order of the pairs: every gridDim.x-th of all tiles of all pairs.
-// Lane i holds pair 32 * batch + i, while the next batch is being fetched over the bus.
+// Lane i holds pair 32 * batch + i; meanwhile the next batch is fetched over the bus.
 class TileCursor {
  public:
   __device__ TileCursor(const ListHeader* list, u32 num_tiles, u32 lane)
       : list_(list), num_tiles_(num_tiles), lane_(lane) {
-    // All three reads in one round trip; pairs past the count are never used.
+    // One round trip for all three reads; pairs past the count are never used.
     num_pairs_ = read_num_pairs(list);
     held_ = read_batch(0);
     ahead_ = read_batch(1);
@@ -74,7 +74,7 @@ class TileCursor {
   int2 ahead_;
 };
 
-// The segments of the tiles of one CTA, in the order of the tiles: lane i has segment i of each.
+// The segments of one CTA's tiles, in the order of the tiles: lane i has segment i of each.
 //
 // Segments are fetched kFetched - 1 tiles ahead. Compute evicts the table from the L2, so segments
 // fetched only one tile ahead would arrive after the tile: loads next to decodes moved 32 GB/s
@@ -82,7 +82,7 @@ class TileCursor {
 class SegmentCursor {
  public:
   static constexpr u32 kFetched = 8;
-  using Places = Segment[kFetched][kWarpSize];  // in shared memory, each lane for itself
+  using Places = Segment[kFetched][kWarpSize];  // in shared memory, one column per lane
 
   __device__ SegmentCursor(const Segment* table, u32 num_tiles, u32 segments_per_tile, u32 lane,
                            Places& places)
@@ -95,7 +95,7 @@ class SegmentCursor {
     for (u32 i = 0; i < kFetched - 1; ++i) fetch();
   }
 
-  // Segments beyond those of the tile have no bytes.
+  // Segments past those of the tile have no bytes.
   __device__ Segment take() {
     wait_fetched<kFetched - 2>();
     Segment segment{};
@@ -115,7 +115,7 @@ class SegmentCursor {
       fetch_16_bytes(place, source);
       fetch_16_bytes(place + 16, reinterpret_cast<const unsigned char*>(source) + 16);
     }
-    commit_fetch();  // a group a tile, on every lane
+    commit_fetch();  // one group per tile, on every lane
     ++fetched_;
     tile_ = (tile_ + gridDim.x) % num_tiles_;
   }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
   TileCursor cursor(list, num_tiles, lane);
   __syncwarp();
 
-  // All lanes take part, and all of them must have drained the stage.
+  // All lanes take part, and all must have drained the stage before.
   const auto fill = [&](int stage) {
     const u32 stage_address = first_stage + stage * Ring::kTileBytes;
     const u32 barrier = first_barrier + stage * sizeof(u64);
@@ -183,12 +183,12 @@ __device__ __forceinline__ void swap_tiles(const ListHeader* list, const Segment
     cursor.next();
   };
 
-  int num_filled = 0;  // stages filled and not drained yet, or being drained
+  int num_filled = 0;  // stages filled but not drained yet, or being drained
   for (; num_filled < kStages && cursor.valid(); ++num_filled) fill(num_filled);
 
   int stage = 0;     // to drain next
   int refill = 0;    // drained longest ago
-  int draining = 0;  // stages from refill on whose drain may still read shared memory
+  int draining = 0;  // stages, from refill, whose drains may still read shared memory
   u32 parity = 0;
   for (; num_filled > draining;) {
     wait_barrier(first_barrier + stage * sizeof(u64), parity);

@@ -1,22 +1,22 @@
-// Swap kernels that losslessly pack tiles of 16 KiB of bf16 while copying, for sm_90 and newer.
+// Swap kernels that losslessly pack tiles of 16 KiB of bf16 while copying, for sm_90 and later.
 // kv_swap/packing/format.py specifies the format; kv_swap/packing/tiles.py writes the same bytes.
 //
 // A CTA has kGroups groups of 8 warps that share only the list of pairs. The 256 threads of a group
-// transform one tile after another together, 4 groups of 8 values per thread.
+// transform one tile at a time together, 4 groups of 8 values per thread.
 //
-//   store  A group takes whole pairs, the tiles in their order: who gets the pool's entries depends
-//          on the values alone. Its warps pack into buffers. Two more warps see to the rest, so
-//          that none that packs waits for the bus: the filler has bulk copies fill stages; the
-//          drainer ends a packed tile with its header and escapes, and has bulk copies drain
-//          buffers.
+//   store  A group takes whole pairs and their tiles in order, so the values alone determine which
+//          tiles get the pool's entries. Its warps pack into buffers. Two more warps do the rest,
+//          so that no packing warp waits for the bus: the filler starts bulk copies into stages;
+//          the drainer completes packed tiles with header and escapes, and starts bulk copies out
+//          of buffers.
 //   load   A group takes every n-th tile of all, unpacks it and writes the page itself. Its first
-//          thread keeps bulk copies of the next tiles under way.
+//          thread keeps bulk copies of the next tiles running.
 //
 // During the launch nothing else may write what these copies read, or read what they write:
-//   - pages of the pairs' blocks, and their slots with the pools: the owner of blocks and slots;
-//   - the list in its entry of the ring: the host writes pairs before the launch and reads statuses
-//     after its end, and only then uses the entry again. A status is written by one thread;
-//   - the tables of tiles and columns: written before the first launch and never again, those of
+//   - pages of the pairs' blocks, and their slots with the pools: their owner ensures it;
+//   - the list in its entry of the ring: the host writes pairs before the launch, reads statuses
+//     after its end, and only then reuses the entry. One thread writes a status;
+//   - the tables of tiles and columns: they are written once, before the first launch, those of
 //     waves on the stream of the launches that read them.
 // In shared memory, a stage is refilled once all warps have its values, or once a bulk copy out of
 // it has read it; a buffer is reused once its tail has been written and its drain has read it.
@@ -29,7 +29,7 @@ namespace {
 
 using namespace kv_swap;
 
-// A stage holds a tile, followed by its columns.
+// A stage holds a tile and its columns, in this order.
 struct StoreRing {
   static constexpr u32 kThreads = kGroups * (kGroupThreads + 2 * kWarpSize);
   static constexpr u32 kStages = KV_SWAP_STORE_STAGES;
@@ -44,10 +44,10 @@ struct LoadRing {
   static constexpr u32 kGroupBytes = kStages * kStageBytes;
 };
 
-// Escapes of a tile, per warp, until they are put in order.
+// A tile's escapes by warp, until they are put in order.
 struct Escapes {
   uint2 exponents[kWarps][kMaxEscapes];
-  u32 counts[kWarps];  // may be more than have room; then the tile is raw
+  u32 counts[kWarps];  // may exceed the room for escapes; then the tile is raw
 };
 
 // A buffer and its metadata, handed over from a store's warps to the drainer.
@@ -57,7 +57,7 @@ struct Packed {
   Escapes escapes;
 };
 
-// The tile in a stage, for filler and drainer. The filler writes it.
+// Describes the tile in a stage. The filler writes it, and the drainer reads it.
 struct StoreWork {
   u64 slot_offset_bytes;
   u32 num_columns;
@@ -66,9 +66,9 @@ struct StoreWork {
 
 // State shared by a group that stores. Each barrier belongs to the stage or buffer with its index.
 //
-// One lane arrives for its warp, after __syncwarp; every thread that continues waits for itself.
-// compute-sanitizer's racecheck reports hazards between what the other lanes of a warp did before
-// and what follows the wait: tests/gpu/sanitize_run.py leaves the store out there.
+// One lane arrives for its warp, after __syncwarp; every thread that continues waits itself.
+// compute-sanitizer's racecheck reports hazards between earlier accesses of a warp's other lanes
+// and those after the wait, so tests/gpu/sanitize_run.py omits the store there.
 struct StoreGroup {
   u64 filled[StoreRing::kStages];    // the tile has arrived
   u64 consumed[StoreRing::kStages];  // the filler may fill it again
@@ -78,7 +78,7 @@ struct StoreGroup {
   Packed handed[StoreRing::kBuffers];
 };
 
-// On a barrier without arrivals, a wait for the phase before the first one returns at once.
+// On a barrier without arrivals, waiting for the phase before the first one returns at once.
 constexpr u32 kBeforeFirst = 1;
 
 // Packs tiles with the 8 warps of a group.
@@ -129,7 +129,7 @@ __device__ __forceinline__ void pack_tiles(u32 group, u32 thread, u32 num_tiles,
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) bases[i] = base_of(packed.greatest[column_of(columns, i)]);
     }
-    // Also of columns that the tile does not have: the drainer writes over them.
+    // Includes columns that the tile does not have: the drainer overwrites them.
     if (thread < kMaxColumns) {
       out[kMainBytes + 8 * kHeaderWords + thread] =
           static_cast<u8>(base_of(packed.greatest[thread]));
@@ -234,7 +234,7 @@ __device__ __forceinline__ void fill_stages(const int2* pairs, u32 num_pairs, u3
   wait_fetched<0>();
 }
 
-// One warp writes the header and escapes of a tile. A lane's strip is lane / 4; `before` counts the
+// One warp writes a tile's header and escapes. A lane's strip is lane / 4; `before` counts the
 // escapes of earlier strips, `count` those of this strip.
 __device__ __forceinline__ void write_tail(u8* tail, u32 lane, const Escapes& escapes, u32 before,
                                            u32 count, u32 total, u32 with_zeros, u32 num_columns) {
@@ -284,7 +284,7 @@ __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pair
       const u32 num_columns = shared.works[stage].num_columns;
       const u32 count = packed.escapes.counts[lane / 4];
       const u32 with_zeros = packed.zeros;
-      u32 before = count;  // of this strip and those before it, then only those
+      u32 before = count;  // of this strip and earlier ones, then only of earlier ones
 #pragma unroll
       for (u32 distance = 4; distance < kWarpSize; distance *= 2) {
         const u32 lower = __shfl_up_sync(~0u, before, distance);
@@ -330,7 +330,7 @@ __device__ __forceinline__ void drain_buffers(ListHeader* list, const int2* pair
         if (fits) {
           wait_drained<1>();
         } else {
-          wait_drained<0>();  // the stage is drained itself
+          wait_drained<0>();  // the bulk copy reads the stage itself
           arrive(consumed);
         }
         if (drained < Ring::kBuffers) arrive(shared_address(&shared.free[drained]));
@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
               u32 pool_entries) {
   using Ring = LoadRing;
   static_assert(Ring::kStages >= 2, "a barrier lies between filling a stage and reading its work");
-  // The tile in a stage, for all threads of a group. Written when it is filled.
+  // Describes the tile in a stage to all threads of a group; written when the stage is filled.
   struct Work {
     u64 page_address;
     u64 slot_address;
@@ -447,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
   publish_barriers();
   __syncthreads();
 
-  // The tile that is filled next; only the first thread uses these.
+  // The next tile to fill; only the first thread uses these.
   TileFeed feed(tiles, num_tiles, first_tile, tile_step, places[group]);
   u32 filled_pair = first_tile / num_tiles;
   u32 filled_tile = first_tile % num_tiles;
@@ -487,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
     const u8* const in = stages + stage * Ring::kStageBytes;
     const u8* const tail = in + kMainBytes;
     wait_barrier(first_barrier + stage * sizeof(u64), parity);
-    // Written before the last barrier of the group.
+    // Written before the group's last barrier.
     const Work work = works[group][stage];
     uint4* const page = reinterpret_cast<uint4*>(work.page_address);
 
@@ -503,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
         codes[i] = reinterpret_cast<const u32*>(in + kMantissaBytes)[place];
       }
       uint2 exponents[kUnits];
-      u32 bases[kUnits];  // which are to be added
+      u32 bases[kUnits];  // to add
       bool escaped = false;
 #pragma unroll
       for (u32 i = 0; i < kUnits; ++i) {
@@ -528,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
         for (u32 i = 0; i < kUnits; ++i) {
           const u32 escaping = __ballot_sync(~0u, codes[i] == kEscapeCodes);
           if (codes[i] == kEscapeCodes) {
-            // A slot that holds garbage must not cause accesses outside the tile.
+            // A slot with garbage must not cause accesses outside the tile.
             const u32 escape = min(word + lanes_below(escaping, lane), kTailWords - 1);
             exponents[i] = reinterpret_cast<const uint2*>(tail)[escape];
             bases[i] = 0;
@@ -541,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(LoadRing::kThreads, 1)
         page[i * kGroupThreads + thread] = join_values(exponents[i], mantissas[i], bases[i]);
       }
     } else {
-      // Reads the rest of the tile straight from the pool over the bus, which is rare.
+      // Reads the rest of the tile directly from the pool over the bus, which is rare.
       const u32 entry = min(header.y, pool_entries - 1);
       const u64 pool =
           work.slot_address + slot_bytes - static_cast<u64>(pool_entries) * kPoolEntryBytes;

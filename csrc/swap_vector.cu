@@ -1,8 +1,8 @@
 // Swap kernels with 16-byte loads and stores, for devices without bulk copies (before sm_90).
 //
 // A tile is one segment of at most 4 KiB. A warp copies one tile of one pair at a time, so the work
-// spreads evenly over all warps for few large pages and for many small ones. Warps share no state
-// and run in no order. kv_swap/cuda/kernel_families.py chooses the grid.
+// spreads evenly over all warps, both for few large pages and for many small ones. Warps share no
+// state and run in no particular order. kv_swap/cuda/kernel_families.py chooses the grid.
 
 #include "swap.cuh"
 
@@ -12,9 +12,9 @@ using namespace kv_swap;
 
 constexpr u32 kThreads = 1024;
 
-// Vectors of 16 bytes that a lane holds at once. With 4 CTAs that is 128 KiB in flight towards the
-// host and 256 KiB from it, the least with which bulk copies filled the link of an H200 (PCIe Gen5
-// x16). More only backs up the memory system and slows the compute next to it.
+// Vectors of 16 bytes that a lane holds at once. With 4 CTAs, 128 KiB are in flight to the host and
+// 256 KiB from it, the least with which bulk copies filled an H200's link (PCIe Gen5 x16). More
+// would only back up the memory system and slow concurrent compute.
 constexpr int kStoreVectors = 2;
 constexpr int kLoadVectors = 4;
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_tile(uint4* __restrict__ destination,
 template <bool kStore>
 __device__ __forceinline__ void swap_pages(const ListHeader* list, const Segment* segments,
                                            u32 num_tiles, unsigned char* arena, u64 slot_bytes) {
-  // Many warps use every pair, so it is fetched over the bus once per CTA.
+  // Many warps use each pair, so it is fetched over the bus once per CTA.
   __shared__ int2 pairs[kMaxPairs];
   const int num_pairs = read_num_pairs(list);
   for (int i = threadIdx.x; i < num_pairs; i += kThreads) pairs[i] = read_pair(list, i);

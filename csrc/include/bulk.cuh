@@ -1,6 +1,6 @@
-// Asynchronous copies: bulk copies between shared and global memory (sm_90 and newer), small copies
+// Asynchronous copies: bulk copies between shared and global memory (sm_90 and later), small copies
 // from global to shared memory, and the barriers that they need. Host memory is global memory here.
-// All PTX is in this file; tests/transfer/cuda/on_host has a replacement that runs on a CPU.
+// All PTX is in this file; tests/transfer/cuda/on_host has a replacement for CPUs.
 #pragma once
 
 #include "swap.cuh"
@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Waits for kThreads threads at one of the 16 barriers of a CTA; __syncthreads has number 0.
+// Waits for kThreads threads at one of a CTA's 16 barriers; __syncthreads uses number 0.
 template <u32 kThreads>
 __device__ __forceinline__ void sync_threads(u32 number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
@@ -69,7 +69,7 @@ __device__ __forceinline__ void commit_drain() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but the last kPending groups of this lane have left shared memory.
+// Waits until all but this lane's last kPending groups have left shared memory.
 template <int kPending>
 __device__ __forceinline__ void wait_drained() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -79,8 +79,7 @@ __device__ __forceinline__ void wait_written() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders what this thread wrote to shared memory before bulk copies that are issued after a
-// barrier.
+// Orders this thread's writes to shared memory before bulk copies issued after a barrier.
 __device__ __forceinline__ void fence_for_bulk_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -95,7 +94,7 @@ __device__ __forceinline__ void commit_fetch() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until all but the last kPending groups of fetches of this thread have arrived.
+// Waits until all but this thread's last kPending groups of fetches have arrived.
 template <int kPending>
 __device__ __forceinline__ void wait_fetched() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,7 +1,7 @@
 // The arithmetic that packs and unpacks a group of 8 values, as specified in
 // kv_swap/packing/format.py.
 //
-// Exponents and codes of 4 values are the bytes of a word: those of values 0 to 3, and of 4 to 7.
+// A word holds the exponents or codes of 4 values, one per byte: values 0 to 3, or 4 to 7.
 #pragma once
 
 #include "swap.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ Split split_values(uint4 words) {
           make_uint2(__byte_perm(a, b, 0x6420), __byte_perm(c, d, 0x6420))};
 }
 
-// The inverse; `added` is added to all exponents.
+// The inverse of split_values; adds `added` to all exponents.
 __device__ __forceinline__ uint4 join_values(uint2 exponents, uint2 mantissas, u32 added) {
   const u32 a = __byte_perm(mantissas.x, exponents.x, 0x5140);
   const u32 b = __byte_perm(mantissas.x, exponents.x, 0x7362);
@@ -39,12 +39,12 @@ __device__ __forceinline__ uint4 join_values(uint2 exponents, uint2 mantissas, u
                     __funnelshift_r(c, c, 1) + both, __funnelshift_r(d, d, 1) + both);
 }
 
-// A column's scale, from its greatest magnitude: 1 to 240.
+// A column's base, from its largest magnitude: 1 to 240.
 __device__ __forceinline__ u32 base_of(u32 greatest) {
   return max(greatest >> 7, kGreatestCode + 1) - kGreatestCode;
 }
 
-// Exponents relative to the lowest one that has a code. If any is below that, some byte has bits of
+// Exponents relative to the lowest one that has a code. If any is lower, some byte has bits of
 // kNoCode: the lowest negative byte is at least -240, and no byte below it has borrowed from it.
 __device__ __forceinline__ uint2 above(uint2 exponents, u32 least) {
   return make_uint2(exponents.x - least * kOnes, exponents.y - least * kOnes);
@@ -66,9 +66,9 @@ __device__ __forceinline__ bool has_zero(uint2 exponents) {
   return (~(nonzero_bytes(exponents.x) & nonzero_bytes(exponents.y)) & 0x80808080u) != 0;
 }
 
-// Codes for 32 groups of which some have an exponent 0: 0 for that exponent, the distance from the
-// base for others. Bits of kNoCode in `outside` mean that an exponent is not above its base, as in
-// `above`.
+// Codes for 32 groups, some of which have an exponent 0: 0 for that exponent, the distance from the
+// base for others. As in `above`, bits of kNoCode in `outside` mean that an exponent is not above
+// its base.
 struct Codes {
   u32 joined;
   u32 outside;

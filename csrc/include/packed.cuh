@@ -1,5 +1,4 @@
-// Shared by packing and unpacking: the format of a tile, the table of tiles, and the reader of that
-// table.
+// Used by packing and unpacking: the format of a tile, the table of tiles, and the table's reader.
 //
 // kv_swap/packing/format.py specifies the format and its constants; kv_swap/cuda/tiles.py writes
 // the tables.
@@ -102,10 +101,10 @@ class TileFeed {
   Places& places_;
 };
 
-// The pairs of a list, fetched over the bus once per CTA. __syncthreads publishes them.
+// A list's pairs, fetched over the bus once per CTA. __syncthreads publishes them.
 template <u32 kThreads>
 __device__ __forceinline__ u32 read_pairs(const ListHeader* list, int2 (&pairs)[kMaxPairs]) {
-  // Each thread's first pair arrives in one round trip with the count; pairs past the count are
+  // Each thread's first pair arrives in the same round trip as the count; pairs past the count are
   // unused.
   const int2 first = read_pair(list, threadIdx.x);
   const u32 num_pairs = read_num_pairs(list);

@@ -18,17 +18,17 @@ constexpr u32 kWarpSize = 32;
 constexpr int kMaxPairs = KV_SWAP_MAX_PAIRS;
 static_assert(kMaxPairs % kWarpSize == 0, "a warp reads 32 pairs at a time, up to the list's end");
 
-// Precedes the (block, slot) pairs of a list, in host memory. After room for the maximum number of
-// pairs comes one status byte per pair; only a store that packs writes them, and the host reads
-// them once the store has ended.
+// Precedes a list's (block, slot) pairs in host memory. After room for the maximum number of pairs
+// comes one status byte per pair; only a packing store writes them, and the host reads them once
+// the store has ended.
 struct alignas(16) ListHeader {
   int num_pairs;
   int unused[3];
 };
 static_assert(sizeof(ListHeader) == 16, "kv_swap/cuda/swap.py writes a header of 16 bytes");
 
-// One run of a block's bytes. A slot is cut into tiles, a tile into segments: row t of the table
-// holds the segments of tile t, in the order of their slot offsets, padded with empty ones.
+// One run of a block's bytes. A slot is cut into tiles, and a tile into segments. Row t of the
+// table holds the segments of tile t in the order of their slot offsets, padded with empty ones.
 struct alignas(16) Segment {
   u64 page_address;  // in block 0
   u64 block_stride_bytes;
