@@ -1,6 +1,6 @@
-"""The user's configuration, and the size of host memory for it.
+"""The user's configuration, and the host memory that exists for it.
 
-Any package may import this one. Only `host_memory` reads the size of memory, only `sizes` parses
+Any package may import this one. Only `host_memory` reads sizes of memory; only `sizes` parses
 units.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of a configuration against this machine, shared by `config`, `doctor` and the engine.
+"""Checks a configuration against this machine, for `config`, `doctor` and the engine.
 
 The engine runs them before it loads the model, which takes minutes.
 """
@@ -22,14 +22,13 @@ from kv_offload.config.trace import ResolvedConfig
 from kv_offload.errors import CapacityError, ConfigError
 
 ANSWER_SECONDS = 5.0
-"""How long a start waits for a network filesystem to answer."""
+"""Seconds that a start waits for a network filesystem to answer."""
 
 
 def check_sizes(traced: ResolvedConfig) -> None:
     """Refuse memory or a disk that is too small for blocks, or larger than its filesystem.
 
-    Ignores how much is free now. A disk that does not exist yet is accepted. Raises
-    `CapacityError`.
+    Ignores how much is free now. Accepts a disk that does not exist yet. Raises `CapacityError`.
     """
     disk = traced.config.disk
     sizes = {"cpu_bytes": traced.config.cpu_bytes}
@@ -75,10 +74,10 @@ def _check_total(place: Path, needed_bytes: int, request: str, remedy: str) -> N
 
 
 def find_place(path: Path) -> Path:
-    """Return the folder in which a disk's files would be made: `path`, or its parent.
+    """Return the folder in which a disk's files would be created: `path`, or its parent.
 
-    An engine creates `path` but no parent of it: if a disk is not mounted, they would be folders of
-    another disk. Raises `ConfigError` if the engine could not create a file.
+    An engine creates `path` but not its parents: if a disk is not mounted, they would be on another
+    disk. Raises `ConfigError` if the engine could not create a file.
     """
     try:
         place = path if os.path.lexists(path) else path.parent
@@ -89,7 +88,7 @@ def find_place(path: Path) -> Path:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise `OSError` unless this is a folder in which this user may create files."""
+    """Raise `OSError` unless this user may create files in this folder."""
     if not stat.S_ISDIR(folder.stat().st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -107,8 +106,8 @@ def unusable_folder(path: Path, error: OSError) -> ConfigError:
 def check_shared_folder(path: Path) -> None:
     """Refuse a shared folder that is missing or not writable. Raises `ConfigError`.
 
-    A folder that does not answer within `ANSWER_SECONDS`, because its server is away, is accepted:
-    it may be usable later.
+    Accepts a folder that does not answer within `ANSWER_SECONDS`: once its server is back, it can
+    be used.
     """
     problems: list[OSError] = []
 
@@ -130,20 +129,20 @@ def check_shared_folder(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Free bytes on a disk, and bytes that kv-offload's files already take there."""
+    """Bytes that are free on a disk, and bytes that kv-offload's files already take there."""
 
     free_bytes: int
     taken_bytes: int
 
     def fits(self, needed_bytes: int) -> bool:
-        """Return whether this many bytes fit, counting the existing files as part of them."""
+        """Return whether this many bytes fit, including those of existing files."""
         return needed_bytes <= self.free_bytes + self.taken_bytes
 
 
 def read_room(path: Path) -> DiskRoom:
-    """Read the free and taken bytes of the disk of a `disk.path`.
+    """Read the free and taken bytes on the disk of a `disk.path`.
 
-    Raises `ConfigError` as `find_place` does, and `OSError` for a replica's folder of another user.
+    Raises `ConfigError` as `find_place` does, and `OSError` for another user's replica folder.
     """
     place = find_place(path)
     folders = find_replicas(path) if place == path else []
@@ -153,7 +152,7 @@ def read_room(path: Path) -> DiskRoom:
 
 
 def check_disk(traced: ResolvedConfig) -> None:
-    """Refuse a disk whose folder cannot be created or written, or that has too little room now.
+    """Refuse a disk whose folder cannot be created or written to, or with too little room now.
 
     Does nothing without a disk. Raises `ConfigError` or `CapacityError`.
     """
@@ -163,7 +162,7 @@ def check_disk(traced: ResolvedConfig) -> None:
     path = Path(disk.path)
     try:
         room = read_room(path)
-    except OSError:  # another replica's folder, perhaps another user's
+    except OSError:  # the folder of another replica, perhaps of another user
         return
     if not room.fits(disk.bytes * traced.replicas):
         taken = f", and files of kv-offload have {format_size(room.taken_bytes)}"
@@ -175,7 +174,7 @@ def check_disk(traced: ResolvedConfig) -> None:
 
 
 def check_recording(path: Path) -> None:
-    """Raise `ConfigError` if a trace could not be recorded at `path`, without creating a file."""
+    """Raise `ConfigError` if a trace could not be recorded at `path`. Creates no file."""
     with refused_recording(path):
         with contextlib.suppress(FileNotFoundError):
             if not check_regular(path.stat()).st_size:
@@ -187,7 +186,7 @@ def check_recording(path: Path) -> None:
 
 @contextlib.contextmanager
 def refused_recording(path: Path) -> Iterator[None]:
-    """Turn errors of opening a trace file into a `ConfigError`."""
+    """Turn errors on opening a trace file into a `ConfigError`."""
     try:
         yield
     except OSError as error:
@@ -198,7 +197,7 @@ def refused_recording(path: Path) -> Iterator[None]:
 
 
 def check_regular(found: os.stat_result) -> os.stat_result:
-    """Return `found` if it is of a regular file; raise `OSError` for a folder, device or pipe."""
+    """Return `found` if the file is regular; raise `OSError` for a folder, device or pipe."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return found

@@ -1,7 +1,7 @@
 """The files in a disk's folder: an index, and a file of slots for each rank.
 
 PATH/index.sqlite, PATH/rank-0.kv, ...
-PATH/replica-1/index.sqlite, ...               of data-parallel replicas after the first
+PATH/replica-1/index.sqlite, ...               for data-parallel replicas after the first
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def replica_folder(folder: Path, replica: int) -> Path:
 
 
 def find_replicas(folder: Path) -> list[Path]:
-    """Return the folders in which a replica has files: `folder`, and those of further replicas.
+    """Return the folders in which replicas have files: `folder`, and those of further replicas.
 
     Raises `OSError` if a folder cannot be read.
     """

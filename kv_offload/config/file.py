@@ -17,8 +17,7 @@ import yaml
 from kv_offload.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-"""All keys with comments take a few kilobytes; a larger file is probably weights, named by
-mistake."""
+"""All keys with comments take a few kilobytes; a larger file is probably a file of weights."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
@@ -38,7 +37,7 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def show(value: Any) -> str:
-    """Return a value for an error message: shortened, and never raising."""
+    """Return a value, shortened, for an error message. Never raises."""
     try:
         return _REPR.repr(value)
     except ValueError:  # Python refuses to print that many digits
@@ -46,7 +45,7 @@ def show(value: Any) -> str:
 
 
 def resolve_path(path: str) -> Path:
-    """Return a user's path as an absolute path. Raises `ValueError` if it cannot name a file."""
+    """Return a user's path as an absolute path. Raises `ValueError` if no file can have it."""
     if "\0" in path:
         raise ValueError("a path cannot contain a null character.")
     expanded = os.path.expanduser(path)
@@ -111,7 +110,7 @@ def read_file(named_by: str, value: Any) -> ConfigFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with an error for duplicate keys, of which PyYAML keeps the last."""
+    """PyYAML's safe loader, but duplicate keys are errors; PyYAML itself keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}

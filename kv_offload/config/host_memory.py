@@ -1,4 +1,4 @@
-"""The host memory that exists for this process, and the part that is available now."""
+"""Reads the host memory that exists for this process, and the part that is available now."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 HEADROOM_BYTES = 2 << 30
 """Memory that no pool takes, because the kernel kills processes when none is left. One half is for
-what engines need while serving: requests, graphs, NCCL buffers. The other half is for pools that
-grow at the same time without seeing each other: 32 MiB for each of 4 threads of 8 ranks. This is a
-sum, not a measurement."""
+engines that are serving: requests, graphs, NCCL buffers. The other half is for pools that grow at
+the same time without seeing each other: 32 MiB for each of 4 threads of 8 ranks. This is a sum, not
+a measurement."""
 
 HEADROOM_PART = 16
-"""A small machine keeps this fraction of its memory free: 256 MiB of 4 GiB."""
+"""A small machine keeps one part in this many free instead: 256 MiB of 4 GiB."""
 
 
 class HostMemory(NamedTuple):
@@ -45,11 +45,11 @@ def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Return the memory that this process can take now before the kernel kills or throttles one.
+    """Return the memory this process can take before the kernel kills or throttles a process.
 
     This is the smallest of the machine's `MemAvailable` and, for every cgroup with a limit, the
     limit minus the memory in use. Cached files do not count as in use, because the kernel drops
-    them first. Reads about ten files, in 0.3 ms on a machine with 2 cores. Thread safe. Raises
+    them first. Reads about ten files, in 0.3 ms on a machine with 2 cores. Thread-safe. Raises
     `CapacityError` if the machine's memory, a limit or its use cannot be read.
     """
     return _smallest(_amounts(proc, cgroups, free=True), proc, cgroups)
@@ -66,7 +66,7 @@ def _smallest(amounts: Iterator[HostMemory], proc: Path, cgroups: Path) -> HostM
 
 
 def _amounts(proc: Path, cgroups: Path, *, free: bool) -> Iterator[HostMemory]:
-    """Yield the machine's memory and the limits of the cgroups, or the free parts of these."""
+    """Yield the machine's memory and the cgroups' limits, or, with `free`, what is free of each."""
     meminfo, name = proc / "meminfo", "MemAvailable" if free else "MemTotal"
     match = re.search(rf"^{name}:\s+([0-9]+) kB$", meminfo.read_text(), re.MULTILINE)
     if match is None:
@@ -83,14 +83,14 @@ def _amounts(proc: Path, cgroups: Path, *, free: bool) -> Iterator[HostMemory]:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """File names of one version of cgroups."""
+    """File names in one version of cgroups."""
 
     limits: tuple[str, ...]
-    """Above `memory.high` the kernel reclaims memory and slows the processes down. It cannot
-    reclaim locked memory, so they would stay slow."""
+    """Above `memory.high`, the kernel reclaims memory and slows processes down. It cannot reclaim
+    locked memory, so they would stay slow."""
     used: str
     cached: tuple[str, str]
-    """Names in `memory.stat` that include the child cgroups."""
+    """Names in `memory.stat` of values that include child cgroups."""
 
 
 _V1 = _Version(
@@ -120,7 +120,7 @@ def _read_bytes(file: Path) -> int | None:
 
 
 def _cached_bytes(file: Path, names: tuple[str, ...]) -> int:
-    """Return the sum of the values of `names`; a missing name counts as 0."""
+    """Return the sum of the values under `names`; a missing name counts as 0."""
     lines = [line.partition(" ") for line in (_read(file) or "").splitlines()]
     return sum(int(value) for name, _, value in lines if name in names)
 
@@ -141,7 +141,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[_Version, Path, 
             continue
         parts = PurePosixPath(path).parts[1:]
         if ".." in parts:
-            parts = ()  # outside the namespace, of which only the root is visible
+            parts = ()  # outside this namespace, in which only the root is visible
         folders = [r.joinpath(*parts[:depth]) for r in roots for depth in range(len(parts), -1, -1)]
         for file in (folder / name for folder in folders for name in version.limits):
             limit = _read_bytes(file)

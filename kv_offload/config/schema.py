@@ -28,9 +28,9 @@ FilePath = Annotated[str, Meta(min_length=1)]
 def _says(
     description: str, allowed: str = "", takes: str = "", kind: str = "", **limits: Any
 ) -> Meta:
-    """Describe a key; `allowed` may be omitted if the type is a `Literal` of names, or `bool`.
+    """Describe a key; `allowed` can be omitted if the type is a `Literal` of names or `bool`.
 
-    A key with a `kind` belongs to that kind of remote store, which requires it.
+    A key with a `kind` belongs to that kind of remote store, and is required there.
     """
     extra = {"allowed": allowed, "takes": takes, "kind": kind}
     return Meta(description=description, extra=extra, **limits)
@@ -42,7 +42,7 @@ def _size(description: str, allowed: str) -> Meta:
 
 
 def _path(description: str, allowed: str, kind: str = "") -> Meta:
-    """Describe a key that takes a path, which is made absolute."""
+    """Describe a key that takes a path; relative paths are made absolute."""
     return _says(description, allowed, "path", kind)
 
 
@@ -237,12 +237,12 @@ class OffloadConfig:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in bytes that one replica takes, over all its ranks."""
+        """Bytes of host memory that one replica takes, all ranks combined."""
         return self.cpu_bytes + self.given_bytes
 
     @property
     def given_bytes(self) -> int:
-        """Host memory in bytes that one replica gives to a remote store, over all its ranks."""
+        """Bytes of host memory that one replica gives to a remote store, all ranks combined."""
         is_given = self.remote is not None and self.remote.kind == "mooncake"
         return self.remote.bytes if self.remote is not None and is_given else 0
 
@@ -264,11 +264,11 @@ class Key:
     """The default as text for the file; `required` if its section requires the key."""
     is_required: bool
     kind: str
-    """The kind of remote store it belongs to; empty for a key of all kinds."""
+    """The kind of remote store that the key is for; empty if it is for all kinds."""
 
     @property
     def section(self) -> str:
-        """Its section, or empty."""
+        """The key's section, or empty."""
         return self.name.rpartition(".")[0]
 
 

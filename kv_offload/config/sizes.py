@@ -8,8 +8,8 @@ from fractions import Fraction
 UNITS = ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB", "Ki", "Mi", "Gi", "Ti")
 SMALLEST_BYTES = 1 << 20
 """The smallest pool. A pool needs thousands of blocks, and one block of a small model takes a third
-of this (SmolLM2-135M: 360 KiB). So a smaller number probably lacks its unit, and a smaller
-percentage is a mistake. Rates may be smaller, with a unit."""
+of this (SmolLM2-135M: 360 KiB). So a smaller number probably lacks a unit, and a smaller percentage
+is a mistake. Rates may be smaller if they have a unit."""
 
 TOO_LITTLE = "less than 1 MiB (1048576 bytes), hardly one block"
 _UNIT_BYTES = {
@@ -25,9 +25,8 @@ def parse_size(size: str | float, whole_bytes: int | None) -> int:
     `%` is not allowed if `whole_bytes` is None. An integer is in bytes. Units ignore case, so `Gb`
     is a gigabyte, not a gigabit. `Gi`, as in Kubernetes, is `GiB`.
 
-    Raises `ValueError`, with a sentence that says what to write, for anything that is not a
-    positive number with a unit of `UNITS` or `%`, and for an integer or a percentage below
-    `SMALLEST_BYTES`.
+    Raises `ValueError`, which says what to write, for anything that is not a positive number with a
+    unit of `UNITS` or `%`, and for an integer or a percentage below `SMALLEST_BYTES`.
     """
     if isinstance(size, float):
         raise ValueError("a number with a fraction needs a unit.")  # noqa: TRY004 - a wrong value
@@ -68,7 +67,7 @@ def _check_bare_size(size_bytes: int, *, has_whole: bool) -> int:
 
 
 def _with_units(number: str, *, has_whole: bool) -> str:
-    """Return suggestions for a number without a unit: the size of a pool, or bytes."""
+    """Return suggestions for a number without a unit: a pool's size, or bytes."""
     value = float(number)
     if value >= SMALLEST_BYTES:
         return f"{number}B"
@@ -77,7 +76,7 @@ def _with_units(number: str, *, has_whole: bool) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a size in the largest binary unit that it fills, with up to two decimals."""
+    """Return a size in the largest binary unit not above it, with up to two decimals."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes >= _UNIT_BYTES[unit.lower()]:
             hundredths = round(Fraction(100 * size_bytes, _UNIT_BYTES[unit.lower()]))

@@ -1,7 +1,7 @@
 """Resolves the effective configuration, and records the source of each value.
 
 Keys in vLLM's `kv_connector_extra_config` override the YAML file, which overrides the defaults.
-Every given value is checked, even one that another source overrides.
+All given values are checked, even overridden ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ to a Service named `kv-offload`: `KV_OFFLOAD_SERVICE_HOST`, `KV_OFFLOAD_PORT_800
 
 
 class Given(NamedTuple):
-    """The value of a key: its source, as it was read, and as it was written."""
+    """A key's value as it was read and as it was written, and its source."""
 
     source: str
     value: Any
@@ -61,7 +61,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A configuration, its file, and the value given for every key or left-out section."""
+    """A configuration, its file, and the value given for every key or omitted section."""
 
     config: OffloadConfig
     file: Path | None
@@ -78,13 +78,13 @@ class ResolvedConfig:
         return f"configured by {given or 'nothing: all defaults'}"
 
     def describe(self) -> str:
-        """Return the effective configuration as it was written, as one line."""
+        """Return the effective configuration as written, in one line."""
         shown = {name: given.written for name, given in self.given.items()}
         shown["cpu_bytes"] += f" ({format_size(self.config.cpu_bytes)})"
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def describe_request(self) -> str:
-        """Return the size that `cpu_bytes` asks for, for an error: source, as written, in bytes."""
+        """Return, for an error, the size in `cpu_bytes`: its source, as written, and in bytes."""
         given = self.given["cpu_bytes"]
         size_bytes = self.config.cpu_bytes
         text = f"{given.source}: cpu_bytes: {given.shown}: asks for {describe_bytes(size_bytes)}"
@@ -106,18 +106,18 @@ def trace_config(
 ) -> ResolvedConfig:
     """Return the effective configuration of an engine with this `kv_connector_extra_config`.
 
-    The file is `file`, which a command was given, else `extra_config["config_file"]`, else the one
-    that `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` replaces `read_host_memory()`. The
-    data-parallel `replicas` on this host share a percentage; an absolute size is for each of them.
+    The file is `file`, given to a command, else `extra_config["config_file"]`, else the one that
+    `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` replaces `read_host_memory()`. The
+    data-parallel `replicas` on this host share a percentage; each of them takes an absolute size.
 
-    One error reports all problems, except that a size too large for the machine is only checked if
-    there are no others.
+    One error reports all problems, but a size too large for the machine only if there are no
+    others.
 
     Raises:
         ConfigError: a source cannot be read, or has an unknown key or a value that is not allowed,
             keys contradict each other, or a variable is named after a key.
         CapacityError: all replicas together ask for more than this machine or its cgroup has, less
-            the headroom. Memory in use is not considered.
+            the headroom. Memory in use is ignored.
     """
     problems = Problems()
     warnings = tuple(_check_variables(environ, problems))
@@ -166,9 +166,9 @@ def trace_config(
 def _check_variables(environ: Mapping[str, str], problems: Problems) -> Iterator[str]:
     """Yield a warning for each variable with our prefix that is not read.
 
-    It may belong to another program, such as a start script, so it stops no engine. A variable
-    named after a key does, with a `ConfigError`: a user who sets `KV_OFFLOAD_CPU_BYTES` expects
-    that value, and the engine would use another.
+    Such a variable may belong to another program, such as a start script, so it does not stop an
+    engine. One that is named after a key does, with a `ConfigError`: a user who sets
+    `KV_OFFLOAD_CPU_BYTES` expects that value, and the engine would use another.
     """
     for name, value in sorted(environ.items()):
         is_ours = name.startswith(VARIABLES) and not _NOT_MEANT_FOR_US.fullmatch(name)
@@ -190,7 +190,7 @@ def _check_variables(environ: Mapping[str, str], problems: Problems) -> Iterator
 
 
 def _written(value: Any, text: str | None) -> str:
-    """Return a value as the user wrote it, if known, shortened and on one line."""
+    """Return a value as the user wrote it, if known, shortened to one line."""
     text = value if isinstance(value, str) else text
     if text is not None:
         return show(text)[1:-1]
@@ -202,7 +202,7 @@ def _flatten(
 ) -> Iterator[tuple[str, Given]]:
     """Yield the values of a source, with `disk.path` for `disk: {path: ...}`.
 
-    A section itself comes before its keys, with the value None if it is to be left out.
+    A section comes before its keys, with the value None if the user omits it explicitly.
     """
     for name, value in values.items():
         given = Given(source, value, _written(value, texts.get(name)))
@@ -237,8 +237,7 @@ def _unknown(section: str, name: Any, given: Given) -> ConfigError:
 def _complete(given: Mapping[str, Given], problems: Problems) -> dict[str, Given]:
     """Return the given values in the order of the schema, with defaults filled in.
 
-    A section that is left out is represented by its name alone. A required key that is missing is a
-    problem.
+    An omitted section is represented by its name alone. A missing required key is a problem.
     """
     complete: dict[str, Given] = {}
     kinds = [key.kind for key in SCHEMA.values()]
@@ -299,7 +298,7 @@ def _checked(name: str, given: Given, whole_bytes: int) -> Any:
             value = parse_size(value, whole_bytes if name == "cpu_bytes" else None)
         converted = msgspec.convert(value, key.type)
         return str(resolve_path(converted)) if key.takes == "path" and converted else converted
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a surrogate
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a lone surrogate
         is_large = isinstance(value, int) and value > MAX_INT
         problem, cause = f"must be {f'{MAX_INT} at most' if is_large else key.allowed}", error
     except ValueError as error:
@@ -313,7 +312,7 @@ def _checked(name: str, given: Given, whole_bytes: int) -> Any:
 
 
 _WORDS = {"disk": "disk", "remote": "remote store"}
-"""The sections as a sentence names them."""
+"""Names of the sections in sentences."""
 
 _REMOVED_VALUES = {
     "eviction_policy": (
@@ -325,7 +324,7 @@ _REMOVED_VALUES = {
         "remove the key: auto, the default, has the copy engine copy where blocks are long",
     ),
 }
-"""By key: a value that earlier versions had, and what to do now."""
+"""By key, a value that earlier versions allowed, and what to do now."""
 
 
 def _check_shares(config: OffloadConfig, given: Mapping[str, Given]) -> None:

@@ -1,6 +1,6 @@
 """Refuses unknown keys and suggests the right one.
 
-Keys of earlier versions, of vLLM's connectors and of LMCache have a specific answer each.
+Each key of earlier versions, vLLM's connectors and LMCache has a specific answer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kv_offload.config.schema import SCHEMA, SECTIONS, keys_of
 from kv_offload.errors import ConfigError
 
 ALIKE = 0.75
-"""Minimum similarity for suggesting a key: `evict_policy` and `eviction_policy` are 0.89 alike, the
-unrelated `store_policy` and `store_blocks` 0.67."""
+"""Minimum similarity for suggesting a key: 0.89 for `evict_policy` and `eviction_policy`, 0.67 for
+the unrelated `store_policy` and `store_blocks`."""
 
 _VLLMS_KEYS = frozenset(
     (
@@ -24,7 +24,7 @@ _VLLMS_KEYS = frozenset(
         "kv_connector_extra_config",
     )
 )
-"""Keys of vLLM's own argument that people write among ours."""
+"""Keys of vLLM's own argument that users write among ours."""
 
 _RENAMED = {
     "disk_path": "disk.path",
@@ -98,7 +98,7 @@ def unknown_key(
 ) -> ConfigError:
     """Return the error that refuses a key, with advice on what to write instead.
 
-    `value` is shown as it is. `extra` lists further top-level keys that this source allows.
+    `value` is shown unchanged. `extra` lists further top-level keys that this source allows.
     """
     place = f"{section}.{name}" if section else name
     refused = f"{source}: {place}: {value}: "
@@ -133,7 +133,7 @@ def unknown_key(
 
 def _suggest(section: str, written: str, extra: Sequence[str]) -> str:
     """Return a question that suggests the closest key; empty if none is similar."""
-    # Also for `disk.path` or `path` at the top level, a key in the wrong section, `remote_bytes`.
+    # Also finds `disk.path` or `path` at the top level, keys in the wrong section, `remote_bytes`.
     near = [name for name in SCHEMA if written in (name, name.rpartition(".")[2])]
     flat = {name.replace(".", "_"): name for name in SCHEMA if "." in name}
     own = [*keys_of(section), *(() if section else extra)]
