@@ -28,7 +28,7 @@ def add_count(
 
 
 def path(text: str) -> Path:
-    """Return a path. An empty one is a shell's variable that is not set, not the folder here."""
+    """Return a path; refuse an empty one, which comes from an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: write . for the folder here")
     return Path(text)

@@ -1,4 +1,4 @@
-"""`kv-offload config`: check a configuration, print it, and the argument that gives it to vLLM."""
+"""`kv-offload config`: check and print a configuration, and vLLM's argument for it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _check_folders(traced: ResolvedConfig) -> tuple[str, ...]:
 
 
 def _effective(traced: ResolvedConfig, name: str) -> Any:
-    """Return the value of a key, such as `disk.path`, as the engine uses it."""
+    """Return the value of a key such as `disk.path` as the engine uses it."""
     section, _, key = name.rpartition(".")
     return getattr(getattr(traced.config, section) if section else traced.config, key)
 

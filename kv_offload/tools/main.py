@@ -23,11 +23,11 @@ COMMANDS = {
     "status": ("status.command", "show or check the metrics of a running server"),
     "tier": ("tier.command", "show what the folder of a disk holds"),
 }
-"""Subcommands by name: the module in `kv_offload.tools`, and the line in the list of commands."""
+"""Subcommands by name: the module in `kv_offload.tools`, and the description for `--help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status: 2, with a message, for errors of the user.
+    """Run one subcommand and return its exit status: 2, with a message, for a user's error.
 
     Raises:
         SystemExit: from argparse, for `--help`, `--version` and arguments that it refuses.
@@ -58,7 +58,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser. Subcommands that are not in `words` get no arguments.
+    """Return the parser. Only subcommands in `words` get arguments.
 
     Loading all of them would take half a second, long enough for a Ctrl-C.
     """

@@ -1,4 +1,4 @@
-"""Standard output: reports as pages or JSON, and the handling of output that cannot be written."""
+"""Writes reports to standard output, as pages or JSON, and handles output errors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ INTERRUPTED = 128 + signal.SIGINT
 """The shell's exit status for a tool that Ctrl-C interrupted."""
 
 COLUMNS = 80
-"""Width of wrapped text, and of tables that are not written to a terminal."""
+"""Width of wrapped text, and of tables that do not go to a terminal."""
 
 UNWRAPPED = 1 << 20
-"""Width of fields with paths, so that a reader can copy each in one piece."""
+"""Width of fields with paths, which stay on one line so that they can be copied."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The answer of a command."""
+    """A command's result."""
 
     data: Any
     """For `--json`."""
@@ -56,7 +56,7 @@ def write(report: Report, *, as_json: bool) -> None:
 def as_fields(rows: Iterable[tuple[str, str]], indent: str = "", columns: int = COLUMNS) -> str:
     """Return names with their wrapped values, one below the other, for a terminal.
 
-    Control characters in values, which may come from a file, are replaced by `?`.
+    Replaces control characters by `?`: values may come from a file.
     """
     rows = [*rows]
     width = len(indent) + max(len(name) for name, _ in rows) + 2
@@ -68,7 +68,7 @@ def as_fields(rows: Iterable[tuple[str, str]], indent: str = "", columns: int = 
 
 
 def printable(line: str) -> str:
-    """Return a line with `?` in place of characters that could control a terminal."""
+    """Return a line with `?` for characters that could control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
@@ -78,7 +78,7 @@ def is_terminal() -> bool:
 
 
 def shows_colour() -> bool:
-    """Return whether text may be coloured or bold: on a terminal, unless `NO_COLOR` is set."""
+    """Return whether text can be coloured or bold: on a terminal, unless `NO_COLOR` is set."""
     return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -86,7 +86,7 @@ def make_console() -> Console:
     """Return a console that draws pages on standard output."""
     from rich.console import Console  # imported late: loading takes long enough for a Ctrl-C
 
-    # rich itself would obey FORCE_COLOR for a pipe, and keep bold text with NO_COLOR.
+    # By default, rich obeys FORCE_COLOR for a pipe, and keeps bold text with NO_COLOR.
     return Console(
         force_terminal=is_terminal(),
         color_system="auto" if shows_colour() else None,
@@ -115,16 +115,16 @@ def make_table(*columns: str) -> Table:
 
 
 def draw(console: Console, page: RenderableType) -> None:
-    """Print a page. rich itself would exit the program at a closed pipe."""
+    """Print a page. By default, rich exits the program if the pipe is closed."""
     with console.capture() as capture:
         console.print(page)
     print(capture.get(), end="")
 
 
 def run_quietly(run: Callable[[], int]) -> int:
-    """Return the exit status of `run`, or that of Ctrl-C, a closed pipe or a full disk."""
+    """Return the exit status of `run`, or the one for Ctrl-C, a closed pipe or a full disk."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A path or a model's name may have characters that a locale such as C lacks.
+        # A path or model name may have characters that a locale such as C lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -136,7 +136,7 @@ def run_quietly(run: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *NO_ROOM):
             raise
-        # At exit Python would flush the remaining output once more, and complain.
+        # At exit, Python would try to flush the remaining output again, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return CLOSED_PIPE

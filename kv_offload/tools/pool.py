@@ -46,20 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatState:
-    """The memory that one engine uses in a pool, or left there."""
+    """The memory that one engine uses in a pool, or has left there."""
 
     pool: str
     seat: int
     pid: int | None
-    """Process id of the engine's first rank, in its container; None if the engine does not run."""
+    """Process id of the engine's first rank, in its container; None if no engine is running."""
     started: float | None
-    """Start of the engine that runs, or of the last one, in seconds since 1970."""
+    """Start of the running or last engine, in seconds since 1970."""
     model: str
     memory_bytes: int
     readable_slots: int
     slots: int
     peers: int
-    """Other seats of the pool that can be read from this one."""
+    """Number of the pool's other seats that can be read from this one."""
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -100,7 +100,7 @@ def _read(folder: Path) -> Iterator[SeatState]:
         alike = [one for one in kinds if one.parent == seat.parent and kinds[one] == kind != {}]
         _, readable, slots = read_directory(seat) or ((), (), 0)
         memory_bytes, runs = sum(find_arenas(seat).values()), is_held(seat)
-        if not (memory_bytes or runs):  # it was freed: its folder and lock stay
+        if not (memory_bytes or runs):  # the memory was freed, but the folder and lock stay
             continue
         yield SeatState(
             pool=seat.parent.name,
@@ -122,12 +122,12 @@ def _pools(folder: Path) -> list[Path]:
 def _about(seat: Path) -> About:
     try:
         return msgspec.json.decode((seat / ABOUT).read_bytes(), type=About)
-    except (OSError, RecursionError, msgspec.DecodeError):  # an engine ended before it wrote it
+    except (OSError, RecursionError, msgspec.DecodeError):  # an engine ended before writing it
         return About()
 
 
 def _remove(folder: Path, name: str) -> tuple[int, str]:
-    """Free the memory of all seats that no engine holds; return the bytes freed and a sentence."""
+    """Free the memory of all seats without an engine; return the bytes freed and a sentence."""
     pools = {pool.name: pool for pool in _pools(folder)}
     if name not in pools:
         raise ConfigError(f"there is no pool {name!r} in {folder}: `kv-offload pool` lists them")

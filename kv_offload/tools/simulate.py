@@ -1,4 +1,4 @@
-"""`kv-offload simulate TRACE`: the hit ratio of a trace by host memory size and policy."""
+"""`kv-offload simulate TRACE`: a trace's hit ratio by host memory size and policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    # A share of this machine's memory is refused: the question is usually about another machine.
+    # A share of this machine's memory is refused: the user is usually asking about another machine.
     give = "sizes with units, separated by commas: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
     policies = arguments.policies.split(",")
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> Report:
             f"--policies: {show(unknown[0])} is not a policy: give some of {','.join(POLICIES)}"
         )
     path = Path(os.path.expanduser(arguments.trace))
-    with contextlib.suppress(OSError):  # reading it says what is wrong
+    with contextlib.suppress(OSError):  # reading the file reports the problem
         if path.is_fifo():
             print(f"kv-offload: {path} is a pipe: waiting for its writer to end", file=sys.stderr)
     requests = sorted(read_trace(path), key=lambda request: request.timestamp)
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         total = len(fitting) * len(policies) * len(requests)
         task = progress.add_task("replaying", total=total)
         for cpu_bytes, blocks in fitting.items():
-            slots = min(blocks, endless.stored + 1)  # more slots give no more hits
+            slots = min(blocks, endless.stored + 1)  # more slots would not give more hits
             ratios = {}
             for policy in policies:
                 served = progress.track(requests, total, task_id=task)

@@ -1,6 +1,6 @@
 """The checks of `kv-offload doctor`. Each function checks one subject and returns report lines.
 
-Nothing here imports vLLM; torch is imported only to measure copies. A subject that cannot be
+Nothing here imports vLLM, and only measuring copies imports torch. A subject that cannot be
 inspected gets a line with the reason.
 """
 

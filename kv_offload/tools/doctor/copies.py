@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_swap import SwapEngine
 
 BLOCKS = 64
-"""128 MiB of GPU memory, and of host memory."""
+"""128 MiB each of GPU memory and host memory."""
 
 ROUNDS = 5
 TIMEOUT_SECONDS = 30.0
@@ -40,11 +40,11 @@ class Rates:
 
 
 def measure(device: torch.device, *, packs: bool = False) -> Rates:
-    """Store and load the blocks of a tensor; this process copies nothing else meanwhile.
+    """Store and load the blocks of a tensor while this process copies nothing else.
 
-    With `packs` the blocks hold bfloat16 numbers and are packed; rates count the tensor's bytes.
-    Blocks for some seconds. Passes on the errors of torch and `kv_swap`: out of memory, no CuPy, a
-    failed copy. Raises `TimeoutError` for page-locking or a copy that takes too long.
+    With `packs`, the blocks hold bfloat16 numbers and are packed; rates count the tensor's bytes.
+    Blocks for some seconds. Raises the errors of torch and `kv_swap` (out of memory, no CuPy, a
+    failed copy), and `TimeoutError` if page-locking or a copy takes too long.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Checks of the disk below host memory: its filesystem, space and speed."""
+"""Checks the disk below host memory: its filesystem, space and speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 MEASURED_BYTES = 512 << 20
-"""More than the write cache of most disks holds; a fast disk writes it in a second."""
+"""More than most disks' write caches hold; a fast disk writes it in a second."""
 
 UNFIT = {
     **dict.fromkeys(
@@ -72,11 +72,11 @@ def check_disk(path: Path, traced: ResolvedConfig, *, measures: bool) -> Iterato
 
 
 def _check_space(path: Path, traced: ResolvedConfig) -> Check:
-    """Compare the space that all replicas need with free space plus the files they already have."""
+    """Compare the space that all replicas need with the free space plus their existing files."""
     name = "disk space"
     try:
         room = read_room(path)
-    except OSError as error:  # a replica's folder is private to its engine's user
+    except OSError as error:  # a replica's folder is private to the engine's user
         return not_checked(name, f"{error}", "Run doctor as the user that runs the engine.")
     found = f"{format_size(room.free_bytes)} are free"
     if room.taken_bytes:

@@ -1,4 +1,4 @@
-"""Checks of GPUs: torch can use them, the configuration suits them, and their copies are fast."""
+"""Checks that torch can use the GPUs, that the configuration suits them, and their copy speed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 ENOUGH = 0.6
 """Share of a link's bandwidth that copies should reach. An H200 on PCIe 5.0 x16 reaches 0.71 to
-0.81 (bench/results/h200/swap.json); guests of a hypervisor reach less."""
+0.81 (bench/results/h200/swap.json); virtual machines reach less."""
 
 
 def check_gpus(
     installed: Torch | None, config: OffloadConfig, *, measures: bool
 ) -> Iterator[Check]:
-    """Check that torch can use its GPUs and, for each, packing and copies. Takes seconds.
+    """Check that torch can use its GPUs and, for each GPU, packing and copies. Takes seconds.
 
-    Without `measures`, nothing is copied.
+    Copies nothing without `measures`.
     """
     if installed is None:
         yield not_checked("GPU", "torch is not installed in this Python, or damaged")
@@ -44,7 +44,7 @@ def check_gpus(
         import torch
 
         torch.cuda.init()
-    except Exception as error:  # noqa: BLE001 - torch may raise anything if it cannot be loaded
+    except Exception as error:  # noqa: BLE001 - if torch cannot be loaded, it may raise anything
         remedy = (
             "Look at nvidia-smi and CUDA_VISIBLE_DEVICES. In a container, give --gpus all, and "
             "compute in NVIDIA_DRIVER_CAPABILITIES. If torch lacks a library, look at "
@@ -80,7 +80,7 @@ def _check_gpu(device: torch.device, config: OffloadConfig, *, measures: bool) -
     try:
         pci_bus_id = CudaRegistrar(device).pci_bus_id
         rates = measure(device, packs=config.pack_kv)
-        link = read_link(pci_bus_id)  # at once: an idle link is slower
+        link = read_link(pci_bus_id)  # right after the copies: an idle link is slower
     except Exception as error:  # noqa: BLE001 - out of memory, no CuPy, a driver's error
         yield not_checked(name, _first_line(error))
         return
@@ -97,7 +97,7 @@ class Link(NamedTuple):
     """The PCIe link of a GPU."""
 
     gigatransfers: float
-    """Per second and lane, now."""
+    """Current rate, per second and lane."""
     lanes: int
     max_lanes: int
 
@@ -134,7 +134,7 @@ def judge_rates(name: str, rates: Rates, link: Link | None) -> Check:
 
 
 def judge_gates(name: str, report: GateReport) -> Check:
-    """Judge whether small copies are served between the pieces of long ones."""
+    """Judge whether small copies run between the pieces of long ones."""
     needed = "small copies that are served between two pieces of a long one"
     remedy = (
         "Kernels copy instead. Unset CUDA_DEVICE_MAX_CONNECTIONS if it is 1, and look for a newer "

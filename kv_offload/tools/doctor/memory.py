@@ -16,7 +16,7 @@ from kv_offload.worker.pool import check_pool_folder
 
 
 def check_memory(traced: ResolvedConfig, *, has_gpu: bool) -> Iterator[Check]:
-    """Check a configuration, which was read without an error, against the memory limits."""
+    """Check a configuration that was read without errors against the memory limits."""
     found = f"{traced.file or 'the defaults'}; cpu_bytes is {format_size(traced.config.cpu_bytes)}"
     each = " for each replica" if traced.replicas > 1 else ""
     unread = " ".join(traced.warnings)
@@ -24,7 +24,7 @@ def check_memory(traced: ResolvedConfig, *, has_gpu: bool) -> Iterator[Check]:
         "configuration", f"{found}{each}", "", unread, fits=not unread, otherwise="warning"
     )
     headroom = format_size(headroom_bytes(traced.host))
-    # A configuration that asks for too much memory was already refused when it was read.
+    # Reading a configuration already refuses too much memory.
     yield Check("memory", "ok", describe_share(traced), f"{headroom} left for everything else")
     yield check_free(traced)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -39,7 +39,7 @@ def check_free(traced: ResolvedConfig) -> Check:
     name = "free memory"
     try:
         free = read_available_memory()
-    except CapacityError as error:  # without this figure an engine would not start either
+    except CapacityError as error:  # an engine would not start without this figure, either
         return Check(name, "problem", error.message)
     found = f"{format_size(free.size_bytes)} are available now ({free.source})"
     needed_bytes = traced.config.host_bytes * traced.replicas + headroom_bytes(traced.host)

@@ -1,4 +1,4 @@
-"""Checks of a remote store: that it answers, that keys agree, and a round trip of blocks."""
+"""Checks that a remote store answers, that engines' keys agree, and a round trip of blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kv_offload.worker.remote import check_usable, make_client
 NUM_BLOCKS = 32
 
 OWN_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
-"""Bytes of memory that doctor gives to the store while no engine gives any."""
+"""Bytes of memory that doctor gives to the store if no engine gives any."""
 
 SEED = "PYTHONHASHSEED"
 
@@ -26,7 +26,7 @@ SEED = "PYTHONHASHSEED"
 def check_remote(
     remote: RemoteConfig, environ: Mapping[str, str], *, measures: bool
 ) -> Iterator[Check]:
-    """Check that the store answers, that keys are the same on all engines, and a round trip."""
+    """Check that the store answers, that keys are equal on all engines, and a round trip."""
     yield _check_keys(environ)
     try:
         check_usable(remote)

@@ -1,4 +1,4 @@
-"""One line of the report, and the report as text and as JSON."""
+"""The lines of the report, and the report as text and as JSON."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def not_checked(name: str, reason: str, remedy: str = "") -> Check:
 def judged(
     name: str, found: str, needed: str, remedy: str, *, fits: bool, otherwise: State = "problem"
 ) -> Check:
-    """Return the line of a subject: ok if it fits, else the state `otherwise` with the remedy."""
+    """Return the line of a subject: ok if it fits, else `otherwise` with the remedy."""
     return Check(name, "ok" if fits else otherwise, found, needed, "" if fits else remedy)
 
 
 def accepted(name: str, found: str, check: Callable[[], object]) -> Check:
-    """Return the line of a subject that a check of the engine accepts, or refuses with an error."""
+    """Return the line of a subject that an engine's check accepts, or refuses with an error."""
     try:
         check()
     except KVOffloadError as error:

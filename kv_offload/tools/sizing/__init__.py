@@ -1,1 +1,1 @@
-"""Computes the bytes that a model's tokens take from its config.json: no engine, no weights."""
+"""Computes the size of a model's tokens from its config.json, without an engine or weights."""

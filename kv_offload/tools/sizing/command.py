@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add the options that, with the model's config.json, determine the size of its tokens."""
+    """Add the options that determine the size of a model's tokens, along with its config.json."""
     add_count(parser, "--tensor-parallel-size", "-tp", of="ranks that share the KV heads")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -65,10 +65,10 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def read_size(model: str, arguments: argparse.Namespace, block_tokens: int) -> SlotSize:
-    """Return the slot size of a model, given the arguments of `add_shape`."""
+    """Return a model's slot size, given the arguments of `add_shape`."""
     with make_progress() as progress:
         progress.add_task("reading the model's configuration", total=None)
-        shape = read_model(model)  # seconds, where transformers is loaded for it
+        shape = read_model(model)  # takes seconds if it loads transformers
     return slot_size(
         shape,
         tensor_parallel_size=arguments.tensor_parallel_size,
@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def _as_data(size: SlotSize, cpu_bytes: int | None, notes: list[str]) -> dict[str, Any]:
-    """Return the values of the page in bytes, blocks and tokens."""
+    """Return the page's values in bytes, blocks and tokens."""
     names = ("block_tokens", "token_bytes", "block_bytes", "slot_bytes", "prompt_bytes")
     data: dict[str, Any] = {name: getattr(size, name) for name in names}
     data["model"] = dataclasses.asdict(size.model)
@@ -195,7 +195,7 @@ def _fitting(size: SlotSize, cpu_bytes: int, *, packed: bool = False) -> str:
 
 
 def _notes(size: SlotSize) -> Iterator[str]:
-    """Yield other facts that determine how much fits, and values that were assumed."""
+    """Yield other facts that affect how much fits, and values that were assumed."""
     if size.model.assumed:
         yield (
             "The file does not say all, and this Python has no transformers that knows the "

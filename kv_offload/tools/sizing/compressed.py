@@ -1,7 +1,7 @@
-"""The slots of DeepSeek V4, whose latents cover several tokens, as planned by vLLM 0.32 and 0.33.
+"""The slots of DeepSeek V4, whose latents cover several tokens, as vLLM 0.32 and 0.33 plan them.
 
-Every layer has a window of latents. Most layers also keep one latent per 4 or 128 tokens (with an
-index if it is 4), and the tokens that the next latent is made from.
+Every layer has a window of latents. Most layers also keep one latent per 4 or 128 tokens (for 4,
+also an index), and the tokens from which the next latent is made.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 256
-"""Tokens in a block of latents: the block size of vLLM's backends for this model."""
+"""Tokens in a block of latents: vLLM's block size for this model."""
 
 LATENT_BYTES = 584
 """Bytes of a latent with `fp8_ds_mla`: 448 numbers of 8 bits, 64 of 16 bits, and 8 scales."""
@@ -29,7 +29,7 @@ class Bucket:
 
     block_tokens: int
     window_tokens: int
-    """0 where all tokens are kept."""
+    """0 if all tokens are kept."""
     pages: dict[int, int]
     """Number of layers by page size in bytes."""
 
@@ -49,8 +49,8 @@ def compressed_slots(
 ) -> tuple[int, int]:
     """Return the bytes of a slot, and the extra slots that the end of a prompt takes.
 
-    `ratios` gives for each layer the number of tokens that a latent covers: 4, 128, or 0 without
-    such latents. At least one layer must have 4.
+    `ratios` is the number of tokens that a latent covers in each layer: 4, 128, or 0 if the layer
+    has no such latents. At least one layer must have 4.
     """
     buckets = [*_buckets(ratios, head_size, index_size, window_tokens)]
     balanced = [bucket for bucket in buckets if bucket.is_balanced]
@@ -78,12 +78,12 @@ def _buckets(
     yield Bucket(BLOCK_TOKENS, 0, pages)
     for ratio, count in layers.items():
         tokens = PENDING_BLOCK_TOKENS[ratio]
-        # A key and its score per token; with a ratio of 4 also those of the previous latent.
+        # A key and its score per token; with a ratio of 4, also those for the previous latent.
         sides = 2 if ratio == 4 else 1
         sizes = [head_size, index_size] if ratio == 4 else [head_size]
         numbers = [tokens * 2 * sides * size for size in sizes]
         pages = {_page(number * FLOAT32_BYTES): count for number in numbers}
-        # Where a prompt ends, a latent of one side is complete: of its tokens, none is needed.
+        # At the end of a prompt, a latent of one side is complete and its tokens are not needed.
         yield Bucket(tokens, ratio * sides if sides > 1 else 1, pages)
 
 

@@ -1,4 +1,4 @@
-"""Reads the values of a Hugging Face config.json, with the defaults of its model type."""
+"""Reads the values in a Hugging Face config.json, with the defaults of its model type."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ INNER = ("thinker_config", "text_config", "language_config", "llm_config")
 
 QUANTIZATIONS = ("quantization_config", "compression_config")
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Keys, at the top or in the text part, and the file (ModelOpt before 0.31) that describe a
+"""The keys, at the top or in the text part, and the file (ModelOpt before 0.31) that describe a
 checkpoint's quantization."""
 
 _MODEL_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 MAX_FILE_BYTES = 64 << 20
-"""A config.json has a few kilobytes; a larger file is probably weights, named by mistake."""
+"""A config.json has a few kilobytes; a larger file is probably a file of weights."""
 
 
 MAX_NUMBER = 1_000_000
-"""Above the layers, heads or channels of any model, and short enough for a list."""
+"""More than any model's layers, heads or channels, but few enough for a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Fields:
     model_type: str
     values: Mapping[str, Any]
     outer: Mapping[str, Any]
-    """The top level of the file; the same as `values` if the model has only one part."""
+    """The file's top level; the same as `values` if the model has only one part."""
     has_defaults: bool
     """True if transformers has filled in the defaults of the model type."""
     cache_is_quantized: bool
-    """True if the checkpoint itself asks for a cache type other than the model's."""
+    """True if the checkpoint itself requests a cache type other than the model's."""
 
     def number(self, key: str) -> int:
-        """Return a value of the file, an integer from 1 to `MAX_NUMBER`. Raises `ConfigError`."""
+        """Return a value in the file, an integer from 1 to `MAX_NUMBER`. Raises `ConfigError`."""
         value = self.values.get(key)
         if value is None:
             raise ConfigError(
@@ -64,7 +64,7 @@ class Fields:
         return value
 
     def unsupported(self, problem: str) -> UnsupportedError:
-        """Return the error for a model whose cache has parts that this command does not know."""
+        """Return the error for a model whose cache has parts unknown to this command."""
         return UnsupportedError(
             f"{self.file}: {self.model_type} {problem}, whose size does not follow from this file. "
             "Start the engine with kv-offload: it refuses what it cannot serve, else its log says "
@@ -73,12 +73,12 @@ class Fields:
 
 
 def read_fields(model: str | Path) -> Fields:
-    """Read a config.json, the one in a folder, or that of a model in the Hugging Face cache.
+    """Read a config.json: a file, or that of a folder or a model in the Hugging Face cache.
 
     Raises `ConfigError`.
     """
     path = Path(os.path.expanduser(model))
-    # os.path, because methods of Path raise if a folder may not be read.
+    # os.path, because Path's methods raise if a folder may not be read.
     file = path / "config.json" if os.path.isdir(path) else path
     if _MODEL_NAME.fullmatch(str(model)) and not os.path.exists(path):
         file = _find_in_cache(str(model))
@@ -102,7 +102,7 @@ def read_fields(model: str | Path) -> Fields:
 
 
 def _find_in_cache(name: str) -> Path:
-    """Return the config.json of a downloaded model; contacts no server."""
+    """Return the config.json of a downloaded model, without contacting a server."""
     where = "nor is huggingface_hub here, which knows of downloaded models"
     with contextlib.suppress(ImportError):
         from huggingface_hub import constants, try_to_load_from_cache
@@ -134,7 +134,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _names_a_cache(quantization: Any) -> bool:
-    """Return whether a quantization, or a part of it, has a setting of the KV cache."""
+    """Return whether a quantization, or a part of it, has a setting for the KV cache."""
     return isinstance(quantization, dict) and any(
         ("kv_cache" in key and bool(value)) or _names_a_cache(value)
         for key, value in quantization.items()
@@ -144,10 +144,10 @@ def _names_a_cache(quantization: Any) -> bool:
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with its model's defaults; empty if they are unknown."""
     if not isinstance(given.get("model_type"), str):
-        return {}  # nothing to look up, and the import takes seconds
+        return {}  # nothing to look up, and importing transformers takes seconds
     layers = given.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_NUMBER:
-        return {}  # transformers would build a list of that length; `number` refuses the value
+        return {}  # transformers would build a list of this length; `number` refuses the value
     try:
         from transformers import CONFIG_MAPPING
 

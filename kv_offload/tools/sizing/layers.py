@@ -1,4 +1,4 @@
-"""Counts a model's layers by kind, and reads the shape of the states that layers keep."""
+"""Counts a model's layers by kind, and reads the shape of their states."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kv_offload.errors import ConfigError
 from kv_offload.tools.sizing.fields import Fields
 
 INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
-"""Values of `model_type` with a latent KV head, and an index in most layers."""
+"""Values of `model_type` with a latent KV head and an index in most layers."""
 
 ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
-"""Values of `model_type` whose layers all have the window, if the configuration has one."""
+"""Values of `model_type` whose layers all have a window if the configuration has one."""
 
 MAMBA_2 = frozenset({"granitemoehybrid", "nemotron_h"})
 STATE_MODELS = MAMBA_2 | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-"""Values of `model_type` with known states: Mamba 2, or else gated delta nets."""
+"""Values of `model_type` with known states: Mamba 2 or gated delta nets."""
 
 KINDS = {
     "full_attention": "full",
@@ -24,7 +24,7 @@ KINDS = {
     "sliding_attention": "window",
     "chunked_attention": "chunk",
 }
-"""The kind of layer for each entry of `layer_types`."""
+"""The kind of layer for each entry in `layer_types`."""
 
 KINDS_OF_SOME = {
     **{kind: {"mamba": "state", "linear_attention": "state"} for kind in STATE_MODELS},
@@ -32,7 +32,7 @@ KINDS_OF_SOME = {
 }
 KINDS_OF_SOME["nemotron_h"] |= {"M": "state", "*": "full"}
 KINDS_OF_SOME["nemotron_h"] |= dict.fromkeys(("-", "E", "mlp", "moe"), "none")
-"""The kinds for further entries, by `model_type`."""
+"""The kinds for additional entries, by `model_type`."""
 
 
 def count_layers(fields: Fields) -> dict[str, int]:
@@ -75,7 +75,7 @@ def count_layers(fields: Fields) -> dict[str, int]:
 
 
 def count_indexes(fields: Fields, num_layers: int) -> int:
-    """Return how many layers keep an index; the others use that of an earlier layer.
+    """Return how many layers keep an index; the others use an earlier layer's.
 
     This follows `DeepseekV32Attention` in vLLM 0.32.
     """
@@ -102,13 +102,13 @@ class State:
     inner_channels: int
     """Channels of the convolution that the heads own."""
     groups: int
-    """Number of head groups; the heads of a group share `group_channels` more channels."""
+    """Number of head groups; a group's heads share `group_channels` additional channels."""
     group_channels: int
     columns: int
     heads: int
     head_numbers: int
     recurrent_bytes: int | None = None
-    """Bytes per number in the heads' matrices; None for that of the model's data type."""
+    """Bytes per number in the heads' matrices; None for the model's data type."""
 
     def rank_bytes(self, ranks: int, number_bytes: int) -> int:
         """Return the bytes on one of `ranks`. Raises `ConfigError` if the state cannot be split.
@@ -129,7 +129,7 @@ class State:
 
 
 def read_state(fields: Fields) -> State:
-    """Return the state of a model of `STATE_MODELS`."""
+    """Return the state of a model in `STATE_MODELS`."""
     number = fields.number
     is_float32 = fields.values.get("mamba_ssm_dtype") == "float32"
     if fields.model_type == "nemotron_h":
@@ -154,7 +154,7 @@ def read_state(fields: Fields) -> State:
         )
     key_size, value_size = number("linear_key_head_dim"), number("linear_value_head_dim")
     heads = number("linear_num_value_heads")
-    # Qwen3.5 gives the data type of its recurrent state; other models use the model's type.
+    # Qwen3.5 names the data type of its recurrent state; others use the model's.
     return State(
         inner_channels=heads * value_size,
         groups=number("linear_num_key_heads"),

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, and a list of models with parts of unknown size."""
+"""The shape of a model's KV cache, and the models that have parts of unknown size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATENT = INDEXED | {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "p
 """Values of `model_type` for which vLLM keeps one latent KV head."""
 
 INDEX_SCALE_NUMBERS = 128
-"""Numbers of an index that share a 4-byte scale (`Indexer` in `deepseek_v2` of vLLM 0.32)."""
+"""Numbers in an index that share a 4-byte scale (`Indexer` in `deepseek_v2`, vLLM 0.32)."""
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
@@ -44,13 +44,13 @@ STRANGERS = {
     ),
     "layers that read the cache of others": re.compile(r"^num_kv_shared_layers$"),
 }
-"""Keys whose non-empty value means that the cache has parts that the formula lacks."""
+"""Keys with a non-empty value if the cache has parts that the formula lacks."""
 
 KNOWN = dict(zip(STRANGERS, (STATE_MODELS, INDEXED), strict=False))
-"""Values of `model_type` that have such parts with known sizes."""
+"""Values of `model_type` with known sizes for the parts that these keys describe."""
 
 CROSS = ("is_encoder_decoder", "cross_attention_layers")
-"""Keys of models whose layers also read the output of an encoder."""
+"""Keys of models whose layers also read an encoder's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Model:
     """True if keys and values are one vector: multi-head latent attention."""
     cache_is_quantized: bool
     assumed: tuple[str, ...] = ()
-    """Values missing from the file that were assumed, because the model's defaults are unknown."""
+    """Values that were assumed: they are not in the file, and the model's defaults are unknown."""
     indexes: int = 0
     """Number of layers that keep an index for sparse attention."""
     index_bytes: int = 0
     """Bytes per token of one index."""
     state: State | None = None
-    """Shape of the state of a layer; None if no layer has one."""
+    """Shape of a layer's state; None if no layer has one."""
     ratios: tuple[int, ...] = ()
     """Tokens that a latent covers, per layer; 0 without latents. Empty if nothing is compressed."""
     index_size: int = 0
@@ -82,10 +82,10 @@ class Model:
 
 
 def read_model(model: str | Path) -> Model:
-    """Read the shape of a model's KV cache from its config.json, found as by `read_fields`.
+    """Read the shape of a model's KV cache from its config.json (see `read_fields`).
 
-    If transformers is installed, it fills in the defaults of the model. Raises `ConfigError`, and
-    `UnsupportedError` if the size of some part of the cache does not follow from the file.
+    Transformers, if installed, fills in the model's defaults. Raises `ConfigError`, and
+    `UnsupportedError` if the size of a part of the cache does not follow from the file.
     """
     fields = read_fields(model)
     if fields.model_type == COMPRESSED:
@@ -161,7 +161,7 @@ def _refuse_other_caches(fields: Fields) -> None:
     given = {key: value for key, value in fields.values.items() if value}
     types = given.get("attn_type_list")
     if isinstance(types, list) and all(kind == 1 for kind in types):
-        del given["attn_type_list"]  # MiniMax: 1 is full attention, 0 is linear. M2 has ones only.
+        del given["attn_type_list"]  # MiniMax: 1 is full attention, 0 is linear. M2 has only ones.
     for problem, keys in STRANGERS.items():
         strange = next(filter(keys.search, given), None)
         if strange and fields.model_type not in KNOWN.get(problem, ()):

@@ -1,4 +1,4 @@
-"""The division of a model's layers into cache groups by vLLM, and the resulting slot size."""
+"""How vLLM divides a model's layers into cache groups, and the resulting slot size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKED_LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 PACKED_LATENT_SIZE = 512 + 64
 
 CACHE_DTYPES = (*NUMBER_BITS, *PACKED_LATENT_BYTES)
-"""Cache types of known size. `turboquant_*` leaves some layers out; others are for AMD GPUs."""
+"""Cache types of known size. `turboquant_*` omits some layers; others are for AMD GPUs."""
 
 ENDS = ("window", "state")
 """Kinds of layers that keep only the end of a prompt."""
@@ -46,28 +46,28 @@ class SlotSize:
     cache_dtype: str
     """One of `CACHE_DTYPES`."""
     block_tokens: int
-    """Tokens in a block, large enough that an attention block has room for a state."""
+    """Tokens in a block, enough for an attention block to have room for a state."""
     groups: dict[str, int]
     """Number of cache groups by kind of layer."""
     group_layers: int
-    """Layers in the largest group. Every slot has room for this many, whatever group it serves."""
+    """Layers in the largest group. Every slot has room for this many, whatever its group."""
     layer_bytes: int
     """Bytes per token of one attention layer on one rank, without its index."""
     state_bytes: int
-    """Bytes of the state of one layer on one rank; 0 if no layer has one."""
+    """Bytes of one layer's state on one rank; 0 if no layer has one."""
     slot_bytes: int
-    """Bytes of a slot, as logged at startup for blocks of this many tokens."""
+    """Bytes of a slot, as an engine with blocks of this many tokens logs them at startup."""
     end_slots: int
     """Maximum number of slots per rank that windows and states take at the end of one prompt."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one layer's keys, or of its latents, in a block. Values take the same."""
+        """Bytes of one layer's keys, or latents, in a block. Values take the same."""
         return self.layer_bytes * self.block_tokens // (1 if self.model.latent else 2)
 
     @property
     def may_pack(self) -> bool:
-        """True if `pack_kv` packs pages that are large enough. The model computes in bfloat16."""
+        """True if `pack_kv` packs pages that are large enough. Assumes a bfloat16 model."""
         is_bfloat16 = self.cache_dtype in ("auto", "bfloat16")
         return is_bfloat16 and not self.state_bytes and not self.model.ratios
 
@@ -81,7 +81,7 @@ class SlotSize:
 
     @property
     def arenas(self) -> int:
-        """Number of ranks with separate host memory; ranks with equal bytes share theirs."""
+        """Number of ranks with separate host memory; ranks with equal bytes share memory."""
         return 1 if self.model.latent else self.tensor_parallel_size
 
     @property
@@ -97,7 +97,7 @@ class SlotSize:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block over all ranks, without what is kept only where a prompt ends."""
+        """Bytes of a block over all ranks, without parts kept only at the end of a prompt."""
         return self.slot_bytes * self.block_slots * self.arenas
 
     @property
@@ -132,11 +132,11 @@ def slot_size(
     layer_bytes = vectors * vector_bytes(cache_dtype, model.head_size)
     state_bytes = 0
     if model.state is not None:
-        # The cache type applies to attention only. A 32-bit model keeps 32-bit states.
+        # The cache type applies only to attention. A 32-bit model keeps 32-bit states.
         state_bytes = model.state.rank_bytes(
             tensor_parallel_size, 4 if cache_dtype == "float32" else 2
         )
-        # The same as `_align_hybrid_block_size` in vLLM.
+        # As `_align_hybrid_block_size` in vLLM does.
         block_tokens *= -(-state_bytes // (block_tokens * layer_bytes))
     window_blocks = -(-(model.window_tokens - 1) // block_tokens)
     index_bytes = model.indexes * model.index_bytes
@@ -219,7 +219,7 @@ def _check_cache_dtype(model: Model, cache_dtype: str) -> None:
 
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Return the KV heads per rank; with fewer heads than ranks, several hold the same one."""
+    """Return the KV heads per rank; with fewer heads than ranks, ranks hold copies of a head."""
     if max(kv_heads, ranks) % min(kv_heads, ranks):
         raise ConfigError(
             f"--tensor-parallel-size is {ranks}, and the model has {kv_heads} KV heads: one must "
@@ -231,8 +231,8 @@ def _heads_per_rank(kv_heads: int, ranks: int) -> int:
 def cut_into_groups(layers: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Return the number of cache groups that vLLM makes for each kind of layer, and their size.
 
-    Groups have equal size: the number of layers of the rarest kind, or of the most common kind if
-    that is less than 1.5 times as many (`_get_kv_cache_groups_uniform_page_size` in vLLM 0.32).
+    All groups have the size of the rarest kind, or of the most common kind if that has less than
+    1.5 times as many layers (`_get_kv_cache_groups_uniform_page_size` in vLLM 0.32).
     """
     size = min(layers.values())
     if max(layers.values()) < size * 1.5:

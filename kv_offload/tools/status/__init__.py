@@ -1,1 +1,1 @@
-"""Reads, evaluates and draws the metrics of a running server. Does not import vLLM."""
+"""Reads, evaluates and draws a running server's metrics. Does not import vLLM."""

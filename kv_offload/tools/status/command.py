@@ -1,4 +1,4 @@
-"""`kv-offload status`: the metrics of a running server, live or judged for probes."""
+"""`kv-offload status`: a running server's metrics, live or judged for probes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS: dict[str, tuple[str, float | None, str]] = {
 
 HIT_RATIO = "--min-hit-ratio"
 ENOUGH_TOKENS = 100_000
-"""Minimum looked-up tokens before the hit ratio is judged: a new server has no hits."""
+"""Minimum number of looked-up tokens before the hit ratio is judged: a new server has no hits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +130,7 @@ def _watch(console: Console, url: str, reading: Reading, interval: float) -> Non
     outer = {
         number: signal.signal(number, stop)
         for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) is not signal.SIG_IGN  # as in a script's background job
+        if signal.getsignal(number) is not signal.SIG_IGN  # ignored in a script's background job
     }
     try:
         with Live(shown, console=console, screen=True, auto_refresh=False) as live:

@@ -1,4 +1,4 @@
-"""Computes figures from the samples of a metrics page: totals, and changes between two readings."""
+"""Computes figures from the samples on a metrics page: totals, and changes between readings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WAITS = {
 """Gauges of waiting work, with a description of each."""
 
 LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
-"""Gauges that are not summed over engines: the largest value counts."""
+"""Gauges of which the largest value over all engines counts, not the sum."""
 
 TIERS = {"tier_slots": "disk_usable", "has_remote": "remote_usable"}
-"""Maps the gauge that shows that an engine has a tier to the one that is 0 while it is unread."""
+"""Maps the gauge that an engine has a tier to the one that is 0 while the tier is not read."""
 
 
 class Figures:
@@ -55,7 +55,7 @@ class Figures:
         prompts, cached = values[f"{OF_VLLM}queries"], values[f"{OF_VLLM}hits"]
         loaded = values["hit_tokens"]
         values |= {"prompt_tokens": prompts, "gpu_tokens": cached, "host_tokens": loaded}
-        # A preempted request is looked up again, which vLLM's counters do not count.
+        # A preempted request is looked up again, which vLLM's counters ignore.
         values["computed_tokens"] = max(0.0, prompts - cached - loaded)
         values["load_failures"] = sum(values[name] for name in ERRORS[:3])
         values["errors"] = sum(values[name] for name in ERRORS)
@@ -69,7 +69,7 @@ class Figures:
         return values
 
     def per_second(self, name: str) -> float | None:
-        """Return the growth of a counter per second since the earlier reading.
+        """Return a counter's growth per second since the earlier reading.
 
         None without an earlier reading, or if the server has restarted since.
         """
@@ -123,7 +123,7 @@ class Figures:
 
     @property
     def at_other_sizes(self) -> dict[str, float]:
-        """Tokens that host memory had, or would have had at other sizes; all 0 if not estimated."""
+        """Tokens that host memory had, or would have had at other sizes; 0 if not estimated."""
         return {size: self.values[f"hit_tokens_at_{size}"] for size in OTHER_SIZES}
 
     def _copied(self, copies: str) -> dict[str, float]:

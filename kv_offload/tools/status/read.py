@@ -21,11 +21,11 @@ from kv_offload.metrics import PREFIX
 
 ENGINE_PREFIX = "vllm:"
 OF_VLLM = "vllm:prefix_cache_"
-"""Prefixes of the metrics of vLLM's own cache, which are read in addition to ours."""
+"""Prefix of the metrics of vLLM's own cache, which are read in addition to ours."""
 MAX_VALUE = 2.0**63
 """Upper bound for all valid samples; none is negative."""
 TIMEOUT_SECONDS = 10.0
-"""Timeout for connecting, and for each pause of the server."""
+"""Timeout for connecting, and for each of the server's pauses."""
 ANSWER_SECONDS = 30.0
 """Limit for the whole answer, from connecting to its last byte."""
 MAX_PAGE_BYTES = 16 << 20
@@ -47,15 +47,15 @@ NO_PLUGIN = (
 
 @dataclass(frozen=True)
 class Reading:
-    """The samples of a page at one moment."""
+    """The samples on a page at one moment."""
 
     taken: float
     """Time of the reading, in seconds of a monotonic clock."""
     engines: tuple[str, ...]
-    """The engines of the server (data-parallel replicas), by the label `engine`."""
+    """The server's engines (data-parallel replicas): values of the label `engine`."""
     model: str
     values: Mapping[str, Mapping[str, float]]
-    """Values by engine, then by name as on the page."""
+    """Values by engine, then by their name on the page."""
     buckets: Mapping[tuple[str, str], Mapping[float, float]]
     """Histograms by name (without `_bucket`) and engine: cumulative counts by upper bound."""
 
@@ -88,7 +88,7 @@ def read(url: str) -> Reading:
     the likely reason if there is no metrics page of kv-offload.
     """
     try:
-        opener = urllib.request.build_opener()  # the shared one keeps the proxies of its first use
+        opener = urllib.request.build_opener()  # the shared one keeps the first call's proxies
         with _limited(ANSWER_SECONDS), opener.open(url, timeout=TIMEOUT_SECONDS) as response:
             answer = _read_answer(response)
             led_to = response.url
@@ -99,7 +99,7 @@ def read(url: str) -> Reading:
             f"{_describe_proxy(url)}; vLLM's API server has its metrics at /metrics: check the "
             "address, and any proxy in front of it"
         ) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of a redirect
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a bad redirect
         why = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ServerError(
             f"{url} cannot be reached{_describe_proxy(url)}: {short(why)}; check the address "
@@ -119,15 +119,15 @@ def read(url: str) -> Reading:
 def _limited(seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` inside the block after `seconds`.
 
-    A socket timeout limits only one pause, so a server that sends a byte at a time could keep the
-    caller waiting forever: in the status line, the headers, a redirection or a proxy's answer.
+    A socket timeout limits only single pauses, so a server that sends one byte at a time could keep
+    the caller waiting forever: in the status line, headers, a redirect or a proxy's answer.
     """
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"the answer has not ended in {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, stop)
-    # Repeated, because Python drops an exception that is raised inside a destructor.
+    # Repeat the signal: Python drops an exception that is raised inside a destructor.
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
@@ -137,19 +137,19 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _read_answer(response: http.client.HTTPResponse) -> bytes:
-    """Return the whole answer, or its beginning, longer than `MAX_PAGE_BYTES`, if it is too large.
+    """Return the whole answer; if it is too large, more than `MAX_PAGE_BYTES` of its beginning.
 
-    Raises `OSError` or `HTTPException` for a truncated answer, since part of a page, or of a
-    number, would pass for the whole.
+    Raises `OSError` or `HTTPException` for a truncated answer: part of a page, or of a number,
+    could pass for the whole.
     """
     answer = response.read(MAX_PAGE_BYTES + 1)
-    if response.length and len(answer) <= MAX_PAGE_BYTES:  # what has not been read
+    if response.length and len(answer) <= MAX_PAGE_BYTES:  # `length` is what remains unread
         raise http.client.IncompleteRead(answer, response.length)
     return answer
 
 
 def _describe_proxy(url: str) -> str:
-    """Describe the environment's proxy that was asked instead of the server; empty for none."""
+    """Describe the proxy from the environment that answered for the server; empty if none did."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or urllib.request.proxy_bypass(parts.netloc):
@@ -162,7 +162,7 @@ def _describe_proxy(url: str) -> str:
 
 
 def parse(page: str, address: str) -> Reading:
-    """Parse a page in the text format of Prometheus. Raises `ServerError` for any other format."""
+    """Parse a page in Prometheus's text format. Raises `ServerError` for any other format."""
     values: dict[str, dict[str, float]] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     models: set[str] = set()
@@ -205,7 +205,7 @@ def parse(page: str, address: str) -> Reading:
 
 
 def short(what: object, letters: int = 120) -> str:
-    """Return text of another program as one short, printable line."""
+    """Return another program's text as one short, printable line."""
     line = " ".join(str(what).split())
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
     return line if len(line) <= letters else f"{line[: letters - 3]}..."

@@ -1,4 +1,4 @@
-"""Draws figures on a page; for a healthy engine with a disk it fits 24 lines of 80 columns."""
+"""Draws figures on a page, which has 24 lines of 80 columns for a healthy engine with a disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_offload.tools.status.figures import ERRORS, WAITS, Figures
 from kv_offload.tools.status.read import Reading
 
 NARROW = 60
-"""Below this width some columns are left out, such as rates, so that other figures stay whole."""
+"""Below this width, columns such as rates are omitted, so that other figures stay whole."""
 
 
 def page(
@@ -23,7 +23,7 @@ def page(
 ) -> RenderableType:
     """Return the page: a note, all engines together, and each engine if there are several.
 
-    Problems come first, because a small terminal shows only the top.
+    Problems come first, because a small terminal shows only the top of a page.
     """
     count, figures = len(now.engines), Figures(now, before)
     engines = f"engine {now.engines[0]}" if count == 1 else f"{count} engines together"
@@ -56,7 +56,7 @@ def _wrong(figures: Figures) -> Iterator[str]:
 
 
 def _lines(figures: Figures) -> Iterator[str]:
-    """Yield lines about blocks that were not stored, and about work that waits."""
+    """Yield lines about blocks that were not stored, and about waiting work."""
     yield f"Not stored, in slots: {_listed(figures.skipped) or 'nothing'}"
     waiting = [f"{_number(n)} {WAITS[name]}" for name, n in figures.some(*WAITS).items() if n]
     if age := figures.values["oldest_copy_seconds"]:

@@ -1,1 +1,1 @@
-"""Reads and shows the contents of a disk's folder. Does not import vLLM."""
+"""Reads and shows the files in a disk's folder. Does not import vLLM."""

@@ -1,4 +1,4 @@
-"""Reads the index of a disk, even while an engine writes it."""
+"""Reads a disk's index, even while an engine writes to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from kv_offload.config.checks import check_regular
 from kv_offload.errors import ConfigError
 
 LOG_HEADER_BYTES = 32
-"""Size of the header of SQLite's write-ahead log; its salts differ after each restart of the
-log."""
+"""Size of the header of SQLite's write-ahead log; its salts change at each restart of the log."""
 
 COPY_ATTEMPTS = 100
 
 
 def read_index(path: Path) -> DiskContents:
-    """Read the index at `path`, even while an engine writes it; changes nothing.
+    """Read the index at `path`, even while an engine writes to it; changes nothing.
 
     Raises `ConfigError` if there is none or it may not be read, `DamagedIndexError` if the file is
     not an index of this version.
@@ -47,8 +46,8 @@ def read_index(path: Path) -> DiskContents:
 def _copy(path: Path, copy: Path) -> None:
     """Copy an index and its log as they were at one moment. Raises `OSError`.
 
-    An engine lets no other process open them. It appends to the log, and restarts the log with
-    another header only once all of its contents are in the index. So while the header stays the
+    An engine lets no other process open the database. It appends to the log, and restarts the log
+    with another header only once all its contents are in the index. So while the header stays the
     same, the log contains all concurrent writes to the index.
     """
     check_regular(path.stat())
@@ -57,7 +56,7 @@ def _copy(path: Path, copy: Path) -> None:
         before = _header(log)
         shutil.copyfile(path, copy)
         copied_log.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # an engine that has ended leaves none
+        with contextlib.suppress(FileNotFoundError):  # an engine that has ended leaves no log
             shutil.copyfile(log, copied_log)
         if before == _header(copied_log) == _header(log):
             return
@@ -73,7 +72,7 @@ def _header(log: Path) -> bytes | None:
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether an engine uses the index at `path`. Raises `OSError`."""
+    """Return whether an engine is using the index at `path`. Raises `OSError`."""
     with lock_file(path).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

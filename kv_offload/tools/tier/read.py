@@ -1,4 +1,4 @@
-"""Reads the folder of a disk: the index of each replica, and the file of each rank."""
+"""Reads a disk's folder: the index of each replica, and the file of each rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kv_offload.tools.tier.index import is_in_use, read_index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """The file with a rank's slots; `problem` is the reason if some or all of them are lost."""
+    """The file with a rank's slots; `problem` says why some or all of them are lost."""
 
     rank: int
     file: Path
     file_bytes: int
-    """Bytes that the filesystem has allocated for it."""
+    """Bytes that the filesystem has allocated for the file."""
     slot_bytes: int | None
     belongs_to_index: bool
     """True if the index belongs to this file in its current state."""
@@ -37,7 +37,7 @@ class Replica:
 
     folder: Path
     in_use: bool | None
-    """True if an engine uses the disk; None if that is unknown."""
+    """True if an engine is using the disk; None if that is unknown."""
     problem: str
     description: dict[str, str] | None
     slots: int | None
@@ -56,8 +56,7 @@ class Replica:
 def read_folder(path: Path) -> list[Replica]:
     """Read each replica's files in a folder.
 
-    Raises `ConfigError` if the folder has no files of kv-offload, or if a file disappears
-    meanwhile.
+    Raises `ConfigError` if the folder has no kv-offload files, or if a file disappears meanwhile.
     """
     try:
         folders = find_replicas(path)
@@ -136,7 +135,7 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
 
 
 def _lacks_beginning(file: Path) -> bool:
-    """Return whether a file is empty or begins with zeros, as if cut, or as if just created."""
+    """Return whether a file is empty or begins with zeros, so that it was cut or just created."""
     try:
         with file.open("rb") as opened:
             return not any(opened.read(FIRST_REGION_BYTES))
