@@ -1,7 +1,7 @@
-"""Check an installed kv-offload from outside the checkout: `check_installed.py CHECKOUT`.
+"""Checks an installed kv-offload from outside the checkout: `check_installed.py CHECKOUT`.
 
-The installation must have the device code, dashboard and alert rules of the checkout, byte for
-byte, and importing it must not import torch, cupy or vllm.
+The installation must have the checkout's device code, dashboard and alert rules, byte for byte, and
+importing it must not import torch, cupy or vllm.
 """
 
 from __future__ import annotations

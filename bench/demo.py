@@ -1,22 +1,22 @@
 """Demonstrates the plugin: prompts with shared prefixes, computed once, then loaded.
 
-`make demo` installs the requirements and runs it. Several engines, one after the other, answer the
-same prompts, one prompt at a time:
+`make demo` installs the requirements and runs it. Several engines answer the same prompts, one
+engine and one prompt at a time:
 
     without the plugin   computed, then again from the engine's own prefix cache
     with the plugin      computed, then again from host memory: the engine's own cache was reset
     started again        from the disk: host memory is empty after a start
-    with a store         computed by one engine; then another one, in a process of its own, loads
-                         them from the store, if Mooncake and its system library are here
+    with a store         computed by one engine; then a second one, in a separate process, loads
+                         them from the store, if Mooncake and its system library are installed
 
 Each answer of the other engines is compared with that of the first engine, which computed exactly
-the same tokens, so a different token means different KV and not a different rounding. All figures
-are the engine's own: computed tokens are the prompt tokens that it did not find in a cache
+the same tokens, so a different token means different KV, not different rounding. All figures are
+the engine's own: computed tokens are the prompt tokens that it did not find in a cache
 (`RequestOutput.num_cached_tokens`), time to first token is vLLM's `first_token_latency` (from the
 arrival of a request to its first token), and the plugin reports the tokens and bytes moved.
 Computing takes as long with the plugin as without. If the medians of the two `computed` lines
 differ, another program used the cores: compare the fastest. The exit status is 1 if a token
-differs, or if nothing was loaded from host memory, from the disk or from the store.
+differs, or if nothing was loaded from host memory, the disk or the store.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from tests.support.mooncake import missing
 from tests.support.small_models import write_model
 
 HAS_DISK = importlib.util.find_spec("xxhash") is not None
-"""Needed for a disk; may be missing on a host where nothing can be installed."""
+"""True if xxhash, which a disk needs, is installed; on some hosts nothing can be installed."""
 
 
 def table(phases: Sequence[Phase]) -> str:
-    """Return one line per phase, first column left, others right."""
+    """Return one line per phase, the first column aligned left, the others right."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in phases[0].row():
         shown.add_column(name, justify="right" if shown.columns else "left")
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show vLLM's log and tracebacks")
     options = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if options.verbose else "ERROR")
-    # One process, so that no second one has to start and the counters can be read.
+    # One process, so that no second one has to start, and the counters can be read.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not options.verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -32,7 +32,7 @@ class Phase:
 
     engine: str
     source: str
-    """`COMPUTED`, or the place from which most of the KV was loaded."""
+    """`COMPUTED`, or where most of the KV was loaded from."""
     answers: list[list[int]]
     prompt_tokens: int
     cached_tokens: int
@@ -107,12 +107,12 @@ class Engine:
 
         options: dict[str, Any] = {}
         if torch.cuda.is_available():
-            # Only checked, not allocated: the size of the KV cache is given.
+            # Only checked, not allocated, because the size of the KV cache is given.
             options |= {"block_size": 16, "gpu_memory_utilization": 0.5}
         else:
             options |= {"block_size": 32}
         if plugin is not None:
-            # As for a user: found by name, through the entry point that pip installed.
+            # As for a user, vLLM finds it by name, through the entry point that pip installed.
             options["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR,
                 "kv_role": "kv_both",
@@ -127,12 +127,12 @@ class Engine:
             max_model_len=SHARED_TOKENS + OWN_TOKENS[1] + ANSWER_TOKENS,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
             use_tqdm_on_load=False,
-            disable_log_stats=False,  # keeps the latencies that are shown
+            disable_log_stats=False,  # the table shows their latencies
             **options,
         )
 
     def warm_up(self) -> None:
-        """Compute and reuse a separate prompt, because first calls are slower on every path."""
+        """Compute and reuse a separate prompt, because the first call of every path is slow."""
         prompt = make_prompts(seed=1)[:1]
         self._generate(prompt, ANSWER_TOKENS)
         self.reset_prefix_cache()
@@ -147,7 +147,7 @@ class Engine:
     def answer(
         self, engine: str, source: str, prompts: Sequence[Prompt], *, reset: bool = True
     ) -> Phase:
-        """Answer the prompts one at a time; with `reset`, empty the engine's own cache afterwards.
+        """Answer the prompts one at a time; with `reset`, then empty the engine's own cache.
 
         A reset also waits for running stores.
         """
@@ -179,8 +179,8 @@ class Engine:
     def _moved(self) -> dict[str, int]:
         """Return the plugin's counters, including everything that has happened so far.
 
-        Counters are reported in steps, and the last stores end after the last step. So this adds a
-        step with a request that is too short to be cached or looked up.
+        Steps report counters, and the last stores end after the last step. So this runs another
+        step, with a request too short to be cached or looked up.
         """
         if not self._plugin:
             return {}
@@ -189,7 +189,7 @@ class Engine:
         return {name: int(self._totals.get(name, 0)) for name in names}
 
     def rest(self) -> None:
-        """Step until the plugin has nothing left to write, as a server's engine does on its own."""
+        """Step until the plugin has nothing left to write, as a server's engine does by itself."""
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests():
             core.step_fn()

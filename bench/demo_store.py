@@ -1,6 +1,6 @@
 """The demo's engines that share a store: one computes prompts, the other loads them.
 
-Run as a module, `python -m bench.demo_store MODEL DTYPE MASTER`, this is the second engine, in a
+As a module, `python -m bench.demo_store MODEL DTYPE MASTER`, this runs the second engine, in a
 separate process.
 """
 
@@ -32,9 +32,9 @@ def options(master: str, given: str | int) -> dict[str, Any]:
 
 
 def share(model: Path, dtype: str, prompts: list[Prompt]) -> tuple[Phase, Phase]:
-    """Compute the prompts with one engine, and let another answer them while the first runs.
+    """Compute the prompts with one engine, and answer them with another while the first runs.
 
-    The second engine has none of them in its own memory.
+    The second engine has none of the prompts in its own memory.
     """
     from tests.support.totals import counted_stats
 

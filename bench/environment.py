@@ -1,11 +1,11 @@
 """Creates the environments of the Makefile's targets; needs only Python 3.11 and pip.
 
     environment.py run [--engine VERSION] [--dev] -- ARGUMENT...   Python with a CPU engine
-    environment.py demo -- ARGUMENT...                             the demo, on CUDA where it is
+    environment.py demo -- ARGUMENT...                             the demo, on CUDA if available
 
 A CPU engine is installed once into `.venv` (`.venv-VERSION` for a version other than the default):
 a stamp in the folder holds a hash of everything that determines the installation. If this Python
-has CUDA and vLLM, nothing is installed: this checkout is added to them through PYTHONPATH.
+has CUDA and vLLM, nothing is installed: PYTHONPATH adds this checkout to them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WITHOUT_DEPENDENCIES = BENCH / "cpu-engine-without-dependencies.txt"
 DEFAULT_ENGINE = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# With as many threads as cores, the engine's threads wait for one another whenever other work takes
+# With as many threads as cores, the engine's threads wait for each other whenever other work takes
 # a core: four times slower on two busy cores. Small models gain nothing from more than one thread.
 CPU_ENGINE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -43,7 +43,7 @@ class InstallError(Exception):
 def need_library(name: str, package: str) -> None:
     """Raise `InstallError` if the system lacks a library that vLLM's CPU engine links to.
 
-    Without it the engine only warns, and fails later with a message that does not name it.
+    Without it, the engine only warns, and later fails with a message that does not name it.
     """
     try:
         ctypes.CDLL(name)
@@ -62,8 +62,8 @@ def say(message: str) -> None:
 def create(venv: Path) -> None:
     """Create an empty environment with pip, even if Debian's python3-venv is missing.
 
-    Raises `InstallError` if the environment is a link: venv would empty the target folder, which
-    belongs to another checkout.
+    Raises `InstallError` if the environment is a link: venv would empty the target, which belongs
+    to another checkout.
     """
     if venv.is_symlink():
         raise InstallError(
@@ -83,7 +83,7 @@ def create(venv: Path) -> None:
 
 def install(venv: Path, what: str, *arguments: str, pip: Sequence[str] = ()) -> None:
     """Run `pip install`; its output goes to a file. Raises `InstallError` with the end of it."""
-    # Compiling 20000 modules, most of them never imported, would take longer than everything else.
+    # Compiling 20,000 modules, most of them never imported, would take longer than all the rest.
     quiet = ("--disable-pip-version-check", "--progress-bar=off", "--no-compile")
     command = [*(pip or (str(venv / "bin/python"), "-m", "pip")), "install", *quiet, *arguments]
     log = venv / "install.log"
@@ -121,7 +121,7 @@ def cpu_engine(version: str, *, dev: bool) -> Path:
     """Return the Python of an environment with vLLM's CPU engine and this checkout, editable."""
     venv = ROOT / (".venv" if version == DEFAULT_ENGINE else f".venv-{version}")
     constrained = ("--constraint", str(CONSTRAINTS))
-    # A copied folder must be created again, because environments contain absolute paths.
+    # A copied folder must be created again: environments contain absolute paths.
     engine_key = _hash(sys.version, str(ROOT), version, TORCH, REQUIREMENTS, WITHOUT_DEPENDENCIES)
     if not _is_stamped(venv, "engine", engine_key):
         create(venv)
@@ -134,7 +134,7 @@ def cpu_engine(version: str, *, dev: bool) -> Path:
     if not _is_stamped(venv, "dev", project_key) and (
         dev or not _is_stamped(venv, "project", project_key)
     ):
-        extra = "[dev]" if dev else "[mooncake]"  # of the demo
+        extra = "[dev]" if dev else "[mooncake]"  # for the demo
         install(venv, f"kv-offload{extra}", "--editable", f"{ROOT}{extra}", *constrained)
         _stamp(venv, "dev" if dev else "project", project_key)
     return venv / "bin/python"
@@ -169,11 +169,11 @@ def has_cuda_engine() -> bool:
 
 
 def checkout_on_path(folder: Path) -> str:
-    """Return a PYTHONPATH through which Python finds this checkout as if pip had installed it.
+    """Return a PYTHONPATH with which Python finds this checkout as if pip had installed it.
 
-    An environment with access to the system's packages would not work: created from within another
-    environment, it would not see that one's packages, and pip needs a build backend that may be
-    missing.
+    An environment with access to the system's packages would not do: created from within another
+    environment, it would not see that environment's packages, and pip needs a build backend that
+    may be missing.
     """
     import tomllib
 
@@ -202,8 +202,8 @@ def run(python: Path | str, arguments: Sequence[str], variables: dict[str, str])
 
 def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
     """Replace this process by `python ARGUMENTS` in the isolated environment of a CPU engine."""
-    os.environ.pop("PYTHONPATH", None)  # also for pip, which would count its packages as installed
-    # Packages were installed uncompiled: without cached bytecode every start takes 8 s more.
+    os.environ.pop("PYTHONPATH", None)  # pip, too, would count packages there as installed
+    # Packages were installed uncompiled: without cached bytecode, every start takes 8 s longer.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     need_library("libnuma.so.1", "libnuma1")
     python = cpu_engine(version, dev=dev)
@@ -211,7 +211,7 @@ def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
 
 
 def demo(arguments: Sequence[str]) -> None:
-    """Run the demo on this Python's own vLLM if it has CUDA, else on a CPU engine."""
+    """Run the demo with this Python's vLLM if it has CUDA, else with a CPU engine."""
     command = ("-m", "bench.demo", *arguments)
     if has_cuda_engine():
         folder = ROOT / ".venv-host"

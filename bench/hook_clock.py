@@ -1,4 +1,4 @@
-"""Measures host time inside a connector, over all hooks that vLLM defines."""
+"""Measures the host time inside a connector, over all of vLLM's hooks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ HOOKS = tuple(
 )
 """Public methods of vLLM's base classes, except properties and class methods.
 
-The two hooks that vLLM calls once per layer are excluded: timing them would cost more than they
-do."""
+Excludes the two hooks that vLLM calls once per layer: timing them would cost more than they do."""
 
 OWN_HOOKS = ("begin_step", "apply_rank_reports")
-"""Additional functions that this project makes the engine call."""
+"""Additional methods that this project makes the engine call."""
 
 
 class ConnectorClock:
     """Adds up the time inside the hooks of the connectors that it is attached to, until `take`.
 
-    Works with any connector class. Nested hooks are counted once. Timing costs about 0.3 us per
-    call, which is not counted.
+    Works with any connector class. Counts nested hooks once. Timing costs about 0.3 us per call,
+    which does not count.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 RESULTS_VARIABLE = "KV_OFFLOAD_BENCH_RESULTS"
-"""Folder for the results of pytest benchmarks; without it none are written."""
+"""Folder for the results of pytest benchmarks; without it, no results are written."""
 
 COMMIT_VARIABLE = "KV_OFFLOAD_BENCH_COMMIT"
 """The commit, if git is not available in the checkout."""
@@ -27,8 +27,7 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
-        # A load above the number of cores that a benchmark uses means that others took some of its
-        # time.
+        # A load above the number of cores that a benchmark uses means that others used them too.
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -50,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Write a result as JSON atomically, and create its folder; without `indent` as one line."""
+    """Write a result as JSON atomically, and create its folder; without `indent`, as one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".part")
     written.write_text(json.dumps(document, indent=indent) + "\n")
@@ -58,7 +57,7 @@ def write_result(path: Path, document: dict[str, Any], indent: int | None = 1) -
 
 
 def keep_rows(name: str, rows: list[Any], **facts: Any) -> None:
-    """Write rows to file `name` in the folder named by `RESULTS_VARIABLE`, if it is set."""
+    """Write rows to the file `name` in the folder named by `RESULTS_VARIABLE`, if that is set."""
     folder = os.environ.get(RESULTS_VARIABLE)
     if folder and rows:
         write_result(Path(folder) / name, {"machine": machine(), **facts, "rows": rows})
@@ -75,7 +74,7 @@ def cuda_torch() -> Any:
 
 
 def vllm_module() -> Any:
-    """Return vllm, or None. Hides warnings of its import that are not about this project."""
+    """Return vllm, or None. Hides warnings on its import that do not concern this project."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -4,9 +4,9 @@ usage: python -m bench.dashboard [--prometheus PROGRAM] [--seconds SECONDS] [--o
 
 Starts vLLM's server with the plugin, a small random model, a disk, and a Prometheus that scrapes it
 every 5 seconds. Clients ask questions about documents of 900 tokens, some of which are far more
-popular than others: one client for the first sixth of the time, then four. At the end Prometheus
-answers the queries of each panel of docs/grafana/kv-offload.json over the whole time, as Grafana
-would send them. `python -m bench.dashboard.draw` draws FILE.json.
+popular than others: one client for the first sixth of the time, then four. At the end, Prometheus
+answers the queries of each panel in docs/grafana/kv-offload.json over the whole time, sent as by
+Grafana. `python -m bench.dashboard.draw` draws FILE.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Panel = dict[str, Any]
 
 
 def panels(dashboard: dict[str, Any]) -> list[Panel]:
-    """Return what is needed to draw each row and panel, with its queries by their legends."""
+    """Return the data for drawing each row and panel, with its queries by legend."""
     found = []
     for panel in dashboard["panels"]:
         defaults = panel.get("fieldConfig", {}).get("defaults", {})
@@ -62,18 +62,18 @@ def panels(dashboard: dict[str, Any]) -> list[Panel]:
 
 
 def filled_in(query: str, seconds: int) -> str:
-    """Return a query as Grafana sends it over the last `seconds` with everything selected."""
+    """Return a query as Grafana sends it for the last `seconds` with everything selected."""
     query = query.replace("$__rate_interval", f"{4 * SCRAPE_SECONDS}s")
     return re.sub(r"\$\w+", ".*", query.replace("$__range", f"{seconds}s"))
 
 
 def named(legend: str, labels: dict[str, str]) -> str:
-    """Return the name of a series: its legend with the labels that it refers to."""
+    """Return the name of a series: its legend with the values of the labels in it."""
     return re.sub(r"{{(\w+)}}", lambda match: labels.get(match[1], ""), legend)
 
 
 def series_of(prometheus: str, panel: Panel, begin: float, seconds: int) -> list[dict[str, Any]]:
-    """Return the answers of Prometheus to a panel's queries: names, and values by second."""
+    """Return Prometheus's answers to a panel's queries: names, and values by second."""
     series = []
     for legend, query in panel["queries"].items():
         asked = urlencode(
@@ -127,7 +127,7 @@ def scraping(program: str, server: str, folder: Path) -> Iterator[str]:
 
 
 def load(server: str, seconds: int) -> int:
-    """Ask questions about the documents for some time; return how many were answered."""
+    """Ask questions about the documents for `seconds`; return how many were answered."""
     documents = [text(seed, DOCUMENT_TOKENS) for seed in range(DOCUMENTS)]
     popularity = [1 / (rank + 3) for rank in range(DOCUMENTS)]
     end = time.monotonic() + seconds

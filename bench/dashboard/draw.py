@@ -33,7 +33,7 @@ Panel = dict[str, Any]
 
 
 def shown(value: float, unit: str) -> str:
-    """Format a value with a unit of Grafana: seconds, bytes, shares, or a plain number."""
+    """Format a value with one of Grafana's units: seconds, bytes, shares, or a plain number."""
     if unit == "percentunit":
         return f"{100 * value:.3g} %"
     if unit == "s":
@@ -50,7 +50,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def stacked(series: Sequence[dict[str, Any]]) -> list[list[list[float]]]:
-    """Return the values of each series on top of those before it."""
+    """Return the values of each series stacked on the previous ones."""
     below: dict[float, float] = {}
     found = []
     for one in series:
@@ -122,7 +122,7 @@ def _plot(panel: Panel, width: int, height: int, seconds: int) -> list[str]:
             f'<text x="{x}" y="{bottom + 14}" font-size="10" text-anchor="middle">'
             f"{minute} min</text>"
         )
-    # The first line of a stack is the lowest, so its area is drawn over those of the others.
+    # The first line of a stack is the lowest, so its area must be drawn over the others'.
     colored = [*zip(itertools.cycle(COLORS), lines, strict=False)]
     for color, line in reversed(colored):
         points = " ".join(place(at, value) for at, value in line)
@@ -139,7 +139,7 @@ def _plot(panel: Panel, width: int, height: int, seconds: int) -> list[str]:
 
 
 def _top(highest: float, unit: str) -> float:
-    """Return the end of the axis: a round number that is not below the highest value."""
+    """Return the end of the axis: a round number at or above the highest value."""
     if not highest:
         return 1
     base = 1024 if unit == "bytes" else 10

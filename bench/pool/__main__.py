@@ -1,26 +1,26 @@
-"""Compares replicas that share host memory with replicas that do not: real engines.
+"""Compares replicas that share host memory with replicas that do not, with real engines.
 
 usage: python -m bench.pool [--shape small|gqa8] [--columns host_pool,separate,one,mooncake]
                             [--pool-path FOLDER] [--out FILE.json]
 
     host_pool  two replicas, each with half of the host memory, in one pool
-    separate   two replicas, each with half of the host memory for itself
+    separate   two replicas, each with half of the host memory to itself
     one        one replica with all of the host memory
-    mooncake   two replicas, each with a quarter of the host memory for itself, which give the other
-               half to a Mooncake store
+    mooncake   two replicas, each with a quarter of the host memory to itself; the other half goes
+               to a Mooncake store
 
 Conversations send one request per turn, each to a replica drawn at random; half of them go to each.
-A turn begins when the one before it has ended on all replicas. All columns have the same prompts,
-and a replica serves as many requests at a time.
+A turn begins when the previous one has ended on all replicas. All columns have the same prompts and
+the same number of concurrent requests per replica.
 
-Each replica has a GPU of its own, by CUDA_VISIBLE_DEVICES; on a host with one GPU both use that
-one. Replicas start at the same time. `gqa8` takes 48 GiB of host memory, in FOLDER (a tmpfs with
-room for it, /dev/shm by default) for the pool. The whole run takes seven to eight minutes. Writes
-to the store are not limited; as by default, what is faster to compute is not read from it.
+Each replica has its own GPU, by CUDA_VISIBLE_DEVICES; on a host with one GPU, both use that one.
+Replicas start at the same time. `gqa8` takes 48 GiB of host memory, for the pool in FOLDER (a tmpfs
+with room for it, /dev/shm by default). The whole run takes seven to eight minutes. Writes to the
+store are not limited; as by default, prompts that are faster to compute are not read from it.
 
-Everything is written to FILE after each turn, so that a run which is stopped by a time limit keeps
-what it has measured. The exit status is 1 if an engine failed, if the replicas of the pool did not
-read each other's memory, or those with a store did not read the store, or if others did.
+Results are written to FILE after each turn, so that a run that a time limit stops keeps its
+measurements. The exit status is 1 if an engine failed, if the pool's replicas did not read each
+other's memory, if those with a store did not read the store, or if others did.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from tests.support.mooncake import Master, missing
 
 POOL, SEPARATE, ONE, MOONCAKE = "host_pool", "separate", "one", "mooncake"
 COLUMNS = {POOL: 2, SEPARATE: 2, ONE: 1, MOONCAKE: 2}
-"""The number of replicas by column."""
+"""Number of replicas by column."""
 SHARED = {"peers_read_bytes": POOL, "remote_read_bytes": MOONCAKE}
-"""Counters of bytes from memory that replicas share, each with the only column that has any."""
+"""Counters of bytes from shared memory, each with the only column in which it is not 0."""
 
 Document = dict[str, Any]
 Column = dict[str, Any]
 
 
 def find_gpus() -> list[str]:
-    """Return the names of this host's GPUs for CUDA_VISIBLE_DEVICES, of those that are visible."""
+    """Return the names of this host's visible GPUs, for CUDA_VISIBLE_DEVICES."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return visible.split(",")
     listed = output_of("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
@@ -93,7 +93,7 @@ def settings_of(
 
 
 class Replicas:
-    """The engines of a column, each in a process of its own, which imports vLLM at once."""
+    """The engines of a column, each in a separate process, which imports vLLM at once."""
 
     def __init__(self, column: str, settings: Sequence[EngineSettings]) -> None:
         self.column = column
@@ -101,11 +101,11 @@ class Replicas:
         self._processes = [EngineProcess(one) for one in settings]
 
     def ask(self, name: str) -> list[Any]:
-        """Ask all at the same time; return their answers. Raises `EngineError`."""
+        """Ask all engines at the same time; return their answers. Raises `EngineError`."""
         return self._all(lambda process: process.ask(name))
 
     def kill(self) -> None:
-        """End them: everything that they measured has been answered."""
+        """Kill the engines: they have already answered with all measurements."""
         self._all(EngineProcess.kill)
 
     def _all(self, call: Callable[[EngineProcess], Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def measure(
 
 
 def summary(workload: Workload, column: Column) -> dict[str, float]:
-    """Return the figures of a column over the turns after the first, which no cache can serve."""
+    """Return a column's figures over all turns but the first, which no cache can serve."""
     turns = column["turns"][1:]
     requests = [one for turn in turns for replica in turn for one in replica["requests"]]
     seconds = sum(max(replica["seconds"] for replica in turn) for turn in turns)
@@ -148,7 +148,7 @@ def summary(workload: Workload, column: Column) -> dict[str, float]:
 
 
 def unproven(document: Document) -> list[str]:
-    """Name the columns that failed, or in which the wrong memory was read."""
+    """Name the columns that failed or that read the wrong memory."""
     problems = []
     for name, column in document["columns"].items():
         if "error" in column:
@@ -178,9 +178,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, document: Document, pool_path: Path, master: Master) -> None:
-    """Measure all columns one after the other; the master runs only for its own."""
+    """Measure all columns one after the other; the master runs only for its own column."""
     shape, workload = arguments.shape, WORKLOADS[arguments.shape]
-    # vLLM finds its compiled code by the model's path, also in a later run.
+    # vLLM finds its compiled code by the model's path, even in a later run.
     model = str(Path(tempfile.gettempdir()) / f"bench-serving-{shape}")
     started: list[Replicas] = []
 

@@ -2,11 +2,11 @@
 
 Run with `KV_OFFLOAD_BENCH_RESULTS=bench/results/cpu pytest bench/pool/bench_lookups.py
 --benchmark-enable`, which writes `lookups.json` there. Each of eight engines has 100,000 full
-slots. A lookup is that of the scheduler, with leases of all blocks of a hit. A model with full
-attention asks for the first blocks of a prompt, and for more while none is missing; one with
-sliding windows alone asks for all blocks. All cases take turns, each time with new keys; times are
-CPU time of the thread, so work of other processes does not count, but what they take of the caches
-does. Without the option everything runs at a small size, once.
+slots. A lookup is the scheduler's, with leases on all blocks of a hit. A model with full attention
+asks for the first blocks of a prompt, and for more while none is missing; a model with only sliding
+windows asks for all blocks. All cases take turns, each time with new keys. Times are CPU time of
+the thread: the work of other processes does not count, but their use of the caches does. Without
+the option, everything runs once at a small size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a run: full, or small if only the code is tested."""
+    """The size of a run: full, or small to test only the code."""
 
     slots: int
     rounds: int
@@ -73,7 +73,7 @@ class Pool:
         }
 
     def _engine(self, seat: Path) -> LastingManager:
-        """Return the manager of an engine all slots of which have blocks."""
+        """Return the manager of an engine whose slots all have blocks."""
         seat.mkdir()
         arena = seat / f"rank-0.kind.{seat.name}"
         arena.touch()
@@ -93,22 +93,22 @@ class Pool:
         return [self._random.bytes(HASH_BYTES) for _ in range(count)]
 
     def hashes_of(self, engine: int) -> list[bytes]:
-        """Return hashes of blocks of an engine: the first one, or the last."""
+        """Return hashes of blocks in the first or last engine."""
         own: list[Any] = self._of[engine]
         first = int(self._random.integers(len(own) - BLOCKS + 1))
-        # Of the same bytes, but not the same objects.
+        # Equal, but not the same objects.
         return [bytes([*key]) for key in own[first : first + BLOCKS]]
 
     def open(self, count: int) -> None:
-        """Look up prompts in so many peers from now on, the last ones."""
+        """From now on, look prompts up in the last `count` peers."""
         for number, peer in enumerate(self._others):
             self.peers.open(peer, self._size.slots if number >= PEERS - count else 0)
 
     def look_up(self, hashes: list[bytes], group: str, blocks: int) -> float:
-        """Look up a prompt of which so many blocks are found; return the seconds of CPU time."""
+        """Look up a prompt of which `blocks` blocks are found; return the seconds of CPU time."""
         request: Any = SimpleNamespace(request_id="0", block_hashes=hashes, num_tokens=TOKENS + 1)
         tracked = TrackedRequest(request)
-        [hash(one) for one in hashes]  # the engine has looked for them before
+        [hash(one) for one in hashes]  # cached, because the engine has already looked for them
         lookups = Lookups(self._prefixes[group], self.manager)
         began = time.thread_time()
         hit = lookups.find(tracked, 0)

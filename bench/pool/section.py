@@ -1,4 +1,4 @@
-"""The turns of conversations on one engine. All times are in seconds."""
+"""Serves the turns of conversations on one engine. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def meet(engine: ServingEngine) -> float:
 
 
 class Turns:
-    """Each call serves this replica's share of the next turn, and waits until all is stored."""
+    """Each call serves this replica's share of the next turn, and waits until it is stored."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def __call__(self, engine: ServingEngine) -> Result:
-        """Return the seconds, each request's figures, and the bytes that were moved."""
+        """Return the seconds, each request's figures, and the bytes moved."""
         share = share_of(engine)
         prompts = share.prompts(self._turn)
         before = engine.counted.copy()

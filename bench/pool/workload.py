@@ -25,10 +25,10 @@ class Workload:
     added_tokens: int
     answer_tokens: int
     at_a_time: int
-    """Requests that a replica serves at the same time."""
+    """Number of requests that a replica serves at the same time."""
     total_gib: float
     gpu_blocks: int
-    """Blocks of each replica's GPU cache."""
+    """Number of blocks in each replica's GPU cache."""
 
     def shape(self, name: str) -> Shape:
         """Return the shape of that name; it must have room for the longest request."""
@@ -37,7 +37,7 @@ class Workload:
         return shape
 
     def prompt_tokens(self, turn: int) -> int:
-        """Tokens of a prompt in a turn; the first is 0."""
+        """Return the tokens of a prompt in a turn; the first turn is 0."""
         return self.first_tokens + turn * self.added_tokens
 
     def prompt(self, conversation: int, turn: int) -> list[int]:
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def total_bytes(self) -> int:
-        """Host memory of all replicas together."""
+        """Bytes of host memory of all replicas together."""
         return int(self.total_gib * GIB)
 
 
@@ -61,14 +61,14 @@ class Share:
     replicas: int
 
     def prompts(self, turn: int) -> list[list[int]]:
-        """Return the prompts of a turn: all replicas have as many."""
+        """Return the prompts of a turn; every replica has the same number."""
         order = np.random.default_rng((SEED, 1000 + turn)).permutation(self.workload.conversations)
         mine = order[self.replica :: self.replicas].tolist()
         return [self.workload.prompt(conversation, turn) for conversation in mine]
 
 
 WORKLOADS = {
-    # 50 MiB of KV in the end. A Mooncake store takes 16 MiB or more from a replica.
+    # 50 MiB of KV at the end. A Mooncake store takes 16 MiB or more from a replica.
     "small": Workload(
         conversations=80,
         turns=4,
@@ -79,7 +79,7 @@ WORKLOADS = {
         total_gib=64 / 1024,
         gpu_blocks=60,
     ),
-    # 45 GiB of KV in the end, all of which fits once but not twice; a GPU cache has 11.7 GiB.
+    # 45 GiB of KV at the end, which fits once but not twice; a GPU cache has 11.7 GiB.
     "gqa8": Workload(
         conversations=40,
         turns=6,

@@ -1,7 +1,7 @@
 """vLLM's own scheduler with this connector and thousands of blocks, without model or copies.
 
-Requests, scheduler, block pool and connector are real. All tokens are equal and hashes are made up,
-since there is no model; copies end one step after their submission.
+Requests, scheduler, block pool and connector are real. As there is no model, all tokens are equal
+and hashes are made up; copies end one step after they are submitted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKEN = 7
 
 
 def block_name(prefix: int, index: int) -> bytes:
-    """Return a made-up hash of a block, as long as vLLM's."""
+    """Return a made-up block hash as long as vLLM's."""
     return prefix.to_bytes(24, "big") + index.to_bytes(8, "big")
 
 
@@ -50,7 +50,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Return vLLM's scheduler with this connector, full attention and `num_blocks` GPU blocks."""
     config = make_vllm_config(plugin, max_model_len=4096, **limits)
-    # Longer than the small model's configuration allows, but positions are not computed here.
+    # Longer than the small model's configuration allows, but nothing is computed here.
     config.model_config.max_model_len = longest_request
     config.cache_config.block_size = BLOCK_TOKENS
     config.cache_config.num_gpu_blocks = blocks
@@ -75,7 +75,7 @@ def make_scheduler(
 def make_request(
     request_id: str, name: Callable[[int], bytes], prompt_tokens: int, max_tokens: int
 ) -> Request:
-    """Return a request whose blocks have these names, by their index."""
+    """Return a request whose block hashes are `name(index)`."""
 
     def name_blocks(request: Request) -> list[Any]:
         return [
@@ -93,7 +93,7 @@ def make_request(
 
 
 def sampled(output: Any, requests: dict[str, Request], **more: Any) -> ModelRunnerOutput:
-    """Return the result of a step: a token for each request whose prompt is computed by now."""
+    """Return the result of a step: a token for each request whose prompt has been computed."""
     ids = list(output.num_scheduled_tokens)
     # `schedule` has counted this step's tokens as computed.
     ended = [requests[one].num_computed_tokens >= requests[one].num_tokens for one in ids]
@@ -120,9 +120,9 @@ class StepCost:
 
 
 class SchedulerBed:
-    """`running` decoding requests of `prompt_tokens` each, next to a full host cache of `slots`.
+    """`running` decoding requests of `prompt_tokens` each, and a full host cache of `slots`.
 
-    `plugin` has further options.
+    `plugin` has additional options.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SchedulerBed:
         plugin: dict[str, Any] | None = None,
     ) -> None:
         self.decode_tokens = 64 + 16384 * running // 256
-        """At least the number of tokens sampled per request in preparation and measurement."""
+        """An upper bound of the tokens sampled per request in preparation and measurement."""
         longest = max(longest_prompt, prompt_tokens + self.decode_tokens) + BLOCK_TOKENS
         blocks_each = (prompt_tokens + self.decode_tokens) // BLOCK_TOKENS + 1
         blocks = running * blocks_each + SPARE_BLOCKS
@@ -167,7 +167,7 @@ class SchedulerBed:
     def _start_running(self, running: int, prompt_tokens: int) -> None:
         """Compute all prompts in one step, and decode until their blocks are stored.
 
-        Prompts differ by a token or more, so that every step completes about as many blocks.
+        Prompts differ in length, so that every step completes about the same number of blocks.
         """
         for index in range(running):
             shorter = index % BLOCK_TOKENS
@@ -176,7 +176,7 @@ class SchedulerBed:
         assert len(self.scheduler.running) == running
         self.scheduler.max_num_scheduled_tokens = PROMPT_CHUNK_TOKENS + running
         slots_left = running * (prompt_tokens // BLOCK_TOKENS)
-        while slots_left > 0:  # blocks stored in a round beyond its new ones belong to the prompts
+        while slots_left > 0:  # beyond its new blocks, a round stores blocks of the prompts
             stored = [self.step().stored_blocks for _ in range(BLOCK_TOKENS)]
             if sum(stored) <= running + BLOCK_TOKENS:
                 break
@@ -189,14 +189,14 @@ class SchedulerBed:
         self._stored_prefixes: list[int] = []
         for _ in range(0, slots, longest_prompt // BLOCK_TOKENS):
             prefix = self.new_prefix()
-            # A key of the first cache group is the block's hash.
+            # In the first cache group, a key is the block's hash.
             keys = [block_name(prefix, index) for index in range(longest_prompt // BLOCK_TOKENS)]
             self.manager.complete_store(self.manager.prepare_store(keys))
             self._stored_prefixes.append(prefix)
         assert self.manager.slots_in_use == slots
 
     def take_stored_prefix(self) -> int:
-        """Return the most recent unused prefix that host memory has and the engine never had."""
+        """Return the latest unused prefix that host memory has and the engine has never had."""
         return self._stored_prefixes.pop()
 
     def new_prefix(self) -> int:
@@ -224,7 +224,7 @@ class SchedulerBed:
     def waiting_hit(self, request_id: str, prompt_tokens: int) -> Iterator[Callable[[], None]]:
         """Queue a prompt that is in host memory, while another request holds one block too many.
 
-        Yields a function that compensates for blocks taken by decodes; call it before every step.
+        Yields a function that compensates for blocks that decodes take; call it before every step.
         """
         pool = self.scheduler.kv_cache_manager.block_pool
         running = len(self.scheduler.running)

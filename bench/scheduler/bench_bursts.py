@@ -1,12 +1,12 @@
 """CPU time of vLLM's `schedule()` when many requests with prefixes to load arrive at once.
 
 Run with `pytest -s bench/scheduler/bench_bursts.py --benchmark-enable`. With
-`KV_OFFLOAD_BENCH_RESULTS` set to a folder, `bursts.json` is written there. Without the option each
+`KV_OFFLOAD_BENCH_RESULTS` set to a folder, `bursts.json` is written there. Without the option, each
 case runs once with few requests.
 
-No copy ends, so the requests wait while 8 others decode. The same burst is given to vLLM without a
-connector, and with one that answers "ask again" for each: vLLM goes through all waiting requests in
-each step, which is its own share of the time.
+No copy ends, so the requests wait while 8 others decode. The same burst goes to vLLM without a
+connector, and with one that always answers "ask again". This shows vLLM's own share of the time: it
+goes through all waiting requests in each step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_burst(
     prefixes: str,
     requests: int,
 ) -> None:
-    """Measure the step in which the requests arrive, and those in which they wait."""
+    """Measure the step in which the requests arrive, and the steps in which they wait."""
     if not is_full and requests > REQUESTS[0]:
         pytest.skip(f"{requests} requests; add --benchmark-enable")
     equal = prefixes == "equal"
@@ -73,10 +73,10 @@ def test_burst(
         )
     bed.burst(requests)
     gc.collect()
-    gc.freeze()  # as vLLM's engine core does when it has started
+    gc.freeze()  # as vLLM's engine core does after its start
     seconds: list[float] = []
     benchmark.pedantic(lambda: seconds.append(bed.step()), rounds=1 + STEPS)
-    while len(seconds) <= STEPS:  # without --benchmark-enable there is one round
+    while len(seconds) <= STEPS:  # without --benchmark-enable, there is one round
         seconds.append(bed.step())
     gc.unfreeze()
     first, *others = (round(1e3 * one, 2) for one in seconds)

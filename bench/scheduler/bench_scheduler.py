@@ -1,9 +1,9 @@
 """Host time of the connector on the engine's scheduling thread, with vLLM's own scheduler.
 
-Run with `pytest -s bench/scheduler/bench_scheduler.py --benchmark-enable`: 256 requests decode next
-to a full host cache of 1,000,000 slots. Only time inside the connector's hooks counts and is
-printed (`bench/hook_clock.py`); pytest-benchmark itself shows the time of the whole step. With
-`KV_OFFLOAD_BENCH_RESULTS` set to a folder, `scheduler.json` is written there. Without the option
+Run with `pytest -s bench/scheduler/bench_scheduler.py --benchmark-enable`: 256 requests decode with
+a full host cache of 1,000,000 slots. Only time inside the connector's hooks counts and is printed
+(`bench/hook_clock.py`); pytest-benchmark itself shows the time of the whole step. With
+`KV_OFFLOAD_BENCH_RESULTS` set to a folder, `scheduler.json` is written there. Without the option,
 everything runs at a small size.
 """
 
@@ -32,15 +32,15 @@ PROMPTS = [1024, 8192, 32768, 131072]
 MAX_GROWTH = 2.0
 """Allowed ratio of a step's cost with the longest running prompts to that with the shortest.
 
-The work is the same, but long block tables are farther from the CPU. Work that grew with the prompt
-would be 8 times as much at the small size, and 128 times at the large one."""
+The work is the same, but long block tables are less likely to be in the CPU's caches. Work that
+grew with the prompt would be 8 times as much at the small size, and 128 times at the large one."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a run: full, or small if only the code is tested."""
+    """The size of a run: full, or small to test only the code."""
 
     running: int
     slots: int
@@ -71,7 +71,7 @@ def _only_prompts_of_the_size(request: pytest.FixtureRequest, size: Size) -> Non
 
 @pytest.fixture(scope="module")
 def get_bed(size: Size) -> Iterator[GetBed]:
-    """Return a function that returns the bed with running prompts of a given length."""
+    """Yield a function that returns the bed with running prompts of a given length."""
     beds: dict[int, SchedulerBed] = {}
 
     def get(prompt_tokens: int) -> SchedulerBed:
@@ -80,7 +80,7 @@ def get_bed(size: Size) -> Iterator[GetBed]:
                 size.running, prompt_tokens, size.slots, size.longest
             )
             gc.collect()
-            gc.freeze()  # as vLLM's engine core does when it has started
+            gc.freeze()  # as vLLM's engine core does after its start
         return beds[prompt_tokens]
 
     yield get
@@ -139,7 +139,7 @@ def test_step_of_decodes(
     bed = get_bed(prompt_tokens)
     costs: list[StepCost] = []
     benchmark.pedantic(lambda: costs.append(bed.step()), rounds=size.steps)
-    while len(costs) < size.steps:  # without --benchmark-enable there is one round
+    while len(costs) < size.steps:  # without --benchmark-enable, there is one round
         costs.append(bed.step())
     rows.append(row_of_steps("step of decodes", prompt_tokens, costs))
     running = len(bed.scheduler.running)
@@ -150,7 +150,7 @@ def test_step_of_decodes(
 
 
 def test_step_by_policy(rows: list[Row], size: Size) -> None:
-    """Compare LRU with `auto` by turns: decodes alone, and next to prompts, repeated and new."""
+    """Compare LRU and `auto` in turns: decodes alone, and next to repeated and new prompts."""
     beds = {
         policy: SchedulerBed(
             size.running, PROMPTS[0], size.slots, size.longest, {"eviction_policy": policy}
@@ -213,9 +213,9 @@ def test_new_request(
 def test_hit_that_waits(
     benchmark: Any, get_bed: GetBed, rows: list[Row], size: Size, prompt_tokens: int
 ) -> None:
-    """Measure decodes next to a prompt that is in host memory but has no free GPU blocks.
+    """Measure decodes next to a prompt that is in host memory but lacks free GPU blocks.
 
-    vLLM asks for it in every step.
+    vLLM looks it up in every step.
     """
     bed = get_bed(PROMPTS[0])
     costs: list[StepCost] = []
@@ -228,7 +228,7 @@ def test_hit_that_waits(
 
 def test_cost_does_not_grow_with_prompts(get_bed: GetBed, size: Size) -> None:
     costs: dict[int, list[StepCost]] = {PROMPTS[0]: [], size.longest: []}
-    for _ in range(max(256, size.steps)):  # in turn, so that both meet the same conditions
+    for _ in range(max(256, size.steps)):  # in turns, so that both meet the same conditions
         for prompt_tokens, times in costs.items():
             times.append(get_bed(prompt_tokens).step())
     at_short, at_long = (median_of_a_block(times) for times in costs.values())

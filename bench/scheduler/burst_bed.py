@@ -27,32 +27,32 @@ from kv_offload.tiers.directory import Question
 from tests.support.loads import set_synchronous_loads
 
 Where = Literal["vLLM alone", "asks again", "host memory", "disk", "remote"]
-"""The place of the prefixes. `asks again` is a connector that only answers "ask again"."""
+"""Where the prefixes are. `asks again` is a connector that only answers "ask again"."""
 
 TAIL_TOKENS = 40
 DECODES = 8
 SHARED_PREFIX = 1 << 20
-"""The number of a shared prefix; those of separate prefixes are smaller."""
+"""The number of a shared prefix; separate prefixes have smaller numbers."""
 TAILS = 1 << 40
-"""Larger numbers are those of tails."""
+"""Tails have larger numbers."""
 
 
 class FullDirectory:
-    """A store's directory that reports at once that it has all prefixes, but no tails."""
+    """A store's directory that reports at once that the store has all prefixes, but no tails."""
 
     def __init__(self, *_: object) -> None:
-        """Takes what a directory takes."""
+        """Accept the arguments of a directory."""
 
     def ask(self, question: Question) -> None:
         question.found = [int.from_bytes(name[-32:-8], "big") < TAILS for name in question.names]
         question.answered = time.monotonic()
 
     def close(self, timeout_seconds: float) -> None:
-        """Nothing runs."""
+        """Do nothing: there is no thread."""
 
 
 class BurstBed:
-    """A decoding engine that has the prefixes of a burst in the place `where`."""
+    """A decoding engine with the prefixes of a burst in the place `where`."""
 
     def __init__(self, where: Where, requests: int, blocks: int, folder: Path, equal: bool) -> None:
         self.blocks = blocks
@@ -128,7 +128,7 @@ class BurstBed:
             prefix = SHARED_PREFIX if equal else index
             self.add(f"burst-{index}", prefix, self.blocks, TAIL_TOKENS, 2)
 
-    @lru_cache(maxsize=1)  # noqa: B019 - the bed lives as long
+    @lru_cache(maxsize=1)  # noqa: B019 - the cache lives as long as the bed
     def _names(self, prefix: int, blocks: int) -> list[bytes]:
         return [block_name(prefix, index) for index in range(blocks)]
 
@@ -152,7 +152,7 @@ class BurstBed:
 
 @contextmanager
 def full_store() -> Iterator[None]:
-    """Make engines that are built in this context use a store that has everything."""
+    """Make engines built in this context use a store that has everything."""
     with (
         mock.patch.dict("os.environ", PYTHONHASHSEED="0"),
         mock.patch("kv_offload.engines.vllm.start.tiers.RemoteDirectory", FullDirectory),

@@ -7,7 +7,7 @@
     process.py      the process of one engine: its handle, and the code that runs in it
     engine.py       a vLLM engine with random weights and one connector
     sections.py     the measurements on one engine: time to first token, throughput, latency
-    report.py       tables of a result; the proof that all loads took place
+    report.py       tables of a result, and the proof that all loads took place
     plot.py         the plot of time to first token
     stats.py        medians, ranges and percentiles
 

@@ -1,4 +1,4 @@
-"""Compares a real engine without offloading, with this project, and with vLLM's own connector.
+"""Compares real engines without offloading, with this project, and with vLLM's own connector.
 
 usage: python -m bench.serving [--shape small|gqa8|mqa] [--out FILE.json] [--rounds ROUNDS]
                                [--columns off,vllm,kv-offload,kv-offload-lru,kv-offload-packed,
@@ -15,15 +15,15 @@ keeps every prompt: no copy can be faster than this. docs/benchmarks/serving.md 
 figure.
 
     throughput  many prompts at once, of which host memory has nothing, all, or half, after other
-                prompts that came twice
+                prompts that were sent twice
     ttft        time to first token of prompts that are computed, and of the same prompts repeated
     decodes     time from token to token of running decodes: alone, while others' prompts are
                 computed and stored, and while they are loaded
 
 Every answer of an engine is written at once. A run that is stopped, by a time limit or Ctrl-C,
-shows its results so far and lists what is missing. The exit status is 1 if the run was stopped, if
-an engine with this project or without offloading failed, or if this project did not load the bytes
-that it had to.
+shows its results so far and lists the missing ones. The exit status is 1 if the run was stopped, if
+an engine with this project or without offloading failed, or if this project did not load all the
+bytes that it had to.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and return the exit status."""
     arguments = parse(words)
     problems = []
-    # vLLM finds its compiled code by the model's path, also in a later run.
+    # vLLM finds its compiled code by the model's path, even in a later run.
     model = Path(tempfile.gettempdir()) / f"bench-serving-{arguments.shape}"
     bench = Bench(arguments, str(model))
     try:

@@ -23,8 +23,8 @@ from kv_offload.metrics import KINDS
 
 Prompt = dict[str, list[int]]
 CAPTURED_BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
-"""Token counts of steps with a CUDA graph. vLLM's own choice has the same maximum but 51 sizes,
-whose capture takes most of the startup time."""
+"""Token counts of steps with a CUDA graph. vLLM's own list has the same maximum but 51 sizes, whose
+capture takes most of the startup time."""
 READY_SECONDS = 180
 RESET_SECONDS = 30
 
@@ -39,7 +39,7 @@ class ServingEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.settings, self.shape = settings, settings.shape
         self.keeps_prompts = settings.column != OFF
-        """True if a prompt that is sent again after `reset` need not be computed."""
+        """True if a prompt that is sent again after `reset` is not computed again."""
         self.on_gpu = torch.cuda.is_available()
         self.item_bytes = 2 if self.on_gpu else 4
         self.counted: Counter[str] = Counter()
@@ -91,11 +91,11 @@ class ServingEngine:
 
     @property
     def pool_share(self) -> float:
-        """Share of the plugin's host memory that is ready, according to its last report."""
+        """Return the share of the plugin's host memory that is ready, from its last report."""
         return self.gauges.get("slots", 0) / self.gauges.get("pool_slots", 1)
 
     def wait_for_pool(self) -> None:
-        """Wait until all host memory is ready; other connectors have theirs from the start."""
+        """Wait until all host memory is ready, as other connectors' is from the start."""
         deadline = time.monotonic() + READY_SECONDS
         while self.settings.is_ours and self.pool_share < 1:
             if time.monotonic() > deadline:
@@ -133,9 +133,9 @@ class ServingEngine:
         return took, sum(output.num_cached_tokens or 0 for output in outputs)
 
     def rest(self) -> None:
-        """Wait until the connector has nothing left to do, like an idle server.
+        """Wait until the connector has nothing left to do, as on an idle server.
 
-        In a single process, no thread steps an engine after its last answer, so it is stepped here.
+        In a single process, no thread steps the engine after its last answer, so this does.
         """
         deadline = time.monotonic() + RESET_SECONDS
         core = self.llm.llm_engine.engine_core.engine_core
@@ -151,10 +151,8 @@ class ServingEngine:
     def reset(self) -> None:
         """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
 
-        Does nothing if the GPU's prefix cache is what is measured.
-
-        vLLM's own connectors need a few steps first, because they hold blocks until copies are
-        reported.
+        Does nothing if the GPU's prefix cache is to be measured. Runs a few steps first: vLLM's own
+        connectors hold blocks until copies are reported.
         """
         if self.settings.column == IN_GPU:
             return
@@ -172,7 +170,7 @@ class ServingEngine:
         self.llm.llm_engine.add_request(request_id, prompt, self._parameters(max_tokens))
 
     def step(self) -> dict[str, list[int]]:
-        """Run one step; return the new tokens of each request that got some."""
+        """Run one step; return the new tokens by request, without requests that got none."""
         found = {one.request_id: one.outputs[0].token_ids for one in self.llm.llm_engine.step()}
         return {request_id: list(tokens) for request_id, tokens in found.items() if tokens}
 
@@ -210,7 +208,7 @@ def engine_arguments(settings: EngineSettings, *, on_gpu: bool) -> dict[str, Any
 
 
 def _faster_start() -> dict[str, Any]:
-    """Return arguments that shorten startup on a GPU: fewer CUDA graphs, lazy compilation."""
+    """Return arguments that make a GPU engine start faster: fewer CUDA graphs, lazy compilation."""
     found: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURED_BATCHES}}
     kernels = getattr(vllm.config, "KernelConfig", None)  # exists since 0.32
     if "enable_jit_warmup" in getattr(kernels, "__dataclass_fields__", ()):
@@ -219,7 +217,7 @@ def _faster_start() -> dict[str, Any]:
 
 
 def write_model(shape: Shape, folder: Path) -> None:
-    """Write the configuration of a model, which another engine may be reading at the same time."""
+    """Write a model's configuration, even while another engine reads it."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as new:
         model_config(shape).save_pretrained(new)
@@ -228,7 +226,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 def model_config(shape: Shape) -> Any:
-    """Return the transformers configuration of a Llama with that shape."""
+    """Return the transformers configuration of a Llama with this shape."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

@@ -36,7 +36,7 @@ NAMES = {OFF: "computed again", PEER: "vLLM's OffloadingConnector", OURS: "kv-of
 
 @dataclass(frozen=True)
 class Line:
-    """Times to first token of one column in milliseconds: median, minimum and maximum by tokens."""
+    """Time to first token of one column in milliseconds: median, minimum and maximum by tokens."""
 
     column: str
     points: dict[int, dict[str, float]]
@@ -45,7 +45,7 @@ class Line:
 def lines(document: dict[str, Any]) -> list[Line]:
     """Return the columns of a result that have times to first token, without variants.
 
-    If no engine ran without a connector, the prompts that the peer computed are used instead.
+    If no engine ran without a connector, uses the prompts that the peer computed instead.
     """
     found = []
     for column in (OFF, PEER, OURS):
@@ -61,7 +61,7 @@ def lines(document: dict[str, Any]) -> list[Line]:
 
 
 def title(document: dict[str, Any]) -> str:
-    """Return the title of a panel: shape, GPU and version of vLLM."""
+    """Return a panel's title: shape, GPU and vLLM's version."""
     machine = document["machine"]
     parts = [document["shape"]["name"], machine.get("gpu", "CPU"), f"vLLM {machine.get('vllm')}"]
     return ", ".join(parts)

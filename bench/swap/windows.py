@@ -1,10 +1,10 @@
-"""Measures loads from the arena of another process against loads from the own arena.
+"""Compares loads from another process's arena with loads from this process's arena.
 
 usage: python -m bench.swap.windows [--gib 4] [--rounds 15] [--out FILE.json]
 
-Another process page-locks an arena of `--gib` GiB in /dev/shm, which has the same bytes as the own
-one. Both are loaded in turns, as jobs of the same scattered blocks. Ends with 1 if a byte differs.
-On a machine without a GPU, the host engine copies, and nothing is page-locked.
+Another process page-locks an arena of `--gib` GiB in /dev/shm with the same bytes as this process's
+arena. Jobs of the same scattered blocks load from both in turns. The exit status is 1 if a byte
+differs. Without a GPU, the host engine copies, and nothing is page-locked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES: tuple[tuple[int, Packing | None], ...] = (
     (2048 * KIB, None),
     (64 * KIB, Packing(128)),
 )
-"""Page sizes: on a GPU, kernels copy the first, the copy engine the second, and the last packs."""
+"""Page sizes: on a GPU, kernels copy the first, the copy engine the second; the last is packed."""
 
 JOB_BLOCKS = 1024
 LIMIT_SECONDS = 600.0
@@ -50,7 +50,7 @@ LIMIT_SECONDS = 600.0
 
 @dataclass
 class Bed:
-    """An engine with a KV cache, in whose slots are its blocks, in order."""
+    """An engine with a KV cache, whose blocks are in its slots, in order."""
 
     engine: SwapEngine
     memory: torch.Tensor
@@ -75,7 +75,7 @@ class Bed:
         return made
 
     def run(self, direction: Direction, pairs: Any) -> float:
-        """Run a job, and return the seconds until it was polled."""
+        """Run a job, and return the seconds until its completion was polled."""
         started = time.perf_counter()
         self.engine.submit(SwapJob(1, direction, pairs))
         if self.memory.device.type == "cpu":
@@ -98,7 +98,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def owner(bed: Bed, folder: Path) -> Iterator[Path]:
-    """Copy the slots to an arena that another process holds, and return its path."""
+    """Copy the slots to an arena that another process holds, and yield the arena's path."""
     files = ArenaFiles(folder, 0, "bench", reserve=False)
     slots = bed.engine.slots()
     name, memory = files.create(slots.nbytes, 1)
@@ -120,7 +120,7 @@ def owner(bed: Bed, folder: Path) -> Iterator[Path]:
 
 
 def own(folder: str, name: str, num_slots: str, slot_bytes: str, device: str) -> None:
-    """Hold an arena, page-locked on a GPU, until the standard input ends."""
+    """Hold an arena, page-locked for a GPU, until standard input ends."""
     files = ArenaFiles(Path(folder), 0, "bench", reserve=False)
     shape = int(num_slots), int(slot_bytes)
     register = CudaRegistrar(torch.device(device)) if device.startswith("cuda") else None
@@ -154,7 +154,7 @@ def measure(nbytes: int, page_bytes: int, packing: Packing | None, rounds: int) 
         for number in range(rounds + 2):
             for name, start in starts.items():
                 took = bed.run(Direction.LOAD, np.stack([chosen, chosen + start], 1))
-                if number >= 2:  # the first ones warm up
+                if number >= 2:  # the first two rounds warm up
                     seconds[name].append(took)
         bed.memory.zero_()
         for first in range(0, bed.num_blocks, JOB_BLOCKS):

@@ -1,4 +1,4 @@
-"""Three kinds of compute to run next to copies, and the effect of each on the other."""
+"""Three kinds of compute to run next to copies, and the effect of one on the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKLOADS = ("product", "reduction", "decode")
 
 
 class Workload:
-    """A CUDA graph of some milliseconds, with inputs too large for the L2 except for a product."""
+    """A CUDA graph of some milliseconds. Except for a product, its inputs do not fit in the L2."""
 
     def __init__(self, torch: Any, name: str, step: Callable[[], object], steps: int) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Workload:
 
 
 def make_workloads(torch: Any, names: Sequence[str] = WORKLOADS) -> list[Workload]:
-    """An 8192-cubed bf16 product, a sum over 2 GiB, and 32-row products with 2.4 GB of weights.
+    """Return an 8192-cubed bf16 product, a 2 GiB sum, and 32-row products with 2.4 GB of weights.
 
     Inputs are random, because a product of zeros runs faster than any real one.
     """
@@ -74,7 +74,7 @@ def make_workloads(torch: Any, names: Sequence[str] = WORKLOADS) -> list[Workloa
 class Decodes:
     """Decode steps with the shape of Llama-3.1-8B: 16 requests of 1,500 tokens each.
 
-    Weights and KV are random and as large as the model's: a step reads 15 GB and 3 GB.
+    Weights and KV are random and as large as the model's: a step reads 15 GB and 3 GB of them.
     """
 
     REQUESTS, LENGTH = 16, 1536
@@ -115,11 +115,11 @@ class Decodes:
 def beside(
     torch: Any, workload: Workload, copies: Copies, copy_seconds: float, rounds: int
 ) -> tuple[float, float]:
-    """Return the effect of copies on work and of work on copies, medians of `rounds`.
+    """Return the effect of copies on work and of work on copies, as medians over `rounds`.
 
-    The first value is the work's time next to copies over its time alone, the second is the seconds
-    of a copy next to the work. `copy_seconds` is the time of a copy alone. Copies run from before
-    the work begins until after it has ended; otherwise the round is repeated with more of them.
+    The first value is the work's time next to copies over its time alone, the second the seconds of
+    a copy next to the work. `copy_seconds` is the time of a copy alone. Copies must run from before
+    the work begins until after it ends; if not, the round is repeated with more of them.
     """
     alone, together, copying = [], [], []
     for _ in range(rounds):
@@ -141,7 +141,7 @@ def beside(
 def _once(torch: Any, workload: Workload, copies: Copies, count: int) -> tuple[float, float, int]:
     """Return the work's milliseconds, a copy's seconds, and the number of copies left at its end.
 
-    If no copy ends before the work does, a copy's seconds are the time until the first one ends.
+    If no copy ends before the work does, a copy's seconds are the time until the first copy ends.
     """
     torch.cuda.synchronize()
     began = ends_at = time.perf_counter()

@@ -1,16 +1,16 @@
-"""Measures cost and gain of a disk or remote store with real engines, one after the other.
+"""Measures the cost and gain of a disk or remote store with real engines, one after the other.
 
 usage: python -m bench.tiers [--shape small|gqa8|mqa] [--disk FOLDER] [--disk-bytes SIZE]
                              [--remote-bytes BYTES] [--out FOLDER]
 
-Engines without a tier come first and last, and between them one with each requested tier: files in
-FOLDER, or a store with BYTES of memory of another process on this machine. Blocks in a tier are
+The first and last engines have no tier; between them runs one with each requested tier: files in
+FOLDER, or a store with BYTES of another process's memory on this machine. Blocks in a tier are
 always read, even if computing would be faster, and all blocks are written to it: with `gqa8` about
 33 GB, so give each tier 40 GiB.
 
 The first table shows time to first token by the place that has the prompt, the second the
-inter-token latency of decodes while blocks are moved. Everything is written to tiers-SHAPE.json
-after each engine. The exit status is 1 if an engine failed, or did not read what it had to.
+inter-token latency of decodes while blocks are moved. Results are written to tiers-SHAPE.json after
+each engine. The exit status is 1 if an engine failed or did not read all that it had to.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NO_TIER = "no tier"
 PLACES = ("computed", "host memory", "below")
 PHASES = ("alone", "after computing", "loading", "reading")
 RATE = "16GiB"
-"""Allowed write rate in bytes per second: more than any tier takes."""
+"""Allowed write rate per second: more than any tier can take."""
 ALWAYS: dict[str, Any] = {"load_or_recompute": "always_load"}
-"""The only other change to the default: a prompt that is faster to compute is still read."""
+"""The only other change to the defaults: prompts that are faster to compute are still read."""
 
 Document = dict[str, Any]
 
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace, master: str | None, document: Documen
 
 
 def unproven(document: Document) -> list[str]:
-    """Name the figures of prompts that were not read, or only in part, from a lower tier."""
+    """Name the figures of prompts that were not completely read from a lower tier."""
     problems = [
         f"NOT PROVEN: {name}, {tokens} tokens: {found['bytes_read']:.0f} of "
         f"{found['bytes_needed']} bytes were read"
@@ -164,7 +164,7 @@ def conclude(shown: str, problems: list[str]) -> int:
 
 @contextlib.contextmanager
 def sharing_environment() -> Iterator[None]:
-    """Have child processes compute the same keys, and find the libraries of Mooncake."""
+    """Make child processes compute the same keys and find Mooncake's libraries."""
     before = dict(os.environ)
     os.environ.update(environment(), PYTHONHASHSEED="0")
     try:

@@ -6,8 +6,8 @@ a new folder with 2 GiB free. The stores are a real `mooncake_master`, a folder 
 written there. Without the option everything runs once, at a small size.
 
 Mooncake's memory is in this process, or in another one over TCP on loopback; folder and bucket are
-in the page cache of this machine. So these measure the work per object, without a network; `s3, 20
-ms` adds the latency of a distant bucket. Figures are medians over the rounds.
+in this machine's page cache. So the rates show the work per object, without a network; `s3, 20 ms`
+adds the latency of a distant bucket. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PLACES = ("mooncake, own memory", "mooncake, another process", "folder", "s3", "
 
 
 class FarS3Client(S3Client):
-    """A client with 20 ms more latency per answer, like that of a bucket in the same region."""
+    """A client with 20 ms more latency per answer, as for a bucket in the same region."""
 
     def _write(self, key: str, parts: Parts) -> Fate | TierError:
         time.sleep(0.02)
@@ -83,7 +83,7 @@ class FarS3Client(S3Client):
 def remote(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, MakeClient]]:
-    """A kind of remote store, and a function that creates a client of it."""
+    """Yield a kind of remote store, and a function that creates a client of it."""
     kind, _, whose = request.param.partition(", ")
     if kind == "folder":
         yield request.param, lambda: FolderClient(tmp_path, POOL_BYTES)
@@ -104,7 +104,7 @@ def remote(
 
 
 def filled_arena(num_slots: int, slot_bytes: int) -> NDArray[np.uint8]:
-    """Return slots of random bytes, because a disk may compress."""
+    """Return slots of random bytes: a disk may compress data."""
     view = HostArena(num_slots, slot_bytes, register=None).view()
     rng = np.random.default_rng(0)
     for slot in view:
@@ -113,7 +113,7 @@ def filled_arena(num_slots: int, slot_bytes: int) -> NDArray[np.uint8]:
 
 
 def names_of(slots: NDArray[np.int32]) -> list[bytes]:
-    """Return names as long as a key with its generation."""
+    """Return names as long as keys with their generation."""
     return [slot.to_bytes(52, "little") for slot in slots.tolist()]
 
 
@@ -169,7 +169,7 @@ def test_rate_of_a_remote(
 def test_asking_a_remote(
     benchmark: Any, remote_rows: Rows, remote: tuple[str, MakeClient], chained: bool
 ) -> None:
-    """Time a lookup of 256 blocks, none of which the store has: the slowest case for a chain."""
+    """Time a lookup of 256 blocks that the store does not have: the slowest case for a chain."""
     place, make_client = remote
     directory = RemoteDirectory(make_client(), ["0" * 32], object_keys)
     names = names_of(np.arange(256, dtype=np.int32))

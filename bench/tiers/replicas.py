@@ -2,12 +2,12 @@
 
 usage: python -m bench.tiers.replicas [--shape small|gqa8|mqa] [--remote-bytes BYTES] [--out FOLDER]
 
-One replica gets new prompts, and again once its GPU cache is empty. Then the other one gets the
-same prompts: without a store it computes them. With a store, to which both have given BYTES of
-memory, it loads the KV that the first has computed. Each replica has a GPU if the host has any.
+One replica gets new prompts, and the same ones again once its GPU cache is empty. Then the other
+replica gets them. Without a store, it computes them. With a store, to which both have given BYTES
+of memory, it loads the KV that the first has computed. Each replica has a GPU if the host has any.
 
-Everything is written to replicas-SHAPE.json. The exit status is 1 if a prompt was not read
-completely from the store.
+Results are written to replicas-SHAPE.json. The exit status is 1 if a prompt was not read completely
+from the store.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def measure(shape: Shape, model: str, options: dict[str, Any]) -> dict[str
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             **engine_arguments(settings, on_gpu=on_gpu),
-            enforce_eager=True,  # prompts are computed, and hits loaded, without CUDA graphs
+            enforce_eager=True,  # computing prompts and loading hits needs no CUDA graphs
             data_parallel_size=REPLICAS,
             kv_transfer_config=KVTransferConfig(**(settings.transfer_config or {})),
         )

@@ -1,4 +1,4 @@
-"""The requests to one engine when tiers are compared. All times are in seconds."""
+"""The requests to each engine in a comparison of tiers. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.serving.stats import spread
 REPEATS = 3
 """Number of prompts of each length."""
 OTHER_PROMPTS = 12
-"""Number of prompts of `other_tokens` tokens that are moved while decodes are measured."""
+"""Number of prompts, of `other_tokens` tokens, that are moved while decodes are measured."""
 
 
 def tiers(engine: ServingEngine) -> Result:
@@ -24,7 +24,7 @@ def tiers(engine: ServingEngine) -> Result:
 def first_tokens(engine: ServingEngine) -> Result:
     """Measure time to first token of a prompt: computed, from host memory, and from the tier.
 
-    For the tier, also return the bytes that were read, and the bytes that had to be.
+    For the tier, also returns the bytes that were read, and the bytes that had to be read.
     """
     warm_up(engine)
     results = {}
@@ -54,7 +54,7 @@ def first_tokens(engine: ServingEngine) -> Result:
 def beside_moves(engine: ServingEngine) -> Result:
     """Measure decodes alone, and while the tier is written, prompts are loaded, or it is read.
 
-    Where an engine with a tier writes to it, an engine without one does nothing else.
+    In the phase that writes to a tier, an engine without one does nothing else.
     """
     shape = engine.shape
     others = engine.prompts(70, OTHER_PROMPTS, shape.other_tokens)
@@ -89,7 +89,7 @@ def has_tier(engine: ServingEngine) -> bool:
 
 
 def forget_host_memory(engine: ServingEngine) -> None:
-    """Once the tier has all prompts, empty host memory, so that only the tier has them."""
+    """Wait until the tier has all prompts, then empty host memory: only the tier has them then."""
     engine.reset()
     core: Any = engine.llm.llm_engine.engine_core.engine_core
     core.scheduler.connector.offload_scheduler.manager.reset()

@@ -1,8 +1,8 @@
 """`python -m bench.trace TRACE`: hit ratios by policy and capacity, as a table and a plot.
 
 A trace has one request per line: timestamp in ms, input_length and output_length in tokens, and
-hash_ids, which prompts share as far as they share a prefix. Mooncake's traces of FAST'25 are such
-files: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+hash_ids, which prompts share as far as they share a prefix. Mooncake's FAST'25 traces have this
+format: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
 """
 
 from __future__ import annotations

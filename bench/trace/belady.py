@@ -9,14 +9,14 @@ from kv_offload.simulation.replay import ReplayResult, kept_prefix
 from kv_offload.simulation.trace import TraceRequest
 
 NEVER = 1 << 62
-"""The next use of a block that is not used again."""
+"""Next use of a block that is not used again."""
 
 
 def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
     """Return the result of a cache of `capacity` blocks that evicts the block needed last.
 
-    A block that is needed later than all others is not stored. L. A. Belady, "A Study of
-    Replacement Algorithms", IBM Systems Journal 1966. Within a request the tail is needed last.
+    A block that is needed later than all others is not stored. Within a request, the tail is needed
+    last. L. A. Belady, "A Study of Replacement Algorithms", IBM Systems Journal 1966.
     """
     coming = _next_uses(requests)
     result, kept = ReplayResult(), set[int]()
@@ -42,7 +42,7 @@ def belady(requests: Sequence[TraceRequest], capacity: int) -> ReplayResult:
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
-    """Return by request the next access to each of its blocks, numbered from the first access."""
+    """Return, per request, the next access to each of its blocks; accesses are numbered from 0."""
     at = sum(len(request.hash_ids) for request in requests)
     last_seen: dict[int, int] = {}
     found = []

@@ -13,7 +13,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#aaaaaa")
 
 
 def as_svg(rows: Sequence[Row], title: str) -> str:
-    """Return a plot with a line per policy; capacities in blocks are on a logarithmic axis."""
+    """Return a plot with one line per policy over capacity in blocks, on a logarithmic axis."""
     capacities = sorted({row.capacity for row in rows})
     top = 10 * math.ceil(max(row.hit_percent for row in rows) / 10) or 10
     low, high = math.log(capacities[0]), math.log(capacities[-1])

@@ -1,7 +1,7 @@
 """`python -m bench.trace.shifts`: hits of `lru` and `auto` in each phase of changing traffic.
 
-Each workload is a list of phases, each a list of prompts in blocks of 16 tokens. The capacities are
-chosen so that some of the phases just fit and others do not.
+A workload is a list of phases, and a phase a list of prompts in blocks of 16 tokens. Capacities are
+chosen so that some phases just fit and others do not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Blocks:
 
 
 def _documents(blocks: _Blocks) -> Phases:
-    """A few prompts of many lengths, sent twice, then new ones that just fit, in three passes."""
+    """A few prompts of many lengths, sent twice; then, in three passes, new ones that just fit."""
     warm = [prompt for size in (32, 128, 512, 1024) for prompt in blocks.prompts(3, size)]
     documents = blocks.prompts(48, 256)
     return [[prompt for prompt in warm for _ in range(2)], documents, documents, documents]
@@ -68,7 +68,7 @@ def _scan(blocks: _Blocks) -> Phases:
 
 
 def _system_prompts(blocks: _Blocks) -> Phases:
-    """One system prompt for all requests, which is replaced."""
+    """One system prompt for all requests, which is then replaced."""
     return [
         [system + blocks.new(blocks.random.randint(5, 40)) for _ in range(300)]
         for system in blocks.prompts(4, 100)
@@ -76,7 +76,7 @@ def _system_prompts(blocks: _Blocks) -> Phases:
 
 
 def _day_and_night(blocks: _Blocks) -> Phases:
-    """Two groups of users by turns, whose conversations grow."""
+    """Two groups of users in turns, whose conversations grow."""
     groups = [[blocks.new(blocks.random.choice((30, 60, 120))) for _ in range(40)] for _ in "ab"]
     phases = []
     for turn in range(4):
@@ -90,7 +90,7 @@ def _day_and_night(blocks: _Blocks) -> Phases:
 
 
 def _once_then_again(blocks: _Blocks) -> Phases:
-    """Prompts that are never repeated, then some that are repeated five times, and again."""
+    """Prompts that are never repeated, then some that are repeated five times; all of it twice."""
     phases = []
     for _ in range(2):
         phases.append(blocks.prompts(500, 50))
@@ -99,7 +99,7 @@ def _once_then_again(blocks: _Blocks) -> Phases:
 
 
 def _ending_chats(blocks: _Blocks) -> Phases:
-    """Conversations that grow and end, with other numbers, turns and lengths in each phase."""
+    """Conversations that grow and end; their number, turns and lengths differ by phase."""
     phases = []
     for at_once, turns, growth in ((40, 12, 10), (100, 3, 30), (20, 40, 5)):
         chats: list[tuple[Prompt, int]] = []
@@ -117,7 +117,7 @@ def _ending_chats(blocks: _Blocks) -> Phases:
 
 
 def _popularity(blocks: _Blocks) -> Phases:
-    """Prompts drawn by Zipf's law, with popularity moving to others."""
+    """Prompts drawn by Zipf's law, while popularity moves to other prompts."""
     prompts = [blocks.new(blocks.random.randint(10, 60)) for _ in range(600)]
     weights = [1 / rank for rank in range(1, len(prompts) + 1)]
     phases = []
@@ -128,13 +128,13 @@ def _popularity(blocks: _Blocks) -> Phases:
 
 
 def _loop_then_documents(blocks: _Blocks) -> Phases:
-    """A loop over more than memory holds, of which `auto` keeps a part, then new prompts."""
+    """A loop over more prompts than fit, some of which `auto` keeps; then new prompts."""
     documents = blocks.prompts(70, 64)
     return [blocks.prompts(100, 64) * 6, documents, documents, documents]
 
 
 def _popular_then_documents(blocks: _Blocks) -> Phases:
-    """Popular prompts among others that are never repeated, then new prompts that just fit."""
+    """Popular prompts among others that are never repeated; then new prompts that just fit."""
     popular = blocks.prompts(40, 32)
     asked = [
         blocks.random.choice(popular) if blocks.random.random() < 0.3 else blocks.new(64)
@@ -145,7 +145,7 @@ def _popular_then_documents(blocks: _Blocks) -> Phases:
 
 
 def _batches(blocks: _Blocks) -> Phases:
-    """Three passes over documents with a question each, of another length in each phase."""
+    """Three passes over documents with one question each; lengths differ by phase."""
     phases = []
     for size in (128, 512, 32, 256, 1024, 64):
         documents = blocks.prompts(max(4, 6000 // size), size)
@@ -155,7 +155,7 @@ def _batches(blocks: _Blocks) -> Phases:
 
 
 def _lengths_that_swap(blocks: _Blocks) -> Phases:
-    """Short prompts repeat and long ones do not, then the other way round."""
+    """Short prompts repeat and long ones do not, then the other way around."""
     phases = []
     for again, once in ((30, 200), (200, 30)) * 2:
         popular = blocks.prompts(30, again)
@@ -212,7 +212,7 @@ SHIFTS: Mapping[str, Shift] = {
 
 
 def hits_by_phase(phases: Phases, policy: str, capacity: int) -> list[float]:
-    """Return the per cent of each phase's blocks that are prefix hits."""
+    """Return the percentage of each phase's blocks that are prefix hits."""
     cache, shares = Replay(policy, capacity), []
     for prompts in phases:
         hits = sum(

@@ -26,12 +26,12 @@ ROWS: Mapping[str, Cell] = {
     BELADY: belady,
     INFINITE: lambda requests, capacity: infinite(requests),
 }
-"""Functions by name that replay a trace with a given capacity in blocks."""
+"""Functions, by name, that replay a trace with a given capacity in blocks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One replay, with the share of blocks that were prefix hits, in per cent."""
+    """One replay, with the percentage of blocks that were prefix hits."""
 
     name: str
     capacity: int
