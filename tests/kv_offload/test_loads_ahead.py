@@ -59,7 +59,12 @@ def busy(engine: PlayedEngine, steps: int) -> None:
         engine.process()
 
 
-def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int], set[int]]:
+PIPELINE = {"async_scheduling": False, "stages": 2, "ranks": 2}
+
+
+def take_over(
+    engine: PlayedEngine, end: Callable[[], object], steps: int = 7
+) -> tuple[set[int], set[int]]:
     """End a request with one of its steps in flight; others load into its blocks at once.
 
     Return those of its blocks that were loaded, and those loaded ahead of a launched step.
@@ -67,7 +72,8 @@ def take_over(engine: PlayedEngine, end: Callable[[], object]) -> tuple[set[int]
     store(engine, PROMPT)
     store(engine, PROMPT[4:], "second")
     owner = engine.add("owner", OTHER, max_tokens=20)
-    busy(engine, 7)  # at 8 a block is full, and a reset waits for the step after which it is stored
+    # At 8 a block is full, and a reset waits for the step after which it is stored.
+    busy(engine, steps)
     engine.schedule_all()
     engine.execute()
     owned = set(tables(engine, owner)[0])
@@ -103,18 +109,19 @@ def test_blocks_of_a_request_that_has_a_step_in_flight_when_it(synchronous, how)
 
 
 @both_kinds
+@pytest.mark.parametrize(("steps", "more"), [(7, {}), (8, PIPELINE)], ids=["async", "pipeline"])
 def test_if_blocks_were_freed_at_once_a_launched_step_would_spoil_the_load(
-    monkeypatch, synchronous
+    monkeypatch, synchronous, steps, more
 ):
     """The control: vLLM does not hold back blocks that steps in flight use."""
-    engine = make(synchronous_loads=synchronous)
+    engine = make(synchronous_loads=synchronous, **more)
 
     def end() -> None:
         monkeypatch.setattr(engine.scheduler, "defer_block_free", False)
         engine.abort("owner")
 
     with wrong_bytes():
-        take_over(engine, end)
+        take_over(engine, end, steps)
 
 
 def test_a_reset_frees_nothing_at_once_if_loads_cannot_be_fenced(monkeypatch):
@@ -204,6 +211,7 @@ def test_the_time_of_steps_under_way_counts_only_where_loads_may_start_within_it
 ):
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", zeroes)
     assert make().offload._engine.loads_overlap is not zeroes
+    assert make(**PIPELINE).offload._engine.loads_overlap is not zeroes
     assert not make(async_scheduling=False).offload._engine.loads_overlap
     assert not make(drafts=2).offload._engine.loads_overlap
 

@@ -62,7 +62,9 @@ class PlayedEngine:
     """An engine core in pieces: `schedule`, `execute` and `process` are called by the test.
 
     `execute` runs the oldest scheduled step on all ranks, `process` passes the oldest executed one
-    back to the scheduler. With asynchronous scheduling two steps may be in flight.
+    back to the scheduler. As many steps may be in flight as a pipeline has stages, and with
+    asynchronous scheduling one more. All stages run a step at once: none sees what another does,
+    and the scheduler gets the output of a step when all have run it.
     """
 
     beside = False
@@ -80,6 +82,7 @@ class PlayedEngine:
         blocks: int = 40,
         slots: int = 64,
         ranks: int = 1,
+        stages: int = 1,
         async_scheduling: bool | None = None,
         drafts: int = 0,
         draft_head: bool = False,
@@ -122,6 +125,7 @@ class PlayedEngine:
         config.cache_config.prefix_match_unit = match_tokens
         if any(group.holds_state for group in groups):
             config.cache_config.mamba_cache_mode = "align"
+        config.parallel_config.pipeline_parallel_size = stages
         config.parallel_config.decode_context_parallel_size = context_ranks
         config.parallel_config.prefill_context_parallel_size = prefill_ranks
         config.parallel_config.cp_kv_cache_interleave_size = interleave
@@ -138,7 +142,7 @@ class PlayedEngine:
             else dataclasses.replace(group, block_tokens=group.block_tokens * context_ranks)
             for group in groups
         )
-        self.max_steps_under_way = 2 if async_scheduling else 1
+        self.max_steps_under_way = stages + async_scheduling
         scheduler_class = AsyncScheduler if async_scheduling else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=config,
