@@ -107,6 +107,7 @@ def mtp(modules: int, tokens: int) -> dict[str, Any]:
 
 ROLE = "kv_transfer_config.kv_role"
 BACKEND = "parallel_config.distributed_executor_backend"
+STAGES, ASYNC = "parallel_config.pipeline_parallel_size", "scheduler_config.async_scheduling"
 WORLD, DCP = "parallel_config.world_size", "parallel_config.decode_context_parallel_size"
 PCP = "parallel_config.prefill_context_parallel_size"
 CASCADE = {"model_config.disable_cascade_attn": False}
@@ -157,10 +158,11 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "ranks of every kind": {
         "parallel_config.tensor_parallel_size": 4,
-        "parallel_config.pipeline_parallel_size": 2,
+        STAGES: 2,
         DCP: 2,
         PCP: 2,
     },
+    "drafts in a pipeline": {"drafts": 2, STAGES: 2, ASYNC: True},
     "one rank of an external launcher": {BACKEND: "external_launcher"},
     "cascade attention of 0.32": {**CASCADE, **NEW},
     "failing requests": {"fail": True},
@@ -187,6 +189,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {BACKEND: "external_launcher", WORLD: 2},
         "distributed_executor_backend is 'external_launcher' with 2 ranks, *"
         "start one process, with 'mp' or 'ray'",
+    ),
+    "drafts in a pipeline whose sampled tokens come late": (
+        {"drafts": 2, STAGES: 2, ASYNC: False},
+        "pipeline_parallel_size is 2 with drafts and without asynchronous scheduling, *",
     ),
     # After such an error vLLM drops the outputs of the steps under way, with what ranks report.
     "going on after an error": (
@@ -264,9 +270,7 @@ def test_what_is_refused(settings, problem):
 )
 def test_stages_of_a_pooling_model(stages, runner, served, monkeypatch):
     """Of runner V1 only the last stage reports to vLLM, which then ends the engine."""
-    engine = Engine(
-        **{"model_config.runner_type": "pooling", "parallel_config.pipeline_parallel_size": stages}
-    )
+    engine = Engine(**{"model_config.runner_type": "pooling", STAGES: stages})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
     if served:
         engine.check()

@@ -93,6 +93,16 @@ def _engine_problems(vllm_config: VllmConfig, version: tuple[int, int]) -> Itera
             f"pipeline_parallel_size is {stages} with a pooling model, whose first request ends "
             "an engine with runner V1 if it has any connector: set it to 1"
         )
+    if (
+        stages > 1
+        and vllm_config.speculative_config is not None
+        and not vllm_config.scheduler_config.async_scheduling
+    ):  # vllm-project/vllm issue 52071
+        yield (
+            f"pipeline_parallel_size is {stages} with drafts and without asynchronous scheduling, "
+            "where vLLM schedules drafts in place of a sampled token, so that tokens and KV are "
+            "wrong: remove --no-async-scheduling, use runner V2, or remove --speculative-config"
+        )
     if parallel.enable_fault_tolerance:
         yield (
             "enable_fault_tolerance is on, with which vLLM continues after an error and does not "
