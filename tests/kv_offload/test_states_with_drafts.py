@@ -111,6 +111,16 @@ def test_nor_do_those_that_a_resumed_answer_passes():
     engine.check_rest()
 
 
+def test_drafts_of_an_answer_run_past_the_end_of_a_block():
+    """Only a prompt stops there: drafts that are cut off cost the answer more steps."""
+    engine = PlayedEngine((FULL, STATE), drafts=3)
+    request = engine.add("a", PROMPT, max_tokens=9)
+    while not request.num_output_tokens:
+        engine.step()
+    assert [engine.step().total_num_scheduled_tokens for _ in range(2)] == [4, 4]
+    engine.rest()
+
+
 @both_ways
 @pytest.mark.parametrize(("drafts", "hit"), [(0, 40), (2, 36)], ids=["no head", "a head"])
 def test_a_state_that_is_kept_within_a_prefill_is_found(drafts, hit):
