@@ -34,6 +34,7 @@ from tests.support.played_cases import (
     store,
 )
 from tests.support.played_engine import PlayedEngine
+from tests.support.timing import Harsh
 
 LARGE = 2 * BLOCK
 ATTENTION, STATES = CacheGroup(0, LARGE), CacheGroup(1, LARGE, holds_state=True)
@@ -135,6 +136,23 @@ def test_a_draft_head_has_its_proof(head):
     assert hit_tokens(engine, PROMPT) == END - 2
     assert hit_tokens(engine, [*PROMPT[: END - 2], 1 - PROMPT[END - 2], *OTHER]) <= LARGE
     engine.rest()
+
+
+def test_a_proof_at_the_end_of_a_block_has_the_whole_block():
+    """Its key is that of the whole block, and the step after the tail computes one token of two."""
+    one = {"max_num_batched_tokens": 1, "max_num_seqs": 1}
+    engine = HeadEngine((HEAD, STATES), match_tokens=2, timing=Harsh(eager=True), **one)
+    store(engine, PROMPT[: WHOLE + 1])
+    engine.rest()
+
+
+def test_a_proof_at_the_end_of_a_block_waits_for_all_modules():
+    """vLLM names a block for three modules once two tokens after it are computed."""
+    modules = {"drafts": 3, "draft_head": True, "modules": 3}
+    engine = PlayedEngine((HEAD, STATES), match_tokens=4, max_model_len=60, **modules)
+    text = [*PROMPT, *OTHER]
+    store(engine, text[: 3 * LARGE])
+    assert hit_tokens(engine, text[:30]) == 0
 
 
 SMALL: dict[str, Any] = {

@@ -65,16 +65,18 @@ class StoreTails:
                     yield tail
 
     def _is_wanted(self, cursor: StoreCursor, computed_tokens: int, end_tokens: int) -> bool:
-        """Return whether a tail is worth its slots, and the proof that it may need is computed."""
+        """Return whether a tail is worth its slots, and the proof that it may need is computed.
+
+        The key of a proof may be that of the whole block.
+        """
         block_tokens = self._prefixes.alignment_tokens
         if end_tokens % block_tokens * LEAST_SHARE < block_tokens:
             return False
         proof_tokens = self._prefixes.proof_tokens
         if proof_tokens:
             proof_tokens += self._prefixes.unnamed_tokens
-        known = min(computed_tokens, cursor.request.num_tokens)
         return (
-            end_tokens + proof_tokens <= known
+            end_tokens + proof_tokens <= computed_tokens
             and self._candidates.wanted(cursor, end_tokens) == end_tokens
         )
 
