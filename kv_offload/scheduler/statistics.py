@@ -12,35 +12,27 @@ GAUGE_SECONDS = 0.1
 """Minimum time between two reports of gauges while requests run."""
 
 
-class Statistics:
+class Statistics(OffloadStats):
     """Counts events and reports gauges; `read_gauges` returns their current values by name."""
 
     def __init__(self, manager: CacheManager, read_gauges: Callable[[], dict[str, float]]) -> None:
+        super().__init__()
         self._manager = manager
         self._read_gauges = read_gauges
-        self._stats = OffloadStats()
         self._reported = {"evictions": 0, "stored_slots": 0}
         self._reported_gauges: dict[str, float] = {}
         self._gauges_due = 0.0
 
-    def count(self, name: str, amount: float) -> None:
-        """Add to the counter `name` of `kv_offload.metrics`."""
-        self._stats.count(name, amount)
-
     def skipped(self, reason: SkipReason, slots: int) -> None:
         """Count full slots that were not stored, by reason."""
-        self._stats.count(f"skipped_{reason}", slots)
-
-    def observe(self, name: str, value: float) -> None:
-        """Add a value to the histogram `name` of `kv_offload.metrics`."""
-        self._stats.observe(name, value)
+        self.count(f"skipped_{reason}", slots)
 
     @property
     def has_reported(self) -> bool:
         """True once the gauges have been reported; until then they read 0."""
         return bool(self._reported_gauges)
 
-    def take(self, *, idle: bool) -> OffloadStats | None:
+    def take(self, *, idle: bool = False) -> OffloadStats | None:
         """Return the counters since the last call, and gauges that changed; None if nothing did.
 
         Gauges change in every step of decodes, but are scraped at intervals of seconds, so they are
@@ -57,6 +49,6 @@ class Statistics:
             gauges = self._read_gauges()
             for name, value in gauges.items():
                 if self._reported_gauges.get(name) != value:
-                    self._stats.gauge(name, value)
+                    self.gauge(name, value)
             self._reported_gauges = gauges
-        return self._stats.take()
+        return super().take()
