@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kv_offload.engine import KVCaches
 from kv_offload.engines.vllm.locate import callers
 from kv_offload.engines.vllm.model.layout import (
@@ -126,3 +128,19 @@ def before_each_step(call: Callable[..., None]) -> None:
     runner = find_runner()
     if runner is not None:
         add_listener(EXECUTE_MODEL, runner, call)
+
+
+def guard_inputs(vllm_config: VllmConfig) -> None:
+    """Make runner V1 of a pipeline copy a step's inputs to the GPU before it rewrites them.
+
+    Otherwise the first stages can compute a step with inputs of the next one. vLLM guards them only
+    with asynchronous scheduling (vllm-project/vllm pull request 47644, open in November 2026).
+    """
+    runner = find_runner()
+    if (
+        vllm_config.max_concurrent_batches > 1
+        and runner is not None
+        and getattr(runner, "prepare_inputs_event", runner) is None
+        and runner.device.type == "cuda"
+    ):
+        runner.prepare_inputs_event = torch.cuda.Event(blocking=True)

@@ -14,9 +14,10 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kv_offload.engines.vllm.hooks.worker import changes_blocks
-from kv_offload.engines.vllm.runner import VLLMRank, before_each_step
+from kv_offload.engines.vllm.runner import VLLMRank, before_each_step, guard_inputs
 
 RANK = VLLMRank(None, None, gives_idle_blocks=False, packs=False)  # type: ignore[arg-type]
 
@@ -57,6 +58,37 @@ def test_the_nearest_runner_that_calls_has_the_stream(runner, stream):
         outer = Caller(output_copy_stream=object())
         assert outer.call(lambda: caller.call(RANK.find_output_copy_stream)) is stream
     assert RANK.find_output_copy_stream() is None, "no runner calls"
+
+
+@pytest.mark.parametrize(
+    ("batches", "device", "runner", "guarded"),
+    [
+        (2, "cuda", {"prepare_inputs_event": None}, True),
+        (1, "cuda", {"prepare_inputs_event": None}, False),
+        (2, "cpu", {"prepare_inputs_event": None}, False),
+        (2, "cuda", {"prepare_inputs_event": "vLLM's"}, False),
+        (2, "cuda", {}, False),  # runner V2 has several buffers for inputs
+    ],
+)
+def test_inputs_of_a_pipeline_are_guarded(batches, device, runner, guarded, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, blocking: ("event", blocking))
+    caller = Caller(execute_model=None, device=torch.device(device), **runner)
+    caller.call(lambda: guard_inputs(SimpleNamespace(max_concurrent_batches=batches)))
+    found = getattr(caller, "prepare_inputs_event", "none")
+    assert found == (("event", True) if guarded else runner.get("prepare_inputs_event", "none"))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_runner_v1_rewrites_inputs_only_after_its_event(stages):
+    """What `guard_inputs` relies on, of vLLM's own runner."""
+    seen: list[str] = []
+    event = SimpleNamespace(
+        synchronize=lambda: seen.append("wait"), record=lambda: seen.append("record")
+    )
+    runner = SimpleNamespace(prepare_inputs_event=None if stages == 1 else event)
+    with GPUModelRunner.synchronize_input_prep(runner):
+        seen.append("rewrite")
+    assert seen == (["rewrite"] if stages == 1 else ["wait", "rewrite", "record"])
 
 
 class Weights(torch.nn.Module):

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import callers
 from kv_offload.engines.vllm.patches.patch import log_new
-from kv_offload.engines.vllm.runner import before_each_step, find_runner
+from kv_offload.engines.vllm.runner import before_each_step, find_runner, guard_inputs
 from kv_offload.engines.vllm.start.build import Engine, build_worker
 from kv_offload.errors import UnsupportedError
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
@@ -75,6 +75,7 @@ class WorkerHooks(KVConnectorBase_V1):
             )
         self.offload_worker.register_kv_caches(kv_caches)
         before_each_step(self.begin_step)
+        guard_inputs(self._vllm_config)
         log_new()
 
     def unregister_kv_caches(self) -> None:  # before a sleep, from vLLM 0.33
