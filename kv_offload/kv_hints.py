@@ -72,7 +72,7 @@ def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints 
     is_known = isinstance(version, str) and version.partition(".")[0] == VERSION
     if not is_known or not isinstance(payload, Mapping):
         return None
-    # The block hashes of a hint can include blocks that other requests of its session share.
+    # Block hashes alone are not followed: other requests of the session may share their blocks.
     if payload.get("include_current_request", True) is not True:
         return None
     if payload.get("execute_at", "request_completion") != "request_completion":

@@ -103,7 +103,7 @@ class OffloadMetadata:
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     next_job_id: int = 0
-    """All jobs below this id have been sent; one that has not reached a rank now never will."""
+    """All jobs below this id have been sent; one that has not reached a rank by now never will."""
     acknowledged: tuple[int, ...] = ()
     """Jobs that ranks can stop reporting, because the scheduler knows how they ended."""
     admissions: int = 0
@@ -161,7 +161,7 @@ class TierCapacity:
     file_id: str
     """Identifies the file that holds the slots; a recreated file has a different id."""
     sharing_ranks: int = 1
-    """The number of ranks that share host memory and divide the writing of each slot."""
+    """The number of ranks that share host memory and divide the slots to write among them."""
 
 
 @dataclass(frozen=True)

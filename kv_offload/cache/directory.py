@@ -428,7 +428,7 @@ def _make(path: Path, files: Mapping[int, str], num_slots: int) -> tuple[int, Co
 def _find_former(folder: Path, own: Contents) -> list[Contents]:
     """Return the replaced directories whose readers still have leases on slots of our arenas.
 
-    Called after the new directory has taken the name: no reader leases slots in the old ones now.
+    Called after the new directory has taken the name: readers take no more leases in the old ones.
     Directories without a lease, or of other arenas, are removed.
     """
     order_memory()

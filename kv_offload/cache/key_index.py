@@ -4,7 +4,7 @@ The hash of a key selects one of as many buckets as there are slots. A bucket ha
 bits, which are 0 without a key, and `WAYS` slot numbers in a separate array. About one bucket in a
 million has more keys than ways, and peers miss one of its keys.
 
-The index is only a hint: readers verify the entry of a slot. One process writes it, unordered.
+The index is only a hint: readers verify the entry of a slot. One process writes it, in any order.
 """
 
 from __future__ import annotations

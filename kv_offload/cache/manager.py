@@ -188,15 +188,19 @@ class CacheManager:
             self.changes.became_readable(slots)
 
     def readable_keys(self, slots: Slots) -> list[Key | None]:
-        """Return the key of each slot that was given out; None if it cannot be loaded."""
+        """Return the key of each slot, None if it cannot be loaded.
+
+        All slots must have been given out.
+        """
         keys = self._index.keys_of(slots)
         readable = self._running.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
 
     def keys_of(self, slots: Slots) -> list[Key | None]:
-        """Return the key, readable or not, of each slot that was given out; None if it has none.
+        """Return the key of each slot, readable or not; None if it has none.
 
-        A reset drops the keys of slots that a store is still writing.
+        All slots must have been given out. A reset drops the keys of slots that a store is still
+        writing.
         """
         return self._index.keys_of(slots)
 

@@ -78,7 +78,7 @@ class PeerSlots:
         self.is_cut_off = False
         """True once this engine was reset: peers may have KV that was computed before."""
         self.opened: dict[PeerDirectory, int] = {}
-        """Peers, last used first, each with the slot below which all ranks can load."""
+        """Peers, most recently used first, each with the slot below which all ranks can load."""
         # By seat, only peers with leases, opened or not. Others would stay mapped once removed.
         self._leased: dict[int, PeerDirectory] = {}
         self._lost: set[bytes] = set()

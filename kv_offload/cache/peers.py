@@ -124,7 +124,7 @@ class PeerDirectory:
         self.num_leases += len(slots)
 
     def release(self, slots: Slots) -> None:
-        """End one lease of each slot, after its reads have ended."""
+        """End one lease of each slot, for which no read may still run."""
         idle = self._held.end_loads(slots)
         self.num_leases -= len(slots)
         order_memory()

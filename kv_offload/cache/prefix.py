@@ -72,7 +72,7 @@ class CacheGroup:
         return not (partial or self.holds_state or self.is_scratch)
 
     def held_blocks(self, num_blocks: int) -> int:
-        """Return how many of a table's blocks, at most, a running request is sure to hold.
+        """Return the maximum number of a table's blocks that a running request is sure to hold.
 
         The engine frees blocks that a window has left, and keeps two blocks of states.
         """

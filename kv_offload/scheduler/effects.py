@@ -15,8 +15,8 @@ from kv_offload.scheduler.transfers import Kind, Transfer
 class Effects:
     """Requests, by id. The engine acts on the fields in this order.
 
-    - `tainted`: have computed with wrong KV; None if there are none. Before it processes the output
-      of the step, the engine ends them and stops finding blocks by their keys.
+    - `tainted`: have computed with wrong KV; None if no KV was lost. Before it processes the output
+      of the step, the engine ends them, and drops the keys of all its blocks.
     - `failed`: their asynchronous loads have failed. They are also in `loaded`, but the engine must
       not treat them as loaded.
     - `loaded`: their asynchronous loads have ended.
@@ -76,8 +76,8 @@ class PendingEffects:
 
         These are the requests of lost loads, and all that share blocks computed with them. After an
         aborted step any named block may never have been computed: then these are all requests with
-        blocks, or none if the engine's own cache has been emptied since. Pending stores are
-        discarded. Some of the requests may have ended.
+        blocks, or none if the engine's own cache has been emptied since. No pending store of any
+        request becomes readable. Some of the requests may have ended.
         """
         loads, self._lost_loads = self._lost_loads, []
         step_is_lost, self._step_is_lost = self._step_is_lost, False

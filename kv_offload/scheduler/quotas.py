@@ -1,10 +1,10 @@
 """Bounds the share of host memory, or of a disk, that one tenant takes.
 
 A tenant is the requests of one `cache_salt`, or those without one. Above its share it loses its own
-least recently used blocks at once, beginning with the end of a prompt among one step's stores. The
-next stores take the slots that become free, so other tenants lose at most as many blocks as one
-step stores. Blocks that a copy holds or a request retains are kept, and count. Blocks that an
-earlier process left on a disk count once they are read.
+least recently used blocks at once; of blocks stored in the same step, the end of a prompt goes
+first. The next stores take the slots that become free, so other tenants lose at most as many blocks
+as one step stores. Blocks that a copy holds or a request retains are kept, and count. Blocks that
+an earlier process left on a disk count once they are read.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Hit:
     - `num_tokens`: number of tokens of the request.
     - `keys`: keys of the slots to load. `slots`: these slots, once an eviction requires a check.
     - `forgotten`: the manager's count when all keys were last seen to be readable.
-    - `arrivals`: number of loads planned when last none of them was bringing any of the keys.
+    - `arrivals`: number of loads planned before the last check that none of them brings a key.
     - `found_at`: time of the lookup, on the monotonic clock in seconds.
     - `decision`: the last answer to the engine; None while nothing has been decided.
     """

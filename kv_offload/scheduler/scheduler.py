@@ -319,7 +319,7 @@ class OffloadScheduler:
     def has_pending_work(self) -> bool:
         """True while the engine must keep stepping: for a transfer, for routers, or for gauges.
 
-        One step after the start reports all gauges, which read 0 until then.
+        At the start it steps once to report all gauges, which read 0 until then.
         """
         if not self._statistics.has_reported:
             return True
@@ -365,7 +365,7 @@ class OffloadScheduler:
         self.manager.limit_slots(min(usable, self.manager.num_slots))
 
     def pause_stores(self, *, paused: bool) -> None:
-        """Pause or resume stores; running ones end."""
+        """Pause or resume stores. Those that are planned still run."""
         self._stores.pause(paused=paused)
 
     def close(self) -> None:

@@ -287,7 +287,7 @@ class StepWatch:
     def prompt_seconds(self, tokens: int) -> float:
         """Return how long a step takes to compute `tokens` of prompts; 0 without evidence.
 
-        No more tokens count than any step has computed, since more may not fit in one.
+        Tokens above the most that any step has computed do not count: they may not fit in one.
         """
         tokens = min(tokens, self._most_tokens)
         return self.prefill_rate.seconds(tokens) or 0.0 if measures_prompts(tokens, 1) else 0.0

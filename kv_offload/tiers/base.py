@@ -18,8 +18,8 @@ from kv_offload.tiers.directory import Question
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 10.0
-"""A copy that has been the oldest one under way for this long hangs. The tier is not used until it
-ends."""
+"""A copy hangs if it has been the oldest one in its direction for longer than this. The tier is not
+used until it has ended."""
 
 FIRST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
@@ -56,7 +56,7 @@ class Pause:
 
 
 class Tier(ABC):
-    """The keys, health and speed of a tier. It is used once `open` was called with all ranks.
+    """The keys, health and speed of a tier. It is used once `open` has been called.
 
     A failed read or question pauses reads, and a failed write pauses writes: a full store still
     serves its blocks. A hanging copy stops both. The keys stay known meanwhile. The *place* of a

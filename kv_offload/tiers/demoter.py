@@ -71,7 +71,7 @@ class Demoter:
         return not self._tier.is_shared and self._host.policy.has_newly_demotable
 
     def plan_step(self, *, idle: bool, sharing_ranks: int) -> None:
-        """Plan the writes of a step, more if the engine is idle; `sharing_ranks` divide each."""
+        """Plan the writes of a step, more if the engine is idle; `sharing_ranks` divide them."""
         now = time.monotonic()
         if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
             self.offer(self._host.policy.take_newly_demotable())

@@ -108,7 +108,7 @@ class RemoteDirectory:
         """Call the store; None on failure, which is logged once until a call succeeds."""
         try:
             found = call()
-        except Exception as error:  # noqa: BLE001 - any error pauses the use of the store
+        except Exception as error:  # noqa: BLE001 - any error counts as no answer
             if not self._failing:
                 logger.warning("kv-offload: the remote store does not answer: %s", error)
             self._failing = True

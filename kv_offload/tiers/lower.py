@@ -168,7 +168,7 @@ class LowerTiers:
         return begins or (bool(self._copies(tier)) and not tier.is_stuck)
 
     def _sharing_ranks(self, tier: str) -> int:
-        """Return how many ranks divide the writing of a slot; the minimum, as sharing can fail."""
+        """Return how many ranks, at least, divide the slots to write; sharing can fail on some."""
         return min((rank.sharing_ranks for rank in self._ranks[tier].values()), default=1)
 
     def _copies(self, tier: Tier) -> list[Transfer]:

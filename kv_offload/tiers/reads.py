@@ -73,7 +73,7 @@ class Reads:
         return transfer.has_ended or not self._tiers[transfer.tier].is_stuck
 
     def find(self, hashes: Sequence[bytes], start: int, limit: int) -> tuple[int, Read] | None:
-        """Return how far a read brings a prefix from `start` on, in tokens, and the read."""
+        """Return the furthest token to which a read brings a prefix from `start`, and that read."""
         end = self._prefixes.end_within(self._by_key, hashes, start, limit)
         if end <= start:
             return None

@@ -73,7 +73,8 @@ class Search:
     def exceeds_engine(self, hashes: Sequence[bytes], start: int, end: int) -> bool:
         """Return whether a prefix up to `end` is longer than the engine's own hit.
 
-        That has whole blocks up to `start`. It goes on to `end` if the engine has the states there.
+        The engine's hit has whole blocks up to `start`. It extends to `end` if the engine has the
+        states there.
         """
         prefixes = self._prefixes
         if not (prefixes.tail_tokens and start == prefixes.align(end) < end):

@@ -101,7 +101,7 @@ def open_shared_memory(
         except (PinnedMemoryError, OSError) as error:
             problem = str(error)
     if memory is not None and numa_node is not None:
-        # In time: no rank allocates pages of any part before all have answered.
+        # Early enough: no rank allocates pages of any part before all have answered.
         memory.prefer_node(numa_node, sharing.index, sharing.count)
     problems = {rank: text for rank, text in enumerate(sharing.gather(problem)) if text}
     if memory is not None and not problems:

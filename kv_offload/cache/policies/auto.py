@@ -30,7 +30,8 @@ NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
 slots, within the other two bounds. Processing 4,096 takes up to a millisecond of a step."""
 
 QUIET_SHARE = 2
-"""A step without an access processes pending ones at or above 1 / `QUIET_SHARE` of that number."""
+"""A step without an access processes the pending ones if they are at least 1 / `QUIET_SHARE` of
+that number."""
 
 MIN_EPOCH, EPOCHS_OF_CAPACITY = 64, 8
 """Minimum accesses per epoch, since ranking the buckets takes a fraction of a millisecond; and the

@@ -1,4 +1,4 @@
-"""Turns changes of host memory or a disk into announcements for routers, step by step."""
+"""Turns changes of host memory or a disk into announcements for routers, limited per step."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class StoreBacklog:
         """Remove the chosen slots from the examined entries.
 
         `resting`: nothing is computed, loaded or stored, so no GPU block will become free by
-        itself. If then nothing could be planned, the backlog is dropped, so that the engine rests.
+        itself. If nothing could be planned then, the backlog is dropped, so that the engine rests.
         """
         if not self._queue:
             return

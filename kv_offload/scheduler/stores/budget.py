@@ -63,7 +63,7 @@ class StoreBudget:
         self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
-        """Begin a step: loads need `load_seconds`, and decodes last got `grown_blocks`."""
+        """Begin a step: loads still need `load_seconds`, and decodes last got `grown_blocks`."""
         self._load_seconds = load_seconds
         self._planned_slots = 0
         self._grown.append(grown_blocks)

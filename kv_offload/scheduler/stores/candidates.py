@@ -71,7 +71,7 @@ class StoreCandidates:
     def examine(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Note a request's slots that end at or below `end_tokens`, from its cursor on.
 
-        A request that does not get that far, for any reason, is unfinished.
+        A request that does not get that far, whatever the reason, is unfinished.
         """
         request, block_ids, next_slot = cursor.request, cursor.block_ids, cursor.next_slot
         hashes = request.block_hashes
@@ -121,7 +121,7 @@ class StoreCandidates:
             next_slot[position] = max(next_slot[position], end_tokens // tokens)
 
     def has_more(self, cursor: StoreCursor, end_tokens: int) -> bool:
-        """Return whether `end_tokens` completes a slot that was not examined or skipped."""
+        """Return whether `end_tokens` completes a slot that was neither examined nor skipped."""
         end_tokens = self.wanted(cursor, end_tokens)
         return any(
             end_tokens >= (cursor.next_slot[position] + 1) * tokens

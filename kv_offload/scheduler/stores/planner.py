@@ -249,7 +249,7 @@ class StorePlanner:
 
     @property
     def paused(self) -> bool:
-        """True if nothing new is stored; running stores end."""
+        """True if no new stores are planned; those that are planned still run."""
         return self._candidates.paused
 
     def pause(self, *, paused: bool) -> None:
@@ -353,7 +353,7 @@ class StorePlanner:
                 self._retention.keep(slots[slots >= 0], cursor.hints.keep)
 
     def _retain_known(self, cursor: StoreCursor) -> None:
-        """Retain a request's slots in host memory, because a pause examines none."""
+        """Retain the slots of a request that host memory has, because a pause examines none."""
         assert cursor.hints.keep is not None
         hashes = cursor.request.block_hashes
         for group in self._prefixes.groups:

@@ -22,7 +22,7 @@ LEAST_SHARE = 8
 
 @dataclass(slots=True)
 class Tail:
-    """The blocks of a request inside which a prefix ends: a span, a key and a block id of each."""
+    """The blocks of a request inside which a prefix ends: a span, a key and a block id for each."""
 
     cursor: StoreCursor
     spans: list[Span] = field(default_factory=list)
