@@ -127,7 +127,7 @@ class Engine:
             max_model_len=SHARED_TOKENS + OWN_TOKENS[1] + ANSWER_TOKENS,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
             use_tqdm_on_load=False,
-            disable_log_stats=False,  # the table shows their latencies
+            disable_log_stats=False,  # keeps the latencies that the table shows
             **options,
         )
 

@@ -202,7 +202,7 @@ def run(python: Path | str, arguments: Sequence[str], variables: dict[str, str])
 
 def on_cpu_engine(version: str, arguments: Sequence[str], *, dev: bool) -> None:
     """Replace this process by `python ARGUMENTS` in the isolated environment of a CPU engine."""
-    os.environ.pop("PYTHONPATH", None)  # pip, too, would count packages there as installed
+    os.environ.pop("PYTHONPATH", None)  # also because pip would count packages there as installed
     # Packages were installed uncompiled: without cached bytecode, every start takes 8 s longer.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     need_library("libnuma.so.1", "libnuma1")

@@ -15,9 +15,9 @@
 // During the launch nothing else may write what these copies read, or read what they write:
 //   - pages of the pairs' blocks, and their slots with the pools: their owner ensures it;
 //   - the list in its entry of the ring: the host writes pairs before the launch, reads statuses
-//     after its end, and only then reuses the entry. One thread writes a status;
-//   - the tables of tiles and columns: they are written once, before the first launch, those of
-//     waves on the stream of the launches that read them.
+//     after its end, and only then reuses the entry. Each status has one thread that writes it;
+//   - the tables of tiles and columns: they are written once, before the first launch. Tables of
+//     waves are written on the stream of the launches that read them.
 // In shared memory, a stage is refilled once all warps have its values, or once a bulk copy out of
 // it has read it; a buffer is reused once its tail has been written and its drain has read it.
 

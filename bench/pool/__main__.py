@@ -14,8 +14,8 @@ A turn begins when the previous one has ended on all replicas. All columns have 
 the same number of concurrent requests per replica.
 
 Each replica has its own GPU, by CUDA_VISIBLE_DEVICES; on a host with one GPU, both use that one.
-Replicas start at the same time. `gqa8` takes 48 GiB of host memory, for the pool in FOLDER (a tmpfs
-with room for it, /dev/shm by default). The whole run takes seven to eight minutes. Writes to the
+Replicas start at the same time. `gqa8` takes 48 GiB of host memory, which for the pool is in FOLDER
+(a tmpfs with room, /dev/shm by default). The whole run takes seven to eight minutes. Writes to the
 store are not limited; as by default, prompts that are faster to compute are not read from it.
 
 Results are written to FILE after each turn, so that a run that a time limit stops keeps its

@@ -151,8 +151,8 @@ class ServingEngine:
     def reset(self) -> None:
         """Empty the GPU's prefix cache, so that only the connector's memory can serve a prompt.
 
-        Does nothing if the GPU's prefix cache is to be measured. Runs a few steps first: vLLM's own
-        connectors hold blocks until copies are reported.
+        Does nothing if the GPU's prefix cache is to be measured. Runs steps until a reset succeeds:
+        vLLM's own connectors hold blocks until copies are reported.
         """
         if self.settings.column == IN_GPU:
             return

@@ -336,7 +336,7 @@ def test_small_copy_beside_a_store(benchmark: Any, results: list[Row]) -> None:
     gated.engine.close()
 
 
-# -- blocks of 2 MiB: the copy engine with gates, kernels, and contiguous copies by turns ----------
+# -- blocks of 2 MiB: the copy engine with gates, kernels, and contiguous copies in turns ----------
 
 
 @pytest.fixture

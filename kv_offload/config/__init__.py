@@ -1,4 +1,4 @@
-"""The user's configuration, and the host memory that exists for it.
+"""The user's configuration, and the size of host memory.
 
 Any package may import this one. Only `host_memory` reads sizes of memory; only `sizes` parses
 units.

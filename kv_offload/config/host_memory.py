@@ -45,7 +45,7 @@ def read_host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def read_available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Return the memory this process can take before the kernel kills or throttles a process.
+    """Return the memory this process can take now before the kernel kills or throttles a process.
 
     This is the smallest of the machine's `MemAvailable` and, for every cgroup with a limit, the
     limit minus the memory in use. Cached files do not count as in use, because the kernel drops

@@ -108,7 +108,7 @@ def trace_config(
 
     The file is `file`, given to a command, else `extra_config["config_file"]`, else the one that
     `KV_OFFLOAD_CONFIG_FILE` names, else none. `host` replaces `read_host_memory()`. The
-    data-parallel `replicas` on this host share a percentage; each of them takes an absolute size.
+    data-parallel `replicas` on this host share a percentage; an absolute size is for each of them.
 
     One error reports all problems, but a size too large for the machine only if there are no
     others.

@@ -38,7 +38,7 @@ class SwapJob:
     """A job that copies whole blocks in one direction.
 
     `pairs` is int32 of shape `(n, 2)`, n >= 1: the block in the KV cache and the slot in the arena
-    (for loads, also in one of its windows). The engine does not keep it after `submit`.
+    or, for loads, in one of its windows. The engine does not keep it after `submit`.
 
     The flags are for loads only. With `before_compute`, the copies do not queue after other loads,
     and compute waits for them in `SwapEngine.await_loads` or, with `in_waves`, wave by wave in
@@ -195,7 +195,7 @@ class SwapEngine(ABC):
         """
 
     def keep_alive(self, objects: Sequence[object]) -> Sequence[object]:
-        """Keep these objects alive instead, and return the old ones. Needs no copy in flight."""
+        """Keep these objects alive instead, and return the old ones. No copy may be in flight."""
         held, self._state.keep_alive = self._state.keep_alive, tuple(objects)
         return held
 

@@ -79,7 +79,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 def _register(metric: Metric, metric_types: Any, labels: Any) -> Any:
     """Return the metric family, in vLLM's class for its kind."""
     kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
-    # With several API servers, each receives the figures of other steps: the latest gauge counts.
+    # With several API servers, each gets the figures of different steps: the latest gauge counts.
     more: dict[str, dict[str, Any]] = {
         "gauge": {"multiprocess_mode": "mostrecent"},
         "histogram": {"buckets": metric.buckets},

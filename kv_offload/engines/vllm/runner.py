@@ -83,7 +83,7 @@ class VLLMRank:
         return None
 
     def count_weight_loads(self) -> Callable[[], int]:
-        """Count the model's later calls of `load_weights`; return a getter of the count.
+        """Count later calls of the model's `load_weights`; return a getter of the count.
 
         Trainers in the engine's process call that method without the engine core noticing.
         """

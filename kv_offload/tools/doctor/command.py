@@ -1,4 +1,4 @@
-"""`kv-offload doctor [FILE]`: report, on one page, everything that would stop an engine here."""
+"""`kv-offload doctor [FILE]`: report, on one page, what would stop an engine here."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LARGEST = ("slot_bytes", "oldest_copy_seconds", "oldest_move_seconds")
 """Gauges of which the largest value over all engines counts, not the sum."""
 
 TIERS = {"tier_slots": "disk_usable", "has_remote": "remote_usable"}
-"""Maps the gauge that an engine has a tier to the one that is 0 while the tier is not read."""
+"""Maps the gauge that shows whether a tier exists to the one that is 0 while it is not read."""
 
 
 class Figures:

@@ -149,7 +149,7 @@ def _read_answer(response: http.client.HTTPResponse) -> bytes:
 
 
 def _describe_proxy(url: str) -> str:
-    """Describe the proxy from the environment that answered for the server; empty if none did."""
+    """Describe the proxy from the environment that was asked, not the server; empty if none was."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or urllib.request.proxy_bypass(parts.netloc):

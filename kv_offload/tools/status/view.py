@@ -1,4 +1,4 @@
-"""Draws figures on a page, which has 24 lines of 80 columns for a healthy engine with a disk."""
+"""Draws figures on a page, which fits 24 lines of 80 columns for a healthy engine with a disk."""
 
 from __future__ import annotations
 

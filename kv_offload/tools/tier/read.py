@@ -135,7 +135,7 @@ def _read_rank(rank: int, file: Path, index: DiskContents | None) -> RankFile:
 
 
 def _lacks_beginning(file: Path) -> bool:
-    """Return whether a file is empty or begins with zeros, so that it was cut or just created."""
+    """Return whether a file is empty or begins with zeros, as if cut short or just created."""
     try:
         with file.open("rb") as opened:
             return not any(opened.read(FIRST_REGION_BYTES))

@@ -114,7 +114,7 @@ _PACKED_BUFFERS = 3
 warps, to fill and to drain.
 
 Stores move 66 GB/s of KV and loads 65, where `BULK` moves 52 and 51; both use the link as fully as
-`BULK` does. With only 8 warps per group, stores moved 43. They slow an 8192-cubed product by 1.093
+`BULK` does. With only 8 warps per group, stores moved 43. An 8192-cubed product is slowed by 1.093
 and 1.074 (`BULK`: 1.076 and 1.074), products like those of decodes by 1.018 and 1.047 (1.009 and
 1.037). Next to the latter, stores with two stages move 44 GB/s instead of 55, and loads with three
 stages 53 instead of 61; alone they are as fast. (H200, PCIe Gen5 x16, driver 580, 26 Nov 2026.)"""

@@ -197,8 +197,8 @@ class Lane:
     def submit(self, job: SwapJob, nbytes: int) -> None:
         """Order the job and queue slices as the allowance permits.
 
-        The job runs after the last `wait_for_compute` and, if it is `after_compute`, after all work
-        already queued on the compute stream.
+        The job runs after all work queued before the last `wait_for_compute` and, if it is
+        `after_compute`, after all work already queued on the compute stream.
         """
         events, started, failure = [*self._fences.values()], None, None
         try:

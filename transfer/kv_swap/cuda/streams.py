@@ -63,9 +63,10 @@ class CopyStream:
         return event
 
     def mark(self) -> list[Event]:
-        """Return events for all work queued so far on the compute and the output-copy stream.
+        """Return events for all work queued so far, the compute stream's first.
 
-        Waiting for the second, too, keeps a store from delaying its step's tokens.
+        The second is the output-copy stream's, if there is one: waiting for it keeps a store from
+        delaying its step's tokens.
         """
         marks = [self.mark_compute()]
         if self._output_copy_stream is not None:

@@ -190,7 +190,7 @@ class Mapping:
         return f"from {'where its creator placed it' if self.shared else 'any NUMA node'}"
 
     def close(self) -> None:
-        """Unmap the memory, which must not be registered or accessed afterwards."""
+        """Unmap the memory. Nothing may still be registered, and no access may follow."""
         release_addresses(self.address, self.nbytes)
 
 

@@ -77,7 +77,7 @@ class MemoryRoom:
     """The memory available on this host, and the headroom that a growing pool leaves free.
 
     `read` returns the bytes that this process could take now, and the source of that figure.
-    Several threads call it concurrently. If it raises, memory could not be locked.
+    Several threads call it concurrently. An error in it counts as a failure to lock memory.
     """
 
     read: Callable[[], tuple[int, str]]

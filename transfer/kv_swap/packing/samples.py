@@ -14,7 +14,7 @@ from kv_swap.packing.slots import place_tiles
 SAMPLED_TILES = 251
 """One in this many tiles is sampled: 0.8 us for a slot of 128 tiles in jobs of 64 and of 512, with
 cold caches (two busy cores, November 2026). All tiles took 2.0 to 2.6 us, and any job at least 30
-us with NumPy. The number is prime, so that every tile of a slot is sampled at some point."""
+us with NumPy. The number is prime, so every tile of a slot has its turn, however many there are."""
 
 _FIELDS = dict(HEADER.fields or {})
 _KIND = MAIN_BYTES + _FIELDS["kind"][1]

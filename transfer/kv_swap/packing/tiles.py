@@ -149,7 +149,7 @@ def make_raw(
 def read_headers(packed: NDArray[np.uint8]) -> NDArray[np.void]:
     """Return the headers of `(n, PACKED_TILE_BYTES)`, shape `(n,)` of dtype `HEADER`.
 
-    Raises `ValueError` unless all tiles have this format version.
+    Raises `ValueError` unless all are tiles of this format version.
     """
     headers = np.ascontiguousarray(packed[:, MAIN_BYTES:_BASES]).view(HEADER)[:, 0]
     kinds = (headers["kind"] == KIND_PACKED) | (headers["kind"] == KIND_RAW)

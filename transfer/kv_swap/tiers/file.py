@@ -145,7 +145,7 @@ def remove_file(path: Path) -> int:
     """Remove an unused file of a tier, and return the number of bytes that this frees.
 
     The space is free on return, even if another process removes the file at the same time. Raises
-    `TierError` for a file that no tier created, that is in use, or that this user must not remove.
+    `TierError` for a file that no tier created, that is in use, or that this user may not remove.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -66,7 +66,10 @@ class RecordFormat:
         return PAGE_BYTES + self.slot_bytes + self.pad_bytes
 
     def header(self, name: bytes, data: Any) -> bytes:
-        """Return the header page for `data`: `slot_bytes` contiguous bytes, fixed until written."""
+        """Return the header page for `data`, which must not change until it is written.
+
+        `data` has `slot_bytes` contiguous bytes.
+        """
         fields = _FIELDS.pack(
             _MAGIC, FORMAT, len(name), self.slot_bytes, self.file_id, checksum(data)
         )

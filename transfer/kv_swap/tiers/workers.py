@@ -8,8 +8,8 @@ Threads hold the movers, with tier and arena, but not the engine. The last threa
 while a call hangs, its memory stays mapped, its descriptor is not reused for another file, and the
 file stays locked: no other process writes where the call may still write.
 
-A call to a store that is gone takes seconds to fail. Jobs queued before that fail without another
-attempt; later jobs are tried.
+A call to a store that is gone takes seconds to fail. Jobs queued before it fails then fail, too,
+without another attempt; later jobs are tried.
 """
 
 from __future__ import annotations

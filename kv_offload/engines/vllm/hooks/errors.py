@@ -1,4 +1,4 @@
-"""Handles errors in hooks: the engine continues without the plugin, and each error is counted."""
+"""Handles errors in hooks: for the call that failed, the engine continues without the plugin."""
 
 from __future__ import annotations
 

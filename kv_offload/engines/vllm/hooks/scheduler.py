@@ -124,7 +124,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `OffloadScheduler.match`. First applies the weight loads of a rank in this process.
+        """See `OffloadScheduler.match`. Before it, a rank in this process reports new weights.
 
         Inside a MultiConnector, the first member that has tokens loads them.
         """
@@ -174,8 +174,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     def apply_rank_reports(self, report: OffloadWorkerMetadata | None) -> None:
         """Apply a step's report, then the current report of a rank in this process.
 
-        A step's report dates from the launch of the step, so asynchronous scheduling delays the end
-        of a copy by one or two steps.
+        A step's report dates from the launch of the step. With asynchronous scheduling, it reports
+        the end of a copy one or two steps late.
         """
         if report is not None:
             self._apply_report(report)
@@ -242,7 +242,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Keep an idle engine stepping until the last store is reported, and once at the start.
 
         An engine that is shutting down is not kept stepping: vLLM would kill it after 5 s, and its
-        host memory is lost in any case.
+        host memory ends with it, except in a pool.
         """
         if self._engine_state is not None and self._engine_state.is_ending():
             return False

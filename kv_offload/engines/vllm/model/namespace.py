@@ -78,7 +78,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
 
 
 def _describe_device() -> str:
-    """Return the device's name, and a CPU's instructions: they determine how pages are packed."""
+    """Return the device's name and a CPU's instructions, which decide how attention fills pages."""
     from vllm.platforms import current_platform
 
     name = f"{current_platform.device_name}, {current_platform.get_device_name()}"
@@ -89,7 +89,7 @@ def _describe_device() -> str:
 
 
 def reproducible_hashes(vllm_config: VllmConfig) -> str | None:
-    """Return None if keys mean the same in all processes, else the reason and the remedy."""
+    """Return None if a key means the same in another process, else the reason and the remedy."""
     if _hash_seed(vllm_config) is not None:
         return None
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 5.0
-"""Time limit for invalidating the disk's index, and then again for the ranks' files."""
+"""Time limit for removing the disk's index, if all ranks failed to invalidate their files."""
 
 
 def reset_after_drain(
@@ -43,7 +43,7 @@ def reset_after_drain(
     # A rank's own report may arrive after the reset and must not drop blocks stored since.
     for weight_loads in call_ranks(self, "weight_loads"):
         offload.resets.weights_were_loaded(weight_loads)
-    # Running requests can make the reset fail, so requests that wait for loads then keep waiting.
+    # Running requests can make the reset fail: then requests that wait for loads keep waiting.
     requeue = reset_running_requests or not self.scheduler.running
     drain(self, connector, requeue=requeue)
     with blocks_freed_at_once(self):

@@ -74,7 +74,7 @@ def _apply_reports(engine_scheduler: Any, reported: Any, stranded: set[str]) -> 
 
 
 def _drop_false_names(engine_scheduler: Any, connector: Any, reported: Any) -> None:
-    """Drop other connectors' reports of having received requests that our connector loads.
+    """Drop other connectors' reports of having received requests that ours loads or loaded.
 
     In 0.31, Mooncake's connector reports this when it has nothing to fetch. vLLM would then run the
     request before our load has ended, free its blocks, or end with an error.

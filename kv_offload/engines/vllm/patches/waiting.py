@@ -22,8 +22,8 @@ def skip_lookups(pool: BlockPool, waits: Callable[[Any], bool]) -> None:
 def skip_waiting(original: Callable[..., bool], self: Any, request: Any) -> bool:
     """Run around `KVCacheManager.prefix_cache_lookup_enabled`, which precedes each lookup.
 
-    In every step, vLLM looks up all blocks of every waiting request before it asks the connector:
-    0.4 ms for 400 blocks (November 2026), for each of perhaps a thousand requests.
+    vLLM looks up all blocks of a request before it asks the connector, in every step in which the
+    request waits: 0.4 ms for 400 blocks (November 2026), and a thousand requests may wait.
     """
     found = _waits.get(self.block_pool)
     waits = found() if found is not None else None

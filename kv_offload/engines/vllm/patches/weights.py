@@ -84,6 +84,6 @@ def keep_on_sleep(
 def _call_kept(
     offload: OffloadScheduler, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `call`, which puts the engine to sleep; host memory survives its resets."""
+    """Run `call`, which puts the engine to sleep; host memory survives the resets in it."""
     with offload.resets.kept_over_resets():
         return call(*args, **kwargs)

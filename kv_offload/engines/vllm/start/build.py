@@ -63,10 +63,10 @@ class Engine:
 
 
 def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
-    """Patch vLLM for the scheduler's half; return the number of slots, their bytes, and a factory.
+    """Patch vLLM for the scheduler's half; return the number and size of slots, and a factory.
 
-    The number is an upper bound until the ranks report: ranks that cannot share memory, and
-    pipeline stages with larger blocks, hold fewer slots, and only ranks know a packed slot's size.
+    The number of slots is an upper bound until the ranks report: ranks that cannot share memory,
+    and pipeline stages with larger blocks, hold fewer, and only ranks know a packed slot's size.
     """
     config, enclosing = engine.traced.config, engine.enclosing
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)

@@ -67,7 +67,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
             tiers.check_tiers(config, own)
         with problems:
             file = tiers.recording_file(config, own)
-            # The scheduler records; on other ranks' nodes it runs on another host.
+            # The scheduler records, and runs only on the first node of a replica.
             if file is not None and not parallel.node_rank_within_dp:
                 check_recording(file)
         with problems:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NOTED = "_kv_offload_local_replicas"
-"""Attribute of a `ParallelConfig`: the number of replicas that its front end starts here."""
+"""Attribute of a `ParallelConfig`: number of replicas that its front end starts on this host."""
 
 _REPLICA_ID = re.compile(r"_dp[0-9]+$")
 """Suffix that vLLM appends to each replica's engine id."""

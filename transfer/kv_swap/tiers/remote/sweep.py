@@ -24,8 +24,8 @@ WRITTEN_PARTS = 64
 limit by one such part per writing process."""
 
 LOW_PARTS = 16
-"""A sweep leaves one part in this many of the limit free; if the filesystem is full below the
-limit, it frees that part of the existing objects."""
+"""A sweep leaves one part in this many of the limit free; if the filesystem is full although
+the limit is not reached, it frees that part of the existing objects."""
 
 AGE_SECONDS = 16
 """Objects last used within the same interval of this many seconds count as equally old."""
