@@ -395,7 +395,10 @@ def plain_answers(
     one_by_one: bool = False,
     **arguments: Any,
 ) -> list[Tokens]:
-    """Return the answers of an engine without the plugin, started once per set of arguments."""
+    """Return the answers of an engine without the plugin, started once per set of arguments.
+
+    Not to be called while an engine with the plugin exists.
+    """
     asked = repr((models, prompts, kind, one_by_one, arguments))
     if asked not in _answers:
         with engine(models, kind, **arguments) as plain:

@@ -83,7 +83,7 @@ def poison(_worker: Any) -> None:
 
 
 def roll(_worker: Any, ranks: list[int], kind: str = "stored") -> None:
-    """Rotate the blocks of each kind in the host memory of these ranks.
+    """Rotate the blocks of one kind in the host memory of these ranks.
 
     Blocks loaded from a peer are moved in the peer's memory.
     """

@@ -329,9 +329,9 @@ def soak(
 
     It runs longer, by at most `MOST_EXTRA_ACTIONS`, if some of `NEEDED` has not happened.
 
-    With a `tolerance` above 0 an answer may differ from the first token that the model found as
-    likely as another, within that difference of log-probability: on a GPU, rounding depends on the
-    batch.
+    With a `tolerance` above 0 an answer may differ from the point on where the model found two
+    tokens equally likely, up to that difference of log-probability: on a GPU, rounding depends on
+    the batch.
     """
     print(f"soak with seed {seed} for {seconds:.0f} s: {arguments}", flush=True)
     chance = random.Random(seed)

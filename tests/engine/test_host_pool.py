@@ -42,7 +42,7 @@ def compute_and_stay(models: str, folder: str, ready: str) -> None:
 
 @pytest.fixture
 def left(model_folder: Path, memory_folder: Path) -> int:
-    """A pool whose engine was killed, and the number of readable slots."""
+    """The number of readable slots in a pool whose engine was killed."""
     words = ("tests.engine.test_host_pool", model_folder, memory_folder)
     with staying(*words, folder=memory_folder, forks=True) as (_, said):
         readable = int(said)

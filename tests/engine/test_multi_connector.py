@@ -54,7 +54,7 @@ def tokens_of(output: Any) -> Tokens:
 
 @pytest.mark.parametrize(("first", "role"), [(True, "kv_both"), (False, "kv_producer")])
 def test_both_members_serve_their_requests(model_folder, first, role):
-    """Ours from host memory, the other's from remote, in one process, with stats and a control."""
+    """Ours from host memory, the other's from its sender, in one process, with stats; a control."""
     *answers, answer = expected = plain_answers(model_folder, ALL)
     config = multi_config({}, first=first, role=role)
     with offloading(model_folder, kv_transfer_config=config, disable_log_stats=False) as running:

@@ -141,7 +141,7 @@ def test_torn_files_a_folder_that_is_away_and_one_without_objects_cost_computing
 
 
 def test_a_disk_and_a_folder_serve_together(model_folder, folder, tmp_path, expected, monkeypatch):
-    """Blocks are read from the disk; those that it lacks, from the folder, and then restored.
+    """Blocks are read from the disk; those that it lacks, from the folder, after which it has them.
 
     Ends with the control: changing the bytes read into host memory must be noticed.
     """

@@ -146,7 +146,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     decision.WHOLE_SECONDS = float("inf")  # even if other tests slow the steps down
     all_at_once = settings.pop("all_at_once", True)
     expects_own_cache = settings.pop("expects_own_cache", False)
-    # A process can only have one sleep mode.
+    # Only one engine of a process can have the sleep mode.
     reference = {key: settings[key] for key in settings if key != "enable_sleep_mode"}
     with engine(Path(models), kind, **reference) as plain:
         drafts = Drafts(plain)

@@ -374,7 +374,7 @@ def test_dropping_everything_in_mid_copy(view_survives, path):
     assert registrar.event.query()
     assert kept() is None
     if surviving is not None:
-        # Everything queued before the engine was closed: all of it, or at least one slice.
+        # What was queued when the engine went has been copied: everything, or at least one slice.
         slice_bytes = gated.SLICE_PIECES * gated.PIECE_BYTES
         queued = 400 if path == "kernels" else slice_bytes // MIB
         assert torch.equal(surviving[:queued], expected[:queued])

@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes import run_module
 
 BLOCK_TOKENS = 32
-"""The arguments of `engine_run`, unless a case says otherwise."""
+"""The block size of `engine_run`, unless a case says otherwise."""
 
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 

@@ -127,7 +127,7 @@ WAITS: dict[str, Callable[[CopyStream, Any], None]] = {
 def test_a_store_reads_the_block_after_a_slow_kernel_has_written_it(
     monkeypatch, last_writer, waits_for, found
 ):
-    """The sampled tokens fence the output-copy stream, but not what writes KV after them."""
+    """The output-copy stream waits for the sampled tokens, not for what writes KV after them."""
     runner = Runner()
     monkeypatch.setattr(CopyStream, "wait_stream", WAITS[waits_for])
     metadata = plan(store=True)

@@ -286,7 +286,7 @@ def make_vllm_config(
     """Return the configuration that vLLM's front end makes from a user's arguments.
 
     Drafts come from the text, or from a head whose method is set afterwards, since there is no
-    model. More than one of `modules` are MTP modules. `events` turns on KV events, which are
+    model. With `modules` above 1 the method is MTP. `events` turns on KV events, which are
     published nowhere. `traces` is the endpoint for spans. `transfer_config` makes the transfer
     configuration from the plugin's options.
     """

@@ -87,7 +87,7 @@ def serve(requests: TextIO) -> None:
 
 @functools.cache
 def start() -> TextIO:
-    """Fork this process, once; return the file for requests and answers. The fork ends with it."""
+    """Fork this process, once; return a file for requests and answers; closing it ends the fork."""
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
     if os.fork() == 0:

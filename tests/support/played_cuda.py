@@ -384,7 +384,7 @@ def _memory(address: int, nbytes: int) -> np.ndarray:
 
 
 def _columns(table: int, described: int) -> TileColumns:
-    """Read columns as the kernel's threads do: 4 of each, in 256 groups of values."""
+    """Read columns as the kernel's threads do: 4 each, which lie 256 groups of values apart."""
     found = np.empty(TILE_GROUPS, np.uint8)
     bytes_ = _words(table + (described & 0xFFFFFFFF) * TILE_GROUPS, TILE_GROUPS, np.uint8)
     for thread in range(TILE_GROUPS // 4):

@@ -6,7 +6,8 @@ held until the worker has saved them and reports `finished_sending`; a request w
 `do_remote_prefill` gets them back by an asynchronous load. Like Nixl it raises if handshake
 metadata is missing or of another type, and reports its own stats.
 
-Other connectors, but not Nixl, have `synchronous` loads, and report to the scheduler at every step.
+Unlike Nixl, but like other connectors, it can have `synchronous` loads, and its workers report to
+the scheduler at every step.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Copies:
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._page_bytes = copies.layout.slot_bytes
         self.bytes_per_second = LINK_BYTES_PER_SECOND * self._page_bytes / self._block_bytes
-        """Relative to the bytes that are really copied."""
+        """In bytes of the played blocks, which are smaller than the model's."""
         self._free = dict.fromkeys(Direction, 0.0)
         self._under_way: list[tuple[float, Completion]] = []
         self.computed = 0.0

@@ -9,7 +9,7 @@ import pytest
 
 
 def rest_is_slow(values: Iterable[object], first: int = 1) -> list[Any]:
-    """Return values or tuples for `parametrize`; all but the first few are marked `slow`."""
+    """Return values or tuples for `parametrize`; all after the `first` ones are marked `slow`."""
     slow = pytest.mark.slow
     rows = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*row, marks=slow if at >= first else ()) for at, row in enumerate(rows)]

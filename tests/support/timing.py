@@ -71,7 +71,7 @@ class Lagging(Timing):
         def submit_in_order(job: SwapJob) -> None:
             fenced = self._late is not None and self._late is self._fence
             if fenced or (job.before_compute and job.after_compute):
-                self.compute()  # `submit` copies jobs that do not wait for compute
+                self.compute()  # `submit` copies jobs that compute waits for
             submit(job)
             if job.direction is Direction.LOAD:
                 self.loaded.append(job)
