@@ -339,6 +339,27 @@ def test_a_shorter_request_does_not_wait_for_a_tail_that_is_read(tmp_path: Path)
     engine.connector.shutdown()
 
 
+@both_ways
+def test_a_hit_in_a_block_that_the_step_computes_waits_for_the_next_step():
+    """vLLM copies the block before the forward, and its hash is known from the plan on."""
+    hints = {"extra_args": {"kv_transfer_params": {"kv_offload": {"store": False, "load": False}}}}
+    engine = store(engine_of(blocks=60), PROMPT[: LARGE + 1])
+    engine.add("loaded", PROMPT)
+    engine.step()
+    engine.add("short", PROMPT[: LARGE + 5], 1, **hints)
+    engine.step(4)
+    engine.run_copies()
+    engine.step()
+    copied = engine.add("copied", PROMPT[: WHOLE + 2], **hints)
+    engine.step()
+    assert engine.scheduler.requests["loaded"].num_computed_tokens == WHOLE
+    assert copied.status == RequestStatus.WAITING
+    engine.step()
+    assert copied.num_computed_tokens > WHOLE, "it needs no copy any more"
+    engine.rest()
+    assert engine.totals["hit_tokens"] == LARGE
+
+
 def test_a_tail_that_the_engine_has_itself_is_not_waited_for(tmp_path: Path):
     """vLLM asks what follows the whole blocks of its own hit, and uses the longer one."""
     disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}

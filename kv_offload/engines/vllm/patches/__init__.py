@@ -12,10 +12,10 @@ from kv_offload.engines.vllm.patches.patch import Patch, Setup, notify_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import apply_reports_first
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
+    chunk_after_hit,
     clear_uncomputed_hashes,
     continue_session,
     name_written_states,
-    stop_at_block_end,
 )
 from kv_offload.engines.vllm.patches.waiting import skip_waiting
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
@@ -37,7 +37,7 @@ PATCHES = (
     Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", clear_uncomputed_hashes),
     Patch("vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled", skip_waiting),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session", continue_session),
-    Patch("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", stop_at_block_end),
+    Patch("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", chunk_after_hit),
     Patch(
         "vllm.v1.core.single_type_kv_cache_manager:MambaManager._cache_partial_tail_block",
         name_written_states,

@@ -93,7 +93,7 @@ def name_written_states(
     return original(self, request, *args, **kwargs)
 
 
-def stop_at_block_end(
+def chunk_after_hit(
     original: Callable[..., int],
     self: Any,
     request: Any,
@@ -101,17 +101,33 @@ def stop_at_block_end(
     num_new_local_computed_tokens: int = 0,
     num_external_computed_tokens: int = 0,
 ) -> int:
-    """Run around `Scheduler._mamba_block_aligned_split`; a chunk that begins in a block ends there.
+    """Run around `Scheduler._mamba_block_aligned_split`, for hits that end inside a block.
 
-    After a hit that ends inside a block, vLLM lets a prompt's last chunk run past the end of that
-    block if the backend keeps the state at the prompt's last hash by itself. The state at the end
-    of the block is then lost, but vLLM hashes the block, which has the state at the beginning of
-    the chunk. The next hit would continue from that state.
+    The chunk after such a hit ends with the block. vLLM lets a prompt's last chunk run past the end
+    of the block if the backend keeps the state at the prompt's last hash by itself. The state at
+    the end of the block is then lost, but vLLM hashes the block, which has the state at the
+    beginning of the chunk. The next hit would continue from that state.
+
+    vLLM copies the block of the hit before the step's forward. If this step only computes the
+    block, for a request whose load has ended or that was preempted, the hit waits for the next step
+    (0 tokens).
     """
     known = num_new_local_computed_tokens, num_external_computed_tokens
-    count = original(self, request, num_new_tokens, *known)
     block_tokens: int = self.cache_config.block_size
     start = request.num_computed_tokens + sum(known)
-    prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
     inside = start % block_tokens
+    if inside and num_new_local_computed_tokens and _is_being_computed(self, request, start):
+        return 0
+    count = original(self, request, num_new_tokens, *known)
+    prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
     return count if start >= prefill_end or not inside else min(count, block_tokens - inside)
+
+
+def _is_being_computed(scheduler: Any, request: Any, end_tokens: int) -> bool:
+    """Return whether a running request has yet to compute the same prefix up to `end_tokens`."""
+    last = end_tokens // scheduler.hash_block_size - 1
+    return any(
+        other.num_computed_tokens < end_tokens
+        and other.block_hashes[last : last + 1] == request.block_hashes[last : last + 1]
+        for other in scheduler.running
+    )
