@@ -341,7 +341,7 @@ def test_a_shorter_request_does_not_wait_for_a_tail_that_is_read(tmp_path: Path)
 
 @both_ways
 def test_a_hit_in_a_block_that_the_step_computes_waits_for_the_next_step():
-    """vLLM copies the block before the forward, and its hash is known from the plan on."""
+    """vLLM copies the block before the forward, but hashes it as soon as the step is planned."""
     hints = {"extra_args": {"kv_transfer_params": {"kv_offload": {"store": False, "load": False}}}}
     engine = store(PlayedEngine((FULL, STATE), match_tokens=2, blocks=60), PROMPT[: 2 * BLOCK + 1])
     loaded = engine.add("loaded", PROMPT)
