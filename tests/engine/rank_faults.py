@@ -28,6 +28,8 @@ EVERY = 4
 """One in this many copies of each kind fails."""
 TIMES_SLOWER = 100
 GARBAGE = 0x7F
+LAG_CYCLES = 20_000_000
+"""About 10 ms on an H100 or H200."""
 
 # The engine core imports this module before it calls a function of it. Since small loads are fast,
 # it would hardly ever choose an asynchronous one.
@@ -52,6 +54,19 @@ def happened(_worker: Any) -> dict[str, Any]:
     half = worker_of_process()
     assert half.transfer.wait(120)
     return dict(half.disturbed.happened)
+
+
+def lag(worker: Any, ranks: list[int]) -> None:
+    """From now on, have the GPUs of these ranks start each step late."""
+    runner = worker.model_runner
+    if worker.rank in ranks:
+        execute_model = runner.execute_model
+
+        def late(*given: Any, **named: Any) -> Any:
+            torch.cuda._sleep(LAG_CYCLES)
+            return execute_model(*given, **named)
+
+        runner.execute_model = late
 
 
 def mix_up(_worker: Any) -> None:

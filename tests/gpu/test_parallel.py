@@ -29,6 +29,7 @@ from tests.support.processes import run_module
 pytest.importorskip("vllm", reason="needs a vLLM engine, which is not installed")
 
 from tests.engine import killed_rank_run, multiprocess_run, nixl_run, pressure_run, replica_run
+from tests.gpu import lagging_stage_run
 from tests.gpu.fault_run import SETTINGS
 
 pytestmark = [
@@ -91,6 +92,13 @@ def killed(kind: str, *, sharing: bool) -> Case:
     return Case("tests.engine.killed_rank_run", kind, KILLED, check)
 
 
+def lagging(split: dict[str, Any]) -> Case:
+    module = "tests.gpu.lagging_stage_run"
+    return Case(
+        module, "llama_wide", {**SETTINGS, **split}, lagging_stage_run.check, BATCH_INVARIANT
+    )
+
+
 REPLICAS = "tests.engine.replica_run"
 CASES = {
     "tensor parallel": round_trip("qwen3", TP),
@@ -102,6 +110,7 @@ CASES = {
     "data parallel in step": Case(REPLICAS, "deepseek_v2", COMPARED, replica_run.check),
     "tensor parallel under pressure": pressure(TP),
     "pipeline parallel under pressure": pressure(PP),
+    "a stage lags": lagging(PP),
     "a rank is killed": killed("qwen3", sharing=False),
     "a rank is killed that shares memory": killed("deepseek_v2", sharing=True),
 }
@@ -111,6 +120,7 @@ RUNS = [
     ("tensor parallel under pressure", "v2"),
     ("pipeline parallel under pressure", "v1"),
     ("pipeline parallel under pressure", "v2"),
+    ("a stage lags", "v1"),
     ("pipeline parallel", "v1"),
     ("pipeline parallel", "v2"),
     ("a rank is killed", "v2"),
