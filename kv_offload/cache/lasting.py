@@ -17,8 +17,7 @@ from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.peer_slots import PeerSlots
 from kv_offload.cache.policies.base import EvictionPolicy
 from kv_offload.cache.seats import READER, lock_file
-from kv_offload.cache.slot_refcounts import distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Run, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Run, Runs, Slots, distinct
 from kv_offload.errors import CapacityError
 from kv_offload.messages import WINDOW_BITS
 
@@ -193,10 +192,10 @@ class LastingManager(CacheManager):
         leased, others = leased[first:], slots[first:]
         super().complete_store(others[~leased], ok=False)
         apart = others[leased]
-        self._running.end_stores(apart)
-        self._running.start_loads(apart)
+        self._table.end_stores(apart)
+        self._table.start_loads(apart)
         self.policy.discard(apart)
-        self._index.disown(apart)
+        self._table.forget(apart)
         self._leased = np.concatenate((self._leased, apart))
         return slots[:first]
 
@@ -222,7 +221,7 @@ class LastingManager(CacheManager):
         """See `CacheManager`. Slots that a store writes, or that have no key, do not count."""
         used = self.directory.take_marks()
         if len(used):
-            used = used[used < self._index.given_out]
+            used = used[used < self._table.given_out]
             named = [key is not None for key in self.readable_keys(used)]
             # The beginnings of prompts, which usually have lower slots, count as used last.
             used = used[np.array(named, bool)][::-1]

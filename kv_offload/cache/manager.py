@@ -6,7 +6,7 @@
 Any number of loads can read a key at once. A key is evicted only while no load reads it.
 
 `reset` drops all keys, including keys that a load or store is using. Their slots become orphans
-(see `index`) until that operation completes, so operations are completed by slot, not by key.
+(see `slot_table`) until that operation completes, so operations are completed by slot, not by key.
 
 The keys of one call are in prefix order, and the first is evicted last, because a tail without its
 head is useless. `prepare_load` and `prepare_store` set that order. Completions leave it alone,
@@ -27,10 +27,9 @@ from itertools import compress
 
 import numpy as np
 
-from kv_offload.cache.index import SlotIndex
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.slot_refcounts import SlotRefcounts, distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, Mask, MissingKeyError, Runs, Slots
+from kv_offload.cache.slot_table import SlotTable
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, MissingKeyError, Runs, Slots, distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +80,11 @@ class CacheManager:
         """Set by the consumer of the changes."""
         self.on_peer_uses: Callable[[Slots], None] | None = None
         """Set by the consumer: gets distinct slots that peers have used, the most recent last."""
-        self._index = SlotIndex(num_slots)
+        self._table = SlotTable(num_slots)
         self.policy = policy
         """Ranks the slots. Code outside this class may only count uses and query it."""
         self.reads_runs = policy.reads_runs
         """True if the runs of offered keys are used."""
-        self._running = SlotRefcounts(num_slots)  # includes orphans
         self.forgotten = 0
         """Count of keys evicted or dropped, and of resets. While it is unchanged, readable keys
         stay readable."""
@@ -96,18 +94,18 @@ class CacheManager:
     @property
     def usable_slots(self) -> int:
         """Slots below this may be given out; all slots unless `limit_slots` was called."""
-        return self._index.usable_slots
+        return self._table.usable_slots
 
     def limit_slots(self, usable_slots: int) -> None:
         """Give out only slots below `usable_slots`; no slot above was given out before."""
-        given_out = self._index.given_out
+        given_out = self._table.given_out
         assert given_out <= usable_slots <= self.num_slots, f"{given_out} slots were given out"
-        self._index.usable_slots = usable_slots
+        self._table.usable_slots = usable_slots
 
     @property
     def slots_in_use(self) -> int:
         """Slots that are not free: readable, being stored, or orphans."""
-        return self._index.slots_in_use
+        return self._table.slots_in_use
 
     def keep_their_keys(self, slots: Slots, since: int) -> bool:
         """Return whether all slots still have the keys that they had when `forgotten` was `since`.
@@ -118,23 +116,23 @@ class CacheManager:
 
     def __contains__(self, key: Key) -> bool:
         """Return whether a key has a slot, readable or not. Changes nothing."""
-        return key in self._index
+        return key in self._table
 
     def slot_numbers(self, keys: Sequence[Key]) -> list[int]:
         """Return the slot of each key, -1 for an unknown key. Changes nothing."""
-        return self._index.slot_numbers(keys)
+        return self._table.slot_numbers(keys)
 
     def find(self, keys: Sequence[Key]) -> Slots:
         """Return the slot of each key as an array; faster than `slot_numbers` for many keys."""
-        return self._index.find(keys)
+        return self._table.find(keys)
 
     def readable(self, keys: Sequence[Key]) -> Mask:
         """Return for each key whether it can be loaded now. Changes nothing, not even recency."""
-        return self.holds(self._index.find(keys))
+        return self.holds(self._table.find(keys))
 
     def lacks(self, keys: Sequence[Key]) -> Mask:
         """Return for each key whether it must be read from a lower tier. Changes nothing."""
-        lacking: Mask = self._index.find(keys) < 0
+        lacking: Mask = self._table.find(keys) < 0
         return lacking
 
     def reserve(self, keys: Sequence[Key]) -> bool:
@@ -148,12 +146,12 @@ class CacheManager:
     def holds(self, slots: Slots) -> Mask:
         """Return for each slot of `find` whether its key can be loaded from it now."""
         # A missing key has slot -1, which indexes the last slot; the second term excludes it.
-        return self._running.not_written(slots) & (slots >= 0)
+        return self._table.not_written(slots) & (slots >= 0)
 
     def readable_slots(self) -> dict[Key, int]:
         """Return all keys that can be loaded now, with their slots, in O(keys). For tests."""
-        found = list(self._index.items())
-        readable = self._running.not_written(np.array([slot for _, slot in found], np.int32))
+        found = list(self._table.items())
+        readable = self._table.not_written(np.array([slot for _, slot in found], np.int32))
         return dict(compress(found, readable.tolist()))
 
     def prepare_load(self, keys: Sequence[Key]) -> Slots:
@@ -162,12 +160,12 @@ class CacheManager:
         Counts as an access. The caller owns one hold per key, repeated or not, until
         `complete_load`. Raises `MissingKeyError` if a key is not readable; then nothing is held.
         """
-        slots = self._index.find(keys)
+        slots = self._table.find(keys)
         readable = self.holds(slots)
         if not readable.all():
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
-        idle = self._running.start_loads(slots)
+        idle = self._table.start_loads(slots)
         # Some keys may be repeated, or have other readers.
         accessed = idle if len(idle) == len(slots) else distinct(slots)
         self.policy.use(accessed[::-1])
@@ -180,7 +178,7 @@ class CacheManager:
         The least recently used key comes first. All slots below `end` are usable. `slots` and the
         other slots below `end` that were not given out are given out now.
         """
-        self._index.restore(slots, keys, end)
+        self._table.restore(slots, keys, end)
         self.policy.add(slots[::-1], keys[::-1])
         self.policy.release(slots)
         if self.changes is not None:
@@ -192,8 +190,8 @@ class CacheManager:
 
         All slots must have been given out.
         """
-        keys = self._index.keys_of(slots)
-        readable = self._running.not_written(slots).tolist()
+        keys = self._table.keys_of(slots)
+        readable = self._table.not_written(slots).tolist()
         return [key if ok else None for key, ok in zip(keys, readable, strict=True)]
 
     def keys_of(self, slots: Slots) -> list[Key | None]:
@@ -202,15 +200,15 @@ class CacheManager:
         All slots must have been given out. A reset drops the keys of slots that a store is still
         writing.
         """
-        return self._index.keys_of(slots)
+        return self._table.keys_of(slots)
 
     def prepare_copy(self, slots: Slots) -> None:
         """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
-        self.policy.keep(self._running.start_loads(slots))
+        self.policy.keep(self._table.start_loads(slots))
 
     def idle(self, slots: Slots) -> Mask:
         """Return for each slot whether nothing writes it or holds it against eviction."""
-        return self._running.are_idle(slots)
+        return self._table.are_idle(slots)
 
     def count_peer_uses(self) -> None:
         """Count peers' uses of slots since the last call, as loads here are counted."""
@@ -220,10 +218,8 @@ class CacheManager:
 
         Slots that a load reads become free when it ends.
         """
-        idle = self._running.are_idle(slots)
         self.policy.discard(slots)
-        self._index.forget(slots[idle])
-        self._index.disown(slots[~idle])
+        self._table.forget(slots)
         self._forget_by(slots)
 
     def _forget_by(self, slots: Slots) -> None:
@@ -235,8 +231,7 @@ class CacheManager:
 
     def complete_load(self, slots: Slots) -> None:
         """End one load of each slot, successful or not. Raises `MisuseError`."""
-        idle = self._running.end_loads(slots)
-        self.policy.release(self._index.free_orphans(idle))
+        self.policy.release(self._table.end_loads(slots))
 
     def offer(self, keys: Sequence[Key], runs: Runs, along: Slots = NO_SLOTS) -> tuple[Slots, Mask]:
         """Call `prepare_store` for those of `keys` that the policy finds worth a slot.
@@ -247,7 +242,7 @@ class CacheManager:
         free = self._count_free(len(keys))
         parents: Sequence[int] = ()
         if self.policy.reads_runs:
-            parents = self._index.parent_slots(runs)
+            parents = self._table.parent_slots(runs)
         worth = self.policy.admit(keys, runs, free, parents)
         if not worth.all():
             keys = [*compress(keys, worth.tolist())]
@@ -276,10 +271,10 @@ class CacheManager:
         guarded = NO_SLOTS
         if len(along):
             along = distinct(along)
-            guarded = along[self._running.are_idle(along)]
+            guarded = along[self._table.are_idle(along)]
             self.policy.keep(guarded)
         slots = self._take_slots(keys)
-        self._running.start_stores(slots)
+        self._table.start_stores(slots)
         if len(along):
             self.policy.use(along[::-1])
             self.policy.release(guarded)
@@ -287,14 +282,14 @@ class CacheManager:
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
         """Give slots to the first of `keys`: free slots, then the slots of evicted keys."""
-        free = self._index.take_free(keys)
+        free = self._table.take_free(keys)
         if len(free):
             self.policy.add(free, keys[: len(free)])
             keys = keys[len(free) :]
         if not len(keys):
             return free
         victims = self.policy.replace(keys)
-        self._index.replace(victims, keys[: len(victims)])
+        self._table.replace(victims, keys[: len(victims)])
         self.evictions += len(victims)
         self._forget_by(victims)
         return np.concatenate((free, victims)) if len(free) else victims
@@ -304,15 +299,14 @@ class CacheManager:
 
         Raises `MisuseError`.
         """
-        self._running.end_stores(slots)
-        owned = self._index.free_orphans(slots)
+        owned = self._table.end_stores(slots)
         if ok:
             self.policy.release(owned)
             self.stored_slots += len(owned)
             if self.changes is not None:
                 self.changes.became_readable(owned)
         else:
-            self._index.forget(owned)
+            self._table.forget(owned)
             self.policy.discard(owned)
 
     def reset(self) -> None:
@@ -321,8 +315,8 @@ class CacheManager:
         Takes the time to free the keys: 0.1 s for 1,000,000.
         """
         self.forgotten += 1
-        self._forgotten_at[: self._index.given_out] = self.forgotten
-        self._index.clear(self._running.busy(self._index.given_out))
+        self._forgotten_at[: self._table.given_out] = self.forgotten
+        self._table.clear()
         self.policy.clear()
         if self.changes is not None:
             self.changes.lost(None)
@@ -332,12 +326,8 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        for part in (self.policy, self._index, self._running):
-            part.check_integrity()
-        running = {*np.flatnonzero(self._running.busy(self.num_slots)).tolist()}
-        owned = {slot for _, slot in self._index.items()}
-        orphans = self._index.orphans()
-        assert orphans <= running, "an orphan has no running operation"
-        assert running <= owned | orphans, "a busy slot has no key and is no orphan"
-        held = {slot: slot in running for slot in owned}
+        self.policy.check_integrity()
+        self._table.check_integrity()
+        busy = self._table.busy()
+        held = {slot: slot in busy for _, slot in self._table.items()}
         assert self.policy.resident() == held, "what the policy ranks or holds is wrong"

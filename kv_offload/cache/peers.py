@@ -39,7 +39,6 @@ from kv_offload.cache.directory import (
     read_names,
 )
 from kv_offload.cache.seats import READER, find_seats, lock_file, seat_number
-from kv_offload.cache.slot_refcounts import SlotRefcounts
 from kv_offload.cache.slots import Mask, Slots
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,8 @@ class PeerDirectory:
         self.number = seat_number(seat)
         self.contents, self.inode = contents, inode
         self._leases = contents.leases[:, reader]
-        self._held = SlotRefcounts(contents.num_slots)
+        # Leases by slot. Zeros from the system take no memory until they are written.
+        self._held = np.zeros(contents.num_slots, np.int32)
         self.num_leases = 0
         """Leases that have not been released."""
 
@@ -115,20 +115,21 @@ class PeerDirectory:
             good[:] = False
         self.hold(slots[good])
         refused = slots[~good]
-        self._leases[refused[self._held.are_idle(refused)]] = 0
+        self._leases[refused[self._held[refused] == 0]] = 0
         return good
 
     def hold(self, slots: Slots) -> None:
         """Hold leased slots once more, until another `release`."""
-        self._held.start_loads(slots)
+        np.add.at(self._held, slots, 1)
         self.num_leases += len(slots)
 
     def release(self, slots: Slots) -> None:
         """End one lease of each slot, for which no read may still run."""
-        idle = self._held.end_loads(slots)
+        np.subtract.at(self._held, slots, 1)
         self.num_leases -= len(slots)
+        assert (self._held[slots] >= 0).all(), "a lease was released twice"
         order_memory()
-        self._leases[idle] = 0
+        self._leases[slots[self._held[slots] == 0]] = 0
 
 
 class PeerDirectories:

@@ -43,3 +43,11 @@ class MissingKeyError(KVOffloadError, KeyError):
 
 class MisuseError(KVOffloadError, RuntimeError):
     """The completed load or store was not running."""
+
+
+def distinct(slots: Slots) -> Slots:
+    """Return each slot once, in order of first occurrence."""
+    if np.all(slots[1:] > slots[:-1]):
+        return slots  # the slots of most prefixes are ascending
+    _, first = np.unique(slots, return_index=True)
+    return slots if len(first) == len(slots) else slots[np.sort(first)]

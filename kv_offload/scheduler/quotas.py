@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import SlotKey
-from kv_offload.cache.slot_refcounts import distinct
-from kv_offload.cache.slots import Slots
+from kv_offload.cache.slots import Slots, distinct
 from kv_offload.engine import Request
 from kv_offload.scheduler.stores.candidates import Span, keys_of_spans
 from kv_offload.scheduler.transfers import Transfer

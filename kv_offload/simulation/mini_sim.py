@@ -17,8 +17,7 @@ import numpy as np
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import make_policy
-from kv_offload.cache.slot_refcounts import distinct
-from kv_offload.cache.slots import NO_SLOTS, Key, Run
+from kv_offload.cache.slots import NO_SLOTS, Key, Run, distinct
 
 RUN_SHARE = 4
 """A run of blocks, at most one of which is sampled, is as long as the prompt before it divided by

@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 
 from kv_offload.cache.prefix import SlotKey
-from kv_offload.cache.slot_refcounts import distinct
-from kv_offload.cache.slots import Mask
+from kv_offload.cache.slots import Mask, distinct
 from kv_offload.engine import Request
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.loads.decision import MARGIN

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_offload.cache.index import RUN_SLOTS
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.policies import POLICIES, make_policy
+from kv_offload.cache.slot_table import RUN_SLOTS
 from kv_offload.cache.slots import MissingKeyError, MisuseError, Slots
 from kv_offload.errors import CapacityError, KVOffloadError
 

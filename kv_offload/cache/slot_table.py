@@ -1,4 +1,4 @@
-"""Maps keys to slots, and finds slots for new keys.
+"""The slots of a cache: the key of each, and the loads and stores that are running on it.
 
 A slot has a key, or it is
 
@@ -6,6 +6,9 @@ A slot has a key, or it is
 - free: it lost its key because the store failed, or to `forget` or `clear`;
 - an orphan: it lost its key while a load or store was running. A lookup never finds an orphan, and
   it gets no new key until that load or store has ended and the slot is freed.
+
+Any number of loads may read a slot at once, or one store writes it: from `prepare_*` of the manager
+to `complete_*`.
 
 Memory grows with the slots that were used, not with `num_slots`.
 """
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, MisuseError, Runs, Slots, distinct
 
 RUN_SLOTS = 16
 """Number of keys that one lookup finds if their slots are consecutive; otherwise it finds one.
@@ -29,7 +32,6 @@ takes 0.87 ms by runs (November 2026)."""
 
 RUN_GROWTH = 4
 """After a run of consecutive or unknown keys, the next attempt tries this many times as many."""
-
 
 SHARD_KEYS = 16_384
 """Average number of keys per dict, at most. A dict whose keys come and go is rebuilt occasionally,
@@ -85,17 +87,26 @@ class KeyMap:
             yield from shard.items()
 
 
-class SlotIndex:
-    """Maps keys to the slots 0..`num_slots` - 1; `CacheManager` decides what happens to them."""
+WRITTEN = -1
+"""Replaces the number of readers while a store writes the slot."""
+
+
+class SlotTable:
+    """Key and readers of the slots 0..`num_slots` - 1; `CacheManager` decides what happens to them.
+
+    Refuses to end a load or store that is not running.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.usable_slots = num_slots
         """Only slots below this are given out. Never below `given_out`."""
-        self.num_orphans = 0
-        self._slot_of = KeyMap(self.num_slots)
+        self._slot_of = KeyMap(num_slots)
         self._key_of: list[Any] = []  # keys by slot; None if free or an orphan
         self._free: list[int] = []
+        self._num_orphans = 0
+        # By slot. Zeros from the system take no memory until they are written.
+        self._readers = np.zeros(num_slots, np.int32)
 
     @property
     def given_out(self) -> int:
@@ -189,53 +200,115 @@ class SlotIndex:
         self._slot_of.rename_all(self._key_of, slots.tolist(), keys)
 
     def forget(self, slots: Slots) -> None:
-        """Drop the keys of `slots`, and free the slots."""
-        self._free += self._drop_keys(slots)
-
-    def disown(self, slots: Slots) -> None:
-        """Drop the keys of `slots`, which become orphans."""
-        self.num_orphans += len(self._drop_keys(slots))
-
-    def _drop_keys(self, slots: Slots) -> list[int]:
-        unnamed: list[int] = slots.tolist()
-        self._slot_of.remove_all([self._key_of[slot] for slot in unnamed])
-        for slot in unnamed:
+        """Drop the keys of `slots`, which become free, or orphans while they are not idle."""
+        named = slots.tolist()
+        self._slot_of.remove_all([self._key_of[slot] for slot in named])
+        for slot in named:
             self._key_of[slot] = None
-        return unnamed
+        idle = slots[self.are_idle(slots)]
+        self._free += idle.tolist()
+        self._num_orphans += len(slots) - len(idle)
 
-    def free_orphans(self, slots: Slots) -> Slots:
-        """Free the orphans among `slots`, and return the others."""
-        if not self.num_orphans:
+    def clear(self) -> None:
+        """Drop all keys."""
+        idle = self._readers[: self.given_out] == 0
+        self._num_orphans = int((~idle).sum())
+        self._slot_of = KeyMap(self.num_slots)
+        self._key_of = [None] * self.given_out
+        # Slots are given out from the end of this list, so a prefix gets consecutive slots.
+        self._free = np.flatnonzero(idle)[::-1].tolist()
+
+    # -- loads and stores ----------------------------------------------------------------------
+
+    def start_loads(self, slots: Slots) -> Slots:
+        """Begin one load of each slot; return the slots that had none, each once, in order.
+
+        Raises `MisuseError` for a slot that a store is writing; nothing is changed.
+        """
+        before = self._readers[slots]
+        if (before == WRITTEN).any():
+            raise MisuseError(
+                f"loads of slots {slots[before == WRITTEN].tolist()} were begun while a store "
+                "writes them: load what is readable"
+            )
+        idle = distinct(slots[before == 0])
+        if len(idle) == len(slots):
+            self._readers[slots] = 1
+        else:
+            np.add.at(self._readers, slots, 1)
+        return idle
+
+    def end_loads(self, slots: Slots) -> Slots:
+        """End one load of each slot; return the slots that are idle now and have a key, each once.
+
+        Raises `MisuseError` for a slot with no running load; nothing is changed.
+        """
+        ended, counts = np.unique(slots, return_counts=True)
+        left = self._readers[ended] - counts
+        if (left < 0).any():
+            raise MisuseError(
+                f"loads of slots {ended[left < 0].tolist()} were completed more often than "
+                "prepared: complete every prepared load once"
+            )
+        self._readers[ended] = left
+        return self._free_orphans(ended[left == 0])
+
+    def start_stores(self, slots: Slots) -> None:
+        """Begin a store to each slot, which is idle."""
+        self._readers[slots] = WRITTEN
+
+    def end_stores(self, slots: Slots) -> Slots:
+        """End the store of each slot; return the slots that have a key.
+
+        Raises `MisuseError` for a slot with no running store; nothing is changed.
+        """
+        written = self._readers[slots] == WRITTEN
+        if not written.all() or len({*slots.tolist()}) < len(slots):
+            raise MisuseError(
+                f"stores to slots {sorted(slots.tolist())} were completed, but only stores to "
+                f"{sorted({*slots[written].tolist()})} run: complete every prepared store once"
+            )
+        self._readers[slots] = 0
+        return self._free_orphans(slots)
+
+    def _free_orphans(self, slots: Slots) -> Slots:
+        """Free the orphans among slots that are idle now, and return the others."""
+        if not self._num_orphans:
             return slots
-        # A slot whose load or store has just ended either has a key or is an orphan.
         owned = np.array([self._key_of[slot] is not None for slot in slots.tolist()], bool)
         freed = slots[~owned].tolist()
-        self.num_orphans -= len(freed)
+        self._num_orphans -= len(freed)
         self._free += freed
         others: Slots = slots[owned]
         return others
 
-    def clear(self, busy: Mask) -> None:
-        """Drop all keys; the slots in `busy`, shape `(given_out,)`, become orphans."""
-        self.num_orphans = int(busy.sum())
-        self._slot_of = KeyMap(self.num_slots)
-        self._key_of = [None] * self.given_out
-        # Slots are given out from the end of this list, so a prefix gets consecutive slots.
-        self._free = np.flatnonzero(~busy)[::-1].tolist()
+    def not_written(self, slots: Slots) -> Mask:
+        """Return for each slot whether no store is writing it."""
+        not_written: Mask = self._readers[slots] != WRITTEN
+        return not_written
 
-    def orphans(self) -> set[int]:
-        """Return all orphans, in O(num_slots)."""
-        return {slot for slot, key in enumerate(self._key_of) if key is None} - {*self._free}
+    def are_idle(self, slots: Slots) -> Mask:
+        """Return for each slot whether it is neither read nor written."""
+        idle: Mask = self._readers[slots] == 0
+        return idle
+
+    def busy(self) -> set[int]:
+        """Return all slots that are read or written, in O(num_slots)."""
+        return {*np.flatnonzero(self._readers).tolist()}
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        assert len(self.orphans()) == self.num_orphans, "orphans are not counted right"
         known = dict(self.items())
         for key, slot in known.items():
             assert 0 <= slot < self.given_out, f"slot {slot} is used that was never given out"
             assert self._key_of[slot] == key, f"slot {slot} of {key!r} is {self._key_of[slot]!r}'s"
         assert self.given_out <= self.usable_slots <= self.num_slots, "a slot does not exist"
-        all_slots = [*known.values(), *self.orphans(), *self._free]
+        without_key = {slot for slot, key in enumerate(self._key_of) if key is None}
+        orphans = without_key - {*self._free}
+        assert len(orphans) == self._num_orphans, "orphans are not counted right"
+        all_slots = [*known.values(), *orphans, *self._free]
         assert sorted(all_slots) == list(range(self.given_out)), "a slot is lost or has two owners"
-        named = [slot for slot in self._free if self._key_of[slot] is not None]
-        assert not named, "a slot without a key has a name"
+        assert without_key >= {*self._free}, "a slot without a key has a name"
+        assert orphans <= self.busy(), "an orphan has no running operation"
+        assert self.busy() <= {*known.values()} | orphans, "a busy slot has no key and is no orphan"
+        assert (self._readers >= WRITTEN).all(), "a slot has fewer than no readers"
