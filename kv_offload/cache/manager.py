@@ -165,11 +165,8 @@ class CacheManager:
         if not readable.all():
             key = keys[int(readable.argmin())]
             raise MissingKeyError(f"{key!r} is not readable: look it up in the same step")
-        idle = self._table.start_loads(slots)
-        # Some keys may be repeated, or have other readers.
-        accessed = idle if len(idle) == len(slots) else distinct(slots)
-        self.policy.use(accessed[::-1])
-        self.policy.keep(idle)
+        self._table.start_loads(slots)
+        self.policy.use(distinct(slots)[::-1])
         return slots
 
     def restore(self, keys: Sequence[Key], slots: Slots, end: int) -> None:
@@ -180,7 +177,6 @@ class CacheManager:
         """
         self._table.restore(slots, keys, end)
         self.policy.add(slots[::-1], keys[::-1])
-        self.policy.release(slots)
         if self.changes is not None:
             self.changes.restored.update(slots.tolist())
             self.changes.became_readable(slots)
@@ -204,7 +200,7 @@ class CacheManager:
 
     def prepare_copy(self, slots: Slots) -> None:
         """Hold distinct slots with readable keys until `complete_load`. This is not an access."""
-        self.policy.keep(self._table.start_loads(slots))
+        self._table.start_loads(slots)
 
     def idle(self, slots: Slots) -> Mask:
         """Return for each slot whether nothing writes it or holds it against eviction."""
@@ -268,16 +264,14 @@ class CacheManager:
 
     def _give_slots(self, keys: Sequence[Key], along: Slots) -> Slots:
         """Do the work of `prepare_store`. No slot is freed between the policy's answer and this."""
-        guarded = NO_SLOTS
-        if len(along):
-            along = distinct(along)
-            guarded = along[self._table.are_idle(along)]
-            self.policy.keep(guarded)
+        if not len(along):
+            return self._take_slots(keys)
+        along = distinct(along)
+        guarded = along[self._table.not_written(along)]
+        self._table.start_loads(guarded)
         slots = self._take_slots(keys)
-        self._table.start_stores(slots)
-        if len(along):
-            self.policy.use(along[::-1])
-            self.policy.release(guarded)
+        self.policy.use(along[::-1])
+        self.policy.release(self._table.end_loads(guarded))
         return slots
 
     def _take_slots(self, keys: Sequence[Key]) -> Slots:
@@ -288,7 +282,7 @@ class CacheManager:
             keys = keys[len(free) :]
         if not len(keys):
             return free
-        victims = self.policy.replace(keys)
+        victims = self.policy.replace(keys, self._table.readers)
         self._table.replace(victims, keys[: len(victims)])
         self.evictions += len(victims)
         self._forget_by(victims)
@@ -326,8 +320,7 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        self.policy.check_integrity()
+        self.policy.check_integrity(self._table.readers)
         self._table.check_integrity()
-        busy = self._table.busy()
-        held = {slot: slot in busy for _, slot in self._table.items()}
-        assert self.policy.resident() == held, "what the policy ranks or holds is wrong"
+        owned = sorted(slot for _, slot in self._table.items())
+        assert self.policy.resident() == owned, "the policy ranks other slots than those with a key"

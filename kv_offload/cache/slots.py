@@ -19,6 +19,9 @@ Slots: TypeAlias = NDArray[np.int32]
 Mask: TypeAlias = NDArray[np.bool_]
 """One truth value for each of some keys or slots, shape `(n,)`."""
 
+Readers: TypeAlias = NDArray[np.int32]
+"""By slot: how many loads read it, -1 while a store writes it, 0 if it is idle."""
+
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 

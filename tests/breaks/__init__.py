@@ -6,7 +6,7 @@ text, one for each package, one line for each break:
 
     = kv_offload/cache/manager.py
     @ tests/kv_offload/cache/test_cache_manager.py::test_name
-    prepare_load: drop self.policy.keep(idle)  # A slot is not evicted while a load reads it.
+    prepare_load: drop self._table.start_loads(slots)  # A slot is not evicted while it is read.
 
 - `=` names the file that is changed, until the next `=`.
 - `@` gives pytest's arguments for the lines after it: the fewest tests that notice, in seconds.

@@ -23,7 +23,7 @@ from kv_offload.cache.policies.history import Hashes, History, hash_keys
 from kv_offload.cache.policies.prefixes import FIRST
 from kv_offload.cache.policies.ranking import Ranking
 from kv_offload.cache.policies.rivals import Rivals
-from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Readers, Runs, Slots
 
 NOTED_ACCESSES, NOTED_OF_CAPACITY, MAX_NOTED_ACCESSES = 512, 64, 4096
 """Number of pending accesses at which the next access processes them: one per `NOTED_OF_CAPACITY`
@@ -69,7 +69,6 @@ class AutoPolicy(EvictionPolicy):
         self._ranking = Ranking(self.capacity, self._density)
         self._bucket_of = self._ranking.bucket_of
         self._hash_of = np.zeros(self.capacity, np.uint64)
-        self._held = np.zeros(self.capacity, bool)
         self._newly_demotable = np.zeros(self.capacity, bool)
         self.has_newly_demotable = False
         self._parked: set[int] = set()
@@ -166,7 +165,6 @@ class AutoPolicy(EvictionPolicy):
         self._ranking.prefixes.link(slots, before)
         self._hash_of[slots] = hashes
         self._bucket_of[slots] = buckets
-        self._held[slots] = True
         self._newly_demotable[slots] = False
         self._moved.append(slots[::-1])
 
@@ -189,12 +187,12 @@ class AutoPolicy(EvictionPolicy):
             self._begun.append(buckets[new])
         return hashes, buckets
 
-    def replace(self, keys: Sequence[Key]) -> Slots:
-        popped = self._ranking.pop(len(keys), self._held, self._parked)
+    def replace(self, keys: Sequence[Key], readers: Readers) -> Slots:
+        popped = self._ranking.pop(len(keys), readers, self._parked)
         missing = len(keys) - sum(len(slots) for _, slots in popped)
         if missing:
             self._rerank()
-            popped += self._ranking.pop(missing, self._held, self._parked)
+            popped += self._ranking.pop(missing, readers, self._parked)
         for bucket, slots in popped:
             self._gone.append((self._hash_of[slots], np.full(len(slots), bucket)))
         # Sorted, so that consecutive keys usually get consecutive slots.
@@ -226,7 +224,6 @@ class AutoPolicy(EvictionPolicy):
         self._count(len(slots))
 
     def release(self, slots: Slots) -> None:
-        self._held[slots] = False
         if self._parked and (back := self._parked.intersection(slots.tolist())):
             self._parked -= back
             self._moved.append(np.array(sorted(back), np.int32))
@@ -234,7 +231,6 @@ class AutoPolicy(EvictionPolicy):
     def discard(self, slots: Slots) -> None:
         self._lost.append(self._bucket_of[slots])
         self._bucket_of[slots] = 0
-        self._held[slots] = False
         self._newly_demotable[slots] = False
         self._parked.difference_update(slots.tolist())
 
@@ -297,17 +293,16 @@ class AutoPolicy(EvictionPolicy):
         self._newly_demotable[newly_demotable] = self.has_newly_demotable = False
         return newly_demotable
 
-    @property
-    def _resident(self) -> NDArray[np.intp]:
-        return np.flatnonzero(self._bucket_of > 0)
+    def resident(self) -> list[int]:
+        slots: list[int] = np.flatnonzero(self._bucket_of > 0).tolist()
+        return slots
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, readers: Readers) -> None:
         slots = self.resident()
-        held = int(self._held.sum())
-        assert held == sum(slots.values()), "a held slot is not resident"
-        assert self._parked <= {slot for slot in slots if slots[slot]}, "an idle slot is parked"
+        assert self._parked <= {*slots}, "a slot without a key is parked"
+        assert readers[[*self._parked]].all(), "an idle slot is parked"
         listed = {*self._ranking.slots(), *np.concatenate([NO_SLOTS, *self._moved]).tolist()}
-        lost = slots.keys() - listed - self._parked
+        lost = {*slots} - listed - self._parked
         assert not lost, f"slots {sorted(lost)} can never be evicted"
         self._ranking.check_integrity()
         noted = [sum(map(len, notes)) for notes in (self._begun, self._ended, self._lost)]

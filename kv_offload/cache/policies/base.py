@@ -6,17 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Runs, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Readers, Runs, Slots
 from kv_offload.errors import CapacityError
 
 
 class EvictionPolicy(ABC):
     """Ranks the slots that have a key: at most `capacity` slots, numbered from 0.
 
-    A held slot is not evicted, because it is being written or read. A new slot is held until its
-    first `release`.
+    `readers`, shape `(capacity,)`, is not 0 for slots that are being read or written, which are not
+    evicted.
 
     `use` makes the last slot of a call the most recent, `add` and `replace` the first one: the head
     of a prefix should outlive its tail.
@@ -36,14 +35,13 @@ class EvictionPolicy(ABC):
         if capacity < 1:
             raise CapacityError(f"an eviction policy for {capacity} slots: give it 1 or more")
         self.capacity = capacity
-        self._held = np.zeros(capacity, bool)
 
     @abstractmethod
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
-        """Give new keys to free slots; the slots are held and the most recent."""
+        """Give new keys to free slots, which become the most recent."""
 
     @abstractmethod
-    def replace(self, keys: Sequence[Key]) -> Slots:
+    def replace(self, keys: Sequence[Key], readers: Readers) -> Slots:
         """Evict one key for each new key, `add` the slots for the new keys, and return the slots.
 
         If too few slots can be evicted, the last keys get none.
@@ -75,38 +73,24 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
-        """Count an access to slots, held or not, and make them the most recent.
-
-        The access that added a slot is counted already: a call before the slot's first `release`
-        does not count it again.
-        """
-
-    def keep(self, slots: Slots) -> None:
-        """Hold slots, none of which is held, against eviction until `release`; not an access."""
-        self._held[slots] = True
+        """Count an access to slots and make them the most recent."""
 
     @abstractmethod
     def release(self, slots: Slots) -> None:
-        """Allow held slots to be evicted again; not an access."""
+        """Consider slots again that are no longer read or written; not an access."""
 
     @abstractmethod
     def discard(self, slots: Slots) -> None:
-        """Drop slots, held or not, and their keys, as if they had never been added."""
+        """Drop slots and their keys, as if they had never been added."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop all slots, including held ones, and everything learned from their keys."""
-
-    @property
-    @abstractmethod
-    def _resident(self) -> NDArray[np.intp]:
-        """The slots with a key, ascending."""
-
-    def resident(self) -> dict[int, bool]:
-        """Return by slot with a key whether it is held, in O(capacity)."""
-        slots = self._resident
-        return dict(zip(slots.tolist(), self._held[slots].tolist(), strict=True))
+        """Drop all slots, and everything learned from their keys."""
 
     @abstractmethod
-    def check_integrity(self) -> None:
+    def resident(self) -> list[int]:
+        """Return the slots with a key, ascending, in O(capacity)."""
+
+    @abstractmethod
+    def check_integrity(self, readers: Readers) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(capacity)."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_offload.cache.policies.base import EvictionPolicy
-from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Slots
+from kv_offload.cache.slots import NO_SLOTS, Key, Mask, Readers, Slots
 
 SLACK_ENTRIES = 4096
 """This many stale entries never cause a sweep."""
@@ -22,7 +21,7 @@ class LRUPolicy(EvictionPolicy):
 
     Each use appends an entry to a log, so whole batches are used at once. The last entry of a slot
     is live, its earlier ones are stale. A search for victims drops the entries that it passes. It
-    parks held slots: they have no entry until they are used or released.
+    parks slots that are being read or written: they have no entry until they are used or released.
 
     While the log is long, each use also sweeps a few entries, from the newest to the oldest. The
     sweep compacts the live entries at the new end, and the log then begins with them. So the log is
@@ -40,7 +39,6 @@ class LRUPolicy(EvictionPolicy):
         # Memory from the system costs nothing until it is written.
         self._log = np.empty(self._mask + 1, np.int32)
         self._entry_of = np.zeros(self.capacity, np.int64)  # last entry; 0: not resident
-        self._held = np.zeros(self.capacity, bool)
         self._parked: set[int] = set()
         self._next = 1
         # Entries from `_first` to `_unswept` are still to be swept. Those from there to `_swept`
@@ -49,11 +47,10 @@ class LRUPolicy(EvictionPolicy):
 
     def add(self, slots: Slots, keys: Sequence[Key]) -> None:
         self._append(slots[::-1])
-        self._held[slots] = True
 
-    def replace(self, keys: Sequence[Key]) -> Slots:
+    def replace(self, keys: Sequence[Key], readers: Readers) -> Slots:
         # Sorted, so that consecutive keys usually get consecutive slots.
-        slots = np.sort(self._pop_oldest(len(keys)))
+        slots = np.sort(self._pop_oldest(len(keys), readers))
         self.add(slots, keys)
         return slots
 
@@ -63,7 +60,6 @@ class LRUPolicy(EvictionPolicy):
         self._append(slots)
 
     def release(self, slots: Slots) -> None:
-        self._held[slots] = False
         if self._parked and (back := self._parked.intersection(slots.tolist())):
             self._parked -= back
             parked = np.array(sorted(back, key=self._entry_of.__getitem__), np.int32)
@@ -71,7 +67,6 @@ class LRUPolicy(EvictionPolicy):
             self._write(self._first, parked)
 
     def discard(self, slots: Slots) -> None:
-        self._held[slots] = False
         self._entry_of[slots] = 0
         self._parked.difference_update(slots.tolist())
 
@@ -92,13 +87,13 @@ class LRUPolicy(EvictionPolicy):
         slots = self._log[entries & self._mask]
         return slots, self._entry_of[slots] == entries
 
-    def _pop_oldest(self, count: int) -> Slots:
-        """Remove from the log up to `count` of the least recent slots that are not held."""
+    def _pop_oldest(self, count: int, readers: Readers) -> Slots:
+        """Remove from the log up to `count` of the least recent idle slots."""
         victims: list[Slots] = []
         window = max(count, WINDOW_ENTRIES)
         while count and self._first < self._next:
             slots, live = self._read(self._first, min(self._first + window, self._next))
-            idle = live & ~self._held[slots]
+            idle = live & (readers[slots] == 0)
             wanted = np.flatnonzero(idle)[:count]
             passed = len(slots) if len(wanted) < count else int(wanted[-1]) + 1
             if len(wanted) < passed:
@@ -126,20 +121,20 @@ class LRUPolicy(EvictionPolicy):
         if self._unswept <= self._first:
             self._first = self._unswept = self._swept = max(self._first, self._swept)
 
-    @property
-    def _resident(self) -> NDArray[np.intp]:
-        return np.flatnonzero(self._entry_of)
+    def resident(self) -> list[int]:
+        slots: list[int] = np.flatnonzero(self._entry_of).tolist()
+        return slots
 
     def order(self) -> Slots:
         """Return the slots that are not parked, from the least to the most recent, in O(n)."""
         slots, live = self._read(self._first, self._next)
         return slots[live]
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, readers: Readers) -> None:
         slots = self.resident()
         assert len(slots) <= self.capacity, f"{len(slots)} slots exceed capacity {self.capacity}"
-        assert self._held.sum() == sum(slots.values()), "a held slot is not resident"
+        assert readers[[*self._parked]].all(), "an idle slot is parked"
         listed = [*self.order().tolist(), *self._parked]
-        assert sorted(listed) == [*slots], "a slot is lost, or listed and parked"
+        assert sorted(listed) == slots, "a slot is lost, or listed and parked"
         assert self._next - self._first <= len(self._log), "the log has overwritten entries"
         assert self._first <= self._unswept <= self._swept <= self._next, "a sweep went too far"

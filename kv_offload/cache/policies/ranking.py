@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kv_offload.cache.policies.density import AGES, CLASSES, OLD, HitDensity
 from kv_offload.cache.policies.prefixes import PrefixOrder
-from kv_offload.cache.slots import NO_SLOTS, Mask, Slots
+from kv_offload.cache.slots import NO_SLOTS, Readers, Slots
 
 SLACK_ENTRIES = 4096
 """This many stale entries never cause a sweep."""
@@ -234,10 +234,10 @@ class Ranking:
             found += [density] * len(slots)
         return (found + [np.inf] * (count - len(found)))[:count]
 
-    def pop(self, count: int, held: Mask, parked: set[int]) -> list[tuple[int, Slots]]:
+    def pop(self, count: int, readers: Readers, parked: set[int]) -> list[tuple[int, Slots]]:
         """Remove and return up to `count` of the idle slots that are worth least, by bucket.
 
-        Held slots on the way lose their entry and go to `parked`.
+        Other slots on the way lose their entry and go to `parked`.
         """
         victims = []
         while count:
@@ -249,7 +249,7 @@ class Ranking:
             looked_at = 2 * count + WINDOW_SLOTS
             window, rest = slots[:looked_at], slots[looked_at:]
             live = window[self.bucket_of[window] == bucket]
-            busy = held[live]
+            busy = readers[live] != 0
             if busy.any():
                 parked.update(live[busy].tolist())
                 live = live[~busy]
