@@ -326,7 +326,7 @@ class OffloadScheduler:
         idle, transfers = not self._requests.admitted, self._transfers
         if any(has_work(idle) for has_work in self._subscribers.has_work):
             return True
-        if transfers.pinned_blocks or self._stores.backlog.slots:
+        if transfers.pinned_blocks or self._stores.candidates.waiting_slots:
             return True
         # Only a step brings the report of a synchronous load.
         if any(load.synchronous for load in transfers.running(Kind.LOAD).values()):
@@ -406,7 +406,7 @@ class OffloadScheduler:
             "running_stores": len(transfers.running(Kind.STORE)),
             "oldest_copy_seconds": transfers.oldest_age_seconds(Kind.STORE, Kind.LOAD),
             "pinned_blocks": transfers.pinned_blocks,
-            "waiting_slots": self._stores.backlog.slots,
+            "waiting_slots": self._stores.candidates.waiting_slots,
             "retained_slots": self._retention.slots,
             "stores_paused": float(self._stores.paused),
             **self.watch.gauges(),

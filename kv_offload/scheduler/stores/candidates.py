@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kv_offload.cache.manager import CacheManager
 from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.scheduler.request import StoreCursor
+from kv_offload.scheduler.statistics import Statistics
 
 MAX_SLOTS_PER_STEP = 1024
 """Maximum slots examined for the running requests of a step, and for each request that ends.
 
 It bounds the planner's time on the scheduler's thread however long a prompt is; the rest follows in
 later steps."""
+
+MAX_BACKLOG_SLOTS = 1 << 16
+"""Maximum waiting slots. Above it the oldest are dropped: the engine reuses their blocks first."""
 
 Span: TypeAlias = tuple[StoreCursor, int, int, int]
 """Slots of one request to examine: cursor, position of the cache group, first slot and end
@@ -31,23 +37,43 @@ def keys_of_spans(
         at = end
 
 
+@dataclass(slots=True)
+class EndedRequest:
+    """An ended request with blocks that wait, from its cursor to `end_tokens`.
+
+    Nothing pins these blocks: each is stored only if the engine's pool still knows it under its
+    key. `slots` is how many were left at the last count.
+    """
+
+    cursor: StoreCursor
+    end_tokens: int
+    slots: int
+
+
 class StoreCandidates:
     """Collects the slots that a step examines, up to a limit.
 
     `examine` only notes slots and moves the request's cursor past them. The choice is made from all
     of them together, since a step of decodes has one block from each of many requests. If a budget
-    cuts it short, `rewind` moves the cursor back.
+    cuts it short, `rewind` moves the cursor back. What is left of a request that ends waits in the
+    backlog.
     """
 
     def __init__(
-        self, prefixes: PrefixMap, manager: CacheManager, max_share: float, *, prompt_only: bool
+        self,
+        prefixes: PrefixMap,
+        manager: CacheManager,
+        statistics: Statistics,
+        max_share: float,
+        *,
+        prompt_only: bool,
     ) -> None:
         """Examine at most `max_share` of the manager's slots for one request.
 
         More would evict its beginning, without which the rest cannot be hit.
         """
-        self._prefixes, self._manager, self._max_share = prefixes, manager, max_share
-        self._prompt_only = prompt_only
+        self._prefixes, self._manager, self._statistics = prefixes, manager, statistics
+        self._max_share, self._prompt_only = max_share, prompt_only
         self._groups = tuple(
             (position, group, group.block_tokens, prefixes.block_hashes[position])
             for position, group in enumerate(prefixes.groups)
@@ -61,12 +87,17 @@ class StoreCandidates:
         self._unfinished: set[str] = set()
         self.paused = False
         """True while stores are paused."""
-        self.examinable = MAX_SLOTS_PER_STEP
+        self._examinable = MAX_SLOTS_PER_STEP
         """Slots that may still be examined in this step."""
+        self._backlog: deque[EndedRequest] = deque()  # the oldest first
+        self._examined = 0  # of the backlog, in this step
+        self.waiting_slots = 0
+        """Slots that wait in the backlog."""
 
     def next_step(self) -> None:
         """Begin a step, which may examine `MAX_SLOTS_PER_STEP` slots."""
-        self.examinable = MAX_SLOTS_PER_STEP
+        self._examinable = MAX_SLOTS_PER_STEP
+        self._examined = 0
 
     def examine(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Note a request's slots that end at or below `end_tokens`, from its cursor on.
@@ -84,10 +115,10 @@ class StoreCandidates:
                 known // tokens,
                 len(block_ids[position]),
                 len(hashes) // slot_hashes,
-                at + self.examinable,
+                at + self._examinable,
             )
             if at < last:
-                self.examinable -= last - at
+                self._examinable -= last - at
                 if last - at == 1 and not group.group_id:
                     self._keys.append(hashes[last * slot_hashes - 1])
                 else:
@@ -120,14 +151,6 @@ class StoreCandidates:
         for position, _, tokens, _ in self._groups:
             next_slot[position] = max(next_slot[position], end_tokens // tokens)
 
-    def has_more(self, cursor: StoreCursor, end_tokens: int) -> bool:
-        """Return whether `end_tokens` completes a slot that was neither examined nor skipped."""
-        end_tokens = self.wanted(cursor, end_tokens)
-        return any(
-            end_tokens >= (cursor.next_slot[position] + 1) * tokens
-            for position, _, tokens, _ in self._groups
-        )
-
     def count_left(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return how many named slots below `end_tokens` are after a cursor, wanted or not."""
         prompt_tokens = cursor.request.num_prompt_tokens
@@ -141,15 +164,15 @@ class StoreCandidates:
             for position, group, tokens, _ in self._groups
         )
 
-    def end_slots(self, cursor: StoreCursor, end_tokens: int) -> list[int]:
-        """Return, by cache group, how many slots have blocks and names by `end_tokens`."""
-        hashes = cursor.request.block_hashes
+    def _count_waiting(self, cursor: StoreCursor, end_tokens: int) -> int:
+        """Return how many slots after a cursor have blocks and names by `end_tokens`."""
         named = self._named(cursor, self.wanted(cursor, end_tokens))
-        ends = [0] * len(cursor.block_ids)
+        num_hashes, waiting = len(cursor.request.block_hashes), 0
         for position, _, tokens, slot_hashes in self._groups:
             blocks = len(cursor.block_ids[position])
-            ends[position] = min(named // tokens, blocks, len(hashes) // slot_hashes)
-        return ends
+            end = min(named // tokens, blocks, num_hashes // slot_hashes)
+            waiting += max(0, end - cursor.next_slot[position])
+        return waiting
 
     def _named(self, cursor: StoreCursor, end_tokens: int) -> int:
         """Return the token up to which blocks will be named once `end_tokens` are computed."""
@@ -171,3 +194,52 @@ class StoreCandidates:
             slots = int(self._max_share * self._manager.usable_slots)
             end_tokens = min(end_tokens, self._prefixes.align(int(slots / self._slots_per_token)))
         return end_tokens
+
+    # -- the backlog ---------------------------------------------------------------------------
+
+    def keep(self, cursor: StoreCursor, end_tokens: int) -> int:
+        """Take over the cursor of an ended request; return how many of its slots wait."""
+        slots = self._count_waiting(cursor, end_tokens)
+        if slots:
+            self._backlog.append(EndedRequest(cursor, end_tokens, slots))
+            self.waiting_slots += slots
+        while self.waiting_slots > MAX_BACKLOG_SLOTS:
+            oldest = self._backlog.popleft().slots
+            self.waiting_slots -= oldest
+            self._statistics.skipped("no_budget", oldest)
+        return slots
+
+    def examine_backlog(self, slots_left: int) -> None:
+        """Examine at most `slots_left` slots, the oldest first, before running requests."""
+        withheld = max(0, self._examinable - max(0, slots_left))
+        self._examinable -= withheld
+        for ended in self._backlog:
+            if not self._examinable:
+                break
+            self._examined += 1
+            self.examine(ended.cursor, ended.end_tokens)
+        self._examinable += withheld
+
+    def forget_chosen(self, *, resting: bool) -> None:
+        """Remove the chosen slots from the examined part of the backlog.
+
+        `resting`: nothing is computed, loaded or stored, so no GPU block will become free by
+        itself. If nothing could be planned then, the backlog is dropped, so that the engine rests.
+        """
+        if not self._backlog:
+            return
+        before = self.waiting_slots
+        examined = [self._backlog.popleft() for _ in range(self._examined)]
+        for ended in reversed(examined):
+            counted, ended.slots = ended.slots, self._count_waiting(ended.cursor, ended.end_tokens)
+            self.waiting_slots += ended.slots - counted
+            if ended.slots:
+                self._backlog.appendleft(ended)
+        if self.waiting_slots == before and resting:
+            self.drop_backlog()
+
+    def drop_backlog(self) -> None:
+        """Drop the backlog, and count its slots as skipped."""
+        self._statistics.skipped("no_budget", self.waiting_slots)
+        self.waiting_slots = 0
+        self._backlog.clear()

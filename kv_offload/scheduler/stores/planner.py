@@ -15,7 +15,6 @@ from kv_offload.engine import BlockState, RunningRequests, StepOutput
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.observers import StoresPlanned
 from kv_offload.scheduler.request import StoreCursor, TrackedRequest
-from kv_offload.scheduler.stores.backlog import StoreBacklog
 from kv_offload.scheduler.stores.budget import PIN_STEPS, StoreBudget
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates, keys_of_spans
 from kv_offload.scheduler.stores.choice import Chosen, StoreChoice
@@ -68,13 +67,13 @@ class StorePlanner:
             core.transfers.step_time,
         )
         prompt_only = config.store_blocks == "prompt"
-        self._candidates = StoreCandidates(
-            core.prefixes, core.manager, config.max_share_per_salt, prompt_only=prompt_only
+        max_share = config.max_share_per_salt
+        self.candidates = StoreCandidates(
+            core.prefixes, core.manager, core.statistics, max_share, prompt_only=prompt_only
         )
         self._refusals = Refusals()
         self._choice = StoreChoice(core.prefixes, pool, self._refusals.keys)
-        self._tails = StoreTails(core.prefixes, pool, self._candidates, self._refusals.keys)
-        self.backlog = StoreBacklog(self._candidates, core.statistics)
+        self._tails = StoreTails(core.prefixes, pool, self.candidates, self._refusals.keys)
         self._grown_blocks = 0
         self._paused_by_refusals = False
         """True if too many blocks did not fit packed slots: then new weights end the pause, too."""
@@ -94,21 +93,21 @@ class StorePlanner:
         """
         self.budget.next_step(load_seconds=load_seconds, grown_blocks=self._grown_blocks)
         self._give_up_late()
-        self._candidates.next_step()
-        if self.backlog.slots:
+        self.candidates.next_step()
+        if self.candidates.waiting_slots:
             free_blocks = self._pool.get_num_free_blocks() - self.budget.reserved_blocks
-            self.backlog.examine(min(self._slots_left(), free_blocks))
+            self.candidates.examine_backlog(min(self._slots_left(), free_blocks))
         self._grown_blocks = self._follow(output)
         for tail in self._noted:
             self._store_tail(tail)
         self._pin_chosen()
         self._manager.policy.catch_up()
-        self.backlog.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
+        self.candidates.forget_chosen(resting=idle and not self._transfers.pinned_blocks)
 
     def _follow(self, output: StepOutput) -> int:
         """Follow the requests of a step; return how many blocks its decodes got."""
         self.budget.prompt_growth, self._noted = 0, []
-        unfinished = self._candidates.take_unfinished()
+        unfinished = self.candidates.take_unfinished()
         self._block_state = getattr(output, "kv_connector_block_state", None)  # from vLLM 0.32
         state = self._block_state
         self._states = {} if state is None else state.boundary_state_offloads
@@ -137,9 +136,9 @@ class StorePlanner:
             self._place_states(cursor, computed + scheduled)
         if loaded is not None:
             # Host memory has the loaded slots, but may have evicted those before them.
-            self._candidates.examine(cursor, loaded[0])
-            self._candidates.skip(cursor, loaded[1])
-        self._candidates.examine(cursor, computed + scheduled)
+            self.candidates.examine(cursor, loaded[0])
+            self.candidates.skip(cursor, loaded[1])
+        self.candidates.examine(cursor, computed + scheduled)
         if self.paused and cursor.hints.keep is not None:
             self._retain_known(cursor)
 
@@ -204,7 +203,7 @@ class StorePlanner:
             if waits and grown == 1 and request_id not in unfinished:
                 waiting.add(request_id)
             else:
-                self._candidates.examine(cursor, computed[index] + scheduled[request_id])
+                self.candidates.examine(cursor, computed[index] + scheduled[request_id])
         if waiting and not waits:
             # The others have ended, or run in the other steps if steps alternate.
             left = waiting - scheduled.keys()
@@ -213,17 +212,16 @@ class StorePlanner:
 
     def request_ends(self, cursor: StoreCursor, end_tokens: int) -> None:
         """Plan the last stores of a request, just before the engine frees its blocks."""
-        if not self._candidates.has_more(cursor, end_tokens):
-            if not cursor.hints.store or self.paused:
-                left = self._candidates.count_left(cursor, end_tokens)
-                self._statistics.skipped("paused" if self.paused else "not_wanted", left)
+        if not cursor.hints.store or self.paused:
+            left = self.candidates.count_left(cursor, end_tokens)
+            self._statistics.skipped("paused" if self.paused else "not_wanted", left)
             return
         # Uses the cursor's blocks: in a window group the engine's are null blocks where the window
         # has moved on, although the blocks may still hold their KV.
-        self._candidates.next_step()
-        self._candidates.examine(cursor, end_tokens)
+        self.candidates.next_step()
+        self.candidates.examine(cursor, end_tokens)
         self._pin_chosen()
-        self._statistics.count("deferred_slots", self.backlog.keep(cursor, end_tokens))
+        self._statistics.count("deferred_slots", self.candidates.keep(cursor, end_tokens))
 
     def tail_ends(
         self,
@@ -250,27 +248,27 @@ class StorePlanner:
     @property
     def paused(self) -> bool:
         """True if no new stores are planned; those that are planned still run."""
-        return self._candidates.paused
+        return self.candidates.paused
 
     def pause(self, *, paused: bool) -> None:
         """Pause stores until an operator resumes them; or resume them, whatever paused them."""
-        self._candidates.paused, self._paused_by_refusals = paused, False
+        self.candidates.paused, self._paused_by_refusals = paused, False
         self._refusals.start_over()
         if paused:
-            self.backlog.drop()
+            self.candidates.drop_backlog()
 
     def forget(self, *, weights_changed: bool) -> None:
         """Drop the backlog and the refused keys: the same prefix may have different KV from now on.
 
         New weights may pack well, so they end a pause that refused blocks caused.
         """
-        self.backlog.drop()
+        self.candidates.drop_backlog()
         self._refusals.keys.clear()
         if not weights_changed:
             return
         self._refusals.start_over()
         if self._paused_by_refusals:
-            self._candidates.paused = self._paused_by_refusals = False
+            self.candidates.paused = self._paused_by_refusals = False
             logger.info("kv-offload: stores run again: new weights may fit packed slots")
 
     def stored(self, blocks: int, refused: Sequence[SlotKey | None]) -> None:
@@ -304,7 +302,7 @@ class StorePlanner:
 
     def _pin_chosen(self) -> None:
         """Choose from the candidates, take slots for new keys and pin the blocks that got one."""
-        spans, keys = self._candidates.take()
+        spans, keys = self.candidates.take()
         if not spans:
             return
         # Lists, not arrays: usually each decode has filled one block, and none of these has a slot.
@@ -313,7 +311,7 @@ class StorePlanner:
         if chosen.gone:
             self._statistics.skipped("moved_on", self._choice.count_moved_on(chosen))
         for span, passed in chosen.cut:
-            self._candidates.rewind(span, passed)
+            self.candidates.rewind(span, passed)
         if chosen.new or chosen.along:
             self._store(chosen, spans, keys, self._subscribers.stores)
         if any(cursor.hints.keep is not None for cursor, _, _, _ in spans):

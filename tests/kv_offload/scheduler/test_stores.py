@@ -170,7 +170,7 @@ def test_no_more_is_chosen_than_may_be_on_its_way_where_two_requests_share_a_blo
 
 
 def test_the_oldest_leftovers_are_dropped_when_too_many_wait(monkeypatch):
-    monkeypatch.setattr("kv_offload.scheduler.stores.backlog.MAX_BACKLOG_SLOTS", 5)
+    monkeypatch.setattr("kv_offload.scheduler.stores.candidates.MAX_BACKLOG_SLOTS", 5)
     engine = slow(1, max_num_batched_tokens=64)
     for first in (0, 1):
         engine.add(f"{first}", [first, *PROMPT[:16]], max_tokens=1)
