@@ -35,10 +35,11 @@ Batch = tuple[int, Slots]
 belongs to its latest batch."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Share:
     """The slots of one owner, the least recently used batch first."""
 
+    owner: Owner
     number: int
     slots: int = 0
     named: int = 0
@@ -67,7 +68,7 @@ class Quotas:
         self._share_of = np.zeros(manager.num_slots, np.int64)
         self._batch_of = np.zeros(manager.num_slots, np.int64)
         self._shares: dict[Owner, Share] = {}
-        self._by_number: dict[int, tuple[Owner, Share]] = {}
+        self._by_number: dict[int, Share] = {}
         self._next_share = self._next_batch = 1
         manager.on_peer_uses = self._used_by_peers
 
@@ -94,8 +95,8 @@ class Quotas:
         self._take_away(slots)
         share = self._shares.get(owner)
         if share is None:
-            share = self._shares[owner] = Share(self._next_share)
-            self._by_number[share.number] = owner, share
+            share = Share(owner, self._next_share)
+            self._shares[owner] = self._by_number[share.number] = share
             self._next_share += 1
         self._share_of[slots] = share.number
         share.slots += len(slots)
@@ -121,7 +122,7 @@ class Quotas:
             for number in np.unique(numbers).tolist():
                 part = move.tier_slots[numbers == number]
                 if number:
-                    self.filled(above._by_number[number][0], part)
+                    self.filled(above._by_number[number].owner, part)
                 else:
                     self._take_away(part)
 
@@ -140,7 +141,7 @@ class Quotas:
     def _used_by_peers(self, slots: Slots) -> None:
         numbers = self._share_of[slots]
         for number in np.unique(numbers[numbers > 0]).tolist():
-            self._add(self._by_number[number][1], slots[numbers == number])
+            self._add(self._by_number[number], slots[numbers == number])
 
     def _add(self, share: Share, slots: Slots) -> None:
         if not len(slots):
@@ -193,10 +194,10 @@ class Quotas:
         numbers, counts = np.unique(self._share_of[slots], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if number:
-                owner, share = self._by_number[number]
+                share = self._by_number[number]
                 share.slots -= count
                 if not share.slots:
-                    del self._shares[owner], self._by_number[number]
+                    del self._shares[share.owner], self._by_number[number]
         self._share_of[slots] = self._batch_of[slots] = 0
 
     def clear(self) -> None:
@@ -209,8 +210,8 @@ class Quotas:
         """Raise `AssertionError` where a count is wrong or a slot is in no batch of its owner."""
         numbers, counts = np.unique(self._share_of[self._share_of > 0], return_counts=True)
         found = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        assert found == {n: share.slots for n, (_, share) in self._by_number.items()}
-        assert {*self._shares} == {owner for owner, _ in self._by_number.values()}
+        assert found == {n: share.slots for n, share in self._by_number.items()}
+        assert self._shares == {share.owner: share for share in self._by_number.values()}
         for share in self._shares.values():
             own: list[NDArray[np.int32]] = [self._own(n, part) for n, part in share.batches]
             assert sum(map(len, own)) == share.slots, "a slot is in no batch"
