@@ -91,6 +91,18 @@ def test_a_tail_is_stored_once():
     assert tails_in(engine) == 1
 
 
+def test_a_tail_that_did_not_fit_packed_slots_is_not_tried_again():
+    engine = engine_of()
+    copies = engine.ranks[0].copies
+    copies.unpackable = range(engine.pool.num_gpu_blocks)
+    store(engine, PROMPT)
+    refused = copies.happened["unpackable"]
+    assert refused > 2, "a whole block, and a tail of two"
+    store(engine, PROMPT)
+    assert copies.happened["unpackable"] == refused
+    assert engine.offload.manager.slots_in_use == 0
+
+
 @both_ways
 def test_a_tail_in_the_first_block_is_a_hit(async_scheduling):
     engine = store(engine_of(), PROMPT[:5])

@@ -235,12 +235,19 @@ class StorePlanner:
             self._store_tail(tail)
 
     def _store_tail(self, tail: Tail) -> None:
-        """Plan the stores of a tail's blocks: all of them, or none."""
-        chosen = self._tails.choose(tail, self._manager.slot_numbers(tail.keys))
-        count = len(chosen.new)
+        """Plan the stores of a tail's blocks that have no slot: all of them, or none."""
+        slots = self._manager.slot_numbers(tail.keys)
+        missing = [slot < 0 for slot in slots]
+        count = sum(missing)
         if count and (self._lacking_blocks or count > self._slots_left()):
             self._statistics.skipped("no_budget", count)
             return
+        chosen = Chosen(
+            new=dict.fromkeys(compress(tail.keys, missing)),
+            blocks=[*compress(tail.blocks, missing)],
+            runs=[*compress(tail.spans, missing)],
+            along=[slot for slot in slots if slot >= 0],
+        )
         self._store(chosen, tail.spans, tail.keys, self._subscribers.tails)
         if tail.cursor.hints.keep is not None:
             self._retain(tail.spans, tail.keys)

@@ -14,7 +14,6 @@ from kv_offload.cache.prefix import PrefixMap, SlotKey
 from kv_offload.engine import BlockPool
 from kv_offload.scheduler.request import StoreCursor
 from kv_offload.scheduler.stores.candidates import Span, StoreCandidates
-from kv_offload.scheduler.stores.choice import Chosen
 
 LEAST_SHARE = 8
 """A tail is stored if it has at least 1 in 8 of a block's tokens, since it takes whole slots."""
@@ -31,7 +30,7 @@ class Tail:
 
 
 class StoreTails:
-    """Finds the tails to store, and chooses their blocks."""
+    """Finds the tails to store: all blocks of one are stored, or none."""
 
     def __init__(
         self,
@@ -87,12 +86,14 @@ class StoreTails:
         state_of: dict[int, int],
         block_ids: Sequence[Sequence[int]],
     ) -> Tail | None:
-        """Return a tail; None without the states of all groups."""
+        """Return a tail; None without the states of all groups, or if a block was refused."""
         prefixes, blocks = self._prefixes, self._pool.blocks
         tail = Tail(cursor)
         for position, group in enumerate(prefixes.groups):
             slot = end_tokens // group.block_tokens
             for key in prefixes.tail_keys(cursor.request.block_hashes, group, end_tokens):
+                if key in self._refused:
+                    return None
                 block = block_ids[position][slot]
                 if group.holds_state:
                     block = state_of.get(group.group_id, self._pool.null_block.block_id)
@@ -102,15 +103,3 @@ class StoreTails:
                 tail.keys.append(key)
                 tail.blocks.append(block)
         return tail
-
-    def choose(self, tail: Tail, slots: Sequence[int]) -> Chosen:
-        """Choose those of a tail's blocks that have no slot in `slots`; none if one was refused."""
-        chosen = Chosen(along=[slot for slot in slots if slot >= 0])
-        if any(key in self._refused for key in tail.keys):
-            return chosen
-        for span, key, block, slot in zip(tail.spans, tail.keys, tail.blocks, slots, strict=True):
-            if slot < 0:
-                chosen.new[key] = None
-                chosen.blocks.append(block)
-                chosen.runs.append(span)
-        return chosen
