@@ -1,4 +1,4 @@
-"""Types and errors shared by the modules of the cache."""
+"""Types, errors and a helper that the modules of the cache share."""
 
 from __future__ import annotations
 
