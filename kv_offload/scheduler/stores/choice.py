@@ -27,8 +27,8 @@ class Chosen:
     along: list[int] = field(default_factory=list)
     cut: list[tuple[Span, int]] = field(default_factory=list)
     """Spans that the budget cut short, each with the number of slots before the cut."""
-    gone: list[tuple[Span, int]] = field(default_factory=list)
-    """Slots whose blocks now hold something else, each with its span."""
+    moved_on: int = 0
+    """Number of blocks that were lost: they hold something else by now."""
 
 
 @dataclass(eq=False, repr=False)
@@ -91,7 +91,7 @@ class StoreChoice:
                     continue
                 block = ids[at + offset]
                 if pool_blocks[block].block_hash != key + suffix:
-                    chosen.gone.append((span, at + offset))
+                    chosen.moved_on += self._count_lost(span, at + offset)
                 elif room <= 0:
                     chosen.cut.append((span, at - begin))
                     break
@@ -104,6 +104,14 @@ class StoreChoice:
                 chosen.runs.append((cursor, position, unknown, unknown + len(new) - before))
         return chosen
 
+    def _count_lost(self, span: Span, slot: int) -> int:
+        """Return 1 if the block of a slot was lost, 0 if the engine never names it."""
+        cursor, position, _, _ = span
+        if cursor.block_ids[position][slot] == self._pool.null_block.block_id:
+            return 0  # the request never had a block there
+        group, request = self._prefixes.groups[position], cursor.request
+        return self._prefixes.count_named(group, [slot], request.num_prompt_tokens)
+
     def _count_own(self, cursor: StoreCursor, enough: int) -> int:
         """Count blocks that would be free without this request, up to about `enough` per group.
 
@@ -114,17 +122,6 @@ class StoreChoice:
             held = min(enough, group.held_blocks(len(ids)))
             own += sum(i != null and blocks[i].ref_cnt == 1 for i in ids[-held:])
         return own
-
-    def count_moved_on(self, chosen: Chosen) -> int:
-        """Return how many blocks were lost, not counting blocks that the engine never names."""
-        null = self._pool.null_block.block_id  # stands for a block that the request never had
-        return sum(
-            self._prefixes.count_named(
-                self._prefixes.groups[position], [slot], cursor.request.num_prompt_tokens
-            )
-            for (cursor, position, _, _), slot in chosen.gone
-            if cursor.block_ids[position][slot] != null
-        )
 
     def runs_of(self, chosen: Chosen) -> list[Run]:
         """Return the runs of new keys; a run with a hint to retain it must be stored."""

@@ -315,8 +315,7 @@ class StorePlanner:
         # Lists, not arrays: usually each decode has filled one block, and none of these has a slot.
         slots = self._manager.slot_numbers(keys)
         chosen = self._choice.choose(spans, keys, slots, self._slots_left(), self._lacking_blocks)
-        if chosen.gone:
-            self._statistics.skipped("moved_on", self._choice.count_moved_on(chosen))
+        self._statistics.skipped("moved_on", chosen.moved_on)
         for span, passed in chosen.cut:
             self.candidates.rewind(span, passed)
         if chosen.new or chosen.along:
