@@ -48,19 +48,14 @@ def scratch_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
     return frozenset(name for group in scratch for name in group.layer_names)
 
 
-def has_draft_head(vllm_config: VllmConfig) -> bool:
-    """Return whether a draft head reads the model's hidden states and shares its cache groups."""
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.use_eagle()
-
-
 def drops_last_block(vllm_config: VllmConfig) -> bool:
     """Return whether a hit drops its last matching block, because a draft head reads it.
 
-    False with `disable_eagle_block_drop`: vLLM then keeps no window after the end of a hit, and the
+    Such a head reads the model's hidden states and shares its cache groups. False with `disable_eagle_block_drop`: vLLM then keeps no window after the end of a hit, and the
     user accepts drafts from KV that may depend on another token.
     """
-    return has_draft_head(vllm_config) and vllm_config.speculative_config.use_eagle_block_drop()
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.use_eagle_block_drop()
 
 
 def engine_groups(
