@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from bench.serving.report import markdown_table
-from kv_offload.simulation.replay import Replay
-from kv_offload.simulation.trace import TraceRequest
+from kv_offload.simulation.mini_sim import MiniSim, SampledRequest
 
 BLOCK_TOKENS = 16
 
@@ -213,12 +212,11 @@ SHIFTS: Mapping[str, Shift] = {
 
 def hits_by_phase(phases: Phases, policy: str, capacity: int) -> list[float]:
     """Return the percentage of each phase's blocks that are prefix hits."""
-    cache, shares = Replay(policy, capacity), []
+    cache, shares = MiniSim(policy, capacity), []
     for prompts in phases:
-        hits = sum(
-            cache.serve(TraceRequest(0.0, BLOCK_TOKENS * len(ids), 1, tuple(ids), BLOCK_TOKENS))
-            for ids in prompts
-        )
+        hits = 0
+        for ids in prompts:
+            hits += sum(cache.serve([SampledRequest(ids, prompt_tokens=BLOCK_TOKENS * len(ids))]))
         shares.append(100 * hits / sum(map(len, prompts)))
     return shares
 

@@ -30,31 +30,18 @@ class ReplayResult:
         return self.hits / self.blocks if self.blocks else 0.0
 
 
-class Replay:
-    """One cache of `capacity` blocks, which serves requests one after another."""
-
-    def __init__(self, policy: str, capacity: int) -> None:
-        """Raises `CapacityError` for a capacity below 1."""
-        self._cache = MiniSim(policy, capacity)
-        self.result = ReplayResult()
-
-    def serve(self, request: TraceRequest) -> int:
-        """Serve one request; return the number of its blocks that were loaded."""
-        sampled = SampledRequest(request.hash_ids, prompt_tokens=request.input_length)
-        (hits,) = self._cache.serve([sampled])
-        result, manager = self.result, self._cache.manager
-        result.blocks += len(request.hash_ids)
-        result.hits += hits
-        result.stored, result.evicted = manager.stored_slots, manager.evictions
-        return hits
-
-
 def replay(requests: Iterable[TraceRequest], policy: str, capacity: int) -> ReplayResult:
-    """Replay a whole trace and return its counts. Raises `CapacityError`."""
-    cache = Replay(policy, capacity)
+    """Return the result of a cache of `capacity` blocks.
+
+    Raises `CapacityError` for a capacity below 1.
+    """
+    result, cache = ReplayResult(), MiniSim(policy, capacity)
     for request in requests:
-        cache.serve(request)
-    return cache.result
+        result.blocks += len(request.hash_ids)
+        sampled = SampledRequest(request.hash_ids, prompt_tokens=request.input_length)
+        result.hits += sum(cache.serve([sampled]))
+    result.stored, result.evicted = cache.manager.stored_slots, cache.manager.evictions
+    return result
 
 
 def infinite(requests: Iterable[TraceRequest]) -> ReplayResult:

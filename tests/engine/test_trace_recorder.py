@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_offload.simulation.replay import Replay
+from kv_offload.simulation.replay import replay
 from kv_offload.simulation.trace import read_trace
 from tests.engine.harness import offloading, plain_answers, prompts_with_shared_prefix
 
@@ -22,6 +22,5 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(model_folder, tmp_path):
     assert sorted(one.input_length for one in recorded) == sorted(2 * [*map(len, PROMPTS)])
     assert {one.output_length for one in recorded} == {8}
     assert {one.block_tokens for one in recorded} == {512}
-    replay = Replay("lru", 100)
-    hits = [replay.serve(one) for one in recorded]
-    assert hits == [0] + 7 * [SHARED // 512]
+    hits = [replay(recorded[:count], "lru", 100).hits for count in range(1, 9)]
+    assert hits == [count * (SHARED // 512) for count in range(8)]
