@@ -19,7 +19,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.locate import connectors_in
 from kv_offload.engines.vllm.patches import PATCHES, install_for_scheduler
 from kv_offload.engines.vllm.patches import patch as mechanics
-from kv_offload.engines.vllm.patches.patch import MARK, Patch, Setup, log_new
+from kv_offload.engines.vllm.patches.patch import MARK, Patch, log_new
 from kv_offload.engines.vllm.versions import OLDEST, vllm_version
 from tests.support.configurations import ours
 from tests.support.played_cases import PROMPT
@@ -39,9 +39,8 @@ def owner_of(patch: Patch) -> Any:
     return getattr(importlib.import_module(module), path.partition(".")[0])
 
 
-def setup(**more: Any) -> Setup:
-    options = {"version": vllm_version(), "config": OffloadConfig(cpu_bytes=1)}
-    return Setup(**{**options, **more})
+def patch_vllm(version: tuple[int, int] = vllm_version(), **config: Any) -> None:
+    install_for_scheduler(version, OffloadConfig(cpu_bytes=1, **config))
 
 
 def wrap(monkeypatch: pytest.MonkeyPatch, method: str, original: Callable[..., Any]) -> Any:
@@ -79,18 +78,18 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(
-    ("more", "found"),
+    ("version", "config", "found"),
     [
-        ({"version": (0, 33)}, set()),
-        ({"version": (0, 32)}, set()),
-        ({"version": (0, 31)}, {"_cache_partial_tail_block"}),
-        ({"version": (0, 33), "config": OffloadConfig(cpu_bytes=1, keep_on_sleep=True)}, {"sleep"}),
+        ((0, 33), {}, set()),
+        ((0, 32), {}, set()),
+        ((0, 31), {}, {"_cache_partial_tail_block"}),
+        ((0, 33), {"keep_on_sleep": True}, {"sleep"}),
     ],
 )
-def test_only_what_is_needed_is_patched(more, found, monkeypatch):
+def test_only_what_is_needed_is_patched(version, config, found, monkeypatch):
     wrapped: list[Patch] = []
     monkeypatch.setattr(Patch, "install_on_class", lambda patch: wrapped.append(patch))
-    install_for_scheduler(setup(**more))
+    patch_vllm(version, **config)
     assert {patch.method for patch in wrapped} == ALWAYS | found
 
 
@@ -125,13 +124,13 @@ def test_a_second_call_replaces_nothing_and_logs_nothing(caplog, monkeypatch):
     monkeypatch.setattr(mechanics, "_unlogged", [])
     caplog.set_level(logging.DEBUG, "kv_offload")
     before = EngineCore.reset_prefix_cache
-    install_for_scheduler(setup())
+    patch_vllm()
     log_new()
     installed = EngineCore.reset_prefix_cache
     assert installed is not before
     (line,) = caplog.messages
     assert "EngineCore.reset_prefix_cache, EngineCore.collective_rpc" in line
-    install_for_scheduler(setup())
+    patch_vllm()
     log_new()
     assert EngineCore.reset_prefix_cache is installed
     assert len(caplog.messages) == 1
@@ -158,7 +157,7 @@ def test_wrappers_of_other_plugins_stay(ours_first, monkeypatch):
         monkeypatch.setattr(Scheduler, "_update_request_as_session", update)
 
     def plugin() -> None:
-        install_for_scheduler(setup(version=OLDEST))
+        patch_vllm(OLDEST)
 
     monkeypatch.setattr(Scheduler, "_update_request_as_session", update)
     for install in (plugin, other) if ours_first else (other, plugin):

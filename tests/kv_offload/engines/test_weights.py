@@ -15,7 +15,6 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from kv_offload.config import OffloadConfig
 from kv_offload.engines.vllm.patches import install_for_scheduler
-from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.start.support import check_keep_on_sleep
 from kv_offload.engines.vllm.versions import vllm_version
 from kv_offload.errors import UnsupportedError
@@ -191,7 +190,7 @@ def test_a_weight_update_lets_no_store_that_runs_or_waits_become_readable(is_nar
 
 def watch() -> None:
     config = OffloadConfig(cpu_bytes=1, keep_on_sleep=True)
-    install_for_scheduler(Setup(vllm_version(), config))
+    install_for_scheduler(vllm_version(), config)
 
 
 def test_a_core_that_is_being_built_may_call_its_workers():

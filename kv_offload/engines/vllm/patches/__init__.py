@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from kv_offload.engines.vllm.patches.hints import CHECK_HINTS
-from kv_offload.engines.vllm.patches.patch import Patch, Setup, notify_first
+from kv_offload.engines.vllm.patches.patch import Patch, Version, notify_first
 from kv_offload.engines.vllm.patches.reset_prefix_cache import reset_after_drain
 from kv_offload.engines.vllm.patches.update_from_output import apply_reports_first
 from kv_offload.engines.vllm.patches.vllm_workarounds import (
@@ -21,6 +22,9 @@ from kv_offload.engines.vllm.patches.waiting import skip_waiting
 from kv_offload.engines.vllm.patches.weights import keep_on_sleep, watch_call
 from kv_offload.engines.vllm.start.command_line import check_settings
 
+if TYPE_CHECKING:
+    from kv_offload.config import OffloadConfig
+
 EXECUTE_MODEL = Patch("model runner.execute_model", notify_first, "rank")
 LOAD_WEIGHTS = Patch("model.load_weights", notify_first, "rank")
 PATCHES = (
@@ -31,7 +35,7 @@ PATCHES = (
     Patch(
         "vllm.v1.engine.core:EngineCore.sleep",
         keep_on_sleep,
-        needed=lambda setup: setup.config.keep_on_sleep,
+        needed=lambda _, config: config.keep_on_sleep,
     ),
     Patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", apply_reports_first),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", clear_uncomputed_hashes),
@@ -41,7 +45,7 @@ PATCHES = (
     Patch(
         "vllm.v1.core.single_type_kv_cache_manager:MambaManager._cache_partial_tail_block",
         name_written_states,
-        needed=lambda setup: setup.version < (0, 32),
+        needed=lambda version, _: version < (0, 32),
     ),
     EXECUTE_MODEL,
     LOAD_WEIGHTS,
@@ -55,8 +59,8 @@ def install_in_process() -> None:
             patch.install_on_class()
 
 
-def install_for_scheduler(setup: Setup) -> None:
+def install_for_scheduler(version: Version, config: OffloadConfig) -> None:
     """Apply the patches that this engine and configuration need; a second call replaces nothing."""
     for patch in PATCHES:
-        if patch.where == "scheduler" and (patch.needed is None or patch.needed(setup)):
+        if patch.where == "scheduler" and (patch.needed is None or patch.needed(version, config)):
             patch.install_on_class()

@@ -29,14 +29,6 @@ _unlogged: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """Facts that decide which patches a scheduler's process needs."""
-
-    version: Version
-    config: OffloadConfig
-
-
-@dataclass(frozen=True, slots=True)
 class Patch:
     """One method of vLLM that the plugin wraps."""
 
@@ -47,8 +39,9 @@ class Patch:
     where: Literal["process", "front end", "scheduler", "rank"] = "scheduler"
     """Patched in every process, where an engine with our connector is configured, where a scheduler
     is built, or on a single object in a rank's process."""
-    needed: Callable[[Setup], bool] | None = None
-    """Says whether an engine needs the patch; None if all engines do."""
+    needed: Callable[[Version, OffloadConfig], bool] | None = None
+    """Says whether an engine needs the patch, by vLLM's version and the configuration; None if all
+    engines do."""
 
     @property
     def method(self) -> str:

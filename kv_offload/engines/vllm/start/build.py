@@ -13,7 +13,6 @@ from kv_offload.engines.vllm.events import describe_blocks, events_are_on, find_
 from kv_offload.engines.vllm.model import groups
 from kv_offload.engines.vllm.model.ordering import gives_idle_blocks
 from kv_offload.engines.vllm.patches import install_for_scheduler
-from kv_offload.engines.vllm.patches.patch import Setup
 from kv_offload.engines.vllm.runner import VLLMRank
 from kv_offload.engines.vllm.start import log, members, ranks, support, tiers
 from kv_offload.engines.vllm.versions import bytes_per_block, vllm_version
@@ -72,7 +71,7 @@ def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
     log.log_warnings(engine.traced, engine.vllm_config, enclosing)
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
-    install_for_scheduler(Setup(engine.version, config))
+    install_for_scheduler(engine.version, config)
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
     # Inside a MultiConnector, or if vLLM zeroes new blocks, loads start just before a forward pass.
     starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
