@@ -10,10 +10,9 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.probe import DiskRates, find_filesystem, measure
 
 from kv_offload.config import ResolvedConfig
-from kv_offload.config.checks import check_disk as check_room
 from kv_offload.config.checks import find_place, read_room
 from kv_offload.config.sizes import format_size
-from kv_offload.errors import CapacityError, ConfigError
+from kv_offload.errors import ConfigError
 from kv_offload.tools.doctor import BLOCK_BYTES, TOKEN_BYTES
 from kv_offload.tools.doctor.report import Check, judged, not_checked
 
@@ -86,11 +85,7 @@ def _check_space(path: Path, traced: ResolvedConfig) -> Check:
     needed_bytes = traced.config.disk.bytes * traced.replicas
     needed = f"{format_size(needed_bytes)} for disk.bytes"
     remedy = "Free space, or lower disk.bytes."
-    try:
-        check_room(traced)
-    except CapacityError:
-        return Check(name, "problem", found, needed, remedy)
-    return Check(name, "ok", found, needed)
+    return judged(name, found, needed, remedy, fits=room.fits(needed_bytes))
 
 
 def _check_access(rates: DiskRates, filesystem: str) -> Check:

@@ -100,6 +100,12 @@ def test_a_folder_in_memory_is_a_warning(memory):
     assert found["disk space"].state == "problem"
 
 
+def test_the_space_of_the_folder_that_is_named_is_compared(memory, tmp_path):
+    traced = trace_config({"disk": {"path": str(tmp_path), "bytes": "16MiB"}}, {})
+    found = {check.name: check for check in disk.check_disk(memory, traced, measures=False)}
+    assert found["disk space"].state == "problem"
+
+
 def test_a_folder_that_the_engine_makes_is_measured_in_the_one_above(tmp_path):
     found = checks(tmp_path / "new", "1MiB")
     assert {check.state for check in found.values()} <= {"ok", "warning"}
