@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from kv_offload.engines.vllm.events import EventMaker
 from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import EngineState, find_waker
 from kv_offload.engines.vllm.patches.waiting import skip_lookups
-from kv_offload.engines.vllm.start.build import Engine, prepare_scheduler
+from kv_offload.engines.vllm.start.build import Engine, build_scheduler, prepare_scheduler
 from kv_offload.engines.vllm.start.log import FirstHits, log_pool
 from kv_offload.engines.vllm.start.members import is_chosen, served_by_peer_connector
 from kv_offload.engines.vllm.start.ranks import ask_capacities
@@ -53,12 +54,12 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, engine: Engine) -> None:
         """Prepare this half, which `bind_gpu_block_pool` builds."""
+        self._engine, self._slots = engine, prepare_scheduler(engine)
         self._multi_connectors = engine.multi_connectors  # around this one, innermost first
         # If there is only one rank, it may be in this process.
         self._only_rank = engine.vllm_config.parallel_config.world_size == 1
-        self._num_slots, self._slot_bytes, self._make_scheduler = prepare_scheduler(engine)
         self._events = EventMaker(engine.kv_cache_config)
-        self._traced, self._first_hits = engine.traced, FirstHits()
+        self._first_hits = FirstHits()
         self.restarted_sessions: set[str] = set()
         """Sessions that gave up their blocks and have not been scheduled since."""
 
@@ -80,14 +81,17 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
             capacities = ask_capacities()
         if capacities:
             # The smallest capacity of any rank. Only ranks know the size of packed slots.
-            num_slots = min(self._num_slots, *(rank.num_slots for rank in capacities))
-            slot_bytes = min(self._slot_bytes, max(rank.slot_bytes for rank in capacities))
-            if (num_slots, slot_bytes) != (self._num_slots, self._slot_bytes):
-                self._num_slots, self._slot_bytes = num_slots, slot_bytes
+            slots = dataclasses.replace(
+                self._slots,
+                num_slots=min(self._slots.num_slots, *(rank.num_slots for rank in capacities)),
+                slot_bytes=min(self._slots.slot_bytes, max(rank.slot_bytes for rank in capacities)),
+            )
+            if slots != self._slots:
+                self._slots = slots
                 self.bind_gpu_block_pool(self._pool)
             self.offload_scheduler.take_capacities(capacities)
             if not self._pool_is_logged:
-                log_pool(self._traced, self._vllm_config, self._kv_cache_config, self._num_slots)
+                log_pool(self._engine, slots.num_slots)
                 self._pool_is_logged = True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -95,12 +99,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
         if self._engine_state is None:  # else this is a rebuild: ranks hold fewer slots
             self._engine_state, self._wake = EngineState(), find_waker()
-        self.offload_scheduler = self._make_scheduler(
-            gpu_block_pool,
-            self._num_slots,
-            self._slot_bytes,
-            self._engine_state.is_to_rest,
-            self._wake,
+        self.offload_scheduler = build_scheduler(
+            self._engine, gpu_block_pool, self._slots, self._engine_state.is_to_rest, self._wake
         )
         skip_lookups(gpu_block_pool, self.waits)
 

@@ -51,8 +51,9 @@ def scratch_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
 def drops_last_block(vllm_config: VllmConfig) -> bool:
     """Return whether a hit drops its last matching block, because a draft head reads it.
 
-    Such a head reads the model's hidden states and shares its cache groups. False with `disable_eagle_block_drop`: vLLM then keeps no window after the end of a hit, and the
-    user accepts drafts from KV that may depend on another token.
+    Such a head reads the model's hidden states and shares its cache groups. False with
+    `disable_eagle_block_drop`: vLLM then keeps no window after the end of a hit, and the user
+    accepts drafts from KV that may depend on another token.
     """
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.use_eagle_block_drop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 
     from kv_offload.engine import BlockPool
 
-    SchedulerMaker = Callable[
-        [BlockPool, int, int, Callable[[], bool], Callable[[], None] | None], OffloadScheduler
-    ]
-    """Called with the block pool, the slots' number and size, `is_to_rest` and `wake`."""
-
 
 class Engine:
     """vLLM's configuration, read and checked while a connector is being built.
@@ -60,64 +56,68 @@ class Engine:
         found = tiers.find_tiers(config, vllm_config, kv_cache_config)
         self.disk, self.remote, self.pool = found
 
+    @functools.cached_property
+    def recorder(self) -> TraceRecorder | None:
+        """Records this replica's requests; None without `record_trace`."""
+        config = self.traced.config
+        file = tiers.recording_file(config, self.vllm_config)
+        return None if file is None else TraceRecorder(file, config.record_trace_bytes)
 
-def prepare_scheduler(engine: Engine) -> tuple[int, int, SchedulerMaker]:
-    """Patch vLLM for the scheduler's half; return the number and size of slots, and a factory.
 
-    The number of slots is an upper bound until the ranks report: ranks that cannot share memory,
-    and pipeline stages with larger blocks, hold fewer, and only ranks know a packed slot's size.
+def prepare_scheduler(engine: Engine) -> SlotFacts:
+    """Patch vLLM for the scheduler's half, and return the slots that a rank holds at most.
+
+    The number is exact once the ranks report: ranks that cannot share memory, and pipeline stages
+    with larger blocks, hold fewer, and only ranks know a packed slot's size.
     """
-    config, enclosing = engine.traced.config, engine.enclosing
-    log.log_warnings(engine.traced, engine.vllm_config, enclosing)
+    config = engine.traced.config
+    log.log_warnings(engine.traced, engine.vllm_config, engine.enclosing)
     if config.keep_on_sleep:
         support.check_keep_on_sleep()
     install_for_scheduler(engine.version, config)
     log.log_configuration(engine.traced, hidden_replicas=engine.hidden_replicas)
-    # Inside a MultiConnector, or if vLLM zeroes new blocks, loads start just before a forward pass.
-    starts_late = bool(enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
-    world_size = engine.vllm_config.parallel_config.world_size
     block_bytes = bytes_per_block(engine.kv_cache_config)
-
-    # Made only once: the scheduler's half is built again if ranks hold fewer slots.
-    file = tiers.recording_file(config, engine.vllm_config)
-    recorder = None if file is None else TraceRecorder(file, config.record_trace_bytes)
-
-    def make(
-        pool: BlockPool,
-        num_slots: int,
-        slot_bytes: int,
-        is_to_rest: Callable[[], bool],
-        wake: Callable[[], None] | None,
-    ) -> OffloadScheduler:
-        specs = []
-        if engine.disk is not None and config.disk is not None:
-            specs.append(
-                tiers.disk_tier(
-                    config.disk, engine.disk, slot_bytes, world_size, engine.sharing_ranks
-                )
-            )
-        if engine.remote is not None and config.remote is not None:
-            specs.append(tiers.remote_tier(config.remote, world_size))
-        facts = EngineFacts(
-            engine.cache_groups,
-            pool,
-            make_block_hash_with_group_id,
-            world_size,
-            loads_overlap=engine.gives_idle_blocks and not starts_late,
-            is_to_rest=is_to_rest,
-            wake=wake,
-        )
-        observers = Observers(
-            describe=describe_blocks if events_are_on(engine.vllm_config) else None,
-            recorder=recorder,
-            report_span=find_tracer(engine.vllm_config),
-        )
-        slots = SlotFacts(num_slots, slot_bytes, block_bytes)
-        return OffloadScheduler(config, facts, slots, specs, observers)
-
+    world_size = engine.vllm_config.parallel_config.world_size
     rank_bytes = arena_bytes(config.cpu_bytes, world_size, engine.sharing_ranks)
     least_bytes = packed_page_bytes(block_bytes) if config.pack_kv else block_bytes
-    return max(1, rank_bytes // least_bytes), block_bytes, make
+    return SlotFacts(max(1, rank_bytes // least_bytes), block_bytes, block_bytes)
+
+
+def build_scheduler(
+    engine: Engine,
+    pool: BlockPool,
+    slots: SlotFacts,
+    is_to_rest: Callable[[], bool],
+    wake: Callable[[], None] | None,
+) -> OffloadScheduler:
+    """Build the scheduler's half, which is built again if ranks hold fewer slots."""
+    config, vllm_config = engine.traced.config, engine.vllm_config
+    world_size = vllm_config.parallel_config.world_size
+    specs = []
+    if engine.disk is not None and config.disk is not None:
+        disk, sharing_ranks = engine.disk, engine.sharing_ranks
+        specs.append(
+            tiers.disk_tier(config.disk, disk, slots.slot_bytes, world_size, sharing_ranks)
+        )
+    if engine.remote is not None and config.remote is not None:
+        specs.append(tiers.remote_tier(config.remote, world_size))
+    # Inside a MultiConnector, or if vLLM zeroes new blocks, loads start just before a forward pass.
+    starts_late = bool(engine.enclosing) or engine.kv_cache_config.needs_kv_cache_zeroing
+    facts = EngineFacts(
+        engine.cache_groups,
+        pool,
+        make_block_hash_with_group_id,
+        world_size,
+        loads_overlap=engine.gives_idle_blocks and not starts_late,
+        is_to_rest=is_to_rest,
+        wake=wake,
+    )
+    observers = Observers(
+        describe=describe_blocks if events_are_on(vllm_config) else None,
+        recorder=engine.recorder,
+        report_span=find_tracer(vllm_config),
+    )
+    return OffloadScheduler(config, facts, slots, specs, observers)
 
 
 def build_worker(engine: Engine) -> OffloadWorker:

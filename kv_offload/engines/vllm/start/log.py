@@ -16,7 +16,8 @@ from kv_offload.worker.capacity import describe_share, warn_of_hidden_replicas
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kv_offload.engines.vllm.start.build import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +52,20 @@ def log_configuration(traced: ResolvedConfig, *, hidden_replicas: bool) -> None:
         warn_of_hidden_replicas(traced)
 
 
-def log_pool(
-    traced: ResolvedConfig,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    num_slots: int,
-) -> None:
+def log_pool(engine: Engine, num_slots: int) -> None:
     """Log the pool's share of host memory and its tokens; warn if the engine's own cache has more.
 
     Tokens are counted as in vLLM's line `KV cache size`: for requests of the model's full length.
     """
-    requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+    vllm_config, kv_cache = engine.vllm_config, engine.kv_cache_config
+    requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache)
     engine_tokens = int(requests * vllm_config.model_config.max_model_len)
-    ratio = num_slots / kv_cache_config.num_blocks
+    ratio = num_slots / kv_cache.num_blocks
     logger.info(
         "kv-offload: host memory holds %d tokens, %.3g times the engine's own KV cache, and %s",
         ratio * engine_tokens,
         ratio,
-        describe_share(traced),
+        describe_share(engine.traced),
     )
     if ratio < 1:
         logger.warning(
