@@ -76,7 +76,7 @@ def read_hints(params: Any, owner: str | None = None) -> RequestHints:
                 f"kv_transfer_params.{KEY}.{show(name)[1:-1]}: unknown key. Remove it, or write "
                 f"one of {', '.join(_ALLOWED)}"
             )
-        if not _is_allowed(name, value):
+        if not is_allowed(name, value):
             raise RequestError(
                 f"kv_transfer_params.{KEY}.{name}: {show(value)} is not allowed. Give "
                 f"{_ALLOWED[name]}"
@@ -114,7 +114,8 @@ def _children(value: Any) -> Iterator[Any]:
     yield from (child for child in value if isinstance(child, Mapping | list | tuple))
 
 
-def _is_allowed(name: str, value: Any) -> bool:
+def is_allowed(name: str, value: Any) -> bool:
+    """Return whether a hint may have a value."""
     if name in ("store", "load"):
         return isinstance(value, bool)
     if isinstance(value, bool) or not isinstance(value, int | float):

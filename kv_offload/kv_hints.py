@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_offload.hints import MAX_RETAIN_SECONDS, Keep, RequestHints
+from kv_offload.hints import Keep, RequestHints, is_allowed
 
 KEY = "kv_hint"
 """The key under which Dynamo puts the envelope in `kv_transfer_params`."""
@@ -83,12 +83,8 @@ def _apply(action: Any, hints: RequestHints, owner: str | None) -> RequestHints 
         return dataclasses.replace(hints, store=hints.store and hints.keep is not None)
     if kind != "kv.retain":
         return None
-    seconds = payload.get("ttl_seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return None
-    if not 0 < seconds <= MAX_RETAIN_SECONDS:  # also false for NaN
-        return None
-    if hints.keep is not None or not hints.store:
+    seconds = payload.get("ttl_seconds", 0)
+    if not is_allowed("retain_seconds", seconds) or hints.keep is not None or not hints.store:
         return None
     return dataclasses.replace(hints, keep=Keep(owner, float(seconds)))
 
