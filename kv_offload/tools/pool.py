@@ -19,6 +19,7 @@ from kv_offload.cache.seats import find_seats, seat_number
 from kv_offload.config.schema import SCHEMA
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ConfigError
+from kv_offload.tools.arguments import path
 from kv_offload.tools.output import Report, make_table, printable
 from kv_offload.worker.pool import ABOUT, About, free_seat, is_held, user_folder
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--path",
-        type=Path,
+        type=path,
         default=Path(SCHEMA["host_pool_path"].default),
         help="the host_pool_path of the engines (default: %(default)s)",
     )
@@ -116,7 +117,7 @@ def _read(folder: Path) -> Iterator[SeatState]:
 
 
 def _pools(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if path.is_dir()] if folder.is_dir() else []
+    return [pool for pool in sorted(folder.iterdir()) if pool.is_dir()] if folder.is_dir() else []
 
 
 def _about(seat: Path) -> About:

@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> Report:
     # A share of this machine's memory is refused: the user is usually asking about another machine.
     give = "sizes with units, separated by commas: 64GiB,256GiB"
     sizes = [parse_cpu_bytes(text, None, give) for text in arguments.cpu_bytes.split(",")]
-    policies = arguments.policies.split(",")
+    policies = [*dict.fromkeys(arguments.policies.split(","))]
     if unknown := [name for name in policies if name not in POLICIES]:
         raise ConfigError(
             f"--policies: {show(unknown[0])} is not a policy: give some of {','.join(POLICIES)}"

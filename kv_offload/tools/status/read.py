@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kv_offload.config.sizes import format_size
 from kv_offload.errors import ServerError
 from kv_offload.metrics import PREFIX
+from kv_offload.tools.output import printable
 
 ENGINE_PREFIX = "vllm:"
 OF_VLLM = "vllm:prefix_cache_"
@@ -206,8 +207,7 @@ def parse(page: str, address: str) -> Reading:
 
 def short(what: object, letters: int = 120) -> str:
     """Return another program's text as one short, printable line."""
-    line = " ".join(str(what).split())
-    line = "".join(letter if letter.isprintable() else "?" for letter in line)
+    line = printable(" ".join(str(what).split()))
     return line if len(line) <= letters else f"{line[: letters - 3]}..."
 
 

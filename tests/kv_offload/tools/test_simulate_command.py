@@ -65,12 +65,13 @@ def test_more_memory_than_any_machine_has_is_as_good_as_unlimited(simulate):
 
 
 def test_options_decide(simulate):
-    """A cache of 1 byte a number halves a block; only the policies that are asked for are shown."""
+    """A cache of 1 byte a number halves a block; policies that are asked for are shown, once."""
     trace = trace_of([[1, 2]] * 3, block_size=16)
-    options = ("--kv-cache-dtype", "fp8", "--policies", "lru")
+    options = ("--kv-cache-dtype", "fp8", "--policies", "lru,lru")
     out = simulate(trace, "1MiB,2MiB", *options).out
     assert "6 blocks of 16 tokens, 1 MiB each" in out
-    assert " ".join(out.splitlines()[-2].split()) == "2 MiB 2 66.7 %"
+    rows = [" ".join(line.split()) for line in out.splitlines()[-2:]]
+    assert rows == ["2 MiB 2 66.7 %", "unlimited 2 66.7 %"]
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_a_wrong_file_ends_it_with_the_status_of_config(tmp_path, command, repor
 
 def test_arguments_that_name_nothing_are_refused(command):
     """An empty path is a variable that is not set: 512 MiB would be written into this folder."""
-    for words in (["doctor", "--disk", ""], ["tier", ""], ["doctor", "--remote", "10.0.0.5"]):
-        done = command(*words)
+    for words in ("doctor --disk=", "pool --path=", "tier ", "doctor --remote=10.0.0.5"):
+        done = command(*words.split(" "))
         assert done.status == 2
         assert "path is empty" in done.err or "'10.0.0.5' is not host:port" in done.err
 
