@@ -39,9 +39,11 @@ def count_layers(fields: Fields) -> dict[str, int]:
     """Return the number of layers of each kind."""
     types, model_type = fields.values.get("layer_types"), fields.model_type
     if model_type == "nemotron_h":
-        pattern = fields.values.get("hybrid_override_pattern") or ""
-        types = types or fields.values.get("layers_block_type") or [*pattern] or None
-        count = len(types or "") or fields.number("num_hidden_layers")
+        names = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+        types = next(filter(None, map(fields.values.get, names)), None)
+        types = [*types] if isinstance(types, str) else types
+    if model_type == "nemotron_h" and isinstance(types, list):
+        count = len(types)
     else:
         count = fields.number("num_hidden_layers")
     if types is None:

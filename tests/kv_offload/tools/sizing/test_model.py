@@ -113,6 +113,7 @@ BAD = [
     (LLAMA | {"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, .* 1,000,000 at most"),
     (LLAMA | {"layer_types": ["attention"]}, "layer_types has 1 entries"),
     (LLAMA | {"layer_types": [["full_attention"]]}, "layer_types is .* a list of names is needed"),
+    (LLAMA | {"model_type": "nemotron_h", "layers_block_type": 7}, "a list of names is needed"),
     (LLAMA | {"hidden_size": 4000, "num_attention_heads": 24}, "hidden_size is 4000"),
     (LLAMA | {"num_key_value_heads": 5}, "not a multiple of the 5 KV heads"),
     (LLAMA | {"model_type": "deepseek_v4", "compress_ratios": [4]}, "and has \\[4\\]"),
