@@ -123,7 +123,8 @@ def _pools(folder: Path) -> list[Path]:
 def _about(seat: Path) -> About:
     try:
         return msgspec.json.decode((seat / ABOUT).read_bytes(), type=About)
-    except (OSError, RecursionError, msgspec.DecodeError):  # an engine ended before writing it
+    except (OSError, RecursionError, UnicodeDecodeError, msgspec.DecodeError):
+        # An engine ended before writing it.
         return About()
 
 

@@ -91,12 +91,18 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path, command):
     assert f"{tmp_path}/shm: there is no such folder. Give the" in refused.err
 
 
-@pytest.mark.parametrize("about", ['{"contents": 5}', '{"started": "x"}', "[" * 100_000, "[1]"])
+NONSENSE = [
+    *(b'{"contents": 5}', b'{"started": "x"}', b'{"contents": {"model": "\xff"}}'),
+    *(b"[" * 100_000, b"[1]"),
+]
+
+
+@pytest.mark.parametrize("about", NONSENSE)
 def test_a_seat_whose_engine_says_nothing_is_listed_and_removed(tmp_path, pool, about):
     """As of one that was killed while it wrote it, or of another version."""
     seat = start(tmp_path, "chat")
     seat.leave()
-    (seat.folder / "about.json").write_text(about)
+    (seat.folder / "about.json").write_bytes(about)
     (state,) = listed(pool)
     assert (state["model"], state["started"], state["readable_slots"]) == ("", None, 1)
     assert pool("--remove", "chat").status == 0
