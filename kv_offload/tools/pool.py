@@ -65,7 +65,7 @@ class SeatState:
 
 def _run(arguments: argparse.Namespace) -> Report:
     folder = user_folder(arguments.path)
-    if not arguments.path.is_dir():
+    if not os.path.isdir(arguments.path):  # Path.is_dir raises for names that are too long
         raise ConfigError(
             f"{arguments.path}: there is no such folder. Give the host_pool_path of the engines"
         )

@@ -86,9 +86,10 @@ def test_a_pool_that_is_not_there_is_refused(tmp_path, pool, name):
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path, command):
     """A mistyped path looks no different from a path without pools otherwise."""
-    refused = command("pool", "--path", tmp_path / "shm")
-    assert refused.status == 2
-    assert f"{tmp_path}/shm: there is no such folder. Give the" in refused.err
+    for path in (tmp_path / "shm", tmp_path / ("x" * 300)):
+        refused = command("pool", "--path", path)
+        assert refused.status == 2
+        assert f"{path}: there is no such folder. Give the" in refused.err
 
 
 NONSENSE = [
