@@ -41,7 +41,6 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         super().__init__(vllm_config, role, kv_cache_config)
         self.hook_errors = HookErrors()
         engine = Engine(vllm_config, kv_cache_config)
-        self._is_member = bool(engine.enclosing)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         # One of the two stays None: vLLM calls each hook only on its own half.
         self.offload_scheduler = None  # type: ignore[assignment]

@@ -43,7 +43,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
 
     engine_id: str | None
     offload_scheduler: OffloadScheduler
-    _is_member: bool
     _pool_is_logged = False
     _engine_state: EngineState | None = None
     _wake: Callable[[], None] | None = None
@@ -77,7 +76,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """
         capacities = [rank for rank in metadata.values() if isinstance(rank, WorkerCapacity)]
         world_size = self._vllm_config.parallel_config.world_size
-        if self._is_member or 0 < len(capacities) < world_size:
+        if self._multi_connectors or 0 < len(capacities) < world_size:
             capacities = ask_capacities()
         if capacities:
             # The smallest capacity of any rank. Only ranks know the size of packed slots.
@@ -116,7 +115,7 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
     @survives(lambda self, request: None)  # vLLM still looks the request up later
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
-        if self._is_member and params.get("do_remote_prefill"):
+        if self._multi_connectors and params.get("do_remote_prefill"):
             return  # another member loads its tokens, so do not prefetch from lower tiers
         self.offload_scheduler.arrived(request)
 

@@ -44,13 +44,13 @@ class WorkerHooks(KVConnectorBase_V1):
     """The half of `KVOffloadConnector` on a rank."""
 
     offload_worker: OffloadWorker
-    _is_member: bool
 
     def _start_worker(self, engine: Engine) -> None:
         """Build this half."""
         # The vLLM worker that is building it, if one was found.
         worker = find_runner()
         self._vllm_worker = None if worker is None else weakref.ref(worker)
+        self._is_member = bool(engine.multi_connectors)
         self.offload_worker = build_worker(engine)
 
     @property
