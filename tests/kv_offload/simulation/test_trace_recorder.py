@@ -19,6 +19,7 @@ import pytest
 
 from kv_offload.config import OffloadConfig
 from kv_offload.errors import ConfigError
+from kv_offload.messages import WorkerCapacity
 from kv_offload.simulation import trace_recorder
 from kv_offload.simulation.trace import TraceRequest, read_trace
 from kv_offload.simulation.trace_recorder import MAX_WAITING, TraceRecorder
@@ -277,6 +278,18 @@ def test_an_engine_goes_on_and_counts_what_is_missing(path, played):
             break
     assert engine.totals["trace_errors"] > 0
     engine.connector.shutdown()
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+def test_an_engine_whose_ranks_hold_fewer_slots_records_to_one_file(path, played):
+    """Its scheduler's half is built again."""
+    engine = played.PlayedEngine(plugin={"record_trace": str(path)})
+    fewer = WorkerCapacity(0, 2, 2, slot_bytes=1)
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): fewer})
+    assert engine.offload.manager.num_slots == 2
+    engine.connector.shutdown()
+    assert [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.engine
