@@ -10,6 +10,8 @@ import functools
 import os
 import threading
 from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -55,47 +57,40 @@ class DiskTier(TierEngine):
         }
         release = functools.partial(os.close, file.fd)
         self._fd, self._path, self._content = file.fd, file.path, file.content
-        self._revocation: _Revocation | None = None
+        self._revoked: Future[None] | None = None
         super().__init__(num_slots, arena.shape, movers, chunk_slots(arena.shape[1]), release)
 
     def revoke(self, timeout_seconds: float) -> str:
         """See `TierEngine`. The file gets another id on disk; the id in memory stays the same.
 
-        After a timeout, the write continues, and the next call waits for it.
+        After a timeout, the write continues on its thread, and the next call waits for it.
         """
+        path, revoked = self._path, self._revoked
         if self._closed:
-            return f"{self._path} is closed"
-        if self._revocation is None or self._revocation.has_failed:
-            self._revocation = _Revocation(self._fd, self._path, self._content)
-        return self._revocation.wait(timeout_seconds)
+            return f"{path} is closed"
+        if revoked is None or (revoked.done() and revoked.exception() is not None):
+            revoked = Future()
+            arguments = os.dup(self._fd), self._content, revoked
+            thread = threading.Thread(
+                target=_revoke, args=arguments, name="kv-swap-revoke", daemon=True
+            )
+            thread.start()
+            self._revoked = revoked
+        futures.wait([revoked], timeout_seconds)
+        if not revoked.done():
+            return f"{path} could not be written within {timeout_seconds:g} s"
+        if (error := revoked.exception()) is None:
+            return ""
+        why = explain(error) if isinstance(error, OSError) else repr(error)
+        return f"cannot write {path}: {why}"
 
 
-class _Revocation:
-    """Revokes a file's id on a thread: a disk may hang. Its descriptor keeps the file locked."""
-
-    def __init__(self, fd: int, path: Path, content: FileDescription) -> None:
-        self._fd, self._path, self._content = os.dup(fd), path, content
-        self._problem = ""
-        self._thread = threading.Thread(target=self._run, name="kv-swap-revoke", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            revoke(self._fd, self._content)
-        except Exception as error:  # noqa: BLE001 - the caller must get any error
-            why = explain(error) if isinstance(error, OSError) else repr(error)
-            self._problem = f"cannot write {self._path}: {why}"
-        finally:
-            os.close(self._fd)
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether the revocation ended with an error."""
-        return not self._thread.is_alive() and bool(self._problem)
-
-    def wait(self, timeout_seconds: float) -> str:
-        """Wait for the end; return "" on success, else the error or that it has not ended."""
-        self._thread.join(timeout_seconds)
-        if self._thread.is_alive():
-            return f"{self._path} could not be written within {timeout_seconds:g} s"
-        return self._problem
+def _revoke(fd: int, content: FileDescription, revoked: Future[None]) -> None:
+    """Revoke a file's id and close its descriptor, which keeps the file locked until then."""
+    try:
+        with os.fdopen(fd, "r+b", buffering=0):
+            revoke(fd, content)
+    except Exception as error:  # noqa: BLE001 - the caller must get any error
+        revoked.set_exception(error)
+    else:
+        revoked.set_result(None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import turn_direct
 from kv_swap.tiers.transfers import NUM_THREADS
+from kv_swap.tiers.workers import in_parallel
 
 _MEMORY_BLOCKS = 8
 """Number of blocks that are written repeatedly; more than there are threads."""
@@ -68,23 +68,12 @@ def _move(fd: int, direction: TierDirection, num_blocks: int, memory: NDArray[np
     `memory` is uint8 of shape `(n, block_bytes)`; block b is at row `b % n`. Raises `OSError`.
     """
     call = os.pwritev if direction is TierDirection.DEMOTE else os.preadv
-    blocks, errors = iter(range(num_blocks)), list[OSError]()
     block_bytes = memory.shape[1]
 
-    def work() -> None:
-        try:
-            for block in blocks:
-                call(fd, [memory[block % len(memory)].data], block * block_bytes)
-        except OSError as error:
-            errors.append(error)
+    def move(block: int) -> None:
+        call(fd, [memory[block % len(memory)].data], block * block_bytes)
 
-    threads = [threading.Thread(target=work) for _ in range(NUM_THREADS[direction])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_parallel(move, range(num_blocks), NUM_THREADS[direction])
 
 
 def find_filesystem(path: Path) -> str:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from kv_swap.errors import TierError
 
 if TYPE_CHECKING:
     from kv_swap.tiers.engine import TierDirection, TierJob
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Row(NamedTuple):
@@ -215,3 +218,40 @@ def _note(state: WorkerState, task: Task, outcome: MoveResult) -> None:
         task.seconds = time.perf_counter() - task.started
         state.done.append(task)
         state.ended.notify_all()
+
+
+def in_parallel(
+    call: Callable[[Item], Result], items: Sequence[Item], num_threads: int
+) -> list[Result]:
+    """Call once per item, on up to `num_threads` new threads; return the results in order.
+
+    Raises the error of one of the calls after all of them have ended.
+    """
+    results: dict[int, Result] = {}
+    rows = iter(range(len(items)))
+    turn = threading.Lock()
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while not errors:
+            with turn:
+                row = next(rows, None)
+            if row is None:
+                return
+            try:
+                results[row] = call(items[row])
+            except Exception as error:  # noqa: BLE001 - it is raised below
+                errors.append(error)
+
+    num_threads = min(num_threads, len(items))
+    if num_threads <= 1:
+        work()
+    else:
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return [results[row] for row in range(len(items))]

@@ -6,9 +6,8 @@ import ctypes
 import enum
 import hashlib
 import json
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import xxhash
 
@@ -110,44 +109,3 @@ def object_keys(file_id: str, names: Sequence[bytes]) -> list[str]:
     """
     prefix = f"{PREFIX}{file_id}/"
     return [prefix + xxhash.xxh3_128_hexdigest(name) for name in names]
-
-
-ASKED_ALONE = 16
-"""In stores without wide-area latency, up to this many keys are looked up one after the other."""
-
-
-def in_parallel(
-    ask: Callable[[str], bool], keys: Sequence[str], threads: int, alone: int = ASKED_ALONE
-) -> list[bool]:
-    """Call once per key, on several threads if there are more than `alone` keys.
-
-    Raises the error of one of the calls after all of them have ended.
-    """
-    found = [False] * len(keys)
-    rows = iter(range(len(keys)))
-    turn = threading.Lock()
-    errors: list[Exception] = []
-
-    def work() -> None:
-        while not errors:
-            with turn:
-                row = next(rows, None)
-            if row is None:
-                return
-            try:
-                found[row] = ask(keys[row])
-            except Exception as error:  # noqa: BLE001 - it is raised below
-                errors.append(error)
-
-    if len(keys) <= alone:
-        work()
-    else:
-        count = min(threads, len(keys))
-        asking = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join()
-    if errors:
-        raise errors[0]
-    return found

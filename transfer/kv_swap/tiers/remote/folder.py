@@ -25,8 +25,9 @@ from typing import TypeVar
 
 from kv_swap.errors import TierError, explain
 from kv_swap.tiers.record import PAGE_BYTES
-from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_parallel, memory_of
+from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, memory_of
 from kv_swap.tiers.remote.sweep import Entry, Sweeper
+from kv_swap.tiers.workers import in_parallel
 
 TOUCH_SECONDS = 600.0
 """A read renews a file's mark only if the mark is older: one server operation for many reads."""
@@ -36,6 +37,9 @@ UNFINISHED_SECONDS = 86_400.0
 
 ASKING_THREADS = 8
 """A network filesystem takes about 0.3 ms per lookup, so several run concurrently."""
+
+ASKED_ALONE = 16
+"""Up to this many are looked up one after the other, on a single thread."""
 
 LOOKS_BETWEEN_PAUSES = 32
 PAUSE_SECONDS = 0.001
@@ -70,8 +74,9 @@ class FolderClient(RemoteClient):
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         self._check()
+        threads = ASKING_THREADS if len(keys) > ASKED_ALONE else 1
         try:
-            return in_parallel(lambda key: self._file(key).exists(), keys, ASKING_THREADS)
+            return in_parallel(lambda key: self._file(key).exists(), keys, threads)
         except OSError as error:
             raise TierError(f"cannot look into {self._path}: {explain(error)}") from error
 

@@ -20,8 +20,9 @@ from datetime import timedelta
 from typing import Any
 
 from kv_swap.errors import TierError
-from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, in_parallel, memory_of
+from kv_swap.tiers.remote.client import PREFIX, Fate, Parts, RemoteClient, memory_of
 from kv_swap.tiers.remote.sweep import Entry, Sweeper
+from kv_swap.tiers.workers import in_parallel
 
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 10
@@ -72,7 +73,7 @@ class S3Client(RemoteClient):
         self._has("connect")
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        return in_parallel(self._has, keys, ASKING_THREADS, alone=1)
+        return in_parallel(self._has, keys, ASKING_THREADS)
 
     def put(self, keys: Sequence[str], parts: Sequence[Parts]) -> list[Fate | TierError]:
         return [self._write(key, own) for key, own in zip(keys, parts, strict=True)]
