@@ -17,6 +17,7 @@ from kv_offload.cache.prefix import CacheGroup, PrefixMap
 from kv_offload.scheduler.stores import tails
 from kv_offload.scheduler.stores.tails import StoreTails
 from tests.kv_offload.test_draft_head import HeadEngine
+from tests.support.manual_tier import disk_config
 from tests.support.played_cases import (
     BLOCK,
     FULL,
@@ -326,8 +327,7 @@ def test_routers_take_no_tail_for_the_block_whose_slot_it_got():
 
 
 def test_a_tail_comes_back_from_a_disk(tmp_path: Path):
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    engine = store(engine_of(plugin={"disk": disk}), PROMPT)
+    engine = store(engine_of(plugin=disk_config(tmp_path)), PROMPT)
     engine.offload.manager.reset()
     assert hit_tokens(engine, PROMPT) == END
     engine.rest()
@@ -336,8 +336,7 @@ def test_a_tail_comes_back_from_a_disk(tmp_path: Path):
 
 def test_a_shorter_request_does_not_wait_for_a_tail_that_is_read(tmp_path: Path):
     """It shares the whole blocks of the read, and has no hash where the read ends."""
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    engine = store(engine_of(plugin={"disk": disk}), PROMPT)
+    engine = store(engine_of(plugin=disk_config(tmp_path)), PROMPT)
     engine.offload.manager.reset()
     (tier,) = engine.ranks[0].tiers
     tier.stuck = True
@@ -373,8 +372,7 @@ def test_a_hit_in_a_block_that_the_step_computes_waits_for_the_next_step():
 
 def test_a_tail_that_the_engine_has_itself_is_not_waited_for(tmp_path: Path):
     """vLLM asks what follows the whole blocks of its own hit, and uses the longer one."""
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    engine = engine_of(plugin={"disk": disk})
+    engine = engine_of(plugin=disk_config(tmp_path))
     engine.serve("stored", PROMPT, 1)
     engine.offload.manager.reset()
     (tier,) = engine.ranks[0].tiers

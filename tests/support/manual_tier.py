@@ -190,6 +190,11 @@ REMOTE = {"remote": {"kind": "mooncake", "address": "127.0.0.1:50051", "bytes": 
 """The configuration of an engine with this store."""
 
 
+def disk_config(folder: Path, **more: Any) -> dict[str, Any]:
+    """Return the configuration of an engine with a disk that no later one takes over."""
+    return {"disk": {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False, **more}}
+
+
 @contextlib.contextmanager
 def manual_remote() -> Iterator[None]:
     """Make engines built in this context share an empty `ManualRemote`, and look up its blocks."""

@@ -11,7 +11,7 @@ import pytest
 from kv_offload.tiers import base, reads
 from kv_offload.tiers.remote import RecentKeys
 from tests.kv_offload.tiers.test_remote import FULL_BLOCKS, PROMPT, RemoteEngine
-from tests.support.manual_tier import ManualTier, manual_remote
+from tests.support.manual_tier import ManualTier, disk_config, manual_remote
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.engine
@@ -23,8 +23,7 @@ class BothEngine(RemoteEngine):
     """An engine with a disk of its own, and a remote store that all of them share."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
-        keys = {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False}
-        super().__init__(plugin={"disk": {**keys, **more.pop("disk", {})}}, **more)
+        super().__init__(plugin=disk_config(folder, **more.pop("disk", {})), **more)
 
     @property
     def disk(self) -> ManualTier:
@@ -174,8 +173,7 @@ def test_each_tier_keeps_over_a_reset_what_its_own_key_says(make, keeps):
 
 def test_a_quota_leaves_the_beginning_of_a_prompt_whose_rest_is_read(tmp_path):
     """Else each read of the rest would have the beginning read again, and so on."""
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    plugin = {"disk": disk, "max_share_per_salt": 0.25}
+    plugin = {**disk_config(tmp_path), "max_share_per_salt": 0.25}
     engine = PlayedEngine(plugin=plugin, blocks=100, async_scheduling=True)
 
     def serve(name, prompt):

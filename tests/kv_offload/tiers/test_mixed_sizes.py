@@ -1,4 +1,4 @@
-"""Reads from a disk for models whose cache groups have blocks of different sizes.
+"""Reads of a prefix that the GPU has in part, also where blocks have different sizes.
 
 A hit ends where every group has a whole block, at a multiple of `LARGE` tokens.
 """
@@ -18,11 +18,12 @@ from tests.support.played_cases import OTHER, PROMPT
 pytestmark = pytest.mark.engine
 
 SMALL, LARGE = 4, 8
-LONG = PROMPT + OTHER[:16]
+LONG = PROMPT + OTHER[:12]
 HIT_TOKENS = 32
 """Tokens of `LONG` that a hit can have; at least one is computed."""
 
 KINDS = {
+    "one group": (CacheGroup(0, SMALL),),
     "two sizes": (CacheGroup(0, SMALL), CacheGroup(1, LARGE)),
     "large blocks first": (CacheGroup(0, LARGE), CacheGroup(1, SMALL)),
     "a window of small blocks": (CacheGroup(0, LARGE), CacheGroup(1, SMALL, 6)),

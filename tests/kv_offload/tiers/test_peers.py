@@ -8,7 +8,7 @@ from kv_swap.tiers.engine import TierDirection
 
 from kv_offload.cache.peer_slots import PeerSlots
 from tests.kv_offload.test_host_pool import PooledEngine, meet
-from tests.support.manual_tier import REMOTE, manual_remote
+from tests.support.manual_tier import REMOTE, disk_config, manual_remote
 from tests.support.played_cases import PROMPT
 
 pytestmark = pytest.mark.engine
@@ -16,10 +16,9 @@ pytestmark = pytest.mark.engine
 
 def test_what_a_peer_evicts_while_it_is_looked_up_is_computed(memory_folder, tmp_path, monkeypatch):
     """The disk never had it: to read it from there would hold the slots that were to be filled."""
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
     peer = PooledEngine(memory_folder)
     peer.serve("first", PROMPT)
-    engine = PooledEngine(memory_folder, more={"disk": disk})
+    engine = PooledEngine(memory_folder, more=disk_config(tmp_path))
     meet(engine)
     find, calls = PeerSlots._find, []
 
@@ -53,10 +52,7 @@ def test_a_block_is_in_the_tiers_of_the_engine_that_stored_it_alone(
             PooledEngine(
                 memory_folder,
                 async_scheduling=True,
-                more={
-                    "disk": {"path": str(path), "bytes": "1MiB", "keep_on_restart": False},
-                    **(REMOTE if shares else {}),
-                },
+                more={**disk_config(path), **(REMOTE if shares else {})},
             )
             for path in (tmp_path / "first", tmp_path / "second")
         )
@@ -85,8 +81,7 @@ def test_a_block_is_in_the_tiers_of_the_engine_that_stored_it_alone(
 
 def test_what_is_read_here_and_a_peer_has_by_now_is_waited_for(memory_folder, tmp_path):
     """A request that has less of it on the GPU reads the rest; its slots are still written."""
-    disk = {"path": str(tmp_path), "bytes": "1MiB", "keep_on_restart": False}
-    engine = PooledEngine(memory_folder, more={"disk": disk})
+    engine = PooledEngine(memory_folder, more=disk_config(tmp_path))
     host, tier = engine.offload.manager, engine.ranks[0].tier
     engine.serve("first", PROMPT, 1)
     engine.rest()

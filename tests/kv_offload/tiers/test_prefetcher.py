@@ -13,7 +13,7 @@ from kv_offload.tiers import prefetcher, promoter
 from kv_offload.tiers.base import FIRST_PAUSE_SECONDS
 from kv_offload.tiers.directory import PATIENCE_SECONDS
 from kv_offload.tiers.remote import KNOWN_SECONDS, RecentKeys, RemoteTier
-from tests.support.manual_tier import REMOTE, ManualTier, manual_remote
+from tests.support.manual_tier import REMOTE, ManualTier, disk_config, manual_remote
 from tests.support.played_cases import FULL, STATE
 from tests.support.played_engine import PlayedEngine
 
@@ -58,8 +58,7 @@ def make(
     request: pytest.FixtureRequest, memory_folder: Path
 ) -> Iterator[Callable[..., QueueEngine]]:
     made: list[QueueEngine] = []
-    disk = {"path": str(memory_folder), "bytes": "1MiB", "keep_on_restart": False}
-    plugin = {"disk": disk} if request.param == "disk" else REMOTE
+    plugin = disk_config(memory_folder) if request.param == "disk" else REMOTE
 
     def one(**more: Any) -> QueueEngine:
         made.append(QueueEngine({**plugin, **more.pop("plugin", {})}, **more))

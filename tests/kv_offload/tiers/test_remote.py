@@ -13,11 +13,11 @@ from kv_offload.cache.policies.auto import AutoPolicy
 from kv_offload.tiers import base, directory, lower, remote
 from kv_offload.tiers.remote import SHARED_GENERATION, RecentKeys
 from tests.support.manual_tier import REMOTE, ManualDirectory, ManualRemote, manual_remote
+from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
 OTHER = [0, *PROMPT[1:]]
 FULL_BLOCKS = len(PROMPT) // 4
 

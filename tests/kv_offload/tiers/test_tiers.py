@@ -23,13 +23,13 @@ from kv_offload.engines.vllm.model import groups
 from kv_offload.scheduler.timing import COPY_EVERY
 from kv_offload.tiers import base, demoter, lower, promoter
 from tests.support.beside_steps import report, teach
-from tests.support.manual_tier import ManualTier
+from tests.support.manual_tier import ManualTier, disk_config
+from tests.support.played_cases import PROMPT
 from tests.support.played_engine import PlayedEngine
 from tests.support.played_model import name_prefixes
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1]
 OTHER = [0, *PROMPT[1:]]
 FULL_BLOCKS = len(PROMPT) // 4
 
@@ -41,8 +41,7 @@ class DiskEngine(PlayedEngine):
         self, folder: Path, *, prompts: bool = True, disk: Any = None, **more: Any
     ) -> None:
         """`disk` and `plugin` are keys of the configuration."""
-        keys = {"path": str(folder), "bytes": "1MiB", "keep_on_restart": False, **(disk or {})}
-        plugin = {"disk": keys, **more.pop("plugin", {})}
+        plugin = {**disk_config(folder, **(disk or {})), **more.pop("plugin", {})}
         super().__init__(plugin=plugin, **{"async_scheduling": True, **more})
         for index, prompt in enumerate((PROMPT, OTHER) if prompts else ()):
             self.add(f"first {index}", prompt, 1)
@@ -108,24 +107,6 @@ def test_a_step_that_computes_nothing_leaves_python_to_the_threads_of_the_disk(e
     naps.clear()
     engine.step(2)
     assert naps == [], "others compute"
-
-
-def test_a_request_waits_for_what_is_read_of_a_prefix_that_another_has_in_part(now, engine):
-    """The first had 8 tokens on the GPU, so it reads the rest; the second has none there."""
-    engine.serve("beginning", PROMPT[:9], 1)
-    engine.totals.clear()
-    engine.disk.stuck = True
-    ask(engine, "a")
-    being_read = engine.running(TierDirection.PROMOTE)
-    assert len(being_read) == FULL_BLOCKS - 2
-    assert engine.scheduler.reset_prefix_cache()
-    engine.add("b", PROMPT, 2)
-    engine.step(8, copies=True)
-    assert engine.running(TierDirection.PROMOTE) == being_read
-    assert not engine.answers.keys() & {"a", "b"}
-    engine.disk.stuck = False
-    engine.run()
-    assert engine.totals["promoted_slots"] == FULL_BLOCKS - 2
 
 
 def test_a_request_is_computed_where_its_time_is_over(now, engine):
