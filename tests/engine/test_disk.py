@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_swap.errors import TierError
-from kv_swap.tiers.disk import DiskTier
+from kv_swap.tiers.disk import DiskMover, DiskTier
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.region import FIRST_REGION_BYTES
-from kv_swap.tiers.transfers import Transfers
 from kv_swap.tiers.workers import MoveResult
 from safetensors.torch import load_file, save_file
 from vllm import LLM
@@ -151,9 +150,9 @@ def test_a_disk_that_takes_its_time_is_not_waited_for(model_folder, tmp_path, mo
 
 def fail_first_write(failed: Path) -> None:
     """Make the first write of a process forked later fail and create a file."""
-    move = Transfers.move
+    move = DiskMover.move
 
-    def fail_or_move(mover: Transfers, direction: TierDirection, rows: Any) -> MoveResult:
+    def fail_or_move(mover: DiskMover, direction: TierDirection, rows: Any) -> MoveResult:
         if direction is TierDirection.PROMOTE or failed.exists():
             return move(mover, direction, rows)
         failed.touch()
@@ -162,7 +161,7 @@ def fail_first_write(failed: Path) -> None:
             outcome.fail(row, TierError("injected fault"))
         return outcome
 
-    Transfers.move = fail_or_move  # type: ignore[method-assign]
+    DiskMover.move = fail_or_move  # type: ignore[method-assign]
 
 
 def store_beside_a_failed_write(models: str, folder: str) -> list[int]:

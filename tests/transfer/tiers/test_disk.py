@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_swap.errors import JobError, TierError
-from kv_swap.tiers import transfers
+from kv_swap.tiers import disk
 from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import MAX_NAME_BYTES, TierCompletion, TierDirection, TierJob
 from kv_swap.tiers.probe import find_filesystem
@@ -36,7 +36,7 @@ def test_blocks_come_back_under_their_names(tmp_path_factory, data, slot_bytes, 
     slots = st.permutations(range(12))
     held: dict[int, bytes] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers, "CHUNK_BYTES", chunk_slots * slot_bytes)
+        patch.setattr(disk, "CHUNK_BYTES", chunk_slots * slot_bytes)
         bed = TierBed(tmp_path_factory.mktemp("tier") / "file", 12, slot_bytes)
     with bed:
         for number, count in enumerate(jobs):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_swap.tiers import transfers
+from kv_swap.tiers import disk
 from kv_swap.tiers.record import PAGE_BYTES, RecordFormat
 from kv_swap.tiers.region import read_description
 
@@ -83,10 +83,10 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path, slot_bytes, left):
 LIMITED = """
 import json, resource
 from pathlib import Path
-from kv_swap.tiers import transfers
+from kv_swap.tiers import disk
 from kv_swap.tiers.region import read_description
 from tests.support.tier_bed import TierBed, named
-path, slot_bytes, transfers.RETRY_SECONDS = {!r}, {}, {}
+path, slot_bytes, disk.RETRY_SECONDS = {!r}, {}, {}
 with TierBed(Path(path), slot_bytes=slot_bytes) as bed:
     content = read_description(Path(path))
     limit = content.offset(5) + 4096
@@ -129,7 +129,7 @@ def test_a_disk_that_takes_long_to_fail_is_not_asked_for_every_record(
         lose()
         once = bed.get(names)
         each = len(read_calls)
-        monkeypatch.setattr(transfers, "RETRY_SECONDS", 0)
+        monkeypatch.setattr(disk, "RETRY_SECONDS", 0)
         soon = bed.get(names)
         assert len(read_calls) - each < each
         assert set(soon.failed) >= set(once.failed)

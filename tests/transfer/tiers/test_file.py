@@ -135,7 +135,7 @@ def test_the_file_takes_all_its_space_and_is_for_its_user_alone(path):
 
 def test_two_engines_do_not_share_a_file(path):
     with TierBed(path, model="a", rank="0") as bed:
-        with pytest.raises(TierError, match=r"in use by another engine.*name another file"):
+        with pytest.raises(TierError, match=r"in use by another engine.*its own folder"):
             TierBed(path, model="b")
         assert bed.get(NAMES).failed == ()
     code = "import sys; from pathlib import Path; from tests.support.tier_bed import TierBed; {}"

@@ -178,7 +178,7 @@ def _lock(fd: int, path: Path, timeout_seconds: float = 0.0) -> None:
     if not lock(fd, timeout_seconds):
         raise TierError(
             f"{path} is in use by another engine, or by one whose disk hangs; `fuser {path}` "
-            f"names its process: end that, or name another file"
+            f"names its process: end that, or give each engine its own folder"
         )
 
 

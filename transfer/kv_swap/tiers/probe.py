@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from kv_swap.errors import TierError, explain
 from kv_swap.memory.arena import HostArena
+from kv_swap.tiers.disk import NUM_THREADS
 from kv_swap.tiers.engine import TierDirection
 from kv_swap.tiers.file import turn_direct
-from kv_swap.tiers.transfers import NUM_THREADS
 from kv_swap.tiers.workers import in_parallel
 
 _MEMORY_BLOCKS = 8
