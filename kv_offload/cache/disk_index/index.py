@@ -116,7 +116,6 @@ class DiskIndex:
         self._written_generation = found.generation
         self._changes = Changes(last_use=int(found.used.max(initial=0)))
         self._changing = threading.Lock()
-        self._unwritten = Changes(last_use=0)  # used by the thread alone
         self._changed, self._urgent, self._closing = (threading.Event() for _ in range(3))
         self._cleared, self._ended = threading.Event(), threading.Event()
         self._writer = threading.Thread(target=self._run, name="kv-offload-disk-index", daemon=True)
@@ -190,6 +189,9 @@ class DiskIndex:
                 end_index(self._path, self._file, self._database)
                 self._ended.set()
         except Exception as error:  # noqa: BLE001 - no error may end the thread
+            with self._changing:
+                changes.add(self._changes)
+                self._changes = changes
             self.errors += 1
             if self._cleared.is_set():
                 self.problem = f"{self._path} cannot be removed or emptied: {error}"
@@ -205,11 +207,9 @@ class DiskIndex:
         return True
 
     def _write(self, changes: Changes) -> None:
-        self._unwritten.add(changes)
-        if not self._unwritten:
+        if not changes:
             return
         found, own = self._path.stat(), os.fstat(self._file)
         if not os.path.samestat(found, own):
             raise FileNotFoundError(f"{self._path} was replaced while it was open")
-        self._unwritten.write(self._database, self._written_generation)
-        self._unwritten = Changes(last_use=0)
+        changes.write(self._database, self._written_generation)
