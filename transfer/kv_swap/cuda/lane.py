@@ -172,11 +172,8 @@ class Lane:
         self.stream = stream
         self._direction = direction
         self._jobs: deque[_Running] = deque()
-        # Jobs that may have slices to queue, and the events after which new jobs run.
+        # Jobs that may have slices to queue.
         self._unqueued: deque[_Running] = deque()
-        self._fences: dict[int, Event] = {}
-        # Events of jobs that failed before they began: the next job to begin waits for them, too.
-        self._handed_on: list[Event] = []
         self._slices: deque[tuple[Event, _Running, Refusals | None, int]] = deque()
         # The total size of these slices. Queuing delays the step, so the allowance is just enough
         # to keep the device busy until the next poll, and doubles whenever it was too small.
@@ -200,21 +197,20 @@ class Lane:
         The job runs after all work queued before the last `wait_for_compute` and, if it is
         `after_compute`, after all work already queued on the compute stream.
         """
-        events, started, failure = [*self._fences.values()], None, None
+        events: list[Event] = []
+        failure = None
         try:
             if job.after_compute:
                 # Queued first, so that the device works on it while the slice is cut.
-                marks = self.stream.mark()
-                started = marks[0]
-                events += marks
+                events = self.stream.mark()
         except RuntimeError as error:
             failure = error
         rest = self.path.slices(job.pairs.copy(), in_waves=job.in_waves)
         now, first = time.perf_counter(), next(rest)
+        started = events[0] if events else None
         running = _Running(job.job_id, nbytes, rest, now, first, events, started)
         self._waves.clear()
         self._awaited = None
-        self._fences.clear()
         if failure is not None:
             self._fail(running, "waiting for the compute stream", failure)
         self._jobs.append(running)
@@ -223,9 +219,13 @@ class Lane:
         self._queue(self._allowance())
 
     def wait_for_compute(self) -> None:
-        """Order jobs submitted later after the work already queued on the compute stream."""
-        stream = self.stream.compute_stream()
-        self._fences[stream] = self.stream.mark_compute(self._fences.get(stream))
+        """Order slices queued later after the work already queued on the compute stream.
+
+        Applies to jobs submitted later, and to the rest of earlier ones.
+        """
+        fence = self.stream.mark_compute()
+        self.stream.wait_stream([fence])
+        self.stream.recycle(fence)
 
     def await_all(self) -> None:
         """Make work queued later on the compute stream wait for all slices of all jobs.
@@ -361,8 +361,6 @@ class Lane:
             return
         try:
             if not running.began:
-                running.events += self._handed_on
-                self._handed_on.clear()
                 self.stream.wait_stream(running.events)
                 running.began = True
             if running.started is None:
@@ -397,5 +395,3 @@ class Lane:
                 f"{call} failed with {error}: {self._direction.value} job {running.job_id} of "
                 f"{running.nbytes} bytes{consequence}"
             )
-            if not running.began:
-                self._handed_on.extend(running.events)

@@ -53,12 +53,9 @@ class CopyStream:
         handle: int = self._current_stream(self._index)
         return handle
 
-    def mark_compute(self, event: Event | None = None) -> Event:
-        """Return an event that completes after all work queued on the compute stream so far.
-
-        Records `event` if given, which must be from `take`.
-        """
-        event = self.take() if event is None else event
+    def mark_compute(self) -> Event:
+        """Return an event that completes after all work queued on the compute stream so far."""
+        event = self.take()
         self._record_on(self.compute_stream(), event)
         return event
 
