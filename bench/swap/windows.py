@@ -101,20 +101,19 @@ def owner(bed: Bed, folder: Path) -> Iterator[Path]:
     """Copy the slots to an arena that another process holds, and yield the arena's path."""
     files = ArenaFiles(folder, 0, "bench", reserve=False)
     slots = bed.engine.slots()
-    name, memory = files.create(slots.nbytes, 1)
-    with memory:
+    with files.create(slots.nbytes) as memory:
         device = bed.memory.device
         node = numa_node("cuda", device) if device.type == "cuda" else None
         if node is not None:
             memory.prefer_node(node, 0, 1)
         HostArena(*slots.shape, register=None, shared=memory).view()[:] = slots
-        arguments = (str(folder), name, *map(str, slots.shape), str(device))
+        arguments = (str(folder), memory.name, *map(str, slots.shape), str(device))
         command = [sys.executable, "-m", "bench.swap.windows", "--own", *arguments]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
-                yield folder / name
+                yield folder / memory.name
             finally:
                 process.kill()
 

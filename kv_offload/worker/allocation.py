@@ -18,7 +18,7 @@ from kv_offload.config import OffloadConfig, describe_bytes
 from kv_offload.config.host_memory import headroom_bytes, read_available_memory, read_host_memory
 from kv_offload.engine import KVCaches
 from kv_offload.errors import CapacityError, ConfigError, UnsupportedError
-from kv_offload.worker.sharing import ALONE, Memfds, SharingRanks, arena_bytes, open_shared_memory
+from kv_offload.worker.sharing import ALONE, SharingRanks, arena_bytes, open_shared_memory
 from kv_offload.worker.windows import count_windows
 
 if TYPE_CHECKING:
@@ -86,23 +86,23 @@ def allocate(
 
         check_packing(torch.cuda.get_device_capability(device))
     num_slots = _count_slots(config, num_ranks, sharing, layout.slot_bytes)
-    name, shared = "", None
+    shared: SharedMemory | None = None
     try:
         if sharing.count > 1 or find_files is not None:
             places = [(r.slot_offset_bytes, r.page_bytes, r.packing) for r in layout.regions]
             node = numa_node(kind, device)
 
-            def open_memory() -> tuple[str, SharedMemory | None]:
-                files = Memfds() if find_files is None else find_files(sharing, num_slots)
+            def open_memory() -> SharedMemory | None:
+                source = SharedMemory if find_files is None else find_files(sharing, num_slots)
                 nbytes = num_slots * layout.slot_bytes
-                return open_shared_memory(sharing, nbytes, (tuple(layers), places), node, files)
+                return open_shared_memory(sharing, nbytes, (tuple(layers), places), node, source)
 
-            name, shared = open_memory()
+            shared = open_memory()
             if shared is None:
                 sharing = ALONE
                 num_slots = _count_slots(config, num_ranks, sharing, layout.slot_bytes)
                 if find_files is not None:
-                    name, shared = open_memory()
+                    shared = open_memory()
         with shared or contextlib.nullcontext():
             transfer = create_engine(
                 kind,
@@ -119,7 +119,7 @@ def allocate(
         raise CapacityError(str(error)) from error
     except DeviceError as error:
         raise UnsupportedError(str(error)) from error
-    return transfer, sharing, name
+    return transfer, sharing, "" if shared is None else shared.name
 
 
 def _count_slots(

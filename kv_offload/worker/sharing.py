@@ -55,27 +55,14 @@ def arena_bytes(cpu_bytes: int, num_ranks: int, sharing_ranks: int) -> int:
     return cpu_bytes * sharing_ranks // num_ranks
 
 
-class Memfds:
-    """Creates memory that is freed when its processes end."""
-
-    def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
-        """Create memory, and return the name by which other ranks attach to it."""
-        memory = SharedMemory.create(nbytes)
-        return memory.name, memory
-
-    def attach(self, name: str, nbytes: int) -> SharedMemory:
-        """Return the memory that another rank has created."""
-        return SharedMemory.attach(name, nbytes)
-
-
 def open_shared_memory(
     sharing: SharingRanks,
     nbytes: int,
     layout: Any,
     numa_node: int | None,
-    source: Memfds | ArenaFiles,
-) -> tuple[str, SharedMemory | None]:
-    """Return memory that all sharing ranks can map, and its name; None on all if one cannot.
+    source: ArenaFiles | type[SharedMemory],
+) -> SharedMemory | None:
+    """Return memory from `source` that all sharing ranks can map; None on all if one cannot.
 
     `layout` describes the contents of a slot, and must be the same on all ranks. The memory's pages
     come in equal parts from the ranks' NUMA nodes, if given, because all devices read all of it.
@@ -83,19 +70,18 @@ def open_shared_memory(
     only one rank and it cannot create memory.
     """
     memory: SharedMemory | None = None
-    name, problem = "", ""
+    problem = ""
     if sharing.index == 0:
         try:
-            name, memory = source.create(nbytes, sharing.count - 1)
+            memory = source.create(nbytes)
         except (PinnedMemoryError, OSError) as error:
             if sharing.count == 1:
                 raise
             problem = str(error)
-    offers = sharing.gather((name, memory is not None, layout))
-    name, offered, first_layout = offers[0]
+    name, first_layout = sharing.gather((memory and memory.name, layout))[0]
     if layout != first_layout:
         problem = f"its slots hold {layout}, those of rank 0 hold {first_layout}"
-    elif sharing.index > 0 and offered:
+    elif sharing.index > 0 and name is not None:
         try:
             memory = source.attach(name, nbytes)
         except (PinnedMemoryError, OSError) as error:
@@ -105,7 +91,7 @@ def open_shared_memory(
         memory.prefer_node(numa_node, sharing.index, sharing.count)
     problems = {rank: text for rank, text in enumerate(sharing.gather(problem)) if text}
     if memory is not None and not problems:
-        return name, memory
+        return memory
     if memory is not None:
         memory.close()
     if sharing.index == 0:
@@ -115,4 +101,4 @@ def open_shared_memory(
             sharing.count,
             "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()),
         )
-    return "", None
+    return None

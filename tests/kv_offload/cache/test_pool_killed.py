@@ -46,13 +46,13 @@ class Life:
         self.chance = random.Random(seed)
         self.board = np.frombuffer(board, np.int64)
         files = ArenaFiles(folder, 0, "kind", reserve=True)
-        name, shared = files.create(NUM_SLOTS * WORDS * 8, 0)
+        shared = files.create(NUM_SLOTS * WORDS * 8)
         with shared:
             self.arena = HostArena(NUM_SLOTS, WORDS * 8, register=None, shared=shared)
         self.words = self.arena.view().view(np.uint64)
         self.manager = LastingManager(make_policy("lru", NUM_SLOTS))
         self.manager.limit_slots(0)
-        self.manager.open({0: folder / name})
+        self.manager.open({0: folder / shared.name})
         for ready in (5, 20, NUM_SLOTS):  # as page-locking goes on
             self.manager.limit_slots(ready)
         self.check()

@@ -22,9 +22,8 @@ def start(path: Path, name: str) -> Seat:
     """Start an engine with one readable slot of two."""
     seat = Pool(user_folder(path) / name, {"model": "org/model"}).take_seat(0, lambda own: [own])
     files = seat.arena_files(0, 1, "pages", ALONE, 2, reserve=True)
-    arena, shared = files.create(NBYTES, 0)
-    shared.close()
-    directory = Directory(seat.folder, {0: arena}, 2)
+    with files.create(NBYTES) as shared:
+        directory = Directory(seat.folder, {0: shared.name}, 2)
     directory.publish(np.array([1], np.int32), [b"key"])
     directory.close()
     return seat

@@ -34,9 +34,9 @@ def files(
 
 
 def arena(of: ArenaFiles, nbytes: int = NBYTES) -> tuple[str, HostArena]:
-    name, shared = of.create(nbytes, 0)
-    with shared:
-        return name, HostArena(nbytes // SLOT_BYTES, SLOT_BYTES, register=None, shared=shared)
+    with of.create(nbytes) as shared:
+        slots = nbytes // SLOT_BYTES, SLOT_BYTES
+        return shared.name, HostArena(*slots, register=None, shared=shared)
 
 
 def test_the_next_arena_of_the_same_kind_has_the_same_bytes(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_other_kinds_and_sizes_of_a_rank_are_removed_and_other_ranks_left(tmp_pa
 
 
 def test_ranks_that_share_an_arena_see_the_same_bytes(tmp_path: Path) -> None:
-    name, shared = files(tmp_path).create(NBYTES, 1)
+    shared = files(tmp_path).create(NBYTES)
     left, _ = arena(files(tmp_path, 1))  # of a start at which it had its own
-    with shared, files(tmp_path, 1).attach(name, NBYTES) as attached:
+    with shared, files(tmp_path, 1).attach(shared.name, NBYTES) as attached:
         first, second = (
             HostArena(SLOTS, SLOT_BYTES, register=None, shared=one) for one in (shared, attached)
         )
@@ -95,14 +95,14 @@ def test_ranks_that_share_an_arena_see_the_same_bytes(tmp_path: Path) -> None:
     assert second.view()[1].tolist() == [9] * SLOT_BYTES
     assert left not in find_arenas(tmp_path)
     del first
-    assert files(tmp_path).create(NBYTES, 0)[0] != name  # the other rank still has it
+    assert files(tmp_path).create(NBYTES).name != shared.name  # the other rank still has it
 
 
 def test_memory_is_taken_at_once_where_nothing_will_lock_it(tmp_path: Path) -> None:
     taken = [
         sum(find_arenas(tmp_path).values())
         for reserve in (False, True)
-        if files(tmp_path, kind=str(reserve), reserve=reserve).create(NBYTES, 0)
+        if files(tmp_path, kind=str(reserve), reserve=reserve).create(NBYTES)
     ]
     assert taken == [0, NBYTES]
 
@@ -110,7 +110,7 @@ def test_memory_is_taken_at_once_where_nothing_will_lock_it(tmp_path: Path) -> N
 def test_a_filesystem_without_room_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     with pytest.raises(PinnedMemoryError, match="mount it larger"):
-        files(tmp_path, reserve=False).create((room.f_bavail + 1000) * room.f_frsize, 0)
+        files(tmp_path, reserve=False).create((room.f_bavail + 1000) * room.f_frsize)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -143,7 +143,7 @@ def test_the_memory_of_a_removed_arena_is_waited_for(
             reader.detach(0)
         return (0 if looks[-1] else NBYTES), "a test"
 
-    files(memory_folder, kind="after", room=MemoryRoom(read, 0)).create(NBYTES, 0)
+    files(memory_folder, kind="after", room=MemoryRoom(read, 0)).create(NBYTES)
     assert looks[:2] == [True, True]
     assert not looks[-1]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -161,7 +161,7 @@ def test_who_does_not_let_go_is_waited_for_so_long(
     monkeypatch.setattr(reading.time, "sleep", waited.append)
     lacking = files(memory_folder, kind="after", room=MemoryRoom(lambda: (5, "a test"), 0))
     with pytest.raises(PinnedMemoryError) as caught:
-        lacking.create(NBYTES, 0)
+        lacking.create(NBYTES)
     for part in (
         "5 bytes are available",
         f"{NBYTES} are wanted",
@@ -180,7 +180,7 @@ def test_nobody_is_waited_for_where_nobody_reads(
     arena(files(memory_folder, kind="before"))
     lacking = files(memory_folder, kind="after", room=MemoryRoom(lambda: (0, "a test"), 0))
     with pytest.raises(PinnedMemoryError, match="0 bytes are available"):
-        lacking.create(NBYTES, 0)
+        lacking.create(NBYTES)
 
 
 def test_a_folder_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
@@ -208,8 +208,7 @@ def test_no_bytes_are_lost_when_the_arena_is_populated(tmp_path: Path) -> None:
     _, first = arena(files(tmp_path))
     first.view()[:] = np.arange(SLOTS, dtype=np.uint8)[:, None]
     del first
-    _, shared = files(tmp_path).create(NBYTES, 0)
-    with shared:
+    with files(tmp_path).create(NBYTES) as shared:
         second = HostArena(SLOTS, SLOT_BYTES, register=Registrar(), background=True, shared=shared)
     assert second.wait_ready(60)
     assert second.view()[:, 0].tolist() == [0, 1, 2, 3]

@@ -81,11 +81,11 @@ class ArenaFiles:
         self.folder, self._rank, self._kind = folder, rank, kind
         self._room, self._reserve = room, reserve
 
-    def create(self, nbytes: int, num_peers: int) -> tuple[str, SharedMemory]:
+    def create(self, nbytes: int) -> SharedMemory:
         """Open the arena that a predecessor left, or create one; remove this rank's other arenas.
 
-        Returns its name, with which `num_peers` processes may attach. If memory is short, waits for
-        processes that still read removed arenas. Raises `PinnedMemoryError` if there is too little.
+        If memory is short, waits for processes that still read removed arenas. Raises
+        `PinnedMemoryError` if there is too little.
         """
         opened: tuple[str, int] | None = None
         for name in self._own():
@@ -98,11 +98,9 @@ class ArenaFiles:
             opened = name, self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         name, fd = opened
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_SH)  # shared, because peers also lock it
             os.ftruncate(fd, whole_pages(nbytes))
             self._take_memory(fd, nbytes)
-            if num_peers:
-                fcntl.flock(fd, fcntl.LOCK_SH)  # shared, because peers also lock it
         except OSError as error:
             os.close(fd)
             if is_new:
@@ -112,7 +110,7 @@ class ArenaFiles:
                 f"it larger (in a container --shm-size, in Kubernetes an emptyDir with medium "
                 f"Memory), remove unused files, free memory, or use a smaller pool"
             ) from error
-        return name, SharedMemory(fd, nbytes)
+        return SharedMemory(fd, nbytes, name)
 
     def attach(self, name: str, nbytes: int) -> SharedMemory:
         """Open an arena that another rank has created. Raises `PinnedMemoryError`."""
@@ -123,7 +121,7 @@ class ArenaFiles:
             os.close(fd)
             raise PinnedMemoryError(f"cannot share {self.folder / name}: {error}") from error
         self._remove_others(name)
-        return SharedMemory(fd, nbytes)
+        return SharedMemory(fd, nbytes, name)
 
     def _own(self) -> list[str]:
         return [name for name in find_arenas(self.folder) if rank_of(name) == self._rank]

@@ -23,13 +23,14 @@ from kv_swap.memory.numa import prefer_node
 class SharedMemory:
     """A handle on `nbytes` of shared memory, for `HostArena(shared=...)`; a context manager.
 
-    An arena needs the handle only during construction. The creator must keep its handle open until
-    all peers have attached.
+    An arena needs the handle only during construction. Others attach with the `name`, valid while
+    the creator's handle is open.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, name: str) -> None:
         self._fd = fd
         self.nbytes = nbytes
+        self.name = name
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
@@ -53,13 +54,8 @@ class SharedMemory:
                 f"cannot share {mapped_bytes} bytes of host memory: {error}; {describe_limits()}; "
                 f"use a smaller pool or free memory"
             ) from error
-        return cls(fd, nbytes)
-
-    @property
-    def name(self) -> str:
-        """The name with which others attach, valid while this handle is open in its creator."""
-        found = os.fstat(self._fd)
-        return f"/proc/{os.getpid()}/fd/{self._fd} {found.st_dev}:{found.st_ino}"
+        found = os.fstat(fd)
+        return cls(fd, nbytes, f"/proc/{os.getpid()}/fd/{fd} {found.st_dev}:{found.st_ino}")
 
     @classmethod
     def attach(cls, name: str, nbytes: int) -> SharedMemory:
@@ -85,7 +81,7 @@ class SharedMemory:
                 f"shared memory {name!r} has {found.st_size} bytes, this process wants {nbytes}: "
                 f"have all that share it ask for the same"
             )
-        return cls(fd, nbytes)
+        return cls(fd, nbytes, name)
 
     def fileno(self) -> int:
         """Return the file descriptor to map, valid until `close`."""
