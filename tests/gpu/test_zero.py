@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from kv_swap.cuda.plain import BlockZeroer
+from kv_swap.cuda.zeroing import BlockZeroer
 from kv_swap.errors import JobError
 
 from tests.gpu.caches import KIB, make_cache, make_engine, torch

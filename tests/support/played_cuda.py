@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from kv_swap.cuda import plain
+from kv_swap.cuda import zeroing
 from kv_swap.cuda.gate_test import GateReport
 from kv_swap.cuda.swap import LIST_HEADER_BYTES, STATUS_OFFSET_BYTES
 from kv_swap.layout import Region
@@ -176,10 +176,10 @@ class PlayedCuda:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.compute)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(torch.cuda, "get_device_capability", lambda index: self.capability)
-        zeroing = plain.BlockZeroer.zero
-        patch.setattr(plain, "pages_of", _pages_of)
-        patch.setattr(plain, "send", lambda blocks, device: torch.tensor(blocks))
-        patch.setattr(plain.BlockZeroer, "zero", lambda *what: self._zero(partial(zeroing, *what)))
+        zero = zeroing.BlockZeroer.zero
+        patch.setattr(zeroing, "pages_of", _pages_of)
+        patch.setattr(zeroing, "send", lambda blocks, device: torch.tensor(blocks))
+        patch.setattr(zeroing.BlockZeroer, "zero", lambda *what: self._zero(partial(zero, *what)))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: COMPUTE, raising=False)
 
     # -- what a test does --------------------------------------------------------------------------

@@ -49,23 +49,19 @@ def create_engine(
     device = device or keep_alive[0].device
     if kind == "auto":
         kind = "cuda" if device.type == "cuda" else "host"
-    if kind == "host":
-        arena = HostArena(
-            num_slots, layout.slot_bytes, register=None, shared=shared, num_windows=num_windows
-        )
-        return HostSwapEngine(layout, arena, keep_alive)
-    from kv_swap.cuda.engine import CudaSwapEngine
-
-    registrar = CudaRegistrar(device)
     arena = HostArena(
         num_slots,
         layout.slot_bytes,
-        register=registrar,
+        register=None if kind == "host" else CudaRegistrar(device),
         background=True,
         # Processes that share an arena have already spread it over the nodes of all devices.
-        numa_node=None if shared is not None else device_node(registrar.pci_bus_id),
+        numa_node=None if shared is not None else numa_node(kind, device),
         shared=shared,
         room=room,
         num_windows=num_windows,
     )
+    if kind == "host":
+        return HostSwapEngine(layout, arena, keep_alive)
+    from kv_swap.cuda.engine import CudaSwapEngine
+
     return CudaSwapEngine(layout, arena, device, keep_alive, output_copy_stream)

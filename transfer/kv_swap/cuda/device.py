@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,24 @@ def shared_memory_bytes(device: torch.device) -> int:
     runtime = import_cupy().cuda.runtime
     attribute = runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
     return int(runtime.deviceGetAttribute(attribute, device_index(device)))
+
+
+class OnDevice:
+    """Calls functions while `device` is current, which it nearly always is already."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = import_cupy().cuda
+        self.index = device_index(device)
+        self._current_device = cuda.runtime.getDevice
+        self._device = cuda.Device
+
+    def __call__(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function with these arguments."""
+        if self._current_device() == self.index:
+            function(*arguments)
+        else:
+            with self._device(self.index):
+                function(*arguments)
 
 
 class CudaRegistrar:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.device import device_index
-from kv_swap.cuda.plain import BlockZeroer, copy_each
+from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.state import State, make_state, release
+from kv_swap.cuda.zeroing import BlockZeroer
 from kv_swap.engine import Completion, CopiesWith, Direction, SwapEngine, SwapJob, slots_for
 from kv_swap.errors import CopyError, DeviceError, JobError, PinnedMemoryError
 from kv_swap.layout import KVLayout
@@ -135,6 +135,8 @@ class CudaSwapEngine(SwapEngine):
 
         Raises `RuntimeError` from CUDA, `ValueError` for a slot without packed KV.
         """
+        cuda: Any = import_cupy().cuda
+        runtime = cuda.runtime
         packer = SlotPacker(self.layout)
         regions = self.layout.regions
         step = max(1, _UNPACKED_BYTES // self.layout.block_bytes)
@@ -145,16 +147,16 @@ class CudaSwapEngine(SwapEngine):
                 for index, region in enumerate(regions)
             }
             packer.unpack(arena.read(slots), pages)
-            copies = (
-                (
-                    regions[index].address + block * regions[index].block_stride_bytes,
-                    page[row].ctypes.data,
-                    page.shape[1],
-                )
-                for index, page in pages.items()
-                for row, block in enumerate(blocks.tolist())
-            )
-            copy_each(copies, self._device, stream)
+            with cuda.Device(self._device.index):
+                for region, rows in zip(regions, pages.values(), strict=True):
+                    for row, block in zip(rows, blocks.tolist(), strict=True):
+                        runtime.memcpyAsync(
+                            region.address + block * region.block_stride_bytes,
+                            row.ctypes.data,
+                            region.page_bytes,
+                            runtime.memcpyDefault,
+                            stream.cuda_stream,
+                        )
             stream.synchronize()  # the copies read `pages`
 
     def set_waves(self, waves: Sequence[Sequence[int]]) -> None:

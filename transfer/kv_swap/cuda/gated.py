@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.block_copies import BlockCutter, Copies
-from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.device import OnDevice, import_cupy
 from kv_swap.cuda.driver import load_driver
 from kv_swap.cuda.lane import CopyPath, Slice
 from kv_swap.engine import Direction
@@ -55,26 +55,22 @@ class Gates:
     """Queues copies in pieces with a gate after each, on streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        cuda = import_cupy().cuda
+        cuda: Any = import_cupy().cuda
         self._driver = load_driver()
-        self._index = device_index(device)
-        self._device: Any = cuda.Device
-        self._current_device: Any = cuda.runtime.getDevice
-        with cuda.Device(self._index):
+        self._on_device = OnDevice(device)
+        with cuda.Device(self._on_device.index):
             # Allocated by CUDA, outside the pools, whose memory a caller discards to sleep.
             self._word = cuda.Memory(4)
 
     def copy(self, copies: Copies, stream: int) -> None:
         """Queue copies one by one, without gates."""
-        with self._device(self._index):
-            self._one_by_one(copies, stream)(0, len(copies))
+        self._on_device(self._one_by_one(copies, stream), 0, len(copies))
 
     def queue(self, copies: Copies, pieces: Sequence[tuple[int, int]], stream: int) -> None:
         """Queue pieces of `copies`. Raises `RuntimeError`; some pieces may then be queued."""
-        if self._current_device() != self._index:
-            with self._device(self._index):
-                self.queue(copies, pieces, stream)
-            return
+        self._on_device(self._queue_pieces, copies, pieces, stream)
+
+    def _queue_pieces(self, copies: Copies, pieces: Sequence[tuple[int, int]], stream: int) -> None:
         word, write = self._word.ptr, self._driver.write_one
         queue_piece = self._queue_piece(copies, stream)
         for first, end in pieces:

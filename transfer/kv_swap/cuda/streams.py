@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kv_swap.cuda.device import device_index, import_cupy
+from kv_swap.cuda.device import OnDevice, import_cupy
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +28,12 @@ class CopyStream:
     ) -> None:
         import torch
 
-        cupy = import_cupy()
-        runtime: Any = cupy.cuda.runtime
-        self._device: Any = cupy.cuda.Device
-        self._current_device: Any = runtime.getDevice
+        runtime: Any = import_cupy().cuda.runtime
+        # A stream's handle 0 is the default stream of the current device.
+        self._on_device = OnDevice(device)
         self._record: Any = runtime.eventRecord
         self._wait_event: Any = runtime.streamWaitEvent
         self._current_stream: Any = torch._C._cuda_getCurrentRawStream
-        self._index = device_index(device)
         self._make_event: Any = torch.cuda.Event
         self._output_copy_stream = output_copy_stream
         others = {self.compute_stream()}
@@ -50,14 +48,12 @@ class CopyStream:
 
     def compute_stream(self) -> int:
         """Return the handle of the current stream, which can change with every step."""
-        handle: int = self._current_stream(self._index)
+        handle: int = self._current_stream(self._on_device.index)
         return handle
 
     def mark_compute(self) -> Event:
         """Return an event that completes after all work queued on the compute stream so far."""
-        event = self.take()
-        self._record_on(self.compute_stream(), event)
-        return event
+        return self._mark(self.compute_stream())
 
     def mark(self) -> list[Event]:
         """Return events for all work queued so far, the compute stream's first.
@@ -67,16 +63,13 @@ class CopyStream:
         """
         marks = [self.mark_compute()]
         if self._output_copy_stream is not None:
-            marks.append(self.take())
-            self._record_on(self._output_copy_stream.cuda_stream, marks[-1])
+            marks.append(self._mark(self._output_copy_stream.cuda_stream))
         return marks
 
-    def _record_on(self, stream: int, event: Event) -> None:
-        if self._current_device() == self._index:
-            self._record(event.cuda_event, stream)
-        else:
-            with self._device(self._index):  # handle 0 is the default stream of the current device
-                self._record(event.cuda_event, stream)
+    def _mark(self, stream: int) -> Event:
+        event = self.take()
+        self._on_device(self._record, event.cuda_event, stream)
+        return event
 
     def wait_stream(self, marks: Sequence[Event]) -> None:
         """Make work queued later on this stream wait for these events of other streams."""
@@ -85,11 +78,7 @@ class CopyStream:
 
     def make_compute_wait(self, stream: int, event: Event) -> None:
         """Make work queued later on `stream`, a compute stream, wait for `event`."""
-        if self._current_device() == self._index:
-            self._wait_event(stream, event.cuda_event)
-        else:
-            with self._device(self._index):
-                self._wait_event(stream, event.cuda_event)
+        self._on_device(self._wait_event, stream, event.cuda_event)
 
     def record(self, event: Event | None = None) -> Event:
         """Return an event that completes after all copies queued so far.

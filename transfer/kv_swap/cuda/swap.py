@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_swap.cuda.device import KERNEL_CACHE_REMEDY, device_index, import_cupy
+from kv_swap.cuda.device import KERNEL_CACHE_REMEDY, OnDevice, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
 from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange, join_waves
 from kv_swap.cuda.tiles import Tiles, WaveTable, columns_table, cut_waves
@@ -158,15 +158,13 @@ class SwapKernel:
     ) -> None:
         cupy = import_cupy()
         cuda = cupy.cuda
-        self._index = device_index(device)
+        self._on_device = OnDevice(device)
         self._arena = arena
-        self._current_device: Any = cuda.runtime.getDevice
-        self._device: Any = cuda.Device
         self.family = family
         self._launchers: dict[Direction, _Launcher] = {}
         path = source_directory() / family.source
         try:
-            with cuda.Device(self._index):
+            with cuda.Device(self._on_device.index):
                 module = cupy.RawModule(code=path.read_text(), options=compile_options(family))
                 columns = columns_table(layout) if family.packs else np.zeros(1, np.uint8)
                 for direction, shape in family.shapes.items():
@@ -186,7 +184,7 @@ class SwapKernel:
         except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
             remedy = f"; {KERNEL_CACHE_REMEDY}" if isinstance(error, OSError) else ""
             raise DeviceError(
-                f"cannot prepare the kernels of {path} on CUDA device {self._index}: "
+                f"cannot prepare the kernels of {path} on CUDA device {self._on_device.index}: "
                 f"{error}{remedy}"
             ) from error
 
@@ -210,11 +208,7 @@ class SwapKernel:
         arguments.table_address = tiles.address
         arguments.num_tiles = tiles.num_tiles
         arguments.segments_per_tile = tiles.segments_per_tile
-        if self._current_device() == self._index:
-            launcher(stream.cuda_stream)
-        else:
-            with self._device(self._index):
-                launcher(stream.cuda_stream)
+        self._on_device(launcher, stream.cuda_stream)
 
 
 class KernelPath(CopyPath):

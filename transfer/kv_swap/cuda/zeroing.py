@@ -1,39 +1,15 @@
-"""Copies and zeroes without our kernels, to repeat a failed load or to clear its blocks.
-
-A failed load may leave NaNs in its blocks.
-"""
+"""Zeroes blocks with torch, because a failed load may leave NaNs in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.layout import KVLayout, Region
 
 if TYPE_CHECKING:
     import torch
-    from torch.cuda import Stream
-
-
-def copy_each(copies: Iterable[tuple[int, int, int]], device: torch.device, stream: Stream) -> None:
-    """Queue copies, each a destination, a source and a number of bytes, with `cudaMemcpyAsync`.
-
-    Needs CuPy, but no particular driver. Raises `RuntimeError` from CUDA; some copies may then be
-    queued.
-    """
-    cuda: Any = import_cupy().cuda
-    runtime = cuda.runtime
-    with cuda.Device(device_index(device)):
-        for destination, source, nbytes in copies:
-            try:
-                runtime.memcpyAsync(
-                    destination, source, nbytes, runtime.memcpyDefault, stream.cuda_stream
-                )
-            except RuntimeError as error:
-                raise RuntimeError(f"{error} (one copy of {nbytes} bytes)") from error
-
 
 _WORD_BYTES = 8
 """Addresses, pages and strides of a layout are multiples of 16 bytes."""
