@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 
 from kv_offload.messages import LoadJob, Outcome, Pairs, StoreJob
 from kv_offload.worker.jobs import RankJobs
-from kv_offload.worker.sharing import SharingRanks
 
 
 class Stores:
     """Stores that wait for the start of a step, and running ones.
 
-    `sharing` are the ranks that share this host memory; `sampler` samples packed slots, if any.
+    `sampler` samples packed slots, if any.
     """
 
-    def __init__(self, jobs: RankJobs, sharing: SharingRanks) -> None:
-        self.sharing = sharing
+    def __init__(self, jobs: RankJobs) -> None:
         self._jobs = jobs
         self.sampler: TileSampler | None = None
         self._queued: deque[StoreJob] = deque()
@@ -49,7 +47,7 @@ class Stores:
         """Start the queued stores; on the device, the copies wait for all compute queued so far."""
         while self._queued:
             job = self._queued.popleft()
-            part = self.sharing.own_part(job)
+            part = self._jobs.sharing.own_part(job)
             pairs = job.pairs[part]
             if not len(pairs):
                 self._jobs.end(job.job_id, Outcome.OK)

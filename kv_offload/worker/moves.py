@@ -15,7 +15,6 @@ from kv_swap.tiers.engine import TierCompletion, TierDirection, TierEngine, Tier
 
 from kv_offload.messages import MoveJob, Outcome, TierCapacity
 from kv_offload.worker.jobs import RankJobs
-from kv_offload.worker.sharing import ALONE, SharingRanks
 
 TIMED_BYTES = 1 << 18
 """Minimum bytes of a promotion that shows a tier's speed; smaller ones show its latency."""
@@ -30,18 +29,17 @@ class Moves:
     def __init__(self, jobs: RankJobs) -> None:
         self._jobs = jobs
         self._tiers: dict[str, TierEngine] = {}
-        self._sharing = ALONE
         # By job: the rows of this rank's slots among all pairs of the job.
         self._rows: dict[int, list[int]] = {}
         self._unreported_speeds: dict[str, float] = {}
 
-    def use(self, name: str, tier: TierEngine, sharing: SharingRanks) -> None:
-        """Add a tier; `sharing` are the ranks that share this host memory, including this one."""
-        self._tiers[name], self._sharing = tier, sharing
+    def use(self, name: str, tier: TierEngine) -> None:
+        """Add a tier."""
+        self._tiers[name] = tier
 
     def capacities(self) -> dict[str, TierCapacity]:
         """Return the capacity of each tier of this rank, counted in slots of all sharing ranks."""
-        count = self._sharing.count
+        count = self._jobs.sharing.count
         return {
             name: TierCapacity(tier.num_slots * count, tier.file_id, count)
             for name, tier in self._tiers.items()
@@ -57,12 +55,13 @@ class Moves:
                 self._jobs.end(move.job_id, Outcome.FAILED)
 
     def _start(self, move: MoveJob) -> None:
-        own = np.flatnonzero(move.pairs[:, 1] % self._sharing.count == self._sharing.index)
+        sharing = self._jobs.sharing
+        own = np.flatnonzero(move.pairs[:, 1] % sharing.count == sharing.index)
         if not len(own):
             self._jobs.end(move.job_id, Outcome.OK)
             return
         pairs = move.pairs[own]
-        pairs[:, 1] //= self._sharing.count
+        pairs[:, 1] //= sharing.count
         rows = own.tolist()
         direction = TierDirection.PROMOTE if move.promotes else TierDirection.DEMOTE
         names = [move.names[row] for row in rows]
@@ -95,7 +94,7 @@ class Moves:
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
             # The other ranks read their parts at the same time.
-            self._unreported_speeds[tier] = self._sharing.count * done.nbytes / done.seconds
+            self._unreported_speeds[tier] = self._jobs.sharing.count * done.nbytes / done.seconds
 
     def take_speeds(self) -> dict[str, float] | None:
         """Return the speed of each tier's last timed promotion, once; None without any.

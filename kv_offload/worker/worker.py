@@ -26,7 +26,7 @@ from kv_offload.worker.allocation import FindFiles, allocate, transfer_kind
 from kv_offload.worker.copies import Loads, Stores
 from kv_offload.worker.disk import Disk
 from kv_offload.worker.forward_loads import ForwardLoads
-from kv_offload.worker.jobs import RankJobs, RankLog
+from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.moves import Moves
 from kv_offload.worker.pool import Seat
 from kv_offload.worker.remote import Remote
@@ -71,8 +71,8 @@ class OffloadWorker:
         self._config = config
         self._rank_engine = rank_engine
         self._num_ranks = num_ranks
-        self._jobs = RankJobs(rank, RankLog(logger, rank))
-        self._stores = Stores(self._jobs, sharing)
+        self._jobs = RankJobs(rank, sharing)
+        self._stores = Stores(self._jobs)
         self._loads = Loads(self._jobs)
         self._forward_loads = ForwardLoads(self._jobs, rank_engine.forward_context)
         self._moves = Moves(self._jobs)
@@ -102,27 +102,25 @@ class OffloadWorker:
         layout = caches.layout
         kind = transfer_kind(self._config, caches.tensors[0].device.type)
         stream = self._rank_engine.find_output_copy_stream() if kind != "host" else None
-        config, num_ranks, sharing = self._config, self._num_ranks, self._stores.sharing
+        config, num_ranks, sharing = self._config, self._num_ranks, self._jobs.sharing
+        lasts = self._seat is not None or self._tiers
+        pages = self._rank_engine.describe_pages(kv_caches) if lasts else ""
         find_files: FindFiles | None = None
         if self._seat is not None:
-            pages = self._rank_engine.describe_pages(kv_caches)
             find_files = partial(
                 self._seat.arena_files, self.rank, num_ranks, pages, reserve=kind == "host"
             )
-        transfer, self._stores.sharing, name = allocate(
+        transfer, sharing, name = allocate(
             config, num_ranks, sharing, kind, caches, tuple(kv_caches), stream, find_files
         )
         if self._seat is not None:
             self._arena = str(self._seat.folder / name)
-        self._jobs.transfer = transfer
+        self._jobs.transfer, self._jobs.sharing = transfer, sharing
         self._peers.windows = transfer.windows
         self._stores.sampler = TileSampler(layout) if layout.num_tiles else None
         self.num_slots = transfer.num_slots
-        sharing = self._stores.sharing
         for name, tier in self._tiers.items():
-            pages = self._rank_engine.describe_pages(kv_caches)
-            opened = tier.open(self.rank, num_ranks, sharing, pages, transfer)
-            self._moves.use(name, opened, sharing)
+            self._moves.use(name, tier.open(self.rank, num_ranks, sharing, pages, transfer))
         page_bytes = [region.page_bytes for region in layout.regions]
         self._forward_loads.waves = LayerWaves(caches.regions_of_layer, page_bytes)
         logger.log(
@@ -181,7 +179,7 @@ class OffloadWorker:
     @property
     def sharing_ranks(self) -> int:
         """Number of ranks that keep their KV in this rank's host memory, including this one."""
-        return self._stores.sharing.count
+        return self._jobs.sharing.count
 
     def weight_loads(self) -> dict[int, int]:
         """Return how often this rank's model has received weights, by rank; empty before that."""

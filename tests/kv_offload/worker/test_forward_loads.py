@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from kv_swap.memory.arena import HostArena
 
 from kv_offload.messages import Outcome
 from kv_offload.worker.forward_loads import ForwardLoads
-from kv_offload.worker.jobs import RankJobs, RankLog
+from kv_offload.worker.jobs import RankJobs
 from tests.support.kv_memory import layered_cache
 from tests.support.played_cuda import COMPUTE, PlayedCuda
 from tests.support.rank import BLOCK_BYTES, NO_BLOCK, Rank, load, store, synchronous
@@ -242,7 +241,7 @@ def test_compute_waits_for_a_load_whose_step_is_cut_short_before_the_forward(mon
     layout, storage, pages = layered_cache(2, 8, 64)
     device = torch.device("cuda", 0)
     arena = HostArena(4, layout.slot_bytes, register=CudaRegistrar(device))
-    jobs = RankJobs(0, RankLog(logging.getLogger(__name__), 0))
+    jobs = RankJobs(0)
     jobs.transfer = CudaSwapEngine(layout, arena, device, [storage])
     arena.view()[:] = 7
     loads = ForwardLoads(jobs, lambda: None)

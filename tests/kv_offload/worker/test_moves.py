@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kv_offload.messages import MoveJob, Outcome, TierCapacity
-from kv_offload.worker.jobs import RankJobs, RankLog
+from kv_offload.worker.jobs import RankJobs
 from kv_offload.worker.moves import Moves
 from kv_offload.worker.sharing import ALONE, SharingRanks
 from tests.support.manual_tier import ManualTier
@@ -24,9 +23,9 @@ class Half:
     def __init__(self, sharing: SharingRanks = ALONE) -> None:
         self.arena = np.repeat(np.arange(8, dtype=np.uint8)[:, None], 8, axis=1)
         self.tier = ManualTier(Path("tier"), 8, self.arena, {})
-        self.jobs = RankJobs(sharing.index, RankLog(logging.getLogger("test"), sharing.index))
+        self.jobs = RankJobs(sharing.index, sharing)
         self.moves = Moves(self.jobs)
-        self.moves.use("disk", self.tier, sharing)  # type: ignore[arg-type]
+        self.moves.use("disk", self.tier)  # type: ignore[arg-type]
 
     def move(self, job_id: int, *, promotes: bool) -> None:
         self.moves.start([MoveJob(job_id, promotes, "disk", PAIRS, NAMES)])

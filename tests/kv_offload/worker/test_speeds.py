@@ -69,7 +69,7 @@ class Link:
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
-    monkeypatch.setattr("kv_offload.worker.speeds.MEASURED_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("kv_offload.worker.jobs.MEASURED_BYTES", 2 * BLOCK_BYTES)
     made = Link()
     yield made
     made.rank.half.shutdown()
