@@ -77,14 +77,9 @@ def allocate(
     earlier process left one with the same slots; otherwise the arena has no name. `layers` are in
     the order in which the engine registered them, and must be at the same offsets of a slot on all
     these ranks. Blocks until the slowest peer is done. The transfer engine holds the KV tensors.
-    Raises `CapacityError`, and `UnsupportedError` if the device cannot run the copy kernels, or
-    cannot pack although `pack_kv` is set.
+    Raises `CapacityError`, and `UnsupportedError` if the device cannot run the copy kernels.
     """
     layout, device = caches.layout, caches.tensors[0].device
-    if config.pack_kv and device.type == "cuda":
-        import torch
-
-        check_packing(torch.cuda.get_device_capability(device))
     num_slots = _count_slots(config, num_ranks, sharing, layout.slot_bytes)
     shared: SharedMemory | None = None
     try:
