@@ -116,8 +116,8 @@ class Bed:
         stream = torch.cuda.current_stream(self.device)
         write_list(self.lists.view()[0], pairs)
         for family in families:
-            kernel = SwapKernel(self.layout, self.arena, self.device, family)
-            kernel.launch(direction, self.lists.address, stream)
+            kernel = SwapKernel(self.layout, self.arena, self.device, family, direction)
+            kernel.launch(self.lists.address, stream)
             stream.synchronize()
 
 

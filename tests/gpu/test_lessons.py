@@ -198,9 +198,7 @@ def test_the_destination_of_a_failed_load_holds_no_nan(monkeypatch, zeroes, foun
 
 
 def tables(kernel: SwapKernel) -> list[tuple[int, bytes]]:
-    launchers = kernel._launchers.values()
-    held = [table for launcher in launchers for table in (launcher._table, launcher._columns)]
-    return [(table.ptr, read_device(table.ptr, table.size)) for table in held]
+    return [(table.ptr, read_device(table.ptr, table.size)) for table in kernel.tables]
 
 
 def test_tables_are_valid_after_sleep_and_wake_up():

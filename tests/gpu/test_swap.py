@@ -38,7 +38,10 @@ class Bed:
         self.arena = make_arena(self.cache, num_slots)
         self.slots = torch.from_numpy(self.arena.view())
         device = self.cache.storage.device
-        self.kernel = SwapKernel(self.cache.layout, self.arena, device, family)
+        self.kernels = {
+            direction: SwapKernel(self.cache.layout, self.arena, device, family, direction)
+            for direction in Direction
+        }
         self.lists = HostArena(1, LIST_BYTES, register=CudaRegistrar(device))
         self.list = self.lists.view()[0]
         for direction in Direction:  # an empty list; CUDA loads a kernel when it first runs
@@ -47,7 +50,7 @@ class Bed:
         randomize(self.cache.storage, self.slots)
 
     def launch(self, direction: Direction) -> None:
-        self.kernel.launch(direction, self.lists.address, torch.cuda.current_stream())
+        self.kernels[direction].launch(self.lists.address, torch.cuda.current_stream())
 
     def check(self, expected: Any) -> None:
         torch.cuda.synchronize()

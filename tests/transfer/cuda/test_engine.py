@@ -127,6 +127,22 @@ def test_a_load_is_behind_compute_unless_it_need_not_be(cuda, after_compute, cop
     assert engine.block(3) == [7] * LAYERS
 
 
+@pytest.mark.parametrize(
+    ("copies_with", "calls"),
+    [("kernels", {"launchKernel"}), ("gates", {"cuMemcpyBatchAsync", "cuStreamWriteValue32"})],
+)
+def test_copies_are_queued_on_the_device_of_the_cache(cuda, copies_with, calls):
+    """The thread that submits may use another one meanwhile."""
+    engine = Engine(copies_with=copies_with)
+    cuda.calls.clear()
+    cuda.device = 1
+    engine.submit(STORE, (3, 5))
+    engine.copies.load_now(np.array([(2, 4)], np.int32))
+    assert cuda.device == 1
+    calls = {*calls, "memcpyAsync"}
+    assert {used for used in cuda.calls if used[0] in calls} == {(call, 0) for call in calls}
+
+
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_lists_of_slices_in_flight_are_left_alone(cuda, direction, monkeypatch):
     """A slice is a pair here, and three may be in flight."""
@@ -219,7 +235,7 @@ def test_blocks_are_zeroed_behind_compute_that_was_queued_and_before_what_follow
     assert engine.block(2) == engine.block(4) == [1] * LAYERS
 
 
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", range(1, 6))
 def test_a_device_without_memory_for_what_copies_need_is_refused(cuda, monkeypatch, number):
     """With the remedy, whichever allocation it is that fails."""
     make, made = cuda.cupy.cuda.Memory, itertools.count(1)
@@ -261,17 +277,6 @@ def test_a_job_that_cannot_be_cut_leaves_the_engine_as_it_was(cuda):
     cuda.run_copies()
     cuda.run()
     assert engine.block(3) == [7] * LAYERS
-
-
-def test_a_load_at_once_is_queued_on_the_device_of_the_cache(cuda):
-    """The thread that asks may use another one meanwhile, whose default stream it would be."""
-    engine = Engine()
-    engine.submit(LOAD, (3, 5), before_compute=True)
-    cuda.calls.clear()
-    cuda.device = 1
-    engine.copies.load_now(np.array([(3, 5)], np.int32))
-    assert cuda.device == 1
-    assert {device for call, device in cuda.calls if call == "memcpyAsync"} == {0}
 
 
 def test_a_load_at_once_is_there_when_it_returns(cuda):

@@ -230,17 +230,6 @@ def test_kernels_load_what_compute_waits_for(cuda, in_waves):
     assert not [call for call, _ in cuda.calls if call.startswith("cu")]
 
 
-@pytest.mark.parametrize(("page_bytes", "num_layers"), [(2 * MIB, 1), (256 * KIB, 8)])
-def test_copies_and_gates_are_queued_on_the_device_of_the_cache(cuda, page_bytes, num_layers):
-    """The thread that submits may use another one meanwhile."""
-    bed = Bed(page_bytes, num_layers, 6)
-    cuda.calls.clear()
-    cuda.device = 1
-    bed.engine.submit(SwapJob(1, STORE, pairs_of(6)))
-    assert cuda.device == 1
-    assert {device for call, device in cuda.calls if call.startswith("cu")} == {0}
-
-
 # -- which path --------------------------------------------------------------------------------
 
 

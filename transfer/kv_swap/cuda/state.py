@@ -74,7 +74,6 @@ def make_state(
     )
     registrar = CudaRegistrar(device)
     families = families_of(layout, choose_family(device))
-    kernels = [SwapKernel(layout, arena, device, family) for family in families]
     tables = [WaveTable(layout, family, device, registrar) for family in families]
 
     def make_lane(
@@ -88,6 +87,7 @@ def make_state(
         if state.copies_with == "gates" and not before_compute:
             path: CopyPath = GatedPath(direction, layout, arena, device)
         else:
+            kernels = [SwapKernel(layout, arena, device, one, direction) for one in families]
             waves = tables if before_compute else ()
             path = KernelPath(direction, kernels, layout.block_bytes, registrar, waves)
         # As many events for jobs as for slices, because each job has one event and a slice or more.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_swap.cuda.device import KERNEL_CACHE_REMEDY, OnDevice, import_cupy
-from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
+from kv_swap.cuda.kernel_families import KernelFamily
 from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange, join_waves
 from kv_swap.cuda.tiles import Tiles, WaveTable, columns_table, cut_waves
 from kv_swap.engine import Direction
@@ -102,83 +102,44 @@ class _Arguments(ctypes.Structure):
     )
 
 
-class _Launcher:
-    """One function, the device table for whole slots, and the arguments laid out for CUDA.
+class SwapKernel:
+    """A family's kernel for one direction, bound to one layout and one arena.
 
-    CUDA allocates tables outside the pools of torch and CuPy, so they survive when a caller
-    discards its pool's memory to sleep.
+    Its table for whole slots is allocated by CUDA, outside the pools of torch and CuPy, so it
+    survives when a caller discards its pool's memory to sleep. Keeps the arena alive, but not the
+    KV tensors. Synchronises the device, and takes about a second if CuPy has not cached the family.
+    Raises `DeviceError`.
     """
 
     def __init__(
         self,
-        cuda: Any,
-        function: Any,
-        table: NDArray[np.uint64],
-        columns: NDArray[np.uint8],
-        shape: LaunchShape,
-        arguments: _Arguments,
+        layout: KVLayout,
+        arena: HostArena,
+        device: torch.device,
+        family: KernelFamily,
+        direction: Direction,
     ) -> None:
-        self._launch = cuda.driver.launchKernel
-        if shape.shared_bytes:
-            function.max_dynamic_shared_size_bytes = shape.shared_bytes
-        function.compile()
-        self._function = function.kernel
-        self._table = self._on_device(cuda, table)
-        self._columns = self._on_device(cuda, columns)
-        self.whole = Tiles(self._table.ptr, *table.shape[:2])
-        self.arguments = arguments
-        arguments.columns_address = self._columns.ptr
-        first = ctypes.addressof(self.arguments)
-        offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
-        self._pointers = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
-        self._parameters = ctypes.addressof(self._pointers)
-        self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
-
-    @staticmethod
-    def _on_device(cuda: Any, table: NDArray[Any]) -> Any:
-        memory = cuda.Memory(table.nbytes)
-        to_device = cuda.runtime.memcpyHostToDevice
-        cuda.runtime.memcpy(memory.ptr, table.ctypes.data, table.nbytes, to_device)
-        return memory
-
-    def __call__(self, stream: int) -> None:
-        """Launch with the current arguments, which CUDA copies. The device must be current."""
-        self._launch(self._function.ptr, *self._fixed, stream, self._parameters, 0)
-
-
-class SwapKernel:
-    """The two kernels of a family, bound to one layout and one arena.
-
-    Keeps the arena alive, but not the KV tensors. Synchronises the device, and takes about a second
-    if CuPy has not cached the kernels. Raises `DeviceError`.
-    """
-
-    def __init__(
-        self, layout: KVLayout, arena: HostArena, device: torch.device, family: KernelFamily
-    ) -> None:
-        cupy = import_cupy()
-        cuda = cupy.cuda
-        self._on_device = OnDevice(device)
-        self._arena = arena
+        cuda: Any = import_cupy().cuda
         self.family = family
-        self._launchers: dict[Direction, _Launcher] = {}
+        self._arena = arena
+        self._on_device = OnDevice(device)
+        self._launch = cuda.driver.launchKernel
         path = source_directory() / family.source
+        shape = family.shapes[direction]
+        everything = [range(len(layout.regions))]
+        table, _ = cut_waves(layout, everything, family, direction)
+        columns = columns_table(layout) if family.packs else np.zeros(1, np.uint8)
         try:
             with cuda.Device(self._on_device.index):
-                module = cupy.RawModule(code=path.read_text(), options=compile_options(family))
-                columns = columns_table(layout) if family.packs else np.zeros(1, np.uint8)
-                for direction, shape in family.shapes.items():
-                    function = module.get_function(f"swap_{direction.value}")
-                    everything = [range(len(layout.regions))]
-                    table, _ = cut_waves(layout, everything, family, direction)
-                    arguments = _Arguments(
-                        arena=arena.address,
-                        slot_bytes=arena.slot_bytes,
-                        pool_entries=layout.pool_entries,
-                    )
-                    self._launchers[direction] = _Launcher(
-                        cuda, function, table, columns, shape, arguments
-                    )
+                module = import_cupy().RawModule(
+                    code=path.read_text(), options=compile_options(family)
+                )
+                function = module.get_function(f"swap_{direction.value}")
+                if shape.shared_bytes:
+                    function.max_dynamic_shared_size_bytes = shape.shared_bytes
+                function.compile()
+                self._function = function.kernel
+                self.tables = [_on_device(cuda, array) for array in (table, columns)]
                 # A copy from pageable memory may return before the data reaches the device.
                 cuda.runtime.deviceSynchronize()
         except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
@@ -187,36 +148,50 @@ class SwapKernel:
                 f"cannot prepare the kernels of {path} on CUDA device {self._on_device.index}: "
                 f"{error}{remedy}"
             ) from error
+        self._whole = Tiles(self.tables[0].ptr, *table.shape[:2])
+        self._arguments = _Arguments(
+            arena=arena.address,
+            slot_bytes=arena.slot_bytes,
+            columns_address=self.tables[1].ptr,
+            pool_entries=layout.pool_entries,
+        )
+        first = ctypes.addressof(self._arguments)
+        offsets = [getattr(_Arguments, name).offset for name, _ in _Arguments._fields_]
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(first + o for o in offsets))
+        self._parameters = ctypes.addressof(self._pointers)
+        self._fixed = (shape.ctas, 1, 1, shape.threads, 1, 1, shape.shared_bytes)
 
-    def launch(
-        self,
-        direction: Direction,
-        list_address: int,
-        stream: Stream,
-        tiles: Tiles | None = None,
-    ) -> None:
+    def launch(self, list_address: int, stream: Stream, tiles: Tiles | None = None) -> None:
         """Queue a copy of the pairs listed at `list_address` (page-locked memory) on `stream`.
 
         Copies whole slots, or only `tiles`, which must be cut for this direction. The list and the
         tiles must not change until the kernel has ended. Neither blocks nor allocates. Raises
         `RuntimeError`.
         """
-        launcher = self._launchers[direction]
-        tiles = tiles or launcher.whole
-        arguments = launcher.arguments
+        tiles = tiles or self._whole
+        arguments = self._arguments  # CUDA copies them
         arguments.list_address = list_address
         arguments.table_address = tiles.address
         arguments.num_tiles = tiles.num_tiles
         arguments.segments_per_tile = tiles.segments_per_tile
-        self._on_device(launcher, stream.cuda_stream)
+        launched = self._function.ptr, *self._fixed, stream.cuda_stream, self._parameters, 0
+        self._on_device(self._launch, *launched)
+
+
+def _on_device(cuda: Any, array: NDArray[Any]) -> Any:
+    """Return device memory with the bytes of an array."""
+    memory = cuda.Memory(array.nbytes)
+    to_device = cuda.runtime.memcpyHostToDevice
+    cuda.runtime.memcpy(memory.ptr, array.ctypes.data, array.nbytes, to_device)
+    return memory
 
 
 class KernelPath(CopyPath):
     """Launches swap kernels for every slice; in waves if it has tables for them.
 
-    `kernels` together move a layout's blocks of `block_bytes`; each has its own table in
-    `wave_tables`. Until a slice has ended, its kernels read its list in the ring and the tables of
-    tiles, and a packing kernel writes the statuses after the list. Nothing else writes there
+    `kernels`, all for this direction, together move blocks of `block_bytes`; each has its own table
+    in `wave_tables`. Until a slice has ended, its kernels read its list in the ring and the tables
+    of tiles, and a packing kernel writes the statuses after the list. Nothing else writes there
     meanwhile; the statuses are read before the ring's entry is reused.
     """
 
@@ -230,7 +205,6 @@ class KernelPath(CopyPath):
     ) -> None:
         self.call = f"launching swap_{direction.value}"
         self.max_in_flight = RING_ENTRIES
-        self._direction = direction
         self._kernels = kernels
         self._block_bytes = block_bytes
         packs = any(kernel.family.packs for kernel in kernels)
@@ -273,7 +247,7 @@ class KernelPath(CopyPath):
         for index, kernel in enumerate(self._kernels):
             tiles = None if waves is None else self._wave_tables[index].tiles(waves)
             if tiles is None or tiles.num_tiles:
-                kernel.launch(self._direction, address, stream, tiles)
+                kernel.launch(address, stream, tiles)
         return partial(self._read_refused, entry, first, len(pairs)) if self._refuses else None
 
     def _read_refused(self, entry: int, first: int, count: int) -> list[int]:
@@ -285,4 +259,4 @@ class KernelPath(CopyPath):
         """Launch an empty list, and synchronise, before anything is queued."""
         write_list(self._ring[0], np.empty((0, 2), np.int32))
         for kernel in self._kernels:
-            kernel.launch(self._direction, self._ring_address, stream)
+            kernel.launch(self._ring_address, stream)
