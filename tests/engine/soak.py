@@ -169,6 +169,7 @@ def digesting(chance: random.Random) -> Iterator[list[Digests]]:
 
     with (
         mock.patch("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0),
+        mock.patch("kv_offload.worker.waves.LEAST_WAVE_BYTES", 1),
         mock.patch("kv_offload.worker.allocation.create_engine", create),
         mock.patch.object(OffloadWorker, "start_copies", start_copies),
         mock.patch("kv_swap.host.transfers.copy_runs", copy_slowly),

@@ -31,6 +31,7 @@ SKIPPED = "model.layers.2.self_attn.attn"
 def loads_come_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small they are."""
     monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.waves.LEAST_WAVE_BYTES", 1)
 
 
 @pytest.fixture

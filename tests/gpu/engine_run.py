@@ -24,7 +24,7 @@ from kv_swap.engine import Direction, SwapJob
 from kv_offload.engines.vllm.model import groups
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata
 from kv_offload.scheduler.loads import decision
-from kv_offload.worker import forward_loads
+from kv_offload.worker import forward_loads, waves
 from tests.engine.harness import (
     Drafts,
     Engine,
@@ -142,7 +142,7 @@ def main(models: str, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if kind == "deepseek_v4":
         use_portable_kernels()
-    forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
+    forward_loads.WAVES_FROM_BYTES, waves.LEAST_WAVE_BYTES = 0, 1  # all of these loads are small
     decision.WHOLE_SECONDS = float("inf")  # even if other tests slow the steps down
     all_at_once = settings.pop("all_at_once", True)
     expects_own_cache = settings.pop("expects_own_cache", False)

@@ -23,7 +23,7 @@ from kv_swap.errors import JobError
 
 from kv_offload.engines.vllm.connector import KVOffloadConnector
 from kv_offload.scheduler.loads import decision
-from kv_offload.worker import forward_loads
+from kv_offload.worker import forward_loads, waves
 from tests.engine.harness import Engine, engine
 from tests.support.inputs import Tokens, busy_requests
 from tests.support.processes import be_run
@@ -146,7 +146,7 @@ def main(models: str, arguments: dict[str, Any]) -> dict[str, Any]:
     count, copies_with = arguments.pop("requests"), arguments.pop("copies_with")
     state.choose_copies = lambda *_given: copies_with  # its blocks are too small for a rule
     settings = {**SETTINGS, "blocks": 260, **arguments}
-    forward_loads.WAVES_FROM_BYTES = 0  # all of these loads are small
+    forward_loads.WAVES_FROM_BYTES, waves.LEAST_WAVE_BYTES = 0, 1  # all of these loads are small
     asked = busy_requests(count)
     with engine(Path(models), "llama_wide", None, **settings) as plain:
         expected = serve(plain, asked)

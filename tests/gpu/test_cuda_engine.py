@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda import gated, lane, state
+from kv_swap.cuda import gated, state
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import FAMILIES
@@ -178,7 +178,6 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 ]
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(
     ("path", "family"),
     [("kernels", family) for family in FAMILIES],
@@ -186,12 +185,10 @@ WAVE_SHAPES: list[tuple[Pages, int, int, list[list[int]]]] = [
 )
 @pytest.mark.parametrize(("pages", "num_blocks", "count", "waves"), WAVE_SHAPES)
 def test_waves_move_exactly_the_bytes_of_the_pairs(
-    pages, num_blocks, count, waves, family, joined, monkeypatch
+    pages, num_blocks, count, waves, family, monkeypatch
 ):
-    """One launch per wave, or two in all."""
     monkeypatch.setattr(state, "choose_family", lambda device: family)
     engine, cache, slots = make_engine(num_blocks, pages, count)
-    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", cache.layout.slot_bytes if joined else 16)
     engine.set_waves(waves)
     randomize(cache.storage, slots)
     pairs = random_pairs(np.random.default_rng(count), num_blocks, count, count)

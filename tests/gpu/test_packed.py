@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_swap.cuda import lane, state
+from kv_swap.cuda import state
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import VECTOR, can_pack
 from kv_swap.cuda.swap import MAX_PAIRS
@@ -205,12 +205,10 @@ def test_every_pattern_at_every_position(position):
     bed.engine.close()
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_waves(joined, monkeypatch):
-    """Waves of packed regions, of raw ones, and of both; one launch per wave, or two in all."""
+def test_waves():
+    """Waves of packed regions, of raw ones, and of both."""
     bed = Bed(*MIXED, 200, 150)
     bed.engine.set_waves([[4, 1], [3], [0], [5, 2]])
-    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", bed.cache.layout.block_bytes if joined else 16)
     pairs = random_pairs(np.random.default_rng(0), 200, 150, 100)
     refused = bed.run(STORE, pairs).refused_rows
     kept = np.setdiff1d(np.arange(100), refused)

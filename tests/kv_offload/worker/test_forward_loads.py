@@ -29,6 +29,7 @@ OK, FAILED, LOST = Outcome.OK, Outcome.FAILED, Outcome.LOST
 def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank of two layers whose calls have been learned; slot 2 has what block 1 had of both."""
     monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.waves.LEAST_WAVE_BYTES", 1)
     rank = Rank(layers=2).start()
     rank.layers_call()
     learn(rank, store(0, (1, 2)))
@@ -134,6 +135,7 @@ def test_other_loads_arrive_whole(layers, monkeypatch, kind):
 
 def test_without_a_way_to_write_the_table_loads_arrive_whole(monkeypatch):
     monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.waves.LEAST_WAVE_BYTES", 1)
     fail = mock.Mock(side_effect=CopyError("no table"))
     monkeypatch.setattr(HostSwapEngine, "set_waves", fail)
     rank = Rank(layers=2).start()

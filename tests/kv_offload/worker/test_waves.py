@@ -16,6 +16,7 @@ from tests.support.rank import Rank, store, synchronous
 EAGER = "eager"
 ALL = ("layer.0", "layer.1", "layer.2")
 FIRST_WAVE, WHOLE = [True, False, False], [True, True, True]
+MIB = 1 << 20
 
 
 def alone(count: int) -> dict[str, frozenset[int]]:
@@ -24,7 +25,7 @@ def alone(count: int) -> dict[str, frozenset[int]]:
 
 def test_first_and_last_wave_are_small():
     layers = alone(32)
-    cut = cut_waves(list(layers), layers, [100] * 32)
+    cut = cut_waves(list(layers), layers, [MIB] * 32)
     assert cut is not None
     assert [len(wave) for wave in cut.waves] == [5, 9, 10, 5, 3]
     assert list(chain(*cut.waves)) == list(range(32))
@@ -37,7 +38,7 @@ def test_a_region_comes_with_the_first_layer_that_reads_it():
     """And first of all what no layer is known to read, or one that never calls."""
     shared = {"layer.3": frozenset([1, 3]), "layer.2": frozenset([0, 2])}
     layers = alone(4) | shared | {"state": frozenset([4, 6])}
-    cut = cut_waves([*alone(4)], layers, [16] * 7)
+    cut = cut_waves([*alone(4)], layers, [MIB] * 7)
     assert cut is not None
     assert cut.waves == ((4, 5, 6, 0), (1,), (2,), (3,))
     assert cut.wave_of == {"layer.1": 1, "layer.2": 2, "layer.3": 3}
@@ -55,7 +56,24 @@ def test_a_region_comes_with_the_first_layer_that_reads_it():
     ],
 )
 def test_one_wave_is_no_cut(order, layers, regions):
-    assert cut_waves(order, layers, [16] * regions) is None
+    assert cut_waves(order, layers, [MIB] * regions) is None
+
+
+@pytest.mark.parametrize(
+    ("block_kib", "sizes"),
+    [
+        (511, None),
+        (512, [29, 3]),
+        (1024, [24, 5, 3]),
+        (1536, [14, 10, 5, 3]),
+        (2048, [5, 9, 10, 5, 3]),
+    ],
+)
+def test_small_blocks_come_in_fewer_waves(block_kib, sizes):
+    """Else the launches would cost more time than the waves hide."""
+    layers = alone(32)
+    cut = cut_waves(list(layers), layers, [block_kib << 5] * 32)
+    assert (cut and [len(wave) for wave in cut.waves]) == sizes
 
 
 @given(st.data())
@@ -63,8 +81,9 @@ def test_no_layer_reads_what_a_later_wave_brings(data):
     regions = data.draw(st.integers(1, 12))
     some = st.frozensets(st.integers(0, regions - 1), min_size=1)
     layers = {f"l{i}": data.draw(some) for i in range(data.draw(st.integers(1, 10)))}
+    pages = st.lists(st.integers(1, MIB), min_size=regions, max_size=regions)
     called = data.draw(st.lists(st.sampled_from([*layers, "nobody"]), unique=True))
-    cut = cut_waves(called, layers, data.draw(st.lists(st.integers(1, 99), min_size=regions)))
+    cut = cut_waves(called, layers, data.draw(pages))
     if cut is None:
         return
     assert 2 <= len(cut.waves) <= len(WEIGHTS)
@@ -84,6 +103,7 @@ def test_no_layer_reads_what_a_later_wave_brings(data):
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank of three layers that has learned nothing; slot 2 has what block 1 had of each."""
     monkeypatch.setattr("kv_offload.worker.forward_loads.WAVES_FROM_BYTES", 0)
+    monkeypatch.setattr("kv_offload.worker.waves.LEAST_WAVE_BYTES", 1)
     made = Rank(layers=3).start()
     made.store(store(0, (1, 2)))
     yield made

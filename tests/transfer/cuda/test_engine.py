@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
-from kv_swap.cuda import gated, lane, state, swap
+from kv_swap.cuda import gated, state, swap
 from kv_swap.cuda.device import CudaRegistrar
 from kv_swap.cuda.engine import CudaSwapEngine
 from kv_swap.cuda.kernel_families import (
@@ -320,8 +320,7 @@ def test_a_load_before_compute_that_fails_is_told_before_compute_is_queued(cuda,
 # -- waves -------------------------------------------------------------------------------------
 
 
-def test_compute_reads_each_wave_when_it_was_awaited(cuda, monkeypatch):
-    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", 1)  # a launch for every wave
+def test_compute_reads_each_wave_when_it_was_awaited(cuda):
     engine = Engine()
     engine.copies.set_waves([[2], [0], [1]])
     read: list[list[int]] = []

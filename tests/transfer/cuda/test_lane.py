@@ -24,7 +24,7 @@ SLOT_BYTES = 4 << 20
 
 
 class Path(CopyPath):
-    """Slices of four pairs, in waves 0, 1 to 2, and 3; `copied` are those that have ended."""
+    """Slices of four pairs, in three waves or none; `copied` are those that have ended."""
 
     call = "launching swap_store"
 
@@ -39,9 +39,9 @@ class Path(CopyPath):
         self._cuda = cuda
 
     def slices(self, pairs: Any, *, in_waves: bool) -> Iterator[Any]:
-        for waves in (range(1), range(1, 3), range(3, 4)) if in_waves else (None,):
+        for wave in range(3) if in_waves else (None,):
             for first in range(0, len(pairs), 4):
-                yield waves, pairs[first : first + 4]
+                yield wave, pairs[first : first + 4]
 
     def queue(self, part: Any, stream: Any) -> None:
         self.queued += 1
@@ -167,7 +167,7 @@ def test_a_wave_waits_for_room_and_later_waves_do_not(cuda, slept):
     bed = Bed(cuda, max_in_flight=2)
     waits = slept(bed)
     bed.submit(1, 4, in_waves=True)  # three slices
-    for wave, sleeps in ((0, 0), (2, 0), (3, 1)):
+    for wave, sleeps in ((0, 0), (1, 0), (2, 1)):
         bed.lane.await_wave(wave)
         assert len(waits) == sleeps
 
@@ -290,7 +290,7 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once(cuda, monkeypatch):
     bed, other = Bed(cuda, 8), Stream(cuda)
     bed.submit(1, 8, in_waves=True)
     cuda.calls.clear()
-    for wave in (0, 2, 0, 1, 2):
+    for wave in (0, 1, 0, 1):
         bed.lane.await_wave(wave)
         bed.look()
     assert [call for call, _ in cuda.calls] == ["streamWaitEvent"] * 2
@@ -298,11 +298,11 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once(cuda, monkeypatch):
         patch.setattr(bed.lane.stream, "compute_stream", lambda: other.cuda_stream)
         bed.lane.await_wave(0)
     assert len(cuda.queues[other.cuda_stream]) == 1, "it has waited for nothing yet"
-    bed.lane.await_wave(9)
+    bed.lane.await_wave(2)
     bed.look()
     for _ in range(6):
         bed.complete(1)
-    assert bed.read == [2, 4, 4, 4, 4, 6]
+    assert bed.read == [2, 4, 4, 4, 6]
     (completion,) = bed.lane.advance()
     assert (completion.error, completion.nbytes) == (None, 8 * SLOT_BYTES)
 
@@ -310,13 +310,13 @@ def test_compute_waits_for_the_last_slice_of_a_wave_once(cuda, monkeypatch):
 def test_a_new_load_is_waited_for_anew(cuda):
     bed = Bed(cuda, 8)
     bed.submit(1, 4, in_waves=True)
-    bed.lane.await_wave(3)
+    bed.lane.await_wave(2)
     bed.look()
     bed.submit(2, 4, in_waves=True)
     bed.lane.await_wave(0)
     bed.look()
     bed.submit(3, 4)  # in one piece, and not waited for
-    bed.lane.await_wave(3)
+    bed.lane.await_wave(2)
     bed.look()
     for _ in range(5):
         bed.complete(1)
@@ -329,7 +329,7 @@ def test_compute_cannot_go_on_with_a_wave_that_failed(cuda, fault):
     bed.path.failing = 2 if fault == "launch" else None
     bed.submit(1, 4, in_waves=True)
     cuda.failing = {"streamWaitEvent"} if fault == "wait" else set()
-    for wave in (0, 3):
+    for wave in (0, 2):
         with pytest.raises(CopyError, match="store job 1"):
             bed.lane.await_wave(wave)
     assert not cuda.queues[COMPUTE]

@@ -9,7 +9,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
-from kv_swap.cuda import lane, state, swap  # noqa: E402
+from kv_swap.cuda import state, swap  # noqa: E402
 from kv_swap.cuda.device import CudaRegistrar  # noqa: E402
 from kv_swap.cuda.engine import CudaSwapEngine  # noqa: E402
 from kv_swap.cuda.kernel_families import (  # noqa: E402
@@ -104,12 +104,11 @@ def test_rows_that_are_refused_are_named_whatever_the_slices(cuda, monkeypatch):
     np.testing.assert_array_equal(bed.slots[[0, 2, 3, 4]], bed.packed([0, 2, 3, 4]))
 
 
-def test_waves_move_what_is_packed_and_what_is_not(cuda, monkeypatch):
+def test_waves_move_what_is_packed_and_what_is_not(cuda):
     bed = Bed()
     bed.submit(STORE, [(3, 5), (0, 2)])
     cuda.run()
     one(bed.engine.poll())
-    monkeypatch.setattr(lane, "LEAST_WAVE_BYTES", 16)
     bed.engine.set_waves([[4], [3, 1], [2, 0]])
     cuda.calls.clear()
     bed.submit(LOAD, [(9, 2), (10, 5)], before_compute=True, in_waves=True)

@@ -26,36 +26,16 @@ from kv_swap.errors import CopyError
 if TYPE_CHECKING:
     from torch.cuda import Event, Stream
 
-WaveRange = range
-"""Consecutive waves that are copied together."""
-
 Refusals = Callable[[], Sequence[int]]
 """Returns the rows of a job's pairs that a slice refused; called once, after the slice ends."""
 
-Slice = tuple[WaveRange | None, Any]
-"""Part of a job: its waves (`None` for whole slots), and the pairs or copies for the path."""
-
-LEAST_WAVE_BYTES = 512 << 10
-"""Minimum bytes of a slot for each additional part of a load in waves.
-
-When loading a single prompt of 2,048, 8,192 or 32,768 tokens (0.25, 1 or 4 GiB), time to first
-token was 9.5, 26.6 or 97.6 ms with five launches; 11.9, 28.9 or 97.7 with two; 12.2, 30.1 or 102.9
-with one (slots of 2 MiB, H200, PCIe Gen5 x16, 23 Nov 2026)."""
+Slice = tuple[int | None, Any]
+"""Part of a job: its wave (`None` for whole slots), and the pairs or copies for the path."""
 
 _ROOM_SECONDS = 30.0
 """Maximum seconds that a load before compute waits for room in its stream's queue."""
 
 _ROOM_POLL_SECONDS = 0.0001
-
-
-def join_waves(wave_bytes: Sequence[int]) -> list[WaveRange]:
-    """Return the ranges of waves to copy together: with small slots, the first waves are joined.
-
-    More parts would cost more time than they hide. `wave_bytes` has a slot's bytes in each wave.
-    """
-    parts = 1 + sum(wave_bytes) // LEAST_WAVE_BYTES
-    joined = max(1, len(wave_bytes) + 1 - parts)
-    return [range(joined), *(range(wave, wave + 1) for wave in range(joined, len(wave_bytes)))]
 
 
 class CopyPath(ABC):
@@ -85,7 +65,7 @@ class CopyPath(ABC):
     def slices(self, pairs: NDArray[np.int32], *, in_waves: bool) -> Iterator[Slice]:
         """Cut a job's pairs, of shape `(n, 2)` with n >= 1, lazily; the iterator keeps `pairs`.
 
-        With `in_waves`, cut them once for every range of waves, in order.
+        With `in_waves`, cut them once for every wave, in order.
         """
 
     @abstractmethod
@@ -137,8 +117,8 @@ class _Running:
         if not self.to_queue:
             return True
         assert self.following is not None
-        waves = self.following[0]
-        return waves is not None and waves.start > wave
+        following = self.following[0]
+        return following is not None and following > wave
 
 
 class Pace:
@@ -180,9 +160,8 @@ class Lane:
         self._in_flight = 0
         self._allowed = path.allowance(0.0)
         self._pace = pace
-        # If the last submitted job comes in waves: the event after the last slice of each range of
-        # waves, by the range's first wave. Events of ended waves may have been reused; waiting for
-        # them is harmless.
+        # If the last submitted job comes in waves: the event after the last slice of each. Events
+        # of ended waves may have been reused; waiting for them is harmless.
         self._waves: dict[int, Event] = {}
         self._awaited: tuple[int, int] | None = None
 
@@ -247,12 +226,10 @@ class Lane:
         if self._jobs:
             self._queue_until(lambda: self._jobs[-1].has_queued(wave))
             self._raise_failure()
-        for first in reversed(self._waves):
-            if first <= wave:
-                self._make_wait(stream, self._waves[first])
-                self._raise_failure()
-                self._awaited = stream, wave
-                return
+        if (event := self._waves.get(wave)) is not None:
+            self._make_wait(stream, event)
+            self._raise_failure()
+            self._awaited = stream, wave
 
     def _queue_until(self, queued: Callable[[], bool]) -> None:
         """Queue slices as earlier ones end, which keeps the device's queue full."""
@@ -352,7 +329,7 @@ class Lane:
             self._queue_slice(running, running.following, size)
 
     def _queue_slice(self, running: _Running, part: Slice, size: int) -> None:
-        waves, _ = part
+        wave, _ = part
         try:
             event = self.stream.take()
         except RuntimeError as error:
@@ -383,8 +360,8 @@ class Lane:
         except RuntimeError as error:
             self._fail(running, "recording an event", error)
             return
-        if waves is not None:
-            self._waves[waves.start] = event
+        if wave is not None:
+            self._waves[wave] = event
         running.in_flight += 1
         self._in_flight += size
         self._slices.append((event, running, refusals, size))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.device import KERNEL_CACHE_REMEDY, OnDevice, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily
-from kv_swap.cuda.lane import CopyPath, Refusals, Slice, WaveRange, join_waves
+from kv_swap.cuda.lane import CopyPath, Refusals, Slice
 from kv_swap.cuda.tiles import Tiles, WaveTable, columns_table, cut_waves
 from kv_swap.engine import Direction
 from kv_swap.errors import DeviceError
@@ -226,26 +226,25 @@ class KernelPath(CopyPath):
             yield from self._cut(None, pairs, self._block_bytes)
             return
         assert self._wave_tables, "a path without tables was asked for waves"
-        wave_bytes = self._wave_tables[0].wave_bytes
-        for waves in join_waves(wave_bytes):
-            yield from self._cut(waves, pairs, sum(wave_bytes[wave] for wave in waves))
+        for wave, wave_bytes in enumerate(self._wave_tables[0].wave_bytes):
+            yield from self._cut(wave, pairs, wave_bytes)
 
     @staticmethod
-    def _cut(waves: WaveRange | None, pairs: NDArray[np.int32], pair_bytes: int) -> Iterator[Slice]:
+    def _cut(wave: int | None, pairs: NDArray[np.int32], pair_bytes: int) -> Iterator[Slice]:
         step = min(MAX_PAIRS, max(1, SLICE_BYTES // pair_bytes))
         for first in range(0, len(pairs), step):
-            yield waves, (first, pairs[first : first + step])
+            yield wave, (first, pairs[first : first + step])
 
     def queue(self, part: Slice, stream: Stream) -> Refusals | None:
         """Write the list and launch. Raises `RuntimeError`; the first launch may then be queued."""
-        waves, (first, pairs) = part
+        wave, (first, pairs) = part
         entry = self._next_entry
         self._next_entry = (entry + 1) % len(self._ring)
         # The entry is free: slices end in order, and its last user is `RING_ENTRIES` slices back.
         write_list(self._ring[entry], pairs)
         address = self._ring_address + entry * LIST_BYTES
         for index, kernel in enumerate(self._kernels):
-            tiles = None if waves is None else self._wave_tables[index].tiles(waves)
+            tiles = None if wave is None else self._wave_tables[index].tiles(wave)
             if tiles is None or tiles.num_tiles:
                 kernel.launch(address, stream, tiles)
         return partial(self._read_refused, entry, first, len(pairs)) if self._refuses else None

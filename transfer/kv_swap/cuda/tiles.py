@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kv_swap.cuda.device import device_index, import_cupy
 from kv_swap.cuda.kernel_families import KernelFamily, LaunchShape
-from kv_swap.cuda.lane import WaveRange
 from kv_swap.engine import Direction
 from kv_swap.layout import KVLayout, Region
 from kv_swap.memory.arena import HostArena
@@ -170,9 +169,9 @@ class WaveTable:
         self.wave_bytes = [sum(pages[index] for index in wave) for wave in waves]
         self._segments_per_tile = table.shape[1]
 
-    def tiles(self, waves: WaveRange) -> Tiles:
-        """Return the tiles of consecutive waves, which are adjacent."""
-        first, end = self._firsts[waves.start], self._firsts[waves.stop]
+    def tiles(self, wave: int) -> Tiles:
+        """Return the tiles of a wave."""
+        first, end = self._firsts[wave : wave + 2]
         row_bytes = self._segments_per_tile * _SEGMENT_BYTES
         address = self._memory.ptr + first * row_bytes
         return Tiles(address, end - first, self._segments_per_tile)
