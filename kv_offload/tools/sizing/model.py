@@ -120,7 +120,7 @@ def _read_compressed(fields: Fields) -> Model:
     if ratios is None:  # the name that transformers uses
         rates, types = fields.values.get("compress_rates"), fields.values.get("layer_types")
         if isinstance(rates, dict) and isinstance(types, list):
-            ratios = [rates.get(kind, 0) for kind in types]
+            ratios = [rates.get(kind, 0) for kind in types if isinstance(kind, str)]
     if not isinstance(ratios, list) or len(ratios) < count:
         raise ConfigError(
             f"{fields.file}: {COMPRESSED} needs compress_ratios, a number for each of its {count} "

@@ -16,6 +16,7 @@ from tests.support.published_models import PUBLISHED
 
 LLAMA = PUBLISHED["Llama-3.1-8B"]
 GRANITE = PUBLISHED["Granite-4.0-H-Small"]
+UNNAMED = {"compress_rates": {"a": 4}, "layer_types": [{}]}
 
 
 @pytest.fixture
@@ -117,6 +118,7 @@ BAD = [
     (LLAMA | {"hidden_size": 4000, "num_attention_heads": 24}, "hidden_size is 4000"),
     (LLAMA | {"num_key_value_heads": 5}, "not a multiple of the 5 KV heads"),
     (LLAMA | {"model_type": "deepseek_v4", "compress_ratios": [4]}, "and has \\[4\\]"),
+    ({"model_type": "deepseek_v4", "num_hidden_layers": 1, **UNNAMED}, r"and has \[\]"),
     (LLAMA | {"model_type": "gemma3_text", "sliding_window": 9}, "no layer_types says in which"),
 ]
 
