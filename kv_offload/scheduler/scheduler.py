@@ -79,13 +79,10 @@ class OffloadScheduler:
         if self.tiers.tiers:
             self.tiers.arrived(tracked)
 
-    def still_waits(self, request_id: str, num_computed_tokens: int | None = None) -> bool:
-        """Return, in O(1), whether `match` would make the engine ask again.
-
-        Without `num_computed_tokens`: whether it would wherever the local hit ends.
-        """
+    def still_waits(self, request_id: str) -> bool:
+        """Return, in O(1), whether `match` would make the engine ask again."""
         tracked = self._requests.get(request_id)
-        if tracked is None or not self._admissions.still_waits(tracked, num_computed_tokens):
+        if tracked is None or not self._admissions.still_waits(tracked):
             return False
         for notify in self._subscribers.lookup:
             notify(tracked)

@@ -59,7 +59,7 @@ class Admissions:
         """Look a request up after its first `start` tokens, and decide how to serve the hit."""
         tokens: int | None = None
         asynchronous = False
-        if not self.still_waits(tracked, start):
+        if not self.still_waits(tracked):
             tracked.looked_up()
             self._lookups.arrived(tracked)
             # Read first: keys spent on the tiers must not prevent the lookup in host memory.
@@ -87,15 +87,14 @@ class Admissions:
         hit.decision = Decision(0, hit.end_tokens, synchronous=False)
         return 0, False
 
-    def still_waits(self, tracked: TrackedRequest, start: int | None) -> bool:
+    @staticmethod
+    def still_waits(tracked: TrackedRequest) -> bool:
         """Return whether the last lookup's reason to wait still holds; in O(1).
 
-        A request with a hit waits for its turn only if the hit begins at `start`: from another
-        token, or if `start` is unknown, less of it may be loaded.
+        The engine's own cache may have more of the request by now. It waits all the same: the
+        engine would have to look up every waiting request in every step.
         """
-        hit = tracked.hit
-        in_turn = hit is None or hit.start_tokens == start
-        return in_turn and tracked.may_load and tracked.still_waits()
+        return tracked.may_load and tracked.still_waits()
 
     def _line_is_full(self) -> bool:
         """Return whether another asynchronous load must wait for an earlier one to end.

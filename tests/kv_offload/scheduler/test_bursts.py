@@ -178,6 +178,37 @@ def test_the_engine_does_not_look_its_own_blocks_up_for_requests_that_wait(
     assert {*engine.ended} >= {f"{i}" for i in range(REQUESTS)}
 
 
+def test_the_engine_does_not_look_its_own_blocks_up_for_requests_whose_loads_stand_in_line(
+    make, monkeypatch
+):
+    """The engine has the prefix, and host memory what each request has after it."""
+    engine = make("host")
+    monkeypatch.setattr("kv_offload.scheduler.loads.admissions.MAX_LOADS", 2)
+    prompts = [[*SHARED, 100 + index, *tail] for index, tail in enumerate(TAILS)]
+    for index, prompt in enumerate(prompts):
+        engine.serve(f"stored {index}", prompt, 1)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.serve("has the prefix", [*SHARED, 1], 1)
+    hits = engine.totals["hit_tokens"]
+    coordinator, lookups = engine.scheduler.kv_cache_manager.coordinator, []
+    find = coordinator.find_longest_cache_hit
+    monkeypatch.setattr(
+        coordinator, "find_longest_cache_hit", lambda *of: lookups.append(of) or find(*of)
+    )
+    for index, prompt in enumerate(prompts):
+        engine.add(f"{index}", prompt, 1)
+    engine.step(1)
+    assert engine.offload.gauges()["running_loads"] == 2
+    lookups.clear()
+    engine.step(3)
+    assert not lookups
+    engine.run_copies()
+    engine.step(2)
+    assert len(lookups) == 2, "those whose turn it is"
+    engine.run()
+    assert engine.totals["hit_tokens"] - hits == REQUESTS * 16
+
+
 def test_a_request_that_is_not_to_load_does_not_wait_for_the_lookups_of_others(make, monkeypatch):
     engine = make("host")
     limit_lookups(engine, monkeypatch)

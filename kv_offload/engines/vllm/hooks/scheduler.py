@@ -131,9 +131,6 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         passed_over, self._passed_over = self._passed_over, None
         if passed_over is request:
             return None, False
-        # Another member of a MultiConnector may bring tokens meanwhile.
-        if not multi and offload.still_waits(request.request_id, num_computed_tokens):
-            return None, False
         rank = self._local_rank()
         if rank is not None:
             offload.resets.weights_were_loaded(rank.weight_loads())
