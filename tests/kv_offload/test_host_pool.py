@@ -213,6 +213,24 @@ def test_what_was_adopted_is_announced_and_with_its_tokens_once_it_is_loaded(mem
     engine.rest()
 
 
+def test_what_was_adopted_is_known_again_before_its_children_after_a_reset(memory_folder):
+    """The reset ends the store of a block whose parent was adopted; one router forgets both."""
+    before = PooledEngine(memory_folder / "first", slots=30, events=True)
+    before.serve("stored", PREFIXES[0])
+    shutil.copytree(memory_folder / "first", memory_folder / "second")
+    engine = PooledEngine(memory_folder / "second", slots=30, events=True)
+    engine.adopt(before)
+    hints = {"kv_transfer_params": {"kv_offload": {"load": False}}}
+    engine.add("computes", [*PREFIXES[0], *PREFIXES[1][:5]], 1, extra_args=hints)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    engine.step()
+    assert engine.offload.gauges()["running_stores"] == 1
+    assert engine.reset()
+    engine.rest()
+    assert engine.routers[0].in_memory == engine.blocks_in_memory() > before.blocks_in_memory()
+
+
 def meet(*engines: PooledEngine) -> None:
     """Make engines find each other, and map each other's arenas."""
     for engine in engines:

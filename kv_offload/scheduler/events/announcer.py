@@ -260,10 +260,12 @@ class Announcer:
 
     def _waits_for(self, key: SlotKey, slot: int) -> bool:
         """Return whether this key will still be announced as loadable."""
-        if slot < 0 or self._records.of(slot, key) is None:
+        if slot < 0:
             return False
         known = self._announced[slot] if slot < len(self._announced) else None
-        return known is None or known[0] != key or bool(self._is_again[slot])
+        if known is not None and known[0] == key:
+            return bool(self._is_again[slot])
+        return self._records.of(slot, key) is not None
 
     def _release(self) -> Iterator[BlocksStored]:
         """Announce the held-back blocks whose parents were announced or are gone."""
