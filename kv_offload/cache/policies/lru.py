@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,7 +40,8 @@ class LRUPolicy(EvictionPolicy):
         # Memory from the system costs nothing until it is written.
         self._log = np.empty(self._mask + 1, np.int32)
         self._entry_of = np.zeros(self.capacity, np.int64)  # last entry; 0: not resident
-        self._parked: set[int] = set()
+        self._parked: dict[int, int] = {}  # slots and their turns, which rise as slots are parked
+        self._turns = itertools.count()
         self._next = 1
         # Entries from `_first` to `_unswept` are still to be swept. Those from there to `_swept`
         # are stale, because the sweep has moved their live ones to `_swept` and later.
@@ -55,20 +57,26 @@ class LRUPolicy(EvictionPolicy):
         return slots
 
     def use(self, slots: Slots) -> None:
-        if self._parked:
-            self._parked.difference_update(slots.tolist())
+        self._unpark(slots)
         self._append(slots)
 
     def release(self, slots: Slots) -> None:
-        if self._parked and (back := self._parked.intersection(slots.tolist())):
-            self._parked -= back
-            parked = np.array(sorted(back, key=self._entry_of.__getitem__), np.int32)
-            self._first -= len(parked)
-            self._write(self._first, parked)
+        if back := self._unpark(slots):
+            self._first -= len(back)
+            self._write(self._first, np.array(back, np.int32))
 
     def discard(self, slots: Slots) -> None:
         self._entry_of[slots] = 0
-        self._parked.difference_update(slots.tolist())
+        self._unpark(slots)
+
+    def _unpark(self, slots: Slots) -> list[int]:
+        """Take out those of `slots` that are parked; return them in the order of their parking."""
+        if not self._parked:
+            return []
+        parked = sorted(self._parked.keys() & slots.tolist(), key=self._parked.__getitem__)
+        for slot in parked:
+            del self._parked[slot]
+        return parked
 
     def _append(self, slots: Slots) -> None:
         self._write(self._next, slots)
@@ -97,7 +105,8 @@ class LRUPolicy(EvictionPolicy):
             wanted = np.flatnonzero(idle)[:count]
             passed = len(slots) if len(wanted) < count else int(wanted[-1]) + 1
             if len(wanted) < passed:
-                self._parked.update(slots[:passed][(live & ~idle)[:passed]].tolist())
+                parked = slots[:passed][(live & ~idle)[:passed]].tolist()
+                self._parked.update(zip(parked, self._turns, strict=False))
             victims.append(slots[wanted])
             count -= len(wanted)
             window *= 4
