@@ -79,49 +79,6 @@ def test_moves_exactly_the_bytes_of_the_pairs(pages, num_blocks, count, directio
     engine.close()
 
 
-def test_many_jobs_in_both_directions_at_once():
-    """Random jobs over disjoint blocks and slots, against a model that applies them at once."""
-    num_blocks = num_slots = 256
-    engine, cache, slots = make_engine(num_blocks, [(8 * KIB, 8 * KIB), (1040, 2048)], num_slots)
-    randomize(cache.storage, slots)
-    blocks_model, slots_model = cache.blocks(), slots.clone()
-    rng = np.random.default_rng(7)
-    held: dict[int, Any] = {}
-    free_blocks, free_slots = set(range(num_blocks)), set(range(num_slots))
-    submitted = ended = 0
-    for job_id in range(400):
-        for completion in engine.poll():
-            assert completion.error is None
-            pairs = held.pop(completion.job_id)
-            free_blocks.update(pairs[:, 0].tolist())
-            free_slots.update(pairs[:, 1].tolist())
-            ended += 1
-        count = min(int(rng.integers(1, 40)), len(free_blocks), len(free_slots))
-        if not count:
-            assert engine.wait(60)
-            continue
-        both = (free_blocks, free_slots)
-        chosen = [rng.choice(sorted(free), count, replace=False) for free in both]
-        pairs = np.stack(chosen, 1).astype(np.int32)
-        block_ids, slot_ids = ids(pairs)
-        free_blocks.difference_update(pairs[:, 0].tolist())
-        free_slots.difference_update(pairs[:, 1].tolist())
-        direction = STORE if rng.integers(2) else LOAD
-        if direction is STORE:
-            slots_model[slot_ids] = blocks_model[block_ids]
-        else:
-            blocks_model[block_ids] = slots_model[slot_ids]
-        held[job_id] = pairs
-        engine.submit(SwapJob(job_id, direction, pairs))
-        submitted += 1
-    ended += len(finish(engine))
-    assert ended == submitted > 200
-    assert engine.in_flight == 0
-    assert torch.equal(slots, slots_model)
-    assert torch.equal(cache.blocks(), blocks_model)
-    engine.close()
-
-
 @pytest.mark.parametrize("awaited", [True, False])
 def test_compute_waits_for_a_load_before_it(awaited):
     """Without involving the host. With a control."""

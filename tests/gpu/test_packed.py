@@ -241,27 +241,6 @@ def test_a_load_at_once_unpacks_on_the_host(monkeypatch):
     bed.engine.close()
 
 
-def test_slots_may_move_and_equal_blocks_have_equal_slots():
-    bed = Bed(*MIXED, 8, 8)
-    normal = torch.from_numpy(normal_tiles(-(-bed.cache.storage.numel() // TILE_BYTES)).ravel())
-    bed.cache.storage.copy_(normal[: bed.cache.storage.numel()])
-    for page in bed.cache.pages(bed.cache.storage):
-        page[1] = page[0]
-    bed.slots[:] = 0  # unwritten bytes are as in a fresh arena
-    bed.slots[4] = 0xFF
-    layout = bed.cache.layout
-    assert bed.run(STORE, np.array([[0, 3], [1, 5], [2, 4]], np.int32)).refused_rows == ()
-    np.testing.assert_array_equal(bed.slots[3], bed.slots[5])
-    assert not bed.slots[3, layout.pool_offset_bytes :].any()
-    assert not bed.slots[4, layout.pool_offset_bytes :].any()
-    before = bed.cache.storage.clone()
-    bed.slots[7] = bed.slots[3]
-    bed.slots[3] = 0xEE
-    bed.run(LOAD, np.array([[6, 7]], np.int32))
-    bed.check_loaded(before, np.array([[6, 7]]), np.array([0]))
-    bed.engine.close()
-
-
 def test_a_packed_byte_that_flips_changes_the_block():
     """The control of all tests here."""
     bed = Bed([(32 * KIB, 32 * KIB)], [NHD], 8, 8)
