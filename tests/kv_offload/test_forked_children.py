@@ -16,6 +16,7 @@ from kv_offload.cache.peers import PeerDirectories
 from kv_offload.cache.seats import READER, lock_file
 from kv_offload.worker import pool
 from kv_offload.worker.pool import Pool
+from tests.support.children import living_child
 from tests.support.tier_bed import TierBed
 
 FILES = {0: "rank-0.kind.token"}
@@ -75,19 +76,8 @@ def test_the_next_engine_finds_all_free_while_a_child_lives(
     opened: Callable[[Path], contextlib.AbstractContextManager[None]],
 ) -> None:
     monkeypatch.setattr(pool, "LOCK_SECONDS", 0.0)
-    (end, go_on), (is_there, there) = os.pipe(), os.pipe()
-    with opened(tmp_path):
-        if (child := os.fork()) == 0:
-            os.close(go_on)
-            os.write(there, b"!")
-            os.read(end, 1)
-            os._exit(0)
-        assert os.read(is_there, 1)
-    try:
+    with contextlib.ExitStack() as child:
+        with opened(tmp_path):
+            child.enter_context(living_child())
         with opened(tmp_path):
             pass
-    finally:
-        os.close(go_on)
-        os.waitpid(child, 0)
-        for descriptor in (end, there, is_there):
-            os.close(descriptor)

@@ -21,6 +21,7 @@ from kv_offload.errors import ConfigError, UnsupportedError
 from kv_offload.worker import pool
 from kv_offload.worker.pool import Pool, Seat
 from kv_offload.worker.sharing import ALONE
+from tests.support.children import living_child
 
 MODEL, OTHER = {"model": "a"}, {"model": "b"}
 NBYTES = 8192
@@ -138,14 +139,7 @@ def test_a_forked_child_keeps_neither_memory_nor_lock_of_a_removed_arena(
         os.posix_fallocate(written.fileno(), 0, NBYTES)
     address = reserve_addresses(NBYTES)
     mapped = ReadMapping(address, NBYTES, file, writable=False)
-    (end, go_on), (is_there, there) = os.pipe(), os.pipe()
-    if (child := os.fork()) == 0:
-        os.close(go_on)
-        os.write(there, b"!")
-        os.read(end, 1)
-        os._exit(0)
-    try:
-        assert os.read(is_there, 1)
+    with living_child() as child:
         inode = file.stat().st_ino
         file.unlink()
         mapped.close()
@@ -153,11 +147,6 @@ def test_a_forked_child_keeps_neither_memory_nor_lock_of_a_removed_arena(
         assert reading.find_readers(memory_folder) == []
         held = [os.stat(f"/proc/{child}/fd/{fd}") for fd in os.listdir(f"/proc/{child}/fd")]
         assert inode not in {found.st_ino for found in held if stat.S_ISREG(found.st_mode)}
-    finally:
-        os.close(go_on)
-        os.waitpid(child, 0)
-        for descriptor in (end, there, is_there):
-            os.close(descriptor)
 
 
 def test_memory_that_a_process_still_has_is_not_counted_as_kept(folder: Path) -> None:

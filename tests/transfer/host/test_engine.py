@@ -3,8 +3,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import os
-import signal
 import threading
 import time
 import weakref
@@ -18,6 +16,7 @@ from kv_swap.host.transfers import CopyRun, copy_runs
 from kv_swap.layout import KVLayout
 from numpy.typing import NDArray
 
+from tests.support.children import passes_in_a_child
 from tests.support.kv_memory import Storage
 from tests.support.swap_contract import BLOCKS, LOAD, STORE, WAVES, HostBed
 
@@ -167,23 +166,17 @@ def test_a_forked_child_may_drop_an_engine_whose_lock_was_taken_at_the_fork():
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(120)
-    child = os.fork()
-    if child == 0:
-        # A failure must not run the rest of the tests in the child, nor wait. The handler of
-        # pytest-timeout would raise within a finaliser, where nobody hears of it.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(10)
-        try:
-            del engine
-            gc.collect()
-            os._exit(0)
-        finally:
-            os._exit(2)
-    _, status = os.waitpid(child, 0)
+
+    def drop() -> None:
+        nonlocal engine
+        del engine
+        gc.collect()
+
+    passes = passes_in_a_child(drop)
     forked.set()
     holder.join()
-    assert os.waitstatus_to_exitcode(status) == 0
-    del hold, holder
+    assert passes
+    del drop, hold, holder
     engine.close()
 
 

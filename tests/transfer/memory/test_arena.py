@@ -23,6 +23,7 @@ from kv_swap.memory.mapping import Mapping
 from kv_swap.memory.registration import MemoryRoom, choose_piece_bytes
 from kv_swap.memory.shared import SharedMemory
 
+from tests.support.children import passes_in_a_child
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 from tests.support.waiting import wait_until
 
@@ -116,19 +117,16 @@ def test_a_forked_child_leaves_the_memory_alone(small_pieces):
     registrar = Registrar()
     arena = HostArena(9, PAGE, register=registrar)
     arena.view()[:] = 5
-    child = os.fork()
-    if child == 0:
-        # A failure must not run the rest of the tests in the child.
-        try:
-            absent = not is_mapped(arena.address)
-            live = len(registrar.live)
-            del arena
-            gc.collect()
-            os._exit(0 if absent and live == len(registrar.live) == 3 else 1)
-        finally:
-            os._exit(2)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def drop() -> None:
+        nonlocal arena
+        assert not is_mapped(arena.address)
+        assert len(registrar.live) == 3
+        del arena
+        gc.collect()
+        assert len(registrar.live) == 3
+
+    assert passes_in_a_child(drop)
     assert (arena.view() == 5).all()
 
 

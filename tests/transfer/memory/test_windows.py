@@ -20,6 +20,7 @@ from kv_swap.memory import windows as windows_module
 from kv_swap.memory.arena import HostArena
 from kv_swap.memory.windows import Windows, window_slots
 
+from tests.support.children import passes_in_a_child
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 from tests.support.waiting import wait_until
 
@@ -318,18 +319,15 @@ def test_a_forked_child_leaves_windows_alone(folder):
     windows.attach(0, str(make_file(folder / "peer")), SLOTS)
     wait_until(lambda: windows.ready_slots[0] == SLOTS)
     address = arena.address + number(windows, 0, 0) * PAGE
-    child = os.fork()
-    if child == 0:
-        # A failure must not run the rest of the tests in the child.
-        try:
-            absent = not is_mapped(address)
-            del arena
-            gc.collect()
-            os._exit(0 if absent and len(reading.live) == 3 else 1)
-        finally:
-            os._exit(2)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def drop() -> None:
+        nonlocal arena
+        assert not is_mapped(address)
+        del arena
+        gc.collect()
+        assert len(reading.live) == 3
+
+    assert passes_in_a_child(drop)
     assert arena.read(np.array([number(windows, 0, 2)], np.int32))[0, 0] == 2
 
 

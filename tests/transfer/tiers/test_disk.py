@@ -19,6 +19,7 @@ from kv_swap.tiers.disk import DiskTier
 from kv_swap.tiers.engine import MAX_NAME_BYTES, TierCompletion, TierDirection, TierJob
 from kv_swap.tiers.probe import find_filesystem
 
+from tests.support.children import passes_in_a_child
 from tests.support.tier_bed import ALIGNED, DEMOTE, ODD, PROMOTE, SECTORS, TierBed, job, named
 from tests.transfer.tiers.conftest import tier_threads
 
@@ -298,12 +299,14 @@ def test_a_completion_does_not_keep_the_arena(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_may_drop_a_tier(tmp_path):
-    with TierBed(tmp_path / "file") as bed:
-        bed.put(named(8))
-        pid = os.fork()
-        if pid == 0:
-            del bed
-            gc.collect()
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert bed.get(named(8)).failed == ()
+    bed = TierBed(tmp_path / "file")
+    bed.put(named(8))
+
+    def drop() -> None:
+        nonlocal bed
+        del bed
+        gc.collect()
+
+    assert passes_in_a_child(drop)
+    assert bed.get(named(8)).failed == ()
+    bed.tier.close()
