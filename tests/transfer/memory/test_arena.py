@@ -5,13 +5,10 @@ import itertools
 import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from kv_swap.memory.registration import MemoryRoom, choose_piece_bytes
 from kv_swap.memory.shared import SharedMemory
 
 from tests.support.children import passes_in_a_child
+from tests.support.processes import run_code
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 from tests.support.waiting import wait_until
 
@@ -349,14 +347,14 @@ registration.PIECE_BYTES = registration.BATCH_BYTES = 1 << 20
 registration.RETRY_SECONDS = 600
 # A machine may be slow. A wait that takes all its time leaves threads.
 registration._EXIT_SECONDS = 200.0
-room = MemoryRoom(lambda: (0, "a played host"), 1) if sys.argv[1] == "short of memory" else None
+room = MemoryRoom(lambda: (0, "a played host"), 1) if how == "short of memory" else None
 arena = HostArena(1000, 1 << 20, register=Slow(), background=True, room=room)
 if room:
     while not arena._registration._short:
         time.sleep(0.001)
-if sys.argv[1] == "forked" and (child := os.fork()):
+if how == "forked" and (child := os.fork()):
     print("child", os.waitpid(child, 0)[1], flush=True)
-elif sys.argv[1] == "forked":
+elif how == "forked":
     sys.exit()
 print("slots", arena.ready_slots < 1000, flush=True)
 """
@@ -365,16 +363,8 @@ print("slots", arena.ready_slots < 1000, flush=True)
 @pytest.mark.parametrize("how", ["registering", "short of memory", "forked"])
 def test_the_process_may_end_while_threads_register(how):
     """A forked child waits for no thread of its parent, nor for a lock held at the fork."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, how],
-        env={**os.environ, "PYTHONPATH": str(Path(registration.__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    lines = ended.stdout.splitlines()
-    assert (ended.returncode, lines[-2:]) == (0, ["slots True", "left 0"]), ended.stderr
+    lines = run_code(f"how = {how!r}{SCRIPT}").splitlines()
+    assert lines[-2:] == ["slots True", "left 0"]
     assert "unregistered" not in lines
     assert ("child 0" in lines) == (how == "forked")
 

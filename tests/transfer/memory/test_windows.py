@@ -6,8 +6,6 @@ import gc
 import logging
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from kv_swap.memory.arena import HostArena
 from kv_swap.memory.windows import Windows, window_slots
 
 from tests.support.children import passes_in_a_child
+from tests.support.processes import run_code
 from tests.support.registrars import PAGE, GatedRegistrar, Registrar, is_mapped, resident_bytes
 from tests.support.waiting import wait_until
 
@@ -273,7 +272,7 @@ def test_the_arena_takes_windows_with_it(folder, reading, attached):
 
 
 SCRIPT = """
-import atexit, sys, threading, time
+import atexit, threading, time
 from kv_swap.memory import registration
 from kv_swap.memory.arena import HostArena
 
@@ -293,7 +292,7 @@ atexit.register(lambda: print(
 registration.PIECE_BYTES = 1 << 12
 arena = HostArena(200, 1 << 12, register=None, num_windows=1)
 arena.windows._register = Slow()
-arena.windows.attach(0, sys.argv[1], 200)
+arena.windows.attach(0, path, 200)
 while not arena.windows.ready_slots[0]:
     time.sleep(0.001)
 print("ready", arena.windows.ready_slots[0] < 200, flush=True)
@@ -301,15 +300,8 @@ print("ready", arena.windows.ready_slots[0] < 200, flush=True)
 
 
 def test_the_process_may_end_while_a_window_is_locked(folder):
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(make_file(folder / "peer", 200))],
-        env={**os.environ, "PYTHONPATH": str(Path(registration.__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "ready True\nleft 0\n"), ended.stderr
+    path = make_file(folder / "peer", 200)
+    assert run_code(f"path = {str(path)!r}{SCRIPT}") == "ready True\nleft 0\n"
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
