@@ -34,6 +34,7 @@ from kv_offload.cache.disk_index.file import NO_INDEX
 from kv_offload.errors import ConfigError
 from kv_offload.tools.tier.index import read_index
 from tests.support import disk_uses
+from tests.support.filesystems import in_memory, on_a_file
 from tests.support.processes import kill_group, run_code, start_module
 from tests.support.waiting import LIMIT_SECONDS, wait_until
 
@@ -525,23 +526,13 @@ def full(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
-@contextlib.contextmanager
-def mounted(folder: Path, *how: str | Path) -> Iterator[None]:
-    if subprocess.run(["mount", *how, folder], capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a filesystem, which root can")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
 @pytest.fixture(params=["limit", "tmpfs"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Any]]:
     """A folder, and what makes it full for a while."""
     if request.param == "limit":
         yield tmp_path, no_file_grows
         return
-    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
+    with in_memory(tmp_path, "512k"):
         yield tmp_path, lambda: full(tmp_path)
 
 
@@ -622,7 +613,7 @@ def test_no_room_for_the_copy_that_is_read_is_told_with_its_remedy(tmp_path, pat
     small.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(small))
     with (
-        mounted(small, "-t", "tmpfs", "-o", "size=4k", "tmpfs"),
+        in_memory(small, "4k"),
         pytest.raises(ConfigError) as caught,
     ):
         read_index(path)
@@ -686,13 +677,6 @@ def test_a_reset_is_not_lost_on_a_full_disk(disk, quick):
 def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
     """A folder; what cuts the power, so that what was not flushed is gone; and what has it back."""
     folder, image = tmp_path / "folder", tmp_path / "image"
-    folder.mkdir()
-    with image.open("wb") as file:
-        file.truncate(32 << 20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", image], check=True, env={"PATH": "/usr/sbin:/sbin"})
-    except FileNotFoundError:
-        pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
 
     def cut() -> None:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -703,7 +687,7 @@ def power(tmp_path: Path) -> Iterator[tuple[Path, Any, Any]]:
         subprocess.run(["umount", folder], check=True)
         subprocess.run(["mount", "-o", "loop", image, folder], check=True)
 
-    with mounted(folder, "-o", "loop", image):
+    with on_a_file(folder, image):
         yield folder, cut, start_again
 
 

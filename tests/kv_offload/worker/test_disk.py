@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from kv_swap import KVLayout, TensorDescription, create_engine
 
 from kv_offload.worker.disk import Disk
 from kv_offload.worker.sharing import ALONE
+from tests.support.filesystems import in_memory
 
 NUM_RANKS = 4
 DISK_BYTES = 8 << 20
@@ -21,15 +21,8 @@ DISK_BYTES = 8 << 20
 
 @pytest.fixture
 def tight(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "tight"
-    folder.mkdir()
-    size = f"size={DISK_BYTES + (1 << 20)}"
-    command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a filesystem, which root can: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with in_memory(tmp_path / "tight", DISK_BYTES + (1 << 20)) as folder:
+        yield folder
 
 
 def open_all(folder: Path, num_ranks: int, late: Sequence[int] = ()) -> None:

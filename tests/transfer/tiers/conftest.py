@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.filesystems import in_memory, on_a_file
 from tests.support.tier_bed import TierBed, named
 
 
@@ -65,36 +65,19 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate
 
 
-def _mount(folder: Path, *how: str) -> None:
-    done = subprocess.run(["mount", *how, folder], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a filesystem, which root can: {done.stderr.strip()}")
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 4 MiB."""
-    folder = tmp_path / "a small one"
-    folder.mkdir()
-    _mount(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with in_memory(tmp_path / "a small one", "4m") as folder:
+        yield folder
 
 
 @pytest.fixture
 def failing(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A filesystem on a disk that is a file: whoever cuts the file has bad sectors."""
-    folder, disk = tmp_path / "failing", tmp_path / "disk"
-    folder.mkdir()
-    with disk.open("wb") as file:
-        file.truncate(32 << 20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", disk], check=True, env={"PATH": "/usr/sbin:/sbin"})
-    except FileNotFoundError:
-        pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
-    _mount(folder, "-o", "loop", str(disk))
-    yield folder, disk
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    disk = tmp_path / "disk"
+    with on_a_file(tmp_path / "failing", disk) as folder:
+        yield folder, disk
 
 
 @pytest.fixture

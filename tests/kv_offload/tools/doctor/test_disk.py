@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from kv_offload.config.disk_folder import rank_file, replica_folder
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.tools.doctor import disk
 from kv_offload.tools.doctor.report import Check
+from tests.support.filesystems import in_memory
 from tests.support.tier_bed import TierBed
 
 GIB = 1 << 30
@@ -84,13 +84,8 @@ def test_a_replica_of_another_user():
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A filesystem in memory, of 4 MiB."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, to mount a filesystem")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with in_memory(tmp_path / "memory", "4m") as folder:
+        yield folder
 
 
 def test_a_folder_in_memory_is_a_warning(memory):
