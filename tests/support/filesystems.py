@@ -1,8 +1,10 @@
-"""Filesystems that a test mounts, which root can."""
+"""Filesystems that a test mounts, which root can, and what writes are refused."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -37,3 +39,25 @@ def on_a_file(folder: Path, image: Path) -> AbstractContextManager[Path]:
     except FileNotFoundError:
         pytest.skip("cannot make a filesystem: there is no mkfs.ext4")
     return _mounted(folder, "-o", "loop", image)
+
+
+@contextlib.contextmanager
+def no_file_grows_beyond(size: int) -> Iterator[None]:
+    """As on a full disk: no file of this process can be written behind its first `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

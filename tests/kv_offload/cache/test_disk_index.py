@@ -9,7 +9,6 @@ import functools
 import itertools
 import os
 import random
-import resource
 import shutil
 import sqlite3
 import statistics
@@ -34,7 +33,7 @@ from kv_offload.cache.disk_index.file import NO_INDEX
 from kv_offload.errors import ConfigError
 from kv_offload.tools.tier.index import read_index
 from tests.support import disk_uses
-from tests.support.filesystems import in_memory, on_a_file
+from tests.support.filesystems import as_another_user, in_memory, no_file_grows_beyond, on_a_file
 from tests.support.processes import kill_group, run_code, start_module
 from tests.support.waiting import LIMIT_SECONDS, wait_until
 
@@ -469,7 +468,6 @@ def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path):
         assert refusal(path) == f"kv-offload: {path}: cannot be used: {problem}. {remedy}"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_a_folder_or_file_of_another_user_is_refused():
     with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
         path = Path(folder) / "index.sqlite"
@@ -480,14 +478,11 @@ def test_a_folder_or_file_of_another_user_is_refused():
             file.chmod(0o666)
         for mode in (0o700, 0o755):
             path.parent.chmod(mode)
-            os.seteuid(65534)
-            try:
+            with as_another_user():
                 why = "Permission denied" if mode == 0o700 else "it belongs to user 0"
                 assert f"cannot be used: {why}. Give disk.path a " in refusal(path)
                 if mode == 0o755:
                     assert read_index(path).keys == keys(1), "to look at it takes no more"
-            finally:
-                os.seteuid(0)
         assert {file.name for file in path.parent.iterdir()} == {path.name, f"{path.name}.lock"}
 
 
@@ -501,17 +496,6 @@ def test_one_engine_has_a_file_until_it_ends(path):
         running.close(LIMIT_SECONDS)
         with opened(path) as later:
             assert later.keys == keys(1)
-
-
-@contextlib.contextmanager
-def no_file_grows() -> Iterator[None]:
-    """As on a full disk: no file of this process can be written behind its first byte."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -530,7 +514,7 @@ def full(folder: Path) -> Iterator[None]:
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Any]]:
     """A folder, and what makes it full for a while."""
     if request.param == "limit":
-        yield tmp_path, no_file_grows
+        yield tmp_path, lambda: no_file_grows_beyond(1)
         return
     with in_memory(tmp_path, "512k"):
         yield tmp_path, lambda: full(tmp_path)

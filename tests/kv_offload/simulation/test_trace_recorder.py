@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from kv_offload.messages import WorkerCapacity
 from kv_offload.simulation import trace_recorder
 from kv_offload.simulation.trace import TraceRequest, read_trace
 from kv_offload.simulation.trace_recorder import MAX_WAITING, TraceRecorder
+from tests.support.filesystems import as_another_user, no_file_grows_beyond
 from tests.support.waiting import LIMIT_SECONDS, wait_until
 
 MIB = 1 << 20
@@ -124,16 +124,6 @@ def test_the_file_ends_at_its_bound(path, caplog):
     assert f"{path}: the trace ends here" in message
 
 
-@contextlib.contextmanager
-def no_file_grows_beyond(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("room", [0, 10])
 def test_a_full_disk_costs_lines_and_later_ones_are_written(path, caplog, room):
     errors: list[int] = []
@@ -229,23 +219,17 @@ def test_an_engine_that_starts_again_records_beside_what_is_there(path, caplog):
     assert files(path) == expected | {"trace.jsonl.2": 1}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_what_another_user_recorded_keeps_no_engine_from_its_start():
     with tempfile.TemporaryDirectory() as folder:  # it lies where every user gets
         path = Path(folder) / "trace.jsonl"
         os.chmod(folder, 0o777)
         for _ in range(2):
             record(path, request("a", 1))
-        os.seteuid(65534)
-        try:
-            with recording(path) as recorder:
-                recorder.record(request("b", 1), HASH_TOKENS)
-            os.seteuid(0)
-            os.chmod(folder, 0o755)
-            os.seteuid(65534)
+        with as_another_user(), recording(path) as recorder:
+            recorder.record(request("b", 1), HASH_TOKENS)
+        os.chmod(folder, 0o755)
+        with as_another_user():
             assert f"{path}.3': the file cannot be created: Permission denied" in refusal(path)
-        finally:
-            os.seteuid(0)
         assert files(path) == {path.name: 1, "trace.jsonl.1": 1, "trace.jsonl.2": 1}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from kv_offload.config.disk_folder import rank_file, replica_folder
 from kv_offload.config.host_memory import HostMemory
 from kv_offload.tools.doctor import disk
 from kv_offload.tools.doctor.report import Check
-from tests.support.filesystems import in_memory
+from tests.support.filesystems import as_another_user, in_memory
 from tests.support.tier_bed import TierBed
 
 GIB = 1 << 30
@@ -66,16 +65,12 @@ def test_a_file_with_the_name_of_a_replica_is_none(tmp_path):
     assert checks(tmp_path, "1MiB")["disk space"].state == "ok"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_a_replica_of_another_user():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         replica_folder(Path(folder), 1).mkdir(0o700)
-        os.seteuid(65534)
-        try:
+        with as_another_user():
             space = checks(Path(folder), "1MiB")["disk space"]
-        finally:
-            os.seteuid(0)
     assert space.state == "not checked"
     assert "Permission denied" in space.found
     assert space.remedy == "Run doctor as the user that runs the engine."
