@@ -11,7 +11,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -163,11 +162,6 @@ class SwapContract:
         yield made
         vars(made).clear()  # pytest holds the bed for longer than the device exists
 
-    @pytest.fixture
-    def folder_in_memory(self) -> Iterator[Path]:
-        with TemporaryDirectory(dir="/dev/shm") as folder:
-            yield Path(folder)
-
     @pytest.mark.parametrize("direction", [STORE, LOAD])
     def test_moves_exactly_the_bytes_of_the_pairs(self, bed: Bed, direction: Direction) -> None:
         """Destinations are unique, sources may repeat."""
@@ -278,11 +272,11 @@ class SwapContract:
 
     @pytest.mark.parametrize("how", ["async", "before compute", "waves", "at once"])
     def test_loads_read_windows_and_own_slots(
-        self, bed: Bed, folder_in_memory: Path, how: str
+        self, bed: Bed, memory_folder: Path, how: str
     ) -> None:
         blocks, slots = bed.randomize()
-        first = bed.attach(0, folder_in_memory / "first")
-        last = bed.attach(WINDOWS - 1, folder_in_memory / "last")
+        first = bed.attach(0, memory_folder / "first")
+        last = bed.attach(WINDOWS - 1, memory_folder / "last")
         named = [bed.in_window(WINDOWS - 1, 5), 2, bed.in_window(0, 7), bed.in_window(0, 2)]
         pairs = list(zip([4, 0, 9, 5], named, strict=True))
         if how == "at once":
@@ -299,9 +293,9 @@ class SwapContract:
         np.testing.assert_array_equal(bed.arena.view(), slots)
 
     def test_only_loads_name_slots_of_windows_and_only_ready_ones(
-        self, bed: Bed, folder_in_memory: Path
+        self, bed: Bed, memory_folder: Path
     ) -> None:
-        bed.attach(1, folder_in_memory / "peer")
+        bed.attach(1, memory_folder / "peer")
         good = bed.in_window(1, 3)
         bed.submit(6, LOAD, (2, good))
         assert [done.error for done in bed.finish()] == [None]

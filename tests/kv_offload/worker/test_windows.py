@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -53,11 +51,10 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as stack:
-        ranks = Ranks(Path(folder))
-        stack.callback(ranks.close)
-        yield ranks
+def ranks(memory_folder: Path) -> Iterator[Ranks]:
+    ranks = Ranks(memory_folder)
+    yield ranks
+    ranks.close()
 
 
 def peer(slot: int) -> int:

@@ -7,9 +7,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -30,12 +28,6 @@ SLOTS = 10
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "PIECE_BYTES", PIECE)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def make_file(path: Path, num_slots: int = SLOTS) -> Path:
@@ -82,13 +74,13 @@ def test_windows_begin_where_slots_and_pieces_do(slot_bytes):
     assert nbytes % slot_bytes == nbytes % registration.choose_piece_bytes(slot_bytes) == 0
 
 
-def test_slots_become_ready_as_pieces_are_locked_on_another_thread(folder):
+def test_slots_become_ready_as_pieces_are_locked_on_another_thread(memory_folder):
     reading = GatedRegistrar()
     arena, windows = make_arena(reading)
-    windows.attach(1, str(make_file(folder / "peer")), SLOTS)
+    windows.attach(1, str(make_file(memory_folder / "peer")), SLOTS)
     assert reading.reached.acquire(timeout=120), "the second piece was not tried"
     assert windows.ready_slots == [0, 4]
-    windows.attach(1, str(folder / "peer"), SLOTS)  # which changes nothing
+    windows.attach(1, str(memory_folder / "peer"), SLOTS)  # which changes nothing
     assert windows.ready_slots == [0, 4]
     reading.opened.set()
     wait_until(lambda: windows.ready_slots == [0, SLOTS])
@@ -103,20 +95,20 @@ def test_slots_become_ready_as_pieces_are_locked_on_another_thread(folder):
     assert arena.read(np.array([number(windows, 1, 3)], np.int32))[0, 0] == 3
 
 
-def test_where_only_writable_memory_can_be_locked_it_is_mapped_so(folder):
+def test_where_only_writable_memory_can_be_locked_it_is_mapped_so(memory_folder):
     reading = Registrar()
     reading.writes = True
     _, windows = make_arena(reading)
-    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "peer")), SLOTS)
     wait_until(lambda: windows.ready_slots == [SLOTS, 0])
     assert mapped_files() == ["rw-s peer"]
 
 
 @pytest.mark.parametrize("reading", [None, Registrar()])
-def test_another_file_takes_a_window_once_the_one_before_is_unmapped(folder, reading):
+def test_another_file_takes_a_window_once_the_one_before_is_unmapped(memory_folder, reading):
     arena, windows = make_arena(reading)
     for index in range(3):
-        path = folder / str(index)
+        path = memory_folder / str(index)
         path.write_bytes(bytes([index]) * PAGE * SLOTS)
         windows.attach(0, str(path), SLOTS)
         wait_until(lambda: windows.ready_slots[0] == SLOTS)
@@ -130,17 +122,17 @@ def test_another_file_takes_a_window_once_the_one_before_is_unmapped(folder, rea
         assert not reading.live
         assert not reading.unmapped_too_early
     windows.detach(0)  # which changes nothing
-    windows.attach(0, str(folder / "1"), SLOTS)
+    windows.attach(0, str(memory_folder / "1"), SLOTS)
     wait_until(lambda: windows.ready_slots[0] == SLOTS)
 
 
-def test_a_window_is_unmapped_before_the_rest_of_another_is_locked(folder):
+def test_a_window_is_unmapped_before_the_rest_of_another_is_locked(memory_folder):
     """A removed file keeps its memory as long as it is mapped."""
     reading = GatedRegistrar()
     _, windows = make_arena(reading)
-    windows.attach(0, str(make_file(folder / "first")), 4)
+    windows.attach(0, str(make_file(memory_folder / "first")), 4)
     wait_until(lambda: windows.ready_slots[0] == 4)
-    windows.attach(1, str(make_file(folder / "second")), SLOTS)
+    windows.attach(1, str(make_file(memory_folder / "second")), SLOTS)
     assert reading.reached.acquire(timeout=120)
     windows.detach(0)
     reading.opened.set()
@@ -148,8 +140,8 @@ def test_a_window_is_unmapped_before_the_rest_of_another_is_locked(folder):
     assert mapped_files() == ["r--s second"]
 
 
-def test_no_page_is_allocated_in_a_file(folder, caplog):
-    path = folder / "peer"
+def test_no_page_is_allocated_in_a_file(memory_folder, caplog):
+    path = memory_folder / "peer"
     make_file(path, 6)
     os.truncate(path, SLOTS * PAGE)
     reading = Registrar()
@@ -164,21 +156,21 @@ def test_no_page_is_allocated_in_a_file(folder, caplog):
     assert not reading.live
 
 
-def test_pages_that_were_swapped_out_are_there(folder, monkeypatch):
+def test_pages_that_were_swapped_out_are_there(memory_folder, monkeypatch):
     """Of those `mincore` says, as it does here, that they are not in memory."""
     monkeypatch.setattr(mapping._libc, "mincore", lambda address, nbytes, found: 0)
     _, windows = make_arena(Registrar())
-    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "peer")), SLOTS)
     wait_until(lambda: windows.ready_slots[0] == SLOTS)
 
 
-def test_pages_are_faulted_in_while_the_driver_is_left_alone(folder, monkeypatch):
+def test_pages_are_faulted_in_while_the_driver_is_left_alone(memory_folder, monkeypatch):
     """Its rest has no end here; only the piece that is locked next is faulted in."""
     monkeypatch.setattr(windows_module, "REST", 1e12)
     reading = Registrar()
     reading.writes = True  # then the kernel faults in no neighbours
     arena, windows = make_arena(reading)
-    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "peer")), SLOTS)
     second = arena.address + number(windows, 0, 4) * PAGE
     wait_until(lambda: resident_bytes(second, PIECE) == PIECE)
     assert windows.ready_slots[0] == 4
@@ -196,25 +188,25 @@ def test_pages_are_faulted_in_while_the_driver_is_left_alone(folder, monkeypatch
         (lambda path: path.symlink_to(make_file(path.with_name("other"))), "symbolic links"),
     ],
 )
-def test_a_file_that_cannot_be_mapped_leaves_the_window_empty(folder, caplog, make, reason):
+def test_a_file_that_cannot_be_mapped_leaves_the_window_empty(memory_folder, caplog, make, reason):
     """Other windows are served, and the window takes another file."""
-    make(folder / "bad")
+    make(memory_folder / "bad")
     _, windows = make_arena(Registrar())
-    windows.attach(0, str(folder / "bad"), SLOTS)
-    windows.attach(1, str(make_file(folder / "good")), SLOTS)
+    windows.attach(0, str(memory_folder / "bad"), SLOTS)
+    windows.attach(1, str(make_file(memory_folder / "good")), SLOTS)
     wait_until(lambda: windows.ready_slots == [0, SLOTS])
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warning.startswith(f"copies can read 0 of 10 slots of {folder / 'bad'}: ")
+    assert warning.startswith(f"copies can read 0 of 10 slots of {memory_folder / 'bad'}: ")
     assert reason in warning
     windows.detach(0)
-    windows.attach(0, str(folder / "good"), SLOTS)
+    windows.attach(0, str(memory_folder / "good"), SLOTS)
     wait_until(lambda: windows.ready_slots == [SLOTS, SLOTS])
 
 
-def test_pieces_before_one_that_cannot_be_locked_are_read(folder, caplog):
+def test_pieces_before_one_that_cannot_be_locked_are_read(memory_folder, caplog):
     reading = Registrar(failing_offset=2 * PIECE)
     _, windows = make_arena(reading)
-    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "peer")), SLOTS)
     wait_until(lambda: "copies can read 8 of 10 slots" in caplog.text)
     assert "cudaErrorMemoryAllocation" in caplog.text
     assert windows.ready_slots == [8, 0]
@@ -224,19 +216,19 @@ def test_pieces_before_one_that_cannot_be_locked_are_read(folder, caplog):
 
 
 def test_memory_that_cannot_be_unlocked_stays_mapped_and_its_window_is_not_used_again(
-    folder, monkeypatch, caplog
+    memory_folder, monkeypatch, caplog
 ):
     reading = Registrar()
     _, windows = make_arena(reading)
-    windows.attach(0, str(make_file(folder / "first")), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "first")), SLOTS)
     wait_until(lambda: windows.ready_slots[0] == SLOTS)
 
     def refuse(address: int) -> None:
         raise RuntimeError("cudaErrorIllegalAddress")
 
     monkeypatch.setattr(reading, "unregister", refuse)
-    windows.attach(0, str(make_file(folder / "second")), SLOTS)
-    windows.attach(1, str(folder / "second"), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "second")), SLOTS)
+    windows.attach(1, str(memory_folder / "second"), SLOTS)
     wait_until(lambda: windows.ready_slots == [0, SLOTS])
     assert mapped_files() == ["r--s first", "r--s second"]
     assert "cannot unregister" in caplog.text
@@ -247,11 +239,11 @@ def test_memory_that_cannot_be_unlocked_stays_mapped_and_its_window_is_not_used_
 
 @pytest.mark.parametrize("reading", [None, Registrar()])
 @pytest.mark.parametrize("attached", [False, True])
-def test_the_arena_takes_windows_with_it(folder, reading, attached):
+def test_the_arena_takes_windows_with_it(memory_folder, reading, attached):
     others = window_threads()  # of earlier tests
     arena, windows = make_arena(reading)
     if attached:
-        windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+        windows.attach(0, str(make_file(memory_folder / "peer")), SLOTS)
         wait_until(lambda: windows.ready_slots[0] == SLOTS)
     threads = [thread for thread in window_threads() if thread not in others]
     assert len(threads) == attached
@@ -299,16 +291,16 @@ print("ready", arena.windows.ready_slots[0] < 200, flush=True)
 """
 
 
-def test_the_process_may_end_while_a_window_is_locked(folder):
-    path = make_file(folder / "peer", 200)
+def test_the_process_may_end_while_a_window_is_locked(memory_folder):
+    path = make_file(memory_folder / "peer", 200)
     assert run_code(f"path = {str(path)!r}{SCRIPT}") == "ready True\nleft 0\n"
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_leaves_windows_alone(folder):
+def test_a_forked_child_leaves_windows_alone(memory_folder):
     reading = Registrar()
     arena, windows = make_arena(reading)
-    windows.attach(0, str(make_file(folder / "peer")), SLOTS)
+    windows.attach(0, str(make_file(memory_folder / "peer")), SLOTS)
     wait_until(lambda: windows.ready_slots[0] == SLOTS)
     address = arena.address + number(windows, 0, 0) * PAGE
 
