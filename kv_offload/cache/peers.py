@@ -39,7 +39,7 @@ from kv_offload.cache.directory import (
     read_names,
 )
 from kv_offload.cache.seats import READER, find_seats, lock_file, seat_number
-from kv_offload.cache.slot_table import ONE
+from kv_offload.cache.slot_table import begin_reads, end_reads
 from kv_offload.cache.slots import Mask, Slots
 
 logger = logging.getLogger(__name__)
@@ -121,16 +121,15 @@ class PeerDirectory:
 
     def hold(self, slots: Slots) -> None:
         """Hold leased slots once more, until another `release`."""
-        np.add.at(self._held, slots, ONE)
+        begin_reads(self._held, slots)
         self.num_leases += len(slots)
 
     def release(self, slots: Slots) -> None:
         """End one lease of each slot, for which no read may still run."""
-        np.subtract.at(self._held, slots, ONE)
+        idle = end_reads(self._held, slots)
         self.num_leases -= len(slots)
-        assert (self._held[slots] >= 0).all(), "a lease was released twice"
         order_memory()
-        self._leases[slots[self._held[slots] == 0]] = 0
+        self._leases[idle] = 0
 
 
 class PeerDirectories:

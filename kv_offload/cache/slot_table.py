@@ -94,6 +94,27 @@ ONE = np.int32(1)
 """NumPy adds a number of the array's own type in 2 us for 512 slots, and another in 50 us."""
 
 
+def begin_reads(readers: Readers, slots: Slots) -> None:
+    """Count one more reader of each slot; a slot can be named more than once."""
+    np.add.at(readers, slots, ONE)
+
+
+def end_reads(readers: Readers, slots: Slots) -> Slots:
+    """Count one reader less of each slot; return the slots that have none left, each once.
+
+    Raises `MisuseError` for a slot with no reader; nothing is changed.
+    """
+    np.subtract.at(readers, slots, ONE)
+    left = readers[slots]
+    if (left < 0).any():
+        begin_reads(readers, slots)
+        raise MisuseError(
+            f"loads of slots {sorted({*slots[left < 0].tolist()})} were completed more often than "
+            "prepared: complete every prepared load once"
+        )
+    return distinct(slots[left == 0])
+
+
 class SlotTable:
     """Key and readers of the slots 0..`num_slots` - 1; `CacheManager` decides what happens to them.
 
@@ -242,22 +263,14 @@ class SlotTable:
                 f"loads of slots {slots[written].tolist()} were begun while a store writes them: "
                 "load what is readable"
             )
-        np.add.at(self.readers, slots, ONE)
+        begin_reads(self.readers, slots)
 
     def end_loads(self, slots: Slots) -> Slots:
         """End one load of each slot; return the slots that are idle now and have a key, each once.
 
         Raises `MisuseError` for a slot with no running load; nothing is changed.
         """
-        np.subtract.at(self.readers, slots, ONE)
-        left = self.readers[slots]
-        if (left < 0).any():
-            np.add.at(self.readers, slots, ONE)
-            raise MisuseError(
-                f"loads of slots {sorted({*slots[left < 0].tolist()})} were completed more often "
-                "than prepared: complete every prepared load once"
-            )
-        return self._free_orphans(distinct(slots[left == 0]))
+        return self._free_orphans(end_reads(self.readers, slots))
 
     def end_stores(self, slots: Slots) -> Slots:
         """End the store of each slot; return the slots that have a key.
