@@ -46,7 +46,7 @@ class Subscribers:
 
     - `lookup`: the engine looks up a request.
     - `admission`: a request has blocks; with its hit and the number of tokens that are loaded.
-    - `load_end`: all ranks have ended a load.
+    - `load_end`, `store_end`: all ranks have ended a load, or a store.
     - `request_end`: a request that was admitted ends; with its computed tokens.
     - `stores`: stores are planned; with the spans that were examined, their keys, the new keys
       among them, and the slots given to the first of these. `tails`: the same, for blocks inside
@@ -64,6 +64,7 @@ class Subscribers:
         self.lookup: list[Callable[[TrackedRequest], None]] = []
         self.admission: list[Callable[[TrackedRequest, Hit | None, int], None]] = []
         self.load_end: list[Callable[[Transfer], None]] = []
+        self.store_end: list[Callable[[Transfer], None]] = []
         self.request_end: list[Callable[[Request, int], None]] = []
         self.stores: list[StoresPlanned] = []
         self.tails: list[StoresPlanned] = []

@@ -236,10 +236,8 @@ class OffloadScheduler:
         """Act on the end of a transfer on all ranks."""
         if transfer.kind is Kind.STORE:
             self._end_store(transfer)
-            self.tiers.slots_used(transfer.slots)
         elif transfer.kind is Kind.LOAD:
             self._end_load(transfer)
-            self.tiers.slots_used(self.manager.owned(transfer.slots))
         else:
             self.tiers.end(transfer)
 
@@ -264,15 +262,16 @@ class OffloadScheduler:
             self._statistics.skipped("copy_failed", len(store.slots))
         self._transfers.end_store(store)
         self._retention.stored(store.slots)
+        for notify in self._subscribers.store_end:
+            notify(store)
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         # This comes first: slots that become usable may hold blocks of the previous weights.
-        self.resets.weights_were_loaded(
-            {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
-        )
+        loads = {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
+        if loads:
+            self.resets.weights_were_loaded(loads)
         speeds = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
         self.watch.load_rate.add_reports(speeds)
-        self.tiers.learn(report)
         for take in self._subscribers.reports:
             self._survive(take, report)
         for rank, news in report.ranks.items():

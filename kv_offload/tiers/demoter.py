@@ -53,9 +53,10 @@ class Demoter:
         self._waits = np.zeros(host.num_slots, bool)
         self.running_slots = 0
         """Slots that are being written."""
+        core.subscribers.store_end.append(lambda store: self._consider(store.slots))
+        core.subscribers.load_end.append(lambda load: self._consider(host.owned(load.slots)))
 
-    def offer(self, slots: Slots) -> None:
-        """Consider slots that were stored or loaded."""
+    def _consider(self, slots: Slots) -> None:
         fresh = slots[~self._waits[slots]]
         if len(fresh):
             self._waits[fresh] = True
@@ -74,7 +75,7 @@ class Demoter:
         """Plan the writes of a step, more if the engine is idle; `sharing_ranks` divide them."""
         now = time.monotonic()
         if self._any_newly_demotable and (now - self._planned >= PLAN_SECONDS or idle):
-            self.offer(self._host.policy.take_newly_demotable())
+            self._consider(self._host.policy.take_newly_demotable())
         if not self._waiting or (now - self._planned < PLAN_SECONDS and not idle):
             return
         slots_per_second = self._rank_slots_per_second * sharing_ranks

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kv_offload.cache.slots import Slots
 from kv_offload.messages import OffloadWorkerMetadata, TierCapacity, WorkerCapacity
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.quotas import Quotas
@@ -65,12 +64,14 @@ class LowerTiers:
         self.demoters: dict[str, Demoter] = {}
         self._quotas: dict[str, Quotas] = {}
         self._kept_on_reset: set[str] = set()
+        to = core.subscribers
+        if specs:
+            to.reports.append(self._learn)
         for spec in specs:
             tier = spec.make()
             self.tiers[tier.name] = tier
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
             if (manager := tier.manager) is not None:
-                to = core.subscribers
                 if core.announcer is not None:
                     announcer = core.announcer.below(manager, tier.name)
                     to.demotions.append(partial(announcer.demoted, core.announcer))
@@ -119,11 +120,6 @@ class LowerTiers:
                 self.demoters[name].plan_step(idle=idle, sharing_ranks=self._sharing_ranks(name))
         self._prefetcher.plan_step()
 
-    def slots_used(self, slots: Slots) -> None:
-        """Consider slots of host memory for demotions: they were just stored or loaded."""
-        for demoter in self.demoters.values():
-            demoter.offer(slots)
-
     def end(self, transfer: Transfer) -> None:
         """Act on a promotion or demotion that all ranks have ended."""
         failed = transfer.failed
@@ -144,7 +140,7 @@ class LowerTiers:
             alarm.daemon = True
             alarm.start()
 
-    def learn(self, report: OffloadWorkerMetadata) -> None:
+    def _learn(self, report: OffloadWorkerMetadata) -> None:
         """Record the read speeds that ranks have measured."""
         for name, tier in self.tiers.items():
             tier.rate.add_reports(

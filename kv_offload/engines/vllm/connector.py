@@ -61,7 +61,7 @@ class KVOffloadConnector(SchedulerHooks, WorkerHooks):
         scheduler.step_ended()  # first: the step has ended even if something below fails
         counted = scheduler.take_stats(errors)
         if counted is not None and counted.data.get("hit_tokens"):
-            self._first_hits.loaded()
+            self._missed_requests = None
         # Poll the local rank: there might be no further step to report its figures.
         rank = self._local_rank()
         moved = None if rank is None else rank.take_stats()

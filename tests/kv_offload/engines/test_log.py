@@ -11,9 +11,10 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kv_offload.engines.vllm.start.log import FIRST_REQUESTS, FirstHits
+from kv_offload.engines.vllm.start.log import FIRST_REQUESTS, MissedRequests
 from tests.support.configurations import make_kv_cache_config, make_vllm_config
 from tests.support.played_cases import FULL
+from tests.support.played_engine import PlayedEngine
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +59,26 @@ def test_a_line_of_the_start_is_short_whatever_is_configured(front_end, tmp_path
     assert lines["INFO"][0].startswith("kv-offload: configured by ")
 
 
-@pytest.mark.parametrize("hits", [0, 16])
-def test_a_thousand_requests_without_a_hit_are_said_once_with_the_page(hits, caplog):
-    first = FirstHits()
-    for number in range(2 * FIRST_REQUESTS):
-        if hits and number == FIRST_REQUESTS - 1:
-            first.loaded()
-        first.ended()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (not hits)
-    for line in said:
-        file, _, anchor = line.partition("The reasons: ")[2].partition("#")
-        page = Path(__file__).parents[3] / file
-        assert f"## {anchor.replace('-', ' ').capitalize()}" in page.read_text()
+def test_a_thousand_requests_without_a_hit_are_said_once_with_the_page(caplog):
+    missed = MissedRequests()
+    for _ in range(FIRST_REQUESTS - 1):
+        missed.ended()
+    assert not caplog.records
+    for _ in range(FIRST_REQUESTS):
+        missed.ended()
+    (line,) = [record.getMessage() for record in caplog.records]
+    file, _, anchor = line.partition("The reasons: ")[2].partition("#")
+    page = Path(__file__).parents[3] / file
+    assert f"## {anchor.replace('-', ' ').capitalize()}" in page.read_text()
+
+
+def test_requests_without_a_hit_are_counted_until_the_first_hit():
+    engine = PlayedEngine()
+    prompt = list(range(3, 24))
+    engine.serve("first", prompt)
+    assert engine.connector._missed_requests is not None
+    assert engine.pool.reset_prefix_cache()
+    engine.serve("again", prompt)
+    assert engine.totals["hit_tokens"]
+    assert engine.connector._missed_requests is None
+    engine.serve("third", prompt)

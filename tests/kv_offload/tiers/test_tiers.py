@@ -526,6 +526,20 @@ def test_a_full_disk_forgets_what_was_used_least_recently(make):
     assert engine.totals["promoted_slots"] == FULL_BLOCKS
 
 
+def test_a_full_disk_keeps_what_was_loaded_from_host_memory(make):
+    engine = make(prompts=False, disk={"bytes": f"{65536 + 8192 * (2 * FULL_BLOCKS + 1)}B"})
+    engine.serve("a", PROMPT, 1)
+    engine.serve("b", OTHER, 1)
+    assert engine.pool.reset_prefix_cache()
+    engine.serve("a again", PROMPT, 1)
+    assert engine.totals["hit_tokens"] > engine.totals["promoted_slots"] == 0
+    engine.serve("c", [2, *PROMPT[1:]], 1)
+    engine.forget()
+    engine.serve("d", PROMPT, 1)
+    assert engine.totals["demoted_slots"] == 3 * FULL_BLOCKS
+    assert engine.totals["promoted_slots"] == FULL_BLOCKS
+
+
 def test_what_is_read_while_everything_is_forgotten_is_not_served(engine):
     engine.disk.stuck = True
     ask(engine, "a")

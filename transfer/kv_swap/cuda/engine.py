@@ -75,6 +75,7 @@ class CudaSwapEngine(SwapEngine):
 
         self._cuda: Any = torch.cuda
         self._device = torch.device("cuda", device_index(device))
+        self._block_bytes = layout.block_bytes
         try:
             self._state = make_state(
                 layout, arena, self._device, keep_alive, output_copy_stream, copies_with
@@ -100,7 +101,7 @@ class CudaSwapEngine(SwapEngine):
         if self._capturing():
             raise JobError(f"job {job.job_id} was submitted while a CUDA graph is captured")
         lane = self._state.lanes["before_compute" if job.before_compute else job.direction]
-        lane.submit(job, len(job.pairs) * self.layout.block_bytes)
+        lane.submit(job, len(job.pairs) * self._block_bytes)
         self._undelivered += 1
 
     def await_loads(self) -> None:
@@ -139,7 +140,7 @@ class CudaSwapEngine(SwapEngine):
         runtime = cuda.runtime
         packer = SlotPacker(self.layout)
         regions = self.layout.regions
-        step = max(1, _UNPACKED_BYTES // self.layout.block_bytes)
+        step = max(1, _UNPACKED_BYTES // self._block_bytes)
         for first in range(0, len(pairs), step):
             blocks, slots = pairs[first : first + step].T
             pages = {
@@ -211,7 +212,7 @@ class CudaSwapEngine(SwapEngine):
             self._zeroer.zero(blocks)
         except RuntimeError as error:
             raise CopyError(
-                f"zeroing {len(blocks)} blocks of {self.layout.block_bytes} bytes failed: {error}"
+                f"zeroing {len(blocks)} blocks of {self._block_bytes} bytes failed: {error}"
             ) from error
         finally:  # part of the zeroing may be queued, and must run before later loads
             self.fence_loads()

@@ -19,7 +19,7 @@ from kv_offload.engines.vllm.hooks.errors import survives
 from kv_offload.engines.vllm.locate import EngineState, find_waker
 from kv_offload.engines.vllm.patches.waiting import skip_lookups
 from kv_offload.engines.vllm.start.build import Engine, build_scheduler, prepare_scheduler
-from kv_offload.engines.vllm.start.log import FirstHits, log_pool
+from kv_offload.engines.vllm.start.log import MissedRequests, log_pool
 from kv_offload.engines.vllm.start.members import is_chosen, served_by_peer_connector
 from kv_offload.engines.vllm.start.ranks import ask_capacities
 from kv_offload.messages import OffloadMetadata, OffloadWorkerMetadata, WorkerCapacity
@@ -58,7 +58,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         # If there is only one rank, it may be in this process.
         self._only_rank = engine.vllm_config.parallel_config.world_size == 1
         self._events = EventMaker(engine.kv_cache_config)
-        self._first_hits = FirstHits()
+        # None once a request had a hit.
+        self._missed_requests: MissedRequests | None = MissedRequests()
         self.restarted_sessions: set[str] = set()
         """Sessions that gave up their blocks and have not been scheduled since."""
 
@@ -230,7 +231,8 @@ class SchedulerHooks(KVConnectorBase_V1, SupportsHMA):
         """Let the engine free the blocks at once: the sources of running stores are pinned."""
         self.restarted_sessions.discard(request.request_id)
         self.offload_scheduler.finished(request, block_ids)
-        self._first_hits.ended()
+        if self._missed_requests is not None:
+            self._missed_requests.ended()
         return False, None
 
     @survives(lambda self: False)

@@ -75,25 +75,18 @@ def log_pool(engine: Engine, num_slots: int) -> None:
         )
 
 
-class FirstHits:
-    """Logs once if none of the first requests had a hit, with a link to possible reasons."""
+class MissedRequests:
+    """Counts requests without a hit, and logs once if there are many, with possible reasons."""
 
     def __init__(self) -> None:
-        self._requests: int | None = 0  # None after a hit or the warning
+        self._requests = 0
 
     def ended(self) -> None:
         """Count a request that ended."""
-        if self._requests is None:
-            return
         self._requests += 1
-        if self._requests >= FIRST_REQUESTS:
-            self._requests = None
+        if self._requests == FIRST_REQUESTS:
             logger.warning(
                 "kv-offload: none of the first %d requests had a hit in host memory. The reasons: "
                 "docs/use/troubleshooting.md#nothing-is-loaded",
                 FIRST_REQUESTS,
             )
-
-    def loaded(self) -> None:
-        """Record that a request had a hit."""
-        self._requests = None
