@@ -128,11 +128,8 @@ class RankReport:
     aborted_step: int | None = None
     """The `admissions` of the last step that an engine error aborted: it is unknown which blocks it
     computed."""
-    load_bytes_per_second: float | None = None
-    """The speed of a load that ran alone."""
-    store_bytes_per_second: float | None = None
-    promote_bytes_per_second: dict[str, float] | None = None
-    """By tier."""
+    bytes_per_second: dict[str, float] | None = None
+    """Measured speeds of a `load`, a `store`, and a read of each tier, by its name."""
     ready_slots: int | None = None
     """The number of slots from 0 on whose memory is ready."""
     weight_loads: int | None = None

@@ -270,13 +270,15 @@ class OffloadScheduler:
         loads = {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
         if loads:
             self.resets.weights_were_loaded(loads)
-        speeds = {rank: news.load_bytes_per_second for rank, news in report.ranks.items()}
-        self.watch.load_rate.add_reports(speeds)
+        speeds: dict[str, dict[int, float]] = {}
+        for rank, news in report.ranks.items():
+            for name, speed in (news.bytes_per_second or {}).items():
+                speeds.setdefault(name, {})[rank] = speed
+        for name, by_rank in speeds.items():
+            self.watch.copy_rates[name].add_reports(by_rank)
         for take in self._subscribers.reports:
             self._survive(take, report)
         for rank, news in report.ranks.items():
-            if news.store_bytes_per_second is not None:
-                self._stores.budget.learn(news.store_bytes_per_second, rank)
             if news.ready_slots is not None:
                 self._use_ready_slots({rank: news.ready_slots})
 

@@ -47,11 +47,8 @@ class CopyRate:
         self._reported: dict[int, RecentMedian] = {}
         self._computed = 0
 
-    def add_reports(self, speeds: Mapping[int, float | None]) -> None:
-        """Add the speeds that ranks report now; None for a rank that reports none."""
-        news = {rank: speed for rank, speed in speeds.items() if speed is not None}
-        if not news:
-            return
+    def add_reports(self, news: Mapping[int, float]) -> None:
+        """Add the speeds of the ranks that report one now; at least one does."""
         for rank, speed in news.items():
             self._reported.setdefault(rank, RecentMedian(MIN_MEASUREMENTS)).add(speed)
         silent = [known.value for rank, known in self._reported.items() if rank not in news]
@@ -243,7 +240,9 @@ class StepWatch:
     """Times every step, and measures rates from these times."""
 
     def __init__(self) -> None:
-        self.load_rate = CopyRate()
+        self.load_rate, self.store_rate = CopyRate(), CopyRate()
+        self.copy_rates = {"load": self.load_rate, "store": self.store_rate}
+        """By their names in reports. Lower tiers add those of their reads."""
         self.prefill_rate = PrefillRate()
         self.step_seconds = RecentMedian()
         self.decode_seconds = RecentMedian()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kv_offload.messages import OffloadWorkerMetadata, TierCapacity, WorkerCapacity
+from kv_offload.messages import TierCapacity, WorkerCapacity
 from kv_offload.scheduler.core import Core
 from kv_offload.scheduler.quotas import Quotas
 from kv_offload.scheduler.request import TrackedRequest
@@ -65,11 +65,10 @@ class LowerTiers:
         self._quotas: dict[str, Quotas] = {}
         self._kept_on_reset: set[str] = set()
         to = core.subscribers
-        if specs:
-            to.reports.append(self._learn)
         for spec in specs:
             tier = spec.make()
             self.tiers[tier.name] = tier
+            core.watch.copy_rates[tier.name] = tier.rate
             self.demoters[tier.name] = Demoter(core, tier, spec.write_rate)
             if (manager := tier.manager) is not None:
                 if core.announcer is not None:
@@ -139,16 +138,6 @@ class LowerTiers:
             self._alarms[transfer.tier] = alarm
             alarm.daemon = True
             alarm.start()
-
-    def _learn(self, report: OffloadWorkerMetadata) -> None:
-        """Record the read speeds that ranks have measured."""
-        for name, tier in self.tiers.items():
-            tier.rate.add_reports(
-                {
-                    rank: (news.promote_bytes_per_second or {}).get(name)
-                    for rank, news in report.ranks.items()
-                }
-            )
 
     @property
     def has_pending_work(self) -> bool:

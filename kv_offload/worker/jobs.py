@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 MEASURED_BYTES = 8 << 20
 """Minimum bytes of a measured job: a smaller one shows latency rather than the link's speed."""
 
-REMEMBERED_STORES = 7
-"""Four measurements in a row correct a wrong speed, which takes at most a dozen steps."""
-
 
 class RankLog(logging.LoggerAdapter[logging.Logger]):
     """Prefixes every line with the plugin's name and the rank."""
@@ -39,9 +36,9 @@ class CopySpeeds:
     """Measures the link with jobs that had it to themselves.
 
     A small store is dominated by its latency, and a store that runs with other copies shares the
-    link. The speed of either is a lower bound, so it counts only if it exceeds the current
-    estimate. Without these lower bounds, an estimate that is far too low would never be corrected,
-    because it allows only small stores.
+    link. The speed of either is a lower bound, so it counts only if it exceeds the last speeds of
+    stores that were neither. Without these lower bounds, an estimate that is far too low would
+    never be corrected, because it allows only small stores.
     """
 
     def __init__(self) -> None:
@@ -50,9 +47,9 @@ class CopySpeeds:
         self._load_alone = False
         # True if the last started store has been the only copy since its start.
         self._store_alone = False
-        self._load_speed: float | None = None
-        self._store_speeds = RecentMedian(REMEMBERED_STORES)
-        self._reported_store_speed = ASSUMED_BYTES_PER_SECOND
+        self._stores_alone = RecentMedian(MIN_MEASUREMENTS)
+        self._stores_alone.add(ASSUMED_BYTES_PER_SECOND)
+        self._news: dict[str, float] = {}
 
     def starts(self, job: SwapJob) -> None:
         """Record a job that the transfer engine has accepted."""
@@ -69,26 +66,24 @@ class CopySpeeds:
         if done.error is not None or done.seconds <= 0:
             return
         speed, large = done.nbytes / done.seconds, done.nbytes >= MEASURED_BYTES
-        if done.direction is Direction.STORE:
-            if (large and self._store_alone) or speed > self._store_speed:
-                self._store_speeds.add(speed)
-        elif large and self._load_alone:
-            self._load_speed = speed
+        if done.direction is Direction.LOAD:
+            counts = large and self._load_alone
+        elif large and self._store_alone:
+            self._stores_alone.add(speed)
+            counts = True
+        else:
+            counts = speed > self._stores_alone.value
+        if counts:
+            self.measured(done.direction.value, speed)
 
-    def take_load_speed(self) -> float | None:
-        """Return the bytes per second of the last load that ran alone, once; None without one."""
-        speed, self._load_speed = self._load_speed, None
-        return speed
+    def measured(self, name: str, bytes_per_second: float) -> None:
+        """Note a speed by its name in `RankReport`, until `take` returns it."""
+        self._news[name] = bytes_per_second
 
-    def take_store_speed(self) -> float | None:
-        """Return the bytes per second of stores if the value has changed since the last call."""
-        reported, self._reported_store_speed = self._reported_store_speed, self._store_speed
-        return None if reported == self._store_speed else self._store_speed
-
-    @property
-    def _store_speed(self) -> float:
-        enough = len(self._store_speeds) >= MIN_MEASUREMENTS
-        return self._store_speeds.value if enough else ASSUMED_BYTES_PER_SECOND
+    def take(self) -> dict[str, float] | None:
+        """Return the last speeds since the previous call; None without any."""
+        news, self._news = self._news, {}
+        return news or None
 
 
 class RankJobs:

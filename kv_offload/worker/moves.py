@@ -31,7 +31,6 @@ class Moves:
         self._tiers: dict[str, TierEngine] = {}
         # By job: the rows of this rank's slots among all pairs of the job.
         self._rows: dict[int, list[int]] = {}
-        self._unreported_speeds: dict[str, float] = {}
 
     def use(self, name: str, tier: TierEngine) -> None:
         """Add a tier."""
@@ -93,17 +92,9 @@ class Moves:
         self._jobs.stats.count("tier_mismatches", done.mismatches)
         self._jobs.stats.count("tier_errors", done.error is not None)
         if promotes and done.nbytes >= TIMED_BYTES:
-            # The other ranks read their parts at the same time.
-            self._unreported_speeds[tier] = self._jobs.sharing.count * done.nbytes / done.seconds
-
-    def take_speeds(self) -> dict[str, float] | None:
-        """Return the speed of each tier's last timed promotion, once; None without any.
-
-        Speeds are bytes of slots per second of all sharing ranks together, as each reads a part of
-        every job.
-        """
-        speeds, self._unreported_speeds = self._unreported_speeds, {}
-        return speeds or None
+            # Sharing ranks each read a part of every job at the same time.
+            nbytes = self._jobs.sharing.count * done.nbytes
+            self._jobs.speeds.measured(tier, nbytes / done.seconds)
 
     def revoke_tiers(self, timeout_seconds: float) -> str:
         """See `TierEngine.revoke`. Blocks. Returns the problems of all tiers, or ""."""

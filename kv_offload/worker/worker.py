@@ -309,9 +309,7 @@ class OffloadWorker:
         jobs, ready, weights = self._jobs, self._jobs.ready_slots, self._count_weight_loads()
         news = (  # in the order of the fields of `RankReport`
             self._aborted_step,
-            jobs.speeds.take_load_speed(),
-            jobs.speeds.take_store_speed(),
-            self._moves.take_speeds(),
+            jobs.speeds.take(),
             ready if ready > self._reported_ready_slots else None,
             weights if weights > self._reported_weight_loads else None,
             self._peers.report(),

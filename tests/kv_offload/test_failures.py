@@ -478,6 +478,7 @@ def test_an_error_in_reading_a_report_does_not_tell_of_a_load_twice():
 def test_an_error_in_what_was_measured_keeps_no_job_from_ending(monkeypatch):
     engine = PlayedEngine(beside=False)
     monkeypatch.setattr(engine.offload.watch.load_rate, "learn", lambda _speed: 1 / 0)
-    engine.offload.apply_report(OffloadWorkerMetadata({0: RankReport(load_bytes_per_second=1.0)}))
+    report = RankReport(bytes_per_second={"load": 1.0})
+    engine.offload.apply_report(OffloadWorkerMetadata({0: report}))
     check_served(engine, PROMPT)
     assert engine.totals["hook_errors"] == 1

@@ -10,7 +10,6 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from kv_offload.cache.prefix import CacheGroup
-from kv_offload.messages import OffloadWorkerMetadata, RankReport
 from kv_offload.scheduler.stores.budget import MIN_HORIZON_SECONDS
 from kv_offload.scheduler.timing import StepTime
 from tests.support.configurations import PAGE_WORDS
@@ -126,9 +125,8 @@ def clocked(clock: Callable[[], float], **arguments: Any) -> PlayedEngine:
 
 def narrow(engine: PlayedEngine, slots: int) -> PlayedEngine:
     """Make the link so slow that only this many slots may be in flight, but at least one."""
-    speed = blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS
-    report = RankReport(store_bytes_per_second=speed)
-    engine.offload.apply_report(OffloadWorkerMetadata({0: report}))
+    for _ in range(15):
+        engine.offload.watch.store_rate.learn(blocks(1) * (slots + 0.5) / MIN_HORIZON_SECONDS)
     return engine
 
 

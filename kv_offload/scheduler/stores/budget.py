@@ -11,8 +11,7 @@ import math
 from collections import deque
 
 from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND
-from kv_offload.scheduler.request import RequestTable
-from kv_offload.scheduler.timing import StepTime
+from kv_offload.scheduler.core import Core
 
 HORIZON_STEPS = 3
 """Number of steps within which planned stores should have been copied.
@@ -39,28 +38,21 @@ other forever."""
 class StoreBudget:
     """Limits the slots that a step may plan to store.
 
-    `block_bytes` is the size of a block on one rank. Stores pin at most `max_pinned_blocks`, and
-    leave some blocks free while any of `requests` is admitted.
+    Stores pin at most `max_pinned_share` of the GPU blocks, and leave some free while any request
+    is admitted.
     """
 
-    def __init__(
-        self, block_bytes: int, max_pinned_blocks: int, requests: RequestTable, step_time: StepTime
-    ) -> None:
-        self._block_bytes = block_bytes
-        self._max_pinned_blocks = max(1, max_pinned_blocks)
-        self._requests = requests
-        self._step_time = step_time
-        self._bytes_per_second: dict[int, float] = {}  # by rank
+    def __init__(self, core: Core) -> None:
+        num_blocks = len(core.engine.pool.blocks) - 1
+        self._max_pinned_blocks = max(1, int(core.config.max_pinned_share * num_blocks))
+        self._requests, self._block_bytes = core.requests, core.slots.block_bytes
+        self._step_time, self._rate = core.transfers.step_time, core.watch.store_rate
         self._load_seconds = 0.0
         self._planned_slots = 0
         self._grown: deque[int] = deque(maxlen=PIN_STEPS)
         self._growth = 0.0
         self.prompt_growth = 0
         """GPU blocks that partly computed prompts will take while a pin lasts."""
-
-    def learn(self, bytes_per_second: float, rank: int = 0) -> None:
-        """Set the speed of a rank's stores. A store ends when the slowest rank has ended it."""
-        self._bytes_per_second[rank] = bytes_per_second
 
     def next_step(self, *, load_seconds: float, grown_blocks: int) -> None:
         """Begin a step: loads still need `load_seconds`, and decodes last got `grown_blocks`."""
@@ -94,7 +86,7 @@ class StoreBudget:
 
         It is at least 1 while nothing is in flight, so that stores make progress.
         """
-        speed = min(self._bytes_per_second.values(), default=ASSUMED_BYTES_PER_SECOND)
+        speed = self._rate.measured_bytes_per_second or ASSUMED_BYTES_PER_SECOND
         slots_per_second = speed / self._block_bytes
         step = self._step_time.recent_seconds
         horizon_seconds = max(HORIZON_STEPS * step, MIN_HORIZON_SECONDS)

@@ -60,12 +60,7 @@ class StorePlanner:
         self._manager, self._retention = core.manager, core.retention
         self._transfers, self._statistics = core.transfers, core.statistics
         self._subscribers = core.subscribers
-        self.budget = StoreBudget(
-            core.slots.block_bytes,
-            int(config.max_pinned_share * (len(pool.blocks) - 1)),
-            core.requests,
-            core.transfers.step_time,
-        )
+        self.budget = StoreBudget(core)
         prompt_only = config.store_blocks == "prompt"
         max_share = config.max_share_per_salt
         self.candidates = StoreCandidates(

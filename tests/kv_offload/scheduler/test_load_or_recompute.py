@@ -32,7 +32,7 @@ def store(engine: PlayedEngine, prompts: Sequence[Tokens]) -> dict[str, Tokens]:
 def measure_ranks(engine: PlayedEngine, slow: int) -> None:
     """Have ranks tell of one load in different steps, the `slow` first ones before the others."""
     for rank in range(len(engine.ranks)):
-        report(engine, {}, rank, load_bytes_per_second=1e3 if rank < slow else 1e12)
+        report(engine, {}, rank, bytes_per_second={"load": 1e3 if rank < slow else 1e12})
 
 
 @pytest.mark.parametrize("slow", [1, 2])
@@ -59,7 +59,7 @@ def test_a_hiccup_of_one_rank_counts_once():
     teach(engine, bytes_per_second=1e12)
     tells = [(0, 1e12), (1, 1e12)] * 3 + [(1, 1e3)] + [(0, 1e12)] * 15
     for rank, speed in tells:
-        report(engine, {}, rank, load_bytes_per_second=speed)
+        report(engine, {}, rank, bytes_per_second={"load": speed})
     engine.serve("request", prompts[0], max_tokens=2)
     assert (engine.totals["recomputed_tokens"], engine.totals["hit_tokens"]) == (0, 20)
     engine.check_rest()

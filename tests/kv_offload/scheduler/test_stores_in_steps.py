@@ -6,7 +6,12 @@ import pytest
 from kv_swap.engine import Direction
 from vllm.v1.core.sched.interface import PauseState
 
-from kv_offload.scheduler.stores.budget import SHARE_BESIDE_LOADS, StoreBudget
+from kv_offload.measurement import MIN_MEASUREMENTS
+from kv_offload.scheduler.stores.budget import (
+    MIN_HORIZON_SECONDS,
+    SHARE_BESIDE_LOADS,
+    StoreBudget,
+)
 from tests.support.beside_steps import report
 from tests.support.played_cases import (
     BLOCK,
@@ -147,14 +152,25 @@ def test_what_was_loaded_is_not_looked_at_for_stores(monkeypatch, synchronous_lo
     engine.rest()
 
 
+def test_stores_are_as_fast_as_on_the_slowest_rank():
+    engine = clocked(lambda: 0.0, ranks=2, max_num_batched_tokens=64)
+    slow = blocks(1) * 2.5 / MIN_HORIZON_SECONDS
+    for _ in range(MIN_MEASUREMENTS):
+        for rank, speed in enumerate((slow, 1e12)):  # which tell of one store in different steps
+            report(engine, {}, rank, bytes_per_second={"store": speed})
+    engine.add("a", PROMPT)
+    assert len(stored_blocks(engine.step())) == 2
+    engine.rest()
+
+
 def test_loads_come_before_stores():
     now = iter(range(10_000))
     engine = clocked(lambda: next(now) * 0.01, blocks=60, max_num_batched_tokens=64)
     store(engine, PROMPT)
     engine.step(100)  # of 10 ms each
     # Two slots a step beside a long load.
-    report(engine, {}, store_bytes_per_second=blocks(1) * 2.5 / 0.01 / SHARE_BESIDE_LOADS)
     for _ in range(3):
+        engine.offload.watch.store_rate.learn(blocks(1) * 2.5 / 0.01 / SHARE_BESIDE_LOADS)
         engine.offload.watch.load_rate.learn(blocks(1))
     engine.add("loads", PROMPT)
     engine.add("computes", OTHER * 3, max_tokens=12)

@@ -428,14 +428,14 @@ def test_no_copy_hangs_because_the_engine_made_no_step(now, engine, monkeypatch,
 def test_of_ranks_that_tell_in_turn_how_fast_they_read_the_slowest_counts(engine):
     for _ in range(15):
         for rank, speed in enumerate((1e3, 1e9, 1e9)):
-            report(engine, {}, rank, promote_bytes_per_second={"disk": speed})
+            report(engine, {}, rank, bytes_per_second={"disk": speed})
     assert engine.offload.gauges()["disk_read_bytes_per_second"] == 1e3
 
 
 def test_a_hit_is_computed_where_reading_takes_longer(engine):
     teach(engine, 1e12)
     for _ in range(20):
-        report(engine, {}, promote_bytes_per_second={"disk": 1.0})
+        report(engine, {}, bytes_per_second={"disk": 1.0})
     for number in range(COPY_EVERY - 1):
         ask(engine, f"a{number}")
         engine.run()
@@ -449,7 +449,7 @@ def test_a_hit_is_computed_where_reading_takes_longer(engine):
 def test_always_load_reads_all(make):
     engine = make(plugin={"load_or_recompute": "always_load"})
     for _ in range(20):
-        report(engine, {}, promote_bytes_per_second={"disk": 1.0})
+        report(engine, {}, bytes_per_second={"disk": 1.0})
     ask(engine, "a")
     engine.run()
     assert engine.totals["promoted_slots"] == FULL_BLOCKS

@@ -78,11 +78,11 @@ def test_only_long_reads_tell_how_fast_the_tier_is(monkeypatch):
     half = Half()
     half.move(0, promotes=False)
     half.move(1, promotes=True)
-    assert half.moves.take_speeds() is None
+    assert half.jobs.speeds.take() is None
     monkeypatch.setattr("kv_offload.worker.moves.TIMED_BYTES", 40)
     half.move(2, promotes=True)
-    assert half.moves.take_speeds() == {"disk": pytest.approx(40 / 0.001)}
-    assert half.moves.take_speeds() is None
+    assert half.jobs.speeds.take() == {"disk": pytest.approx(40 / 0.001)}
+    assert half.jobs.speeds.take() is None
 
 
 def test_ranks_that_share_memory_tell_how_fast_they_read_together(monkeypatch):
@@ -92,4 +92,4 @@ def test_ranks_that_share_memory_tell_how_fast_they_read_together(monkeypatch):
         half.move(0, promotes=False)
         half.move(1, promotes=True)
         assert half.jobs.stats.data["promoted_bytes"] == own_bytes
-        assert half.moves.take_speeds() == {"disk": pytest.approx(2 * own_bytes / 0.001)}
+        assert half.jobs.speeds.take() == {"disk": pytest.approx(2 * own_bytes / 0.001)}

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 from kv_swap.engine import Direction
 
+from kv_offload.measurement import ASSUMED_BYTES_PER_SECOND
 from kv_offload.messages import Outcome
+from kv_offload.scheduler.timing import CopyRate
 from tests.support.manual_copies import ManualSwapEngine, manual_copies
 from tests.support.rank import BLOCK_BYTES, Rank, load, store
 
@@ -25,6 +27,7 @@ class Link:
             self.rank = Rank().start()
         self.copies: ManualSwapEngine = made[0]
         self.rank.report()
+        self.store_rate = CopyRate()
 
     def start(self, direction: Direction, blocks: int) -> None:
         job_id, pairs = self.rank.next_job_id, [(index, index) for index in range(blocks)]
@@ -54,17 +57,21 @@ class Link:
             self.end(speed, last=True, fail=True)
         self.end(speed, fail=fail)
 
-    def told(self) -> list[float | None]:
-        report = self.rank.report()
-        return [report.load_bytes_per_second, report.store_bytes_per_second]
+    def told(self) -> dict[str, float] | None:
+        return self.rank.report().bytes_per_second
+
+    def report_stores(self) -> float | None:
+        """Report to the scheduler's half; return how fast it then takes stores to be."""
+        if told := self.told():
+            self.store_rate.add_reports({0: told["store"]})
+        return self.store_rate.measured_bytes_per_second
 
     def stored(self, *speeds: float, blocks: int = LARGE) -> float | None:
-        """Run stores at these speeds, each alone; return what the last one changed, if so."""
-        told = None
+        """Run and report stores at these speeds, each alone; return the resulting estimate."""
         for speed in speeds:
             self.copy(STORE, blocks, speed)
-            _, told = self.told()
-        return told
+            self.report_stores()
+        return self.store_rate.measured_bytes_per_second
 
 
 @pytest.fixture
@@ -77,10 +84,10 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
 
 def test_a_large_load_that_ran_alone_tells_its_speed_once(link):
     link.copy(LOAD, LARGE, 2e9)
-    assert link.told() == [pytest.approx(2e9), None]
-    assert link.told() == [None, None]
+    assert link.told() == {"load": pytest.approx(2e9)}
+    assert link.told() is None
     link.copy(LOAD, LARGE, 3e9, during=STORE)
-    assert link.told() == [pytest.approx(3e9), None], "stores give way to loads"
+    assert link.told() == {"load": pytest.approx(3e9)}, "stores give way to loads"
 
 
 def test_a_copy_that_took_no_measurable_time_has_ended_well(link):
@@ -97,35 +104,40 @@ def test_other_loads_tell_no_speed(link):
         link.start(LOAD, LARGE)
     for _ in range(2):
         link.end(FAST)
-    assert link.told() == [None, None]
+    assert link.told() is None
 
 
-def test_the_speed_of_stores_is_assumed_until_there_is_evidence(link):
-    assert link.stored(SLOW) is None
-    assert link.stored(SLOW) is None
+def test_the_speed_of_stores_is_unknown_until_there_is_evidence(link):
+    assert link.stored(SLOW, SLOW) is None
     assert link.stored(SLOW) == pytest.approx(SLOW)
 
 
 def test_one_slow_store_changes_nothing(link):
     assert link.stored(SLOW, FAST, FAST) == pytest.approx(FAST)
-    assert link.stored(FAST, SLOW) is None
+    assert link.stored(FAST, FAST, SLOW) == pytest.approx(FAST)
+
+
+def test_after_one_slow_store_small_ones_are_still_no_evidence(link):
+    assert link.stored(*[FAST] * 15, SLOW) == pytest.approx(FAST)
+    assert link.stored(*[2e9] * 15, blocks=SMALL) == pytest.approx(FAST)
 
 
 def test_stores_that_were_small_or_not_alone_only_raise_the_speed(link):
-    def others(speed: float) -> list[float | None]:
+    def others(speed: float) -> float | None:
         for _ in range(4):
-            link.copy(STORE, SMALL, speed)
-            link.copy(STORE, LARGE, speed, during=STORE)
-            link.copy(STORE, LARGE, speed, during=LOAD)
+            for blocks, during in ((SMALL, None), (LARGE, STORE), (LARGE, LOAD)):
+                link.copy(STORE, blocks, speed, during=during)
+                link.report_stores()
             link.copy(STORE, LARGE, SLOW, fail=True)
-        return link.told()
+            link.report_stores()
+        return link.store_rate.measured_bytes_per_second
 
-    assert others(SLOW) == [None, None], "they are slower than what is assumed"
+    assert others(ASSUMED_BYTES_PER_SECOND / 2) is None, "they are slower than what is assumed"
     assert link.stored(*[2e9] * 3) == pytest.approx(2e9)
-    assert others(1e9) == [None, None]
-    assert others(3e9) == [None, pytest.approx(3e9)]
+    assert others(1e9) == pytest.approx(2e9)
+    assert others(3e9) == pytest.approx(3e9)
 
 
 def test_small_stores_correct_a_speed_that_was_slow_for_long(link):
     link.stored(*[SLOW] * 100)
-    assert link.stored(*[2e9] * 4, blocks=SMALL) == pytest.approx(2e9)
+    assert link.stored(*[2e9] * 8, blocks=SMALL) == pytest.approx(2e9)
