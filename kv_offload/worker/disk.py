@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from kv_swap.engine import SwapEngine
 from kv_swap.errors import TierError
 
-from kv_offload.config.disk_folder import find_ranks, rank_file
+from kv_offload.cache.disk_index.file import check_unused
+from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, rank_file
 from kv_offload.config.sizes import describe_bytes
 from kv_offload.errors import CapacityError, ConfigError
 from kv_offload.worker.sharing import SharingRanks
@@ -51,8 +52,9 @@ class Disk:
     ) -> DiskTier:
         """Open or create the file of a rank; `pages` describes the layout of a slot.
 
-        First removes the files of an engine with more ranks: no engine can find their contents, and
-        this one may need their space.
+        Refuses the folder of a running engine before it creates a file: if that engine has fewer
+        ranks, a new file would stay there. Then removes the files of an engine with more ranks: no
+        engine can find their contents, and this one may need their space.
 
         Raises `ConfigError` or `CapacityError`.
         """
@@ -67,6 +69,7 @@ class Disk:
             "pages": pages,
         }
         path = rank_file(self.folder, rank)
+        check_unused(self.folder / INDEX_FILE)
         self._remove_surplus(num_ranks)
         try:
             file = DiskTier(path, num_slots, transfer.slots(), description)

@@ -33,8 +33,9 @@ NO_INDEX = "it has no index: it is new, or a reset or new weights emptied it"
 def lock_index(path: Path) -> int:
     """Lock the lock file of `path`; return its descriptor, which holds the lock until it is closed.
 
-    Raises `ConfigError` if another engine holds the lock.
+    Raises `ConfigError` as `check_files` does, and if another engine holds the lock.
     """
+    check_files(path)
     file = lock_file(path)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if lock(descriptor, LOCK_SECONDS):
@@ -51,13 +52,31 @@ def lock_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
+def check_unused(path: Path) -> None:
+    """Raise `ConfigError` if an engine uses the index at `path`. Creates no file."""
+    with refused(path), contextlib.suppress(FileNotFoundError):
+        lock_file(path).stat()
+        os.close(lock_index(path))
+
+
+def check_files(path: Path) -> None:
+    """Raise `ConfigError` if a pipe, folder or device is in the place of a file of the index.
+
+    Opening a pipe would block.
+    """
+    for file in (lock_file(path), *(path.with_name(path.name + suffix) for suffix in SUFFIXES)):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise ConfigError(
+                    f"{file}: is not a regular file. Remove it, or give another folder as disk.path"
+                )
+
+
 def open_index(path: Path, new: DiskContents) -> tuple[sqlite3.Connection, DiskContents, str]:
     """Open the index, or create one from `new`; return its contents, and why it was created."""
     reason = NO_INDEX
     if path.exists():
         found_file = path.stat()
-        if not stat.S_ISREG(found_file.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
         if found_file.st_uid != os.geteuid():
             raise OSError(errno.EPERM, f"it belongs to user {found_file.st_uid}")
         if found_file.st_mode & 0o077:  # for example a copy

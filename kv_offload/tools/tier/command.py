@@ -39,14 +39,14 @@ def _run(arguments: argparse.Namespace) -> Report:
 def _lines(replica: Replica) -> Iterator[tuple[str, str]]:
     in_use = {True: "by an engine", False: "by no engine", None: "not known"}[replica.in_use]
     yield "in use", in_use
-    if replica.was_reset:
+    if replica.problem:
+        yield "index", replica.problem
+    elif replica.description is None or replica.slots is None:
         yield (
             "index",
             "none: a reset or new weights emptied the disk, or it was removed by hand; a restart "
             "begins empty",
         )
-    elif replica.description is None or replica.slots is None:
-        yield "index", replica.problem
     else:
         yield "model", ", ".join(filter(None, map(replica.description.get, ("model", "dtype"))))
         used, slots = replica.used_slots, replica.slots

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kv_offload.cache.disk_index.contents import DiskContents, read_contents
 from kv_offload.cache.disk_index.file import lock_file
-from kv_offload.config.checks import check_regular
 from kv_offload.errors import ConfigError
 
 LOG_HEADER_BYTES = 32
@@ -50,7 +49,6 @@ def _copy(path: Path, copy: Path) -> None:
     with another header only once all its contents are in the index. So while the header stays the
     same, the log contains all concurrent writes to the index.
     """
-    check_regular(path.stat())
     log, copied_log = (file.with_name(f"{file.name}-wal") for file in (path, copy))
     for _ in range(COPY_ATTEMPTS):
         before = _header(log)

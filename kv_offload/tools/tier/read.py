@@ -10,6 +10,7 @@ from kv_swap.errors import TierError
 from kv_swap.tiers.region import FIRST_REGION_BYTES, read_description
 
 from kv_offload.cache.disk_index.contents import DamagedIndexError, DiskContents
+from kv_offload.cache.disk_index.file import check_files
 from kv_offload.config.checks import check_regular
 from kv_offload.config.disk_folder import INDEX_FILE, find_ranks, find_replicas
 from kv_offload.config.sizes import format_size
@@ -78,12 +79,14 @@ def read_folder(path: Path) -> list[Replica]:
 
 def _read_replica(folder: Path) -> Replica:
     path, index, problem, in_use = folder / INDEX_FILE, None, "", None
-    with contextlib.suppress(OSError):
-        in_use = is_in_use(path)
     try:
-        index = read_index(path)
+        check_files(path)
+        with contextlib.suppress(OSError):
+            in_use = is_in_use(path)
+        if path.exists():  # a reset leaves no index
+            index = read_index(path)
     except (ConfigError, DamagedIndexError) as error:
-        problem = error.message if path.exists() else ""  # a reset leaves no index
+        problem = error.message
     ranks = [_read_rank(rank, file, index) for rank, file in find_ranks(folder).items()]
     used = [] if index is None else index.used.tolist()
     return Replica(

@@ -29,7 +29,7 @@ import pytest
 
 from kv_offload.cache.disk_index import DiskIndex, index
 from kv_offload.cache.disk_index.contents import row_sum
-from kv_offload.cache.disk_index.file import NO_INDEX
+from kv_offload.cache.disk_index.file import NO_INDEX, SUFFIXES
 from kv_offload.errors import ConfigError
 from kv_offload.tools.tier.index import read_index
 from tests.support import disk_uses
@@ -463,9 +463,21 @@ def test_a_path_that_cannot_be_used_is_refused_with_the_remedy(tmp_path):
     for path, problem in {
         tmp_path / "missing" / "index.sqlite": "No such file or directory",
         file / "index.sqlite": "Not a directory",
-        tmp_path: "not a regular file",
     }.items():
         assert refusal(path) == f"kv-offload: {path}: cannot be used: {problem}. {remedy}"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("suffix", [".lock", *SUFFIXES])
+def test_what_is_no_file_is_refused_where_sqlite_would_wait_for_it(path, suffix, make):
+    with opened(path):
+        pass
+    file = path.with_name(path.name + suffix)
+    file.unlink(missing_ok=True)
+    make(file)
+    assert refusal(path) == (
+        f"kv-offload: {file}: is not a regular file. Remove it, or give another folder as disk.path"
+    )
 
 
 def test_a_folder_or_file_of_another_user_is_refused():

@@ -70,7 +70,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 def test_who_comes_second_is_refused_and_the_first_one_keeps_its_blocks(start, other):
     with start("4MiB") as first:
         assert first.turn("stored") == (0, FULL_BLOCKS)
-        with pytest.raises(ConfigError, match=r"in use by another engine.*its own folder"):
+        with pytest.raises(ConfigError, match=r"another engine uses it.*its own disk\.path"):
             start(**other).__enter__()
         assert first.turn("read") == (FULL_BLOCKS, 0)
     with start("4MiB") as again:

@@ -148,6 +148,19 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(folder, shown
     assert f"{rank_file(folder, 0)}: it is not a regular file" in shown(folder, status=1)
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize("suffix", [".lock", "-wal", "-journal"])
+def test_a_pipe_beside_the_index_is_named_and_not_waited_for(folder, shown, suffix, has_index):
+    pipe = folder / f"{INDEX_FILE}{suffix}"
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    if not has_index:
+        (folder / INDEX_FILE).unlink()
+    text = shown(folder, status=1)
+    assert "in use  not known\n" in text
+    assert f"index   {pipe}: is not a regular file. Remove it, or give another folder" in text
+
+
 @pytest.mark.parametrize(
     ("size", "says"),
     [(0, "its beginning is gone: the file was cut"), (100_000, "has 97.66 KiB of the 244 KiB")],

@@ -11,9 +11,12 @@ import pytest
 import torch
 from kv_swap import KVLayout, TensorDescription, create_engine
 
+from kv_offload.cache.disk_index import DiskIndex
+from kv_offload.config.disk_folder import INDEX_FILE
 from kv_offload.worker.disk import Disk
 from kv_offload.worker.sharing import ALONE
 from tests.support.filesystems import in_memory
+from tests.support.waiting import LIMIT_SECONDS
 
 NUM_RANKS = 4
 DISK_BYTES = 8 << 20
@@ -27,10 +30,15 @@ def tight(tmp_path: Path) -> Iterator[Path]:
 
 def open_all(folder: Path, num_ranks: int, late: Sequence[int] = ()) -> None:
     """Open and close the files of an engine, each on a thread, as ranks that start together do."""
+    assert refusals(folder, num_ranks, late) == []
+
+
+def refusals(folder: Path, num_ranks: int, late: Sequence[int] = ()) -> list[str]:
+    """Open and close the files of an engine, and return the errors of its ranks."""
     kv = torch.zeros((4, 4096), dtype=torch.uint8)
     layout = KVLayout.from_tensors(len(kv), [TensorDescription.of("kv", kv, len(kv))])
     disk = Disk(folder, DISK_BYTES, {"model": "a"})
-    errors = []
+    errors: list[str] = []
 
     def open_one(rank: int) -> None:
         if rank in late:
@@ -39,14 +47,14 @@ def open_all(folder: Path, num_ranks: int, late: Sequence[int] = ()) -> None:
             with create_engine("host", layout, num_slots=4, keep_alive=[kv]) as engine:
                 disk.open(rank, num_ranks, ALONE, "pages", engine).close()
         except Exception as error:  # noqa: BLE001 - the test fails with it
-            errors.append(error)
+            errors.append(str(error))
 
     threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == []
+    return errors
 
 
 def taken_bytes(folder: Path) -> int:
@@ -74,6 +82,20 @@ def test_what_is_none_of_ours_is_left_and_told_of(tmp_path, caplog):
     assert (tmp_path / "rank-2.kv").read_bytes() == b"somebody's"
     assert names(tmp_path) == ["rank-0.kv", "rank-2.kv", "rank-4.txt"]
     assert "no tier has made it" in caplog.text
+
+
+def test_in_the_folder_of_a_running_engine_with_fewer_ranks_no_file_is_made(tmp_path):
+    """It would stay there, with all its space reserved: only the rank of the other is locked."""
+    open_all(tmp_path, 1)
+    running = DiskIndex(tmp_path / INDEX_FILE, {"model": "a"}, {"0": "a1"}, 8)
+    before = names(tmp_path)
+    assert before == ["index.sqlite", "index.sqlite-wal", "index.sqlite.lock", "rank-0.kv"]
+    said = refusals(tmp_path, 2)
+    assert [f"{INDEX_FILE}: another engine uses it" in one for one in said] == [True, True]
+    assert names(tmp_path) == before
+    running.close(LIMIT_SECONDS)
+    open_all(tmp_path, 2)
+    assert {"rank-0.kv", "rank-1.kv"} < set(names(tmp_path))
 
 
 @pytest.mark.parametrize(("before", "after", "late"), [(2, 4, (0, 1)), (4, 2, ()), (2, 1, ())])
