@@ -87,6 +87,11 @@ class Promoter:
             tracked.still_waits = self._lookups.is_spent
             if wait is not None and wait.goes_on():
                 tracked.still_waits = wait.goes_on
+                if (read := wait.read) is not None:
+                    # Another request may compute them. What the engine has now is not enough.
+                    find = self._search.in_engine(tracked.request, read.end_tokens)
+                    if find() is None:
+                        tracked.still_waits = lambda: wait.goes_on() and find() is None
         return waits
 
     def prefetch(self, tracked: TrackedRequest, start_tokens: int) -> list[Transfer] | None:
@@ -155,7 +160,10 @@ class Promoter:
     def _is_reading(self, tracked: TrackedRequest, wait: Wait, start_tokens: int) -> bool:
         """Return whether the read for a request runs and is needed; forget it if not."""
         read, hashes = wait.read, tracked.request.block_hashes
-        if read is None or not self._search.exceeds_engine(hashes, start_tokens, read.end_tokens):
+        limit = self._lookups.limit_tokens(tracked, start_tokens)
+        if read is None or not self._search.exceeds_engine(
+            hashes, start_tokens, min(read.end_tokens, limit)
+        ):
             wait.read = None
             return False
         if not all(transfer.has_ended for transfer in read.transfers):

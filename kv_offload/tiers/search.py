@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -77,11 +77,25 @@ class Search:
         """
         prefixes = self._prefixes
         if not (prefixes.tail_tokens and start == prefixes.align(end) < end):
-            return end > start
+            return prefixes.align(end) > start
         states = [group for group in prefixes.stored_groups if group.holds_state]
         (key,) = prefixes.tail_keys(hashes, states[0], end)
         ids = [group.group_id for group in states]
         return not self._pool.get_cached_block(prefixes.hash_of(states[0], key), ids)
+
+    def in_engine(self, request: Request, end: int) -> Callable[[], object]:
+        """Return what finds the last whole blocks of a prefix in the engine's own cache, in O(1).
+
+        It returns None if the engine lacks them. If it has them it usually has those before them,
+        too, since it evicts the end of a prefix first.
+        """
+        prefixes = self._prefixes
+        whole = prefixes.align(min(end, request.num_tokens - 1))
+        if not whole:
+            return lambda: None
+        block_hash = request.block_hashes[whole // self._pool.hash_block_size - 1]
+        ids = [group.group_id for group in prefixes.stored_groups]
+        return partial(self._pool.get_cached_block, block_hash, ids)
 
     def _has_more(
         self, hashes: Sequence[bytes], end: int, limit: int, tiers: Sequence[Tier]

@@ -91,8 +91,9 @@ class Admissions:
     def still_waits(tracked: TrackedRequest) -> bool:
         """Return whether the last lookup's reason to wait still holds; in O(1).
 
-        The engine's own cache may have more of the request by now. It waits all the same: the
-        engine would have to look up every waiting request in every step.
+        The engine's own cache may have more of the request by now. It waits all the same until the
+        engine has all that it waits for: else every waiting request would be looked up in every
+        step.
         """
         return tracked.may_load and tracked.still_waits()
 

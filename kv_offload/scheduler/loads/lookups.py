@@ -114,8 +114,7 @@ class Lookups:
         self, tracked: TrackedRequest, start_tokens: int, *, patient: bool
     ) -> tuple[int, list[SlotKey]]:
         """Return the end of the readable prefix, and the keys to load."""
-        prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
-        hashes = tracked.request.block_hashes
+        prefixes, hashes = self._prefixes, tracked.request.block_hashes
         limit = self.limit_tokens(tracked, start_tokens)
         known = start_tokens
         if patient:
@@ -123,8 +122,6 @@ class Lookups:
         end, shared = prefixes.longest_hits(hashes, self.readable, start_tokens, limit, known)
         # Not in an answer: prompts do not diverge there, and each turn would cost a state.
         tracked.shared_tokens = shared if shared - end > end - start_tokens else 0
-        if end == num_tokens and end - start_tokens <= prefixes.alignment_tokens:
-            end = start_tokens
         keys: list[SlotKey] = []
         if end > start_tokens:
             keys = prefixes.needed_keys(hashes, start_tokens, end)
@@ -137,9 +134,13 @@ class Lookups:
         return Hit(start, num_tokens, end, keys, self._manager.forgotten, self._arrivals, now)
 
     def limit_tokens(self, tracked: TrackedRequest, start_tokens: int) -> int:
-        """Return the token at which a load of this request must end."""
-        num_tokens = tracked.request.num_tokens
-        limit = num_tokens if self._prefixes.serves_whole_requests else num_tokens - 1
+        """Return the token at which a load of this request must end.
+
+        The last slot of a request is not loaded alone: its last token is computed anyway.
+        """
+        prefixes, num_tokens = self._prefixes, tracked.request.num_tokens
+        is_long = num_tokens - start_tokens > prefixes.alignment_tokens
+        limit = num_tokens if prefixes.serves_whole_requests and is_long else num_tokens - 1
         return tracked.hints.load_limit(start_tokens, limit)
 
     @staticmethod
@@ -161,8 +162,7 @@ class Lookups:
         prefixes, hashes = self._prefixes, tracked.request.block_hashes
         first_end = start_tokens + prefixes.alignment_tokens
         end = prefixes.hashed_tokens(hashes, self.limit_tokens(tracked, start_tokens))
-        # A single remaining slot may be the last of the request, which is not loaded alone.
-        if prefixes.align(end) <= first_end:
+        if prefixes.align(end) < first_end:
             return None
         key = prefixes.chain_key(hashes, first_end)
         owner = self.arriving.get(key)

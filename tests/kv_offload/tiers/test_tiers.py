@@ -732,3 +732,32 @@ def test_what_a_request_did_not_wait_for_is_retained_once_it_was_read(now, engin
     assert engine.offload.gauges()["retained_slots"] == (FULL_BLOCKS if ends_well else 0)
     engine.serve("b", [1, 1, *PROMPT], 1)
     assert engine.offload.gauges()["retained_slots"] == (FULL_BLOCKS if ends_well else 0)
+
+
+def compute(engine: DiskEngine, prompt: list[int]) -> None:
+    """Have the GPU compute a prompt, whatever the disk has."""
+    hints = {"kv_offload": {"load": False}}
+    engine.add("computed", prompt, 1, extra_args={"kv_transfer_params": hints})
+    engine.step(8, copies=True)
+    assert "computed" in engine.ended
+
+
+def test_the_last_slot_of_a_request_is_not_read_alone(engine):
+    """Its last token is computed anyway, and the rest of the slot with it."""
+    prompt = PROMPT[: 4 * FULL_BLOCKS]
+    compute(engine, prompt)
+    engine.offload.manager.reset()
+    engine.disk.stuck = True
+    ask(engine, "a", prompt=prompt, steps=8)
+    assert "a" in engine.ended
+    assert not engine.running(TierDirection.PROMOTE)
+
+
+def test_a_request_does_not_wait_for_its_last_slot_once_the_gpu_has_the_others(engine):
+    prompt = PROMPT[: 4 * FULL_BLOCKS]
+    engine.disk.stuck = True
+    ask(engine, "a", prompt=prompt)
+    assert len(engine.running(TierDirection.PROMOTE)) == FULL_BLOCKS
+    compute(engine, prompt)
+    engine.step(4)
+    assert "a" in engine.ended
