@@ -178,17 +178,21 @@ class Announcer:
         yield from self._release()
 
     def _remove(self, slots: Slots) -> Iterator[BlocksRemoved]:
-        """Announce that the blocks that routers know in these slots are gone."""
+        """Announce that the blocks that routers know in these slots are gone.
+
+        A block that was stored again may already be announced in its new slot: it stays known.
+        """
         announced, groups = self._announced, self._prefixes.groups
+        known = [(slot, announced[slot]) for slot in slots.tolist() if slot < len(announced)]
+        gone = [(slot, record) for slot, record in known if record is not None]
+        slots_now = self._manager.slot_numbers([record[0] for _, record in gone])
         hashes: list[list[bytes]] = [[] for _ in groups]
-        for slot in slots.tolist():
-            record = announced[slot] if slot < len(announced) else None
-            if record is not None:
-                key, position, *_ = record
+        for (slot, (key, position, *_)), slot_now in zip(gone, slots_now, strict=True):
+            announced[slot] = None
+            self._is_again[slot] = 0
+            self._log.restored.discard(slot)
+            if not self._is_announced(key, slot_now):
                 hashes[position].append(self._prefixes.hash_of(groups[position], key))
-                announced[slot] = None
-                self._is_again[slot] = 0
-                self._log.restored.discard(slot)
         for group, of_group in zip(groups, hashes, strict=True):
             if of_group:
                 yield BlocksRemoved(group, of_group, self._tier)
@@ -260,12 +264,14 @@ class Announcer:
 
     def _waits_for(self, key: SlotKey, slot: int) -> bool:
         """Return whether this key will still be announced as loadable."""
-        if slot < 0:
-            return False
-        known = self._announced[slot] if slot < len(self._announced) else None
-        if known is not None and known[0] == key:
+        if self._is_announced(key, slot):
             return bool(self._is_again[slot])
-        return self._records.of(slot, key) is not None
+        return slot >= 0 and self._records.of(slot, key) is not None
+
+    def _is_announced(self, key: SlotKey, slot: int) -> bool:
+        """Return whether this key was announced in a slot, its own; -1 if it has none."""
+        known = self._announced[slot] if 0 <= slot < len(self._announced) else None
+        return known is not None and known[0] == key
 
     def _release(self) -> Iterator[BlocksStored]:
         """Announce the held-back blocks whose parents were announced or are gone."""

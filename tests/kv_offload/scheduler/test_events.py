@@ -386,3 +386,40 @@ def test_no_step_tells_all_that_waited_behind_one_block(ends_well):
         found += news
     assert found == [*(beginning if ends_well else []), *behind]
     assert not told.held_back
+
+
+def test_a_block_in_a_new_slot_stays_known_to_its_children(monkeypatch):
+    """The turn of its new slot's earlier block comes before the removal of its old slot."""
+    monkeypatch.setattr(announcer, "MAX_STORED", 1)
+    manager = CacheManager(make_policy("lru", 2))
+    prefixes = PrefixMap([CacheGroup(0, 4)], 4, lambda block_hash, _: block_hash)
+    told = announcer.Announcer(manager, prefixes, lambda *_: None)
+    known: set[bytes] = set()
+
+    def store(*prompt: bytes) -> int:
+        request: Any = SimpleNamespace(block_hashes=prompt, all_token_ids=[1] * 4 * len(prompt))
+        slots = manager.prepare_store(prompt[-1:])
+        move = Transfer(0, Kind.PROMOTE, slots, keys=prompt[-1:])
+        told.promoted(request, 0, 4 * len(prompt), [move])
+        manager.complete_store(slots)
+        return int(slots[0])
+
+    def follow() -> None:
+        while told.has_more:
+            for news in told.take():
+                if isinstance(news, announcer.BlocksStored):
+                    assert news.parent is None or news.parent in known
+                    known.update(news.hashes)
+                else:
+                    known.difference_update(news.hashes)
+
+    assert (store(b"parent"), store(b"w")) == (0, 1)
+    follow()
+    for slot, other in [(1, b"x"), (0, b"y")]:
+        manager.forget(np.array([slot], np.int32))
+        assert store(other) == slot
+    for slot in (0, 1):
+        manager.forget(np.array([slot], np.int32))
+    assert (store(b"parent"), store(b"parent", b"child")) == (1, 0)
+    follow()
+    assert known == {b"parent", b"child"}
