@@ -370,6 +370,21 @@ def test_a_hit_in_a_block_that_the_step_computes_waits_for_the_next_step():
     assert engine.totals["hit_tokens"] == 2 * BLOCK
 
 
+@both_ways
+def test_a_hit_does_not_wait_for_a_long_prompt_that_is_far_from_its_block():
+    """Nor do the requests after it, which vLLM would not look at either."""
+    engine = engine_of(blocks=100, max_num_batched_tokens=LARGE + BLOCK)
+    text = [*PROMPT, *OTHER]
+    engine.serve("warm", text[:37], 1)
+    alone = engine.add("alone", [*text, 1, 1], 1, skip_reading_prefix_cache=True)
+    engine.step()
+    hit = engine.add("hit", [*text[:36], 1, 0, 1, 0, 1], 1)
+    engine.step()
+    assert alone.num_computed_tokens == 2 * LARGE
+    assert hit.num_computed_tokens == 40
+    engine.rest()
+
+
 def test_a_tail_that_the_engine_has_itself_is_not_waited_for(tmp_path: Path):
     """vLLM asks what follows the whole blocks of its own hit, and uses the longer one."""
     engine = engine_of(plugin=disk_config(tmp_path))

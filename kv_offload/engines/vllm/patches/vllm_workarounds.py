@@ -124,10 +124,18 @@ def chunk_after_hit(
 
 
 def _is_being_computed(scheduler: Any, request: Any, end_tokens: int) -> bool:
-    """Return whether a running request has yet to compute the same prefix up to `end_tokens`."""
+    """Return whether a running request has yet to compute the same prefix up to `end_tokens`.
+
+    Only with a block there: until then, it has not named one, and the hit is another's block.
+    """
     last = end_tokens // scheduler.hash_block_size - 1
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return any(
         other.num_computed_tokens < end_tokens
         and other.block_hashes[last : last + 1] == request.block_hashes[last : last + 1]
+        and any(
+            len(manager.req_to_blocks[other.request_id]) * manager.block_size > end_tokens
+            for manager in managers
+        )
         for other in scheduler.running
     )
