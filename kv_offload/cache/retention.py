@@ -1,56 +1,35 @@
 """Slots that requests asked to retain: held against eviction until they expire.
 
-If several requests retain a slot, the latest expiry counts. All slots of a key have the same owner,
-because the salt of a request is part of its keys. Retained slots may take a limited share of host
-memory, and those of one owner a limited share as well. Slots for which there is no room are not
-retained, but stored and loaded as usual.
+If several requests retain a slot, the latest expiry counts. Retained slots may take a limited share
+of host memory, and those of one owner a limited share as well. Slots for which there is no room are
+not retained, but stored and loaded as usual.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable
 
 import numpy as np
 
 from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.owners import Owners
 from kv_offload.cache.slots import Slots
 from kv_offload.hints import Keep
 
-MIN_STALE = 64
-"""A lease compacts its parts when they name more slots that it has lost than slots it has, plus
-this."""
+SWEPT_PER_STEP, RELEASED_PER_STEP = 4096, 1024
+"""Maximum number of slots that one step reads, and of expired ones that it releases; the rest
+follows in later steps."""
 
-RELEASED_PER_STEP = 1024
-"""Maximum number of expired slots that one step releases; the rest follows in later steps."""
-
-
-Terms: TypeAlias = tuple[int, str]
-"""The second at which a lease ends, and its owner."""
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """The slots that one owner retains until the same second.
-
-    `parts` holds `named` slots, which may include slots that have since moved to later leases.
-    """
-
-    parts: list[Slots] = field(default_factory=list)
-    slots: int = 0
-    named: int = 0
+NEVER = np.iinfo(np.int32).max
 
 
 class Retention:
     """Holds slots of `manager`, each once, until `expire` or `drop` releases it.
 
     `max_share` and `max_owner_share` are shares of the manager's usable slots. `count` adds to a
-    counter. All operations except `drop` take O(1) amortised time per slot, and O(log n) per lease.
+    counter. Once a second, all slots are swept for those that have expired, over several steps.
     """
 
     def __init__(
@@ -65,13 +44,10 @@ class Retention:
         self._max_share, self._max_owner_share = max_share, max_owner_share
         self.slots = 0
         """Number of retained slots."""
-        # By slot, the second at which it expires, 0 for none; zeros from the system take no memory
-        # until they are written.
-        self._expires_of = np.zeros(manager.num_slots, np.int64)
-        # By the second at which they end and their owner; these terms also as a heap.
-        self._leases: dict[Terms, Lease] = {}
-        self._ends: list[Terms] = []
-        self._owned: Counter[str] = Counter()
+        self._expires_of = np.full(manager.num_slots, NEVER, np.int32)  # by slot, a second
+        self._owners = Owners(manager)
+        # The second for which slots are swept, from the last one; those below `_unswept` follow.
+        self._second = self._unswept = 0
         # By slot that is being written: how to retain it once the write has ended.
         self._pending: dict[int, Keep] = {}
 
@@ -99,108 +75,55 @@ class Retention:
             self._retain(ended[[key is not None for key in keys]], keep)
 
     def _retain(self, slots: Slots, keep: Keep) -> None:
-        """Put readable slots into the lease with these terms."""
-        owner = keep.owner or ""  # vLLM's keys are the same without a salt and with an empty one
-        # At least a second from now: a slot never returns to a lease.
-        second = math.ceil(self._clock() + max(1.0, keep.seconds))
+        """Hold readable slots for which there is room; later ends replace earlier ones."""
+        second, owner = math.ceil(self._clock() + keep.seconds), keep.owner or ""
         before = self._expires_of[slots]
-        fresh = slots[before == 0]
+        fresh = slots[before == NEVER]
         kept = fresh[: self._room(owner)]
         self._count("unretained_slots", len(fresh) - len(kept))
         if len(kept):
             self._manager.prepare_copy(kept)
+            self._owners.give(owner, kept)
             self.slots += len(kept)
-            self._owned[owner] += len(kept)
-        is_earlier = (before > 0) & (before < second)  # vLLM's keys differ by salt: same owner
-        self._add((second, owner), np.concatenate((slots[is_earlier], kept)))
-        earlier, counts = np.unique(before[is_earlier], return_counts=True)
-        for other, count in zip(earlier.tolist(), counts.tolist(), strict=True):
-            self._lessen((other, owner), count)
+        self._expires_of[kept] = second
+        self._expires_of[slots[before < second]] = second
 
     def _room(self, owner: str) -> int:
         """Return how many more slots an owner may retain."""
         usable = self._manager.usable_slots
-        own_room = int(self._max_owner_share * usable) - self._owned[owner]
+        own_room = int(self._max_owner_share * usable) - self._owners.slots_of(owner)
         return max(0, min(own_room, int(self._max_share * usable) - self.slots))
 
-    def _add(self, terms: Terms, slots: Slots) -> None:
-        if not len(slots):
-            return
-        if terms not in self._leases:
-            self._leases[terms] = Lease()
-            heapq.heappush(self._ends, terms)
-        lease = self._leases[terms]
-        lease.parts.append(slots)
-        lease.slots += len(slots)
-        lease.named += len(slots)
-        self._expires_of[slots] = terms[0]
-
-    def _lessen(self, terms: Terms, slots: int) -> None:
-        """Subtract lost slots from a lease; a lease without slots has ended."""
-        lease = self._leases[terms]
-        lease.slots -= slots
-        if not lease.slots:
-            del self._leases[terms]
-        elif lease.named > 2 * lease.slots + MIN_STALE:
-            lease.parts, lease.named = [self._own(terms[0], lease.parts)], lease.slots
-
-    def _own(self, second: int, parts: Sequence[Slots]) -> Slots:
-        """Return the slots in some parts of a lease that the lease still has."""
-        named = np.concatenate(parts)
-        own: Slots = named[self._expires_of[named] == second]
-        return own
-
     def expire(self) -> None:
-        """Release expired slots, a bounded number per call."""
-        if not self._ends:
-            return  # true in most steps
-        now, left = self._clock(), RELEASED_PER_STEP
-        while left and self._ends and self._ends[0][0] <= now:
-            if self._ends[0] in self._leases:
-                left -= self._let_go(self._ends[0], left)
-            else:
-                heapq.heappop(self._ends)
-
-    def _let_go(self, terms: Terms, most: int) -> int:
-        """Release up to `most` slots of a lease, last ones first; return how many were released."""
-        (second, owner), lease = terms, self._leases[terms]
-        # As many parts as are needed, since those of decodes have one slot each.
-        parts = [lease.parts.pop()]
-        named = len(parts[0])
-        while named < most and lease.parts:
-            parts.append(lease.parts.pop())
-            named += len(parts[-1])
-        own = self._own(second, parts[::-1])
-        gone, rest = own[-most:], own[:-most]
-        lease.parts.append(rest)
-        lease.named += len(rest) - named
-        self._release(gone)
-        self._owned[owner] -= len(gone)
-        if not self._owned[owner]:
-            del self._owned[owner]
-        self._lessen(terms, len(gone))
-        return len(gone)
+        """Release expired slots, a bounded number per call, and the last ones first."""
+        if not self._unswept:
+            if not self.slots or (second := int(self._clock())) == self._second:
+                return  # true in most steps
+            self._second, self._unswept = second, self._manager.usable_slots
+        first = max(0, self._unswept - SWEPT_PER_STEP)
+        expired = np.flatnonzero(self._expires_of[first : self._unswept] <= self._second) + first
+        self._unswept = first
+        if len(expired) > RELEASED_PER_STEP:
+            expired = expired[-RELEASED_PER_STEP:]
+            self._unswept = int(expired[0])
+        if len(expired):
+            self._release(expired.astype(np.int32))
 
     def _release(self, slots: Slots) -> None:
-        self._expires_of[slots] = 0
+        self._expires_of[slots] = NEVER
         self.slots -= len(slots)
+        self._owners.take(slots)
         self._manager.complete_load(slots)
 
     def drop(self) -> None:
         """Release all slots and drop pending ones; called before the manager is reset."""
-        self._release(np.flatnonzero(self._expires_of).astype(np.int32))
-        for table in (self._leases, self._ends, self._owned, self._pending):
-            table.clear()
+        self._release(np.flatnonzero(self._expires_of < NEVER).astype(np.int32))
+        self._pending.clear()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming the first broken invariant, in O(num_slots)."""
-        held = np.flatnonzero(self._expires_of).astype(np.int32)
+        held = np.flatnonzero(self._expires_of < NEVER).astype(np.int32)
         assert not self._manager.idle(held).any(), "a retained slot is not held"
-        assert self.slots == len(held) == self._owned.total(), "retained slots are counted wrongly"
-        assert self._leases.keys() <= {*self._ends}, "a lease never expires"
-        owned: Counter[str] = Counter()
-        for (second, owner), lease in self._leases.items():
-            owned[owner] += lease.slots
-            assert len({*self._own(second, lease.parts).tolist()}) == lease.slots > 0
-            assert sum(map(len, lease.parts)) == lease.named <= 2 * lease.slots + MIN_STALE
-        assert owned == self._owned, "the slots of an owner are counted wrongly"
+        owned = sum(int(its.sum()) for share, its in self._owners.split(held) if share is not None)
+        assert self.slots == len(held) == owned, "retained slots are counted wrongly"
+        self._owners.check_integrity()

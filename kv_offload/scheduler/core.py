@@ -100,7 +100,7 @@ class Core:
             to.tails.append(quotas.stores_planned)
             to.promotions.append(quotas.promoted)
             to.load_end.append(quotas.load_ended)
-            to.emptied.append(quotas.clear)
+            to.emptied.append(quotas.owners.clear)
         if observers.describe is not None:
             announcer = self.announcer = Announcer(self.manager, prefixes, observers.describe)
             to.stores.append(announcer.stores_planned)

@@ -421,7 +421,7 @@ class OffloadScheduler:
         self._retention.check_integrity()
         self.tiers.check_integrity()
         if self._quotas is not None:
-            self._quotas.check_integrity()
+            self._quotas.owners.check_integrity()
         loading = self.in_flight.loading
         for tracked in self._requests:
             planned = self._transfers.plans_load_of(tracked)

@@ -174,7 +174,7 @@ class LowerTiers:
             if weights_changed or name not in self._kept_on_reset:
                 dropped |= tier.forget_all()
                 if name in self._quotas:
-                    self._quotas[name].clear()
+                    self._quotas[name].owners.clear()
         return dropped
 
     @property
@@ -223,6 +223,6 @@ class LowerTiers:
         for tier in self.tiers.values():
             tier.check_integrity()
         for quotas in self._quotas.values():
-            quotas.check_integrity()
+            quotas.owners.check_integrity()
         self.promoter.reads.check_integrity()
         self.promoter.questions.check_integrity()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kv_offload.cache.manager import CacheManager
+from kv_offload.cache.owners import WINDOWS
 from kv_offload.cache.policies import make_policy
-from kv_offload.scheduler.quotas import MAX_LOOKS, Quotas
+from kv_offload.scheduler.quotas import Quotas
 from tests.kv_offload.cache.test_shared_pool import blocks, make_pool
 from tests.support.played_cases import BLOCK, OTHER, PROMPT, forget
 from tests.support.played_engine import PlayedEngine
@@ -22,8 +23,7 @@ SLOTS = 64
 
 def slots_of(quotas: Quotas, owner: str) -> int:
     """Return how many slots a tenant has."""
-    share = quotas._shares.get(owner)
-    return 0 if share is None else share.slots
+    return quotas.owners.slots_of(owner)
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -37,7 +37,7 @@ def test_counts_hold_whatever_is_stored_used_held_and_evicted(number):
     held: list[Any] = []
     names = 0
     for _ in range(300):
-        owner = rng.choice(["a", "b", "c", None])
+        owner = rng.choice(["a", "b", "c", ""])
         keys = [f"{owner} {names + index}".encode() for index in range(rng.randint(1, 9))]
         names += len(keys)
         slots = manager.prepare_store(keys)
@@ -46,7 +46,7 @@ def test_counts_hold_whatever_is_stored_used_held_and_evicted(number):
         known = manager.readable_slots()
         own = [slot for key, slot in known.items() if key.startswith(f"{owner} ".encode())]
         used = np.array(own[: rng.randint(0, 5)], np.int32)
-        quotas.used(owner, used)
+        quotas.owners.use(used)
         if len(used) and rng.random() < 0.2:
             manager.prepare_copy(used)
             held.append(used)
@@ -54,12 +54,12 @@ def test_counts_hold_whatever_is_stored_used_held_and_evicted(number):
             manager.complete_load(held.pop(0))
         if rng.random() < 0.01:
             manager.reset()
-            quotas.clear()
+            quotas.owners.clear()
             held_after = [part for part in held if len(part)]
             for part in held_after:
                 manager.complete_load(part)
             held.clear()
-        quotas.check_integrity()
+        quotas.owners.check_integrity()
         manager.check_integrity()
         most = SLOTS // 4 + len(keys) + sum(map(len, held))
         assert slots_of(quotas, owner) <= most
@@ -85,7 +85,7 @@ def test_what_peers_use_of_a_tenant_stays_while_its_other_blocks_go(tmp_path: Pa
     store("a", blocks(500, 30))
     left = [*range(10), *range(40, 60), *range(500, 530), *range(900, 910)]
     assert owner.kept() == {b"%036d" % number for number in left}
-    quotas.check_integrity()
+    quotas.owners.check_integrity()
 
 
 FILLERS = [[(number >> bit) & 1 for bit in range(8)] * 3 for number in range(16)]
@@ -109,7 +109,7 @@ def test_what_is_held_or_being_written_is_kept_and_counts():
     manager.complete_load(slots)
     quotas.filled("a", manager.prepare_store([b"last"]))
     assert slots_of(quotas, "a") == 16
-    quotas.check_integrity()
+    quotas.owners.check_integrity()
 
 
 def test_a_step_looks_at_few_slots_of_a_tenant_that_holds_all(monkeypatch):
@@ -133,17 +133,17 @@ def test_a_step_looks_at_few_slots_of_a_tenant_that_holds_all(monkeypatch):
     idle = manager.idle
     monkeypatch.setattr(manager, "idle", lambda slots: looked.append(len(slots)) or idle(slots))
     store(1)
-    assert 0 < sum(looked) <= MAX_LOOKS * 64
+    assert 0 < sum(looked) <= sum(WINDOWS)
     assert slots_of(quotas, "a") == 8192 + 1
     manager.complete_load(held[-1])
-    for _ in range(128 // MAX_LOOKS):
+    for _ in range(8192 // sum(WINDOWS) + 1):
         store(1)
     assert slots_of(quotas, "a") <= 8192 + 1
     for slots in held[:-1]:
         manager.complete_load(slots)
     store(1)
     assert slots_of(quotas, "a") == 8192
-    quotas.check_integrity()
+    quotas.owners.check_integrity()
 
 
 def hits(engine: PlayedEngine, prompt: list[int], salt: str | None) -> float:
@@ -237,4 +237,4 @@ def test_a_prefix_that_requests_of_a_step_share_counts_once():
     engine.run()
     quotas = engine.offload._quotas
     assert slots_of(quotas, "a") == PROMPT_BLOCKS
-    quotas.check_integrity()
+    quotas.owners.check_integrity()
