@@ -267,9 +267,9 @@ class OffloadScheduler:
 
     def _learn(self, report: OffloadWorkerMetadata) -> None:
         # This comes first: slots that become usable may hold blocks of the previous weights.
-        loads = {r: news.weight_loads for r, news in report.ranks.items() if news.weight_loads}
-        if loads:
-            self.resets.weights_were_loaded(loads)
+        weight_loads = {r: n.weight_loads for r, n in report.ranks.items() if n.weight_loads}
+        if weight_loads:
+            self.resets.weights_were_loaded(weight_loads)
         speeds: dict[str, dict[int, float]] = {}
         for rank, news in report.ranks.items():
             for name, speed in (news.bytes_per_second or {}).items():
